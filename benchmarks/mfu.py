@@ -35,7 +35,7 @@ from paceline.training.loop.group import Group
 from paceline.training.loop.loop import Progress, StepReport, train
 from paceline.training.loop.optimizer import new_optimizer
 from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.metrics import Numbers, flops_per_token, matmul_peak
+from paceline.training.metrics import StepMetrics, flops_per_token, matmul_peak
 from paceline.training.parallel import parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec
 
@@ -138,7 +138,9 @@ def ours(case: Case) -> Iterator[None]:
                 Group(),
                 progress=Progress(),
                 device=case.device,
-                numbers=Numbers.of(settings, parallel, Group(), case.device, config=case.config),
+                numbers=StepMetrics.of(
+                    settings, parallel, Group(), case.device, config=case.config
+                ),
                 on_step=stepped,
                 should_stop=over.is_set,
             )

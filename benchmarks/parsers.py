@@ -388,10 +388,10 @@ def grpc_request(raw: bytes) -> object:
 
 
 def gang_frame(raw: bytes) -> object:
-    from paceline.training.strategies.frames import HEADER, Kind, receive
+    from paceline.training.strategies.frames import HEADER, FrameKind, receive
 
     ours, theirs = socket.socketpair()
-    start = HEADER.pack(b"PLW1", Kind.PUSH, len(raw), 0)
+    start = HEADER.pack(b"PLW1", FrameKind.PUSH, len(raw), 0)
     writer = threading.Thread(target=_write, args=(theirs, start + raw), daemon=True)
     writer.start()
     with ours, theirs:
@@ -443,9 +443,9 @@ case("REST: StageRecord", body("StageRecord"), JSON_KINDS, 4 * MB)
 
 
 def token(text: bytes) -> object:
-    from paceline.coordinator.tokens import TokenBook
+    from paceline.coordinator.tokens import TokenRegistry
 
-    return TokenBook().recognise(text.decode("latin-1"), 0.0)
+    return TokenRegistry().recognise(text.decode("latin-1"), 0.0)
 
 
 def host(text: bytes) -> object:

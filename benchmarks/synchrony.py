@@ -41,7 +41,7 @@ from paceline.training.loop.workload import TransformerWorkload
 from paceline.training.parallel import parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 from paceline.training.strategies import SERVING
-from paceline.training.strategies.local_sgd import Averaged, local_sgd
+from paceline.training.strategies.local_sgd import LocalSgd, local_sgd
 from paceline.training.strategies.ranks import run_asynchronous
 from paceline.training.strategies.rendezvous import FileClaims
 from paceline.training.strategies.server import listen
@@ -144,13 +144,13 @@ def replica(rank: int, port: int, asked: argparse.Namespace, method: str) -> dic
         spread = local_sgd if settings.synchrony.kind == "local-sgd" else parallelise
         parallel = spread(workload.build(), mesh, settings, workload)
         optimizer = new_optimizer(parallel.modules, settings)
-        if isinstance(parallel, Averaged):
+        if isinstance(parallel, LocalSgd):
             parallel.follow(optimizer, 0)
         group.sums([0.0])  # start together
         started = time.perf_counter()
         with Text(asked, rank, REPLICAS) as stream:
             train(parallel, workload, optimizer, stream, settings, group, progress=Progress())
-        if isinstance(parallel, Averaged):
+        if isinstance(parallel, LocalSgd):
             parallel.average()
         seconds = time.perf_counter() - started
         sent = parallel.bytes_reduced

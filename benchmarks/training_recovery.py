@@ -84,7 +84,7 @@ class Bench:
                 ),
             ),
         )
-        asked = single.Single(
+        asked = single.TrainingRequest(
             output=self._directory / "out", profile=profile, source=str(self._texts)
         )
         return single.prepare(asked).model_copy(update={"job_id": name})

@@ -13,7 +13,7 @@ import time
 
 from prefect.runtime import flow_run
 
-from paceline.coordinator import Patience
+from paceline.coordinator import CoordinatorSettings
 from paceline.errors import (
     Cancelled,
     Conflict,
@@ -166,7 +166,7 @@ def _watch(
         if view.status.is_final or view.status == DeploymentStatus.STALLED:
             raise why_not(view)
         # As the coordinator counts: a large model may take longer than the profile's deadline.
-        patience = Patience.of(run.runtime.profile)
+        patience = CoordinatorSettings.of(run.runtime.profile)
         deadline_s = patience.deadline_of(view.deployment.predicted_seconds)
         if time.monotonic() - began > deadline_s:
             with contextlib.suppress(TemporaryError):  # decided, if not yet confirmed by all

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from paceline.manifest.progress import DIGEST, Moved, Pace
+from paceline.manifest.progress import DIGEST, ProgressFormatter, PublishProgress
 from paceline.tasks import artifacts
 from paceline.tasks.cancelling import noticed, stop_if_cancelled
 from paceline.tasks.run import Run
@@ -58,13 +58,13 @@ class _Teller:
     def __init__(self, run: Run, name: str) -> None:
         self._run = run
         self._page = artifacts.Progress(f"publish {name}", f"publish {name}")
-        self._pace = Pace()
-        self._last: Moved | None = None
-        self._ended: Moved | None = None  # the stage before
-        self._done: Moved | None = None  # of which the last was said
+        self._pace = ProgressFormatter()
+        self._last: PublishProgress | None = None
+        self._ended: PublishProgress | None = None  # the stage before
+        self._done: PublishProgress | None = None  # of which the last was said
         self._logged_s = time.monotonic()
 
-    def __call__(self, moved: Moved) -> None:
+    def __call__(self, moved: PublishProgress) -> None:
         last = self._last
         if last is not None and last.stage != moved.stage:
             self._ended = last
@@ -90,5 +90,5 @@ class _Teller:
             self._logged_s = time.monotonic()
             logger.info("%s: %s", moved.stage, said)
 
-    def _said(self, moved: Moved) -> str:
+    def _said(self, moved: PublishProgress) -> str:
         return self._pace.said(moved, time.monotonic())

@@ -6,9 +6,9 @@ from typing import Any
 
 from paceline.schemas.command_results import (
     DataFigures,
+    DistributionSummary,
     EvaluationFigures,
     ModelFigures,
-    Movement,
     RegistryFigures,
     RunSummary,
     StageLine,
@@ -93,10 +93,10 @@ def _pick(record: Any, values: dict[str, Any]) -> Any:
     )
 
 
-def _movement(result: dict[str, Any]) -> Movement:
+def _movement(result: dict[str, Any]) -> DistributionSummary:
     relay = result["relay"]
     more = {"already_done": relay["reused_result"], "verified": result["verify"]["verified"]}
-    movement: Movement = _pick(Movement, relay | more)
+    movement: DistributionSummary = _pick(DistributionSummary, relay | more)
     return movement
 
 

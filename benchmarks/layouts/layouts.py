@@ -17,7 +17,7 @@ from paceline.models import ModelConfig
 from paceline.training.loop.workload import Inputs, TransformerWorkload
 from paceline.training.parallel import Parallel, parallelise
 from paceline.training.parallel.mesh import MeshSpec, open_mesh
-from paceline.training.strategies.local_sgd import Averaged, local_sgd
+from paceline.training.strategies.local_sgd import LocalSgd, local_sgd
 
 CONFIG = ModelConfig(
     hidden_size=32,
@@ -186,7 +186,7 @@ class Run:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(parameters, lr=RATE, betas=(0.9, 0.95))
         if self.layout.optimizer == "sgd":
             optimizer = torch.optim.SGD(parameters, lr=0.3)
-        if isinstance(self.parallel, Averaged):
+        if isinstance(self.parallel, LocalSgd):
             self.parallel.follow(optimizer, 0)
         found = []
         for step in range(steps):

@@ -200,7 +200,7 @@ def ours(load: Load, beat: Beat) -> None:
     from paceline.training.loop.optimizer import new_optimizer
     from paceline.training.loop.rank_process import keep_memory
     from paceline.training.loop.workload import TransformerWorkload
-    from paceline.training.metrics import Numbers, flops_per_token, matmul_peak
+    from paceline.training.metrics import StepMetrics, flops_per_token, matmul_peak
     from paceline.training.parallel import parallelise
     from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 
@@ -240,7 +240,7 @@ def ours(load: Load, beat: Beat) -> None:
             settings,
             group,
             progress=Progress(),
-            numbers=Numbers(
+            numbers=StepMetrics(
                 group,
                 parallel.modules,
                 flops_per_token=flops_per_token(workload.config),

@@ -6,10 +6,10 @@ import warnings
 import pytest
 
 from paceline.api.app import create_app
-from paceline.api.audit_writer import BATCH, ROWS_AT_ONCE, Clerk
-from paceline.api.guard import Refused
+from paceline.api.audit_writer import BATCH, ROWS_AT_ONCE, AuditWriter
+from paceline.api.guard import RefusedCall
 from paceline.coordinator.callers import Call
-from paceline.coordinator.tokens import TokenBook
+from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import ServiceUnavailable
 from paceline.schemas.access import Scope
 from tests.api.conftest import make_model, make_runtime
@@ -172,7 +172,7 @@ class FullBooks:
     """A coordinator that keeps what it is told, or says that it cannot."""
 
     def __init__(self):
-        self.tokens, self.kept, self.away = TokenBook(), [], False
+        self.tokens, self.kept, self.away = TokenRegistry(), [], False
 
     def tell(self, observed):
         assert len(observed) <= BATCH
@@ -185,12 +185,12 @@ class FullBooks:
 
 
 def attempt():
-    return Refused(Call(caller=None, what="POST /x", address="a"), 401, "AccessDenied")
+    return RefusedCall(Call(caller=None, what="POST /x", address="a"), 401, "AccessDenied")
 
 
 def test_a_flood_of_refusals_fills_nothing_and_is_counted(caplog):
     books = FullBooks()
-    clerk = Clerk(books, {})
+    clerk = AuditWriter(books, {})
     for _ in range(5000):
         clerk.refused(attempt())
     clerk.start()
@@ -204,7 +204,7 @@ def test_a_flood_of_refusals_fills_nothing_and_is_counted(caplog):
 def test_what_cannot_be_committed_is_in_the_log(caplog):
     books = FullBooks()
     books.away = True
-    clerk = Clerk(books, {})
+    clerk = AuditWriter(books, {})
     clerk.refused(attempt())
     clerk.start()
     clerk.stop()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from paceline.api.flow_starter import STATES_S, FlowKeeper, PrefectStarter
+from paceline.api.flow_starter import STATES_S, FlowRunSupervisor, PrefectStarter
 from paceline.config import load_profile
 from paceline.coordinator.state.messages import Cancel
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import AccessDenied, InvalidProfile, NotFound, ServiceUnavailable
 from paceline.schemas.events import EventName
 from paceline.schemas.records import Deployment
@@ -26,7 +26,7 @@ class Kept:
     """A coordinator without threads; ``refuse`` makes its next commits fail."""
 
     def __init__(self) -> None:
-        self.world = World(patience=Patience(starts_flows=True))
+        self.world = World(patience=CoordinatorSettings(starts_flows=True))
         self.world.register("node-0")
         self.refuse = 0
 
@@ -83,9 +83,9 @@ class Stage:
         self.kept, self.prefect, self.clock = Kept(), Prefect(), Clock()
         self.keeper = self.another()
 
-    def another(self) -> FlowKeeper:
+    def another(self) -> FlowRunSupervisor:
         """Return the keeper of another leader: it remembers nothing."""
-        return FlowKeeper(self.kept, self.prefect, monotonic=self.clock)
+        return FlowRunSupervisor(self.kept, self.prefect, monotonic=self.clock)
 
     def look(self, seconds: float = STATES_S) -> None:
         self.clock.now_s += seconds
@@ -119,7 +119,7 @@ def test_a_caller_that_is_a_flow_run_gets_no_other(stage: Stage) -> None:
 def test_where_the_profile_does_not_say_so_nothing_is_started() -> None:
     off = load_profile("ci", {"control.flow_starter": "off"})
     on = load_profile("ci", {"control.flow_starter": "prefect"})
-    assert [Patience.of(each).starts_flows for each in (off, on)] == [False, True]
+    assert [CoordinatorSettings.of(each).starts_flows for each in (off, on)] == [False, True]
     world = World()
     assert not world.state.run(world.create("node-0")).deployment.flow_wanted
 

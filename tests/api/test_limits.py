@@ -15,7 +15,7 @@ import uvicorn
 
 from paceline.api import limits
 from paceline.api.app import create_app, serve
-from paceline.api.limits import MOST, Buckets, Prompt, SizeGuard, host_of
+from paceline.api.limits import MOST, HttpProtocol, SizeGuard, TokenBuckets, host_of
 from paceline.api.serving import OneLine, names_of, protection_of
 from paceline.config import Secrets
 from paceline.errors import InvalidInput, InvalidProfile
@@ -161,7 +161,7 @@ def test_a_long_poll_is_no_slow_body(monkeypatch):
     assert messages == []
 
 
-class _Impatient(Prompt):
+class _Impatient(HttpProtocol):
     headers_s = 0.3
 
 
@@ -174,7 +174,7 @@ def slow_server():
 @pytest.fixture(scope="module")
 def patient_server():
     """The same with the deadline that production has."""
-    yield from _serving(Prompt)
+    yield from _serving(HttpProtocol)
 
 
 async def _slow(scope, receive, send):
@@ -232,7 +232,7 @@ def test_a_slow_answer_and_a_kept_connection_are_fine(slow_server):
         assert is_closed(sock)
 
 
-class _Untiring(Prompt):
+class _Untiring(HttpProtocol):
     taken_s = 1.0
 
 
@@ -296,7 +296,7 @@ def test_a_log_line_is_one_line_whoever_chose_the_words():
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate():
-    buckets = Buckets(rate=2.0, burst=3.0)
+    buckets = TokenBuckets(rate=2.0, burst=3.0)
     assert [buckets.take("a", 0.0) for _ in range(3)] == [0.0] * 3
     assert buckets.take("a", 0.0) == pytest.approx(0.5)
     assert buckets.take("b", 0.0) == 0.0, "others have their own"
@@ -308,7 +308,7 @@ def test_a_bucket_gives_its_burst_and_then_its_rate():
 
 
 def test_buckets_remember_so_many_and_no_more():
-    buckets = Buckets(rate=1.0, burst=1.0)
+    buckets = TokenBuckets(rate=1.0, burst=1.0)
     for index in range(MOST + 500):
         buckets.take(index, 0.0)
     assert len(buckets) == MOST

@@ -16,14 +16,14 @@ from paceline.api.event_stream import EventStream, StreamHub, Watcher
 from paceline.api.pages import _leader
 from paceline.cli.event_following import Follower, Lost
 from paceline.coordinator.notifier import EventRing
-from paceline.coordinator.state.messages import Beat, FetchLanes
+from paceline.coordinator.state.messages import FetchLanes, HeartbeatReceived
 from paceline.errors import AccessDenied, NotFound, ServiceUnavailable
 from paceline.schemas.calls import DeploymentBeat, Heartbeat
 from paceline.schemas.events import (
     Dropped,
     Event,
+    EventItem,
     EventName,
-    Happened,
     LeaderView,
     Missed,
     Moment,
@@ -392,7 +392,7 @@ def test_a_watcher_outlives_the_coordinator_and_misses_nothing(served) -> None:
         assert time.monotonic() < end_s
         for agent in agents:
             agent.beat(manifest)
-    numbers = [each.event.seq for each in seen if isinstance(each, Happened)]
+    numbers = [each.event.seq for each in seen if isinstance(each, EventItem)]
     assert numbers == sorted(set(numbers)), "no event twice, none out of order"
     held = [each for each in client.events(0).events if each.deployment_id == d]
     reached = [each.seq for each in held if each.seq <= numbers[-1]]
@@ -427,7 +427,7 @@ def test_a_standby_streams_who_leads_who_has_what_and_what_happened(
         bytes_held=3072, chunks_received=(0,),
     )  # fmt: skip
     beat = Heartbeat(worker_id="node-0", status=WorkerStatus.RECEIVING, deployments=(entry,))
-    leader.handle(Beat(beat=beat))
+    leader.handle(HeartbeatReceived(beat=beat))
     three.follow_up()
     standby = three.standbys[0]
 
@@ -444,7 +444,7 @@ def test_a_standby_streams_who_leads_who_has_what_and_what_happened(
         await reader.until(lambda: reader.ids)
         said = reader.of(Moment)[0].leader
         assert (said.leads, said.leader_url, said.url) == (False, three.leader.url, standby.url)
-        assert reader.of(Happened)[0].event.name is EventName.DEPLOYMENT_CREATED
+        assert reader.of(EventItem)[0].event.name is EventName.DEPLOYMENT_CREATED
         await reader.leave()
 
     run(story)

@@ -13,14 +13,14 @@ from paceline.coordinator import tokens as module
 from paceline.coordinator.state.messages import (
     AdmitWorker,
     Answer,
-    BeginToken,
     DropToken,
     IssueToken,
-    KeepToken,
     RevokeToken,
+    SaveToken,
+    TokenFirstUsed,
     TokensUsed,
 )
-from paceline.coordinator.tokens import REMEMBERED_S, UNUSED_AT_MOST, TokenBook, draw, sha256_of
+from paceline.coordinator.tokens import REMEMBERED_S, UNUSED_AT_MOST, TokenRegistry, draw, sha256_of
 from paceline.errors import AccessDenied, Conflict, NotFound
 from paceline.relay.transport.identity import new_request
 from paceline.schemas.access import (
@@ -39,7 +39,7 @@ class Tokens(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.book, self.now = TokenBook(), 1000.0
+        self.book, self.now = TokenRegistry(), 1000.0
         self.kept = {}  # what a store would hold
         self.texts = {}  # token_id → text
         self.ends = {}  # token_id → when it opens nothing any more
@@ -50,7 +50,7 @@ class Tokens(RuleBasedStateMachine):
 
     def take(self, event):
         for effect in self.book.handle(event):
-            if isinstance(effect, KeepToken):
+            if isinstance(effect, SaveToken):
                 self.kept[effect.token.token_id] = effect.token
             elif isinstance(effect, DropToken):
                 del self.kept[effect.token_id]
@@ -133,7 +133,7 @@ class Tokens(RuleBasedStateMachine):
         """A token is used for the first time: whatever it was issued beside or after ends."""
         known = list(self.admission_of)
         token_id = known[data.draw(st.integers(0, len(known) - 1))]
-        self.take(BeginToken(token_id=token_id, at=self.now))
+        self.take(TokenFirstUsed(token_id=token_id, at=self.now))
         if not self.alive(token_id) or token_id in self.begun:
             return
         self.begun.add(token_id)
@@ -170,7 +170,7 @@ class Tokens(RuleBasedStateMachine):
 
     @rule()
     def restart(self):
-        self.book = TokenBook()
+        self.book = TokenRegistry()
         self.book.restore(self.kept.values())
 
     @invariant()
@@ -201,7 +201,7 @@ class Tokens(RuleBasedStateMachine):
             still = [e for e in mine if e.revoked_at is not None and e.expires_at > self.now]
             # Where any certificate of it is still good, it was taken back, and peers must know.
             assert not still or worker in barred, worker
-        fresh = TokenBook()
+        fresh = TokenRegistry()
         fresh.restore(self.kept.values())
         assert set(fresh.barred()) == barred, "as after a restart"
 
@@ -230,7 +230,7 @@ TestTokens.settings = settings(max_examples=60, stateful_step_count=25, deadline
 
 def test_there_are_so_many_tokens_and_no_more(monkeypatch):
     monkeypatch.setattr(module, "MAX_TOKENS", 3)
-    book, call = TokenBook(), CreateToken(name="x", scopes=(Scope.READ,), ttl_seconds=10)
+    book, call = TokenRegistry(), CreateToken(name="x", scopes=(Scope.READ,), ttl_seconds=10)
 
     def issue(at):
         drawn = draw()
@@ -249,7 +249,7 @@ def test_there_are_so_many_tokens_and_no_more(monkeypatch):
 def test_any_text_may_be_asked_about(text):
     assert len(sha256_of(text)) == 64
     with pytest.raises(AccessDenied):
-        TokenBook().recognise(text, 0.0)
+        TokenRegistry().recognise(text, 0.0)
 
 
 def test_tokens_are_never_alike():

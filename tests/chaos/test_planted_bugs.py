@@ -21,13 +21,13 @@ from mutmut.mutation.file_mutation import Mutation, create_mutations, deep_repla
 from paceline.relay.protocol import pull_state as flights
 from paceline.relay.protocol import pulling, session
 from paceline.relay.protocol import side_requests as asking
-from paceline.relay.protocol.events import SessionAction, SessionEvent, Woke
+from paceline.relay.protocol.events import Resumed, SessionAction, SessionEvent
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.protocol.pull_state import Flights
+from paceline.relay.protocol.pull_state import PullState
 from paceline.relay.protocol.pulling import Puller
 from paceline.relay.protocol.recovery import Repairs
 from paceline.relay.protocol.session import RelaySession
-from paceline.relay.protocol.source_selection import Feed, OriginBudget
+from paceline.relay.protocol.source_selection import OriginBudget, SourceStream
 from paceline.schemas.plan import WorkerLanes
 from tests.chaos.world import play
 from tests.support.memory_fleet import fleet
@@ -67,11 +67,11 @@ def forwards_what_is_not_verified(patch: pytest.MonkeyPatch) -> None:
 
 
 def forgets_what_was_in_flight(patch: pytest.MonkeyPatch) -> None:
-    def forget(self: Flights, feed: Feed, extent: Extent) -> None:
+    def forget(self: PullState, feed: SourceStream, extent: Extent) -> None:
         for work, part in self.works.parts(extent):
             self.drop_from(feed, work, part)
 
-    patch.setattr(Flights, "want_again", forget)
+    patch.setattr(PullState, "want_again", forget)
 
 
 def spends_more_than_its_budget(patch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def spends_more_than_its_budget(patch: pytest.MonkeyPatch) -> None:
 
 
 def believes_news_of_streams_it_gave_up(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Flights, "feed", lambda self, key, _stream: self.feeds.get(key))
+    patch.setattr(PullState, "feed", lambda self, key, _stream: self.feeds.get(key))
 
 
 def completes_before_all_is_durable(patch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def believes_others_dead_for_its_own_sleep(patch: pytest.MonkeyPatch) -> None:
     honest = RelaySession.handle
 
     def sleepy(self: RelaySession, event: SessionEvent, now_s: float) -> list[SessionAction]:
-        if isinstance(event, Woke):
+        if isinstance(event, Resumed):
             event = replace(event, slept_s=0.0)
         return honest(self, event, now_s)
 
@@ -219,9 +219,9 @@ def test_a_mutant_of_the_session_is_caught(
     source, mutated = mutate(module, function, before, after)
     changed = load(f"mutant_of_{module}", mutated, monkeypatch)
     if module == "asking":
-        monkeypatch.setattr(pulling, "Asking", changed.Asking)
+        monkeypatch.setattr(pulling, "RequestSender", changed.RequestSender)
     elif module == "flights":
-        monkeypatch.setattr(pulling, "Flights", changed.Flights)
+        monkeypatch.setattr(pulling, "PullState", changed.PullState)
     elif module == "pulling":
         monkeypatch.setattr(session, "Puller", changed.Puller)
     else:

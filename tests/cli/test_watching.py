@@ -28,7 +28,7 @@ from paceline.schemas.command_results import Changed, StatusReport
 from paceline.schemas.events import (
     DeploymentMoment,
     Event,
-    Happened,
+    EventItem,
     LeaderView,
     Moment,
     Outcome,
@@ -249,7 +249,7 @@ def test_what_a_worker_says_does_not_steer_the_terminal() -> None:
     )
     broken = shown.deployments[0].model_copy(update={"failure": Failure(**failure), "parts": parts})
     board.take(shown.model_copy(update={"deployments": (broken,)}))
-    board.take(Happened(event=event))
+    board.take(EventItem(event=event))
     console = Console(width=120, height=40, file=io.StringIO())
     console.print(render(board, 120, 40))
     lines = console.file.getvalue().splitlines()

@@ -8,16 +8,16 @@ import pytest
 from paceline.coordinator.state.messages import (
     Activate,
     Answer,
-    Beat,
     Cancel,
     Create,
+    EmitEvent,
     FetchLanes,
-    Observed,
+    HeartbeatReceived,
     Register,
     Rollback,
     Tick,
 )
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.manifest import Chunk, FileEntry, Manifest
 from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
@@ -47,23 +47,25 @@ def small_manifest(version: str = "v1", model_id: str = "m") -> Manifest:
 class World:
     """Drives one CoordinatorState; remembers what it told and kept."""
 
-    patience: Patience = field(
-        default_factory=lambda: Patience(beat_s=0.5, return_grace_s=60.0, deadline_s=600.0)
+    patience: CoordinatorSettings = field(
+        default_factory=lambda: CoordinatorSettings(
+            beat_s=0.5, return_grace_s=60.0, deadline_s=600.0
+        )
     )
     now_s: float = 1000.0
     made: int = 0
 
     def __post_init__(self) -> None:
         self.state = CoordinatorState(self.patience)
-        self.told: list[Observed] = []
+        self.told: list[EmitEvent] = []
         self.kept: list[object] = []
         self.incarnations: dict[str, int] = {}
         self.silent: set[str] = set()
 
     def give(self, event):
         effects = self.state.handle(event, self.now_s)
-        self.told += [each for each in effects if isinstance(each, Observed)]
-        self.kept += [each for each in effects if not isinstance(each, Observed | Answer)]
+        self.told += [each for each in effects if isinstance(each, EmitEvent)]
+        self.kept += [each for each in effects if not isinstance(each, EmitEvent | Answer)]
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
     def tick(self):
@@ -101,7 +103,7 @@ class World:
         beat = Heartbeat(
             worker_id=worker_id, status=status, incarnation=number, deployments=entries
         )
-        return self.give(Beat(beat=beat, at=self.now_s))
+        return self.give(HeartbeatReceived(beat=beat, at=self.now_s))
 
     def create(self, *targets: str, key: str | None = None, version: str = "v1", **more):
         self.made += 1
@@ -195,7 +197,7 @@ class World:
     def epoch(self, deployment_id: str) -> int:
         return self.state.run(deployment_id).deployment.epoch
 
-    def names(self, name: EventName) -> list[Observed]:
+    def names(self, name: EventName) -> list[EmitEvent]:
         return [each for each in self.told if each.name is name]
 
 

@@ -25,23 +25,23 @@ from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.state.messages import (
     Activate,
     Answer,
-    Beat,
     DropDeployment,
     DropWorker,
+    EmitEvent,
     FetchLanes,
-    KeepDeployment,
-    KeepKey,
-    KeepPlan,
-    KeepReceipt,
-    KeepWorker,
-    Kept,
-    KeptDeployment,
-    Observed,
+    HeartbeatReceived,
+    LoadedDeployment,
+    LoadedState,
     Register,
     Rollback,
+    SaveDeployment,
+    SaveIdempotencyKey,
+    SavePlan,
+    SaveReceipt,
+    SaveWorker,
 )
-from paceline.coordinator.state.persisted_state import Memo
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.persisted_state import PersistedState
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.stores.contracts import Outbox, Term
 from paceline.errors import Cancelled as CancelledError
 from paceline.errors import (
@@ -63,7 +63,7 @@ VERSIONS = st.sampled_from(["v1", "v2", "v3"])
 WORKERS = st.sampled_from(FLEET)
 COUNTS = st.integers(1, 3)
 LATE = st.sampled_from(["", "", "after"])
-PATIENCE = Patience(
+PATIENCE = CoordinatorSettings(
     beat_s=0.5,
     return_grace_s=20.0,
     deadline_s=120.0,
@@ -108,7 +108,7 @@ class Ledger:
             raise StaleEpoch("a newer coordinator leads")
         told = []
         for each in kept:
-            if isinstance(each, Observed):
+            if isinstance(each, EmitEvent):
                 fields = (each.name, each.at, each.deployment_id, each.worker_id, each.data)
                 names = ("name", "at", "deployment_id", "worker_id", "data")
                 numbered = {"seq": len(self.events) + 1} | dict(zip(names, fields, strict=True))
@@ -116,7 +116,7 @@ class Ledger:
                 self.events.append(told[-1])
             else:
                 self.effects.append(_frozen(each))
-                if isinstance(each, KeepDeployment) and each.manifest is not None:
+                if isinstance(each, SaveDeployment) and each.manifest is not None:
                     self.present[each.deployment.deployment_id] = each.manifest
                 elif isinstance(each, DropDeployment):
                     del self.present[each.deployment_id]
@@ -125,7 +125,7 @@ class Ledger:
             raise ServiceUnavailable("the store did not answer in time")
         return told
 
-    def load(self, now_s: float) -> Kept:
+    def load(self, now_s: float) -> LoadedState:
         return read_back(self.effects)
 
     def leader(self) -> Term | None:
@@ -140,40 +140,40 @@ class Ledger:
 
 def _frozen(effect: object) -> object:
     """What was written, as it was then: later changes of live objects do not reach it."""
-    if isinstance(effect, KeepDeployment):
-        memo = Memo.from_json(effect.memo.to_json())
-        return KeepDeployment(effect.deployment, memo, effect.manifest)
+    if isinstance(effect, SaveDeployment):
+        memo = PersistedState.from_json(effect.memo.to_json())
+        return SaveDeployment(effect.deployment, memo, effect.manifest)
     return effect
 
 
-def read_back(kept: list[object]) -> Kept:
+def read_back(kept: list[object]) -> LoadedState:
     """What a store gives back after committing these effects."""
-    deployments: dict[str, KeepDeployment] = {}
+    deployments: dict[str, SaveDeployment] = {}
     manifests, plans, workers, keys, receipts = {}, {}, {}, {}, {}
     for each in kept:
-        if isinstance(each, KeepDeployment):
+        if isinstance(each, SaveDeployment):
             deployments[each.deployment.deployment_id] = each
             if each.manifest is not None:
                 manifests[each.deployment.deployment_id] = each.manifest
-        elif isinstance(each, KeepPlan):
+        elif isinstance(each, SavePlan):
             plans[each.plan.deployment_id] = each.plan
-        elif isinstance(each, KeepWorker):
+        elif isinstance(each, SaveWorker):
             workers[each.worker.worker_id] = each.worker
         elif isinstance(each, DropWorker):
             del workers[each.worker_id]
-        elif isinstance(each, KeepKey):
+        elif isinstance(each, SaveIdempotencyKey):
             keys[each.key] = each
-        elif isinstance(each, KeepReceipt):
+        elif isinstance(each, SaveReceipt):
             receipts[each.receipt.deployment_id, each.receipt.worker_id] = each.receipt
         elif isinstance(each, DropDeployment):
             gone = each.deployment_id
             del deployments[gone]
             keys = {name: key for name, key in keys.items() if key.deployment_id != gone}
-    return Kept(
+    return LoadedState(
         deployments=tuple(
-            KeptDeployment(
+            LoadedDeployment(
                 deployment=each.deployment,
-                memo=Memo.from_json(each.memo.to_json()),
+                memo=PersistedState.from_json(each.memo.to_json()),
                 manifest=manifests[name],
                 plan=plans.get(name),
                 receipts=tuple(r for (d, _), r in receipts.items() if d == name),
@@ -586,7 +586,7 @@ class Fleet(RuleBasedStateMachine):
             self.obey(agent, command.kind, command.deployment_id)
 
     def take(self, beat: Heartbeat):
-        event = Beat(beat=beat, at=self.now_s)
+        event = HeartbeatReceived(beat=beat, at=self.now_s)
         return self.coordinator.decide_now(event) or self.coordinator.handle(event)
 
     def obey(self, agent: Agent, kind: str, deployment_id: str) -> None:

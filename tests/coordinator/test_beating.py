@@ -6,9 +6,9 @@ import json
 import pytest
 from fastapi import FastAPI
 
-from paceline.api.heartbeats import Beating, answer_beat
+from paceline.api.heartbeats import HeartbeatMiddleware, answer_beat
 from paceline.api.problems import add_problem_handlers
-from paceline.coordinator.state.messages import Answer, Beat, Listen
+from paceline.coordinator.state.messages import Answer, AwaitCommands, HeartbeatReceived
 from paceline.errors import ServiceUnavailable
 from paceline.schemas.calls import DeploymentBeat, Heartbeat
 from paceline.schemas.records import WorkerStatus
@@ -32,7 +32,9 @@ class Driver:
         return self.world.now_s
 
     def decide_now(self, event):
-        if self.busy or (isinstance(event, Beat) and not self.world.state.is_calm(event.beat)):
+        if self.busy or (
+            isinstance(event, HeartbeatReceived) and not self.world.state.is_calm(event.beat)
+        ):
             return None
         self.now_taken.append(event)
         (effect,) = self.world.state.handle(event, self.world.now_s)
@@ -54,7 +56,7 @@ def app_of(driver: Driver) -> FastAPI:
         return {"route": beat.worker_id}
 
     add_problem_handlers(app)
-    app.add_middleware(Beating, coordinator=driver)
+    app.add_middleware(HeartbeatMiddleware, coordinator=driver)
     return app
 
 
@@ -140,7 +142,7 @@ def test_calm_is_said_of_nothing_that_leaves_something_to_keep(world, more):
     entry = world.entry(d, "node-0", 3, **fields)
     made = Heartbeat(worker_id="node-0", status=entry.status, deployments=(entry,))
     assert not world.state.is_calm(made)
-    assert len(world.state.handle(Beat(beat=made), world.now_s)) > 1
+    assert len(world.state.handle(HeartbeatReceived(beat=made), world.now_s)) > 1
 
 
 def test_busy_state_is_asked_on_a_thread(driver, world):
@@ -176,9 +178,9 @@ def test_whatever_is_unusual_is_the_routes_to_answer(driver, world, body, more, 
 
 
 def test_held_beat_is_answered_when_there_is_something_to_do(driver, world):
-    from paceline.coordinator.notifier import Bell
+    from paceline.coordinator.notifier import Notifier
 
-    driver.bell = Bell()
+    driver.bell = Notifier()
     world.register("node-0")
 
     async def hold():
@@ -190,7 +192,7 @@ def test_held_beat_is_answered_when_there_is_something_to_do(driver, world):
         driver.bell.ring()
         answer = await held
         assert [each.deployment_id for each in answer.commands] == [d]
-        assert isinstance(driver.now_taken[-1], Listen)
+        assert isinstance(driver.now_taken[-1], AwaitCommands)
         assert not driver.bell._waiting
 
     asyncio.run(hold())

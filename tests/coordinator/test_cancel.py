@@ -16,18 +16,18 @@ import pytest
 
 from paceline.coordinator.state.messages import (
     Answer,
-    Beat,
     Cancel,
     Create,
     FetchLanes,
+    HeartbeatReceived,
     Register,
     Tick,
 )
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.errors import Conflict, PacelineError, ServiceUnavailable
 from paceline.manifest import build_manifest, verify_directory
-from paceline.relay.agent import Report
+from paceline.relay.agent import HeartbeatBuilder
 from paceline.schemas.calls import CreateDeployment, RegisterWorker
 from paceline.schemas.records import WorkerStatus
 from tests.support.local_fleet import LocalFleet
@@ -47,12 +47,12 @@ class Controlled:
         self.fleet = LocalFleet(root / "nodes", NAMES, link_mbit=LINK_MBIT)
         self.root = root / "nodes"
         self.sources = root / "sources"
-        self.state = CoordinatorState(Patience(beat_s=0.1, lost_after_beats=100))
-        self.reports: dict[str, Report] = {}
+        self.state = CoordinatorState(CoordinatorSettings(beat_s=0.1, lost_after_beats=100))
+        self.reports: dict[str, HeartbeatBuilder] = {}
 
     def start(self) -> None:
         for name, driver in self.fleet.drivers.items():
-            self.reports[name] = Report(name, driver)
+            self.reports[name] = HeartbeatBuilder(name, driver)
             call = RegisterWorker(
                 worker_id=name,
                 hostname="h",
@@ -89,7 +89,7 @@ class Controlled:
         """Let every agent beat once, and do what it hears."""
         for name, report in self.reports.items():
             driver = self.fleet.drivers[name]
-            answer = self.ask(Beat(beat=report.beat(10**12)))
+            answer = self.ask(HeartbeatReceived(beat=report.beat(10**12)))
             report.was_heard()
             for command in answer.commands:
                 if command.kind == "cancel":

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline.coordinator.state import planning
 from paceline.coordinator.state.messages import Create, RaiseBudget
 from paceline.coordinator.state.planning import open_bytes
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.coordinator.state.targets import left_bytes
 from paceline.plan import origin_cap_bytes
@@ -22,7 +22,7 @@ from tests.relay.kit import paper_manifest
 MIB = 1024 * 1024
 MANIFEST = paper_manifest(400, 4 * MIB)  # so that the fuse's 64 MiB are 4 % of the model
 WORKERS = 9
-PATIENCE = Patience(beat_s=0.5, replan_s=0.5, return_grace_s=600.0, deadline_s=1e6)
+PATIENCE = CoordinatorSettings(beat_s=0.5, replan_s=0.5, return_grace_s=600.0, deadline_s=1e6)
 
 
 class Readers(World):

@@ -6,13 +6,13 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from paceline.api.event_stream import Looks
+from paceline.api.event_stream import SnapshotReader
 from paceline.api.pages import _snapshot
-from paceline.coordinator.state.messages import Beat, Register
+from paceline.coordinator.state.messages import HeartbeatReceived, Register
 from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas.calls import EdgeTally, Heartbeat, RegisterWorker
 from paceline.schemas.events import LeaderView
-from paceline.telemetry import FleetMetrics, Moments
+from paceline.telemetry import FleetMetrics, MomentBuilder
 from tests.coordinator.conftest import PIECE, PIECES
 
 HUGE = 10**400  # no float, no 64 bits
@@ -29,15 +29,15 @@ def spoken(world, deployment_id, **entry):
         "deployments": [{"deployment_id": deployment_id, **ENTRY, **entry}],
     }
     beat = Heartbeat.model_validate_json(json.dumps(said))
-    return world.give(Beat(beat=beat, at=world.now_s))
+    return world.give(HeartbeatReceived(beat=beat, at=world.now_s))
 
 
 def everything(world) -> str:
     """All that anybody can ask for; whoever asks must get an answer."""
     state = world.state
     text = [FleetMetrics(lambda: _snapshot(state)).text().decode()]
-    looks = Looks(_Stand(state), lambda: LeaderView(epoch=1))
-    moments = Moments()
+    looks = SnapshotReader(_Stand(state), lambda: LeaderView(epoch=1))
+    moments = MomentBuilder()
     for _ in range(2):
         look = looks.take(set())
         text.append(moments.take(look).model_dump_json())
@@ -114,7 +114,7 @@ def test_one_impossible_word_takes_the_whole_beat_along(world, moving):
         ],
     }
     with pytest.raises(InvalidInput):
-        world.give(Beat(beat=Heartbeat.model_validate(said), at=world.now_s))
+        world.give(HeartbeatReceived(beat=Heartbeat.model_validate(said), at=world.now_s))
     assert world.state.run(moving).parts["node-1"].pieces_held == 2
 
 

@@ -9,11 +9,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.state import agent_handlers as answers
 from paceline.coordinator.state import deployment_index as pruning
-from paceline.coordinator.state.activation import Switches
-from paceline.coordinator.state.deployment import DeploymentRun
-from paceline.coordinator.state.deployment_index import Book
+from paceline.coordinator.state.activation import ActivationManager
+from paceline.coordinator.state.deployment import DeploymentState
+from paceline.coordinator.state.deployment_index import DeploymentIndex
 from paceline.coordinator.state.membership import Membership
-from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.coordinator.state.state import CoordinatorState
 from tests.coordinator.fleet_model import Fleet
 
@@ -29,12 +29,12 @@ SEARCH = settings(
 
 
 def keys_are_forgotten(patch):
-    patch.setattr(Book, "known_key", lambda *_: None)
+    patch.setattr(DeploymentIndex, "known_key", lambda *_: None)
 
 
 def keys_are_not_compared(patch):
     patch.setattr(
-        Book, "known_key", lambda self, key, _: self.find(k.deployment_id)
+        DeploymentIndex, "known_key", lambda self, key, _: self.find(k.deployment_id)
         if (k := self.keys.get(key)) else None,
     )  # fmt: skip
 
@@ -76,40 +76,40 @@ def cancel_is_acknowledged_when_it_is_told(patch):
 
 
 def cancelled_deployment_goes_on(patch):
-    patch.setattr(DeploymentRun, "final", property(lambda run: False))
+    patch.setattr(DeploymentState, "final", property(lambda run: False))
 
 
 def nobody_has_to_be_ready(patch):
-    patch.setattr(Switches, "_is_ready", lambda *_: True)
+    patch.setattr(ActivationManager, "_is_ready", lambda *_: True)
 
 
 def quorum_is_one(patch):
-    patch.setattr(Switches, "_quorum", lambda *_: 1)
+    patch.setattr(ActivationManager, "_quorum", lambda *_: 1)
 
 
 def rollback_goes_all_the_way_back(patch):
-    history = Book.history
-    beneath = Switches._beneath
+    history = DeploymentIndex.history
+    beneath = ActivationManager._beneath
 
     def oldest(self, run):
-        patch.setattr(Book, "history", lambda book, model: history(book, model)[::-1])
+        patch.setattr(DeploymentIndex, "history", lambda book, model: history(book, model)[::-1])
         try:
             return beneath(self, run)
         finally:
-            patch.setattr(Book, "history", history)
+            patch.setattr(DeploymentIndex, "history", history)
 
-    patch.setattr(Switches, "_beneath", oldest)
+    patch.setattr(ActivationManager, "_beneath", oldest)
 
 
 def history_of_activations_is_not_kept(patch):
-    original = Memo.to_json
+    original = PersistedState.to_json
 
     def lossy(self):
         from dataclasses import replace
 
         return original(replace(self, number=0))
 
-    patch.setattr(Memo, "to_json", lossy)
+    patch.setattr(PersistedState, "to_json", lossy)
 
 
 def what_lies_beneath_is_forgotten(patch):

@@ -7,8 +7,8 @@ import tracemalloc
 
 import pytest
 
-from paceline.coordinator.state.messages import Beat
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.messages import HeartbeatReceived
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.errors import Conflict, ServiceUnavailable
 from paceline.schemas.calls import Heartbeat
@@ -19,7 +19,9 @@ from tests.coordinator.test_invariants import read_back
 def test_workers_that_were_lost_long_ago_are_forgotten_unless_a_deployment_names_them(make_world):
     """Where each start of an agent has a name of its own, the dead do not pile up."""
     world = make_world(
-        patience=Patience(kept_lost_s=3600.0, kept_closed=0, kept_closed_s=0.0, deadline_s=1e6)
+        patience=CoordinatorSettings(
+            kept_lost_s=3600.0, kept_closed=0, kept_closed_s=0.0, deadline_s=1e6
+        )
     )
     world.register("node-0", "node-1")
     d = world.create("node-0", "node-1", "named")
@@ -48,7 +50,7 @@ def test_workers_that_were_lost_long_ago_are_forgotten_unless_a_deployment_names
 
 
 def test_the_dead_do_not_slow_down_the_beats_of_the_living(make_world):
-    world = make_world(patience=Patience(beat_s=0.5, beats_per_second=10.0))
+    world = make_world(patience=CoordinatorSettings(beat_s=0.5, beats_per_second=10.0))
     names = [f"node-{number}" for number in range(30)]
     world.register(*names)
     assert world.state.fleet.beat_interval_s() == 3.0
@@ -85,7 +87,7 @@ def test_what_is_kept_does_not_grow_with_beats(world):
                         world.entry(d, name, 2).model_dump() | {"edges": edges, "origin_bytes": 1}
                     ],
                 }
-                event = Beat(beat=Heartbeat.model_validate(said), at=world.now_s)
+                event = HeartbeatReceived(beat=Heartbeat.model_validate(said), at=world.now_s)
                 world.state.handle(event, world.now_s)
 
     beats(200, 1)
@@ -106,7 +108,7 @@ def workers(world) -> set[str]:
 
 def test_there_are_so_many_workers_and_no_more(make_world):
     """A token of the whole fleet may be as many workers as it likes: not for ever."""
-    world = make_world(patience=Patience(workers_at_most=3))
+    world = make_world(patience=CoordinatorSettings(workers_at_most=3))
     world.register("node-0", "node-1", "node-2")
     with pytest.raises(Conflict, match="too many workers"):
         world.register("node-3")
@@ -116,7 +118,7 @@ def test_there_are_so_many_workers_and_no_more(make_world):
 
 
 def test_there_are_so_many_deployments_under_way_and_no_more(make_world):
-    world = make_world(patience=Patience(open_at_most=2))
+    world = make_world(patience=CoordinatorSettings(open_at_most=2))
     first = world.create("node-0", key="k")
     world.create("node-0")
     with pytest.raises(ServiceUnavailable, match="too many deployments"):
@@ -129,7 +131,7 @@ def test_there_are_so_many_deployments_under_way_and_no_more(make_world):
 
 def test_cancels_from_before_a_change_of_leaders_are_forgotten_too(make_world):
     """Whether a worker stopped is not kept: a new leader has to hear it again, of each of them."""
-    world = make_world(patience=Patience(kept_closed=0, kept_closed_s=0.0))
+    world = make_world(patience=CoordinatorSettings(kept_closed=0, kept_closed_s=0.0))
     world.register("node-0", "node-1")
     made = [world.create("node-0", "node-1", version=f"v{n}") for n in range(30)]
     world.wait(1.0)

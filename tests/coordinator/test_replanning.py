@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.coordinator.state.messages import Create
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.plan import origin_cap_bytes
 from paceline.schemas.calls import CreateDeployment, EdgeTally
@@ -99,7 +99,7 @@ def test_whoever_keeps_its_lanes_follows_the_old_epoch_and_counts_as_ready(line:
 
 
 def test_a_burst_of_deaths_makes_one_more_plan_at_most(line: Line) -> None:
-    line.patience = Patience(replan_s=2.0)
+    line.patience = CoordinatorSettings(replan_s=2.0)
     line.state = CoordinatorState(line.patience)
     line.begin(40)
     line.silent |= {f"n{number:02d}" for number in range(3, 40, 6)}
@@ -199,7 +199,7 @@ def test_the_places_of_the_dead_survive_a_restart_of_the_coordinator(line: Line)
 
 
 def test_a_large_model_is_not_failed_at_a_small_models_deadline() -> None:
-    patience = Patience(deadline_s=600, deadline_factor=3)
+    patience = CoordinatorSettings(deadline_s=600, deadline_factor=3)
     assert patience.deadline_of(10) == 600
     assert patience.deadline_of(403) == 1209
 

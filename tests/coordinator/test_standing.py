@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator.state.peer_health import Edge, Standings
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.peer_health import Edge, PeerHealth
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.plan import Standing
 from paceline.schemas.calls import EdgeTally
 
-PATIENCE = Patience()
+PATIENCE = CoordinatorSettings()
 ORIGIN = "origin:s3://b/m"
 LINK = 1000.0  # bytes a second that every plan here expects
 TAIL, LINE, QUARANTINED = Standing.TAIL, Standing.LINE, Standing.QUARANTINED
@@ -23,7 +23,7 @@ TAIL, LINE, QUARANTINED = Standing.TAIL, Standing.LINE, Standing.QUARANTINED
 class Scene:
     """Edges with a rate they can carry and a share of the time in which they had something to."""
 
-    def __init__(self, standings: Standings, edges: Mapping[Edge, float]) -> None:
+    def __init__(self, standings: PeerHealth, edges: Mapping[Edge, float]) -> None:
         self.standings, self.now_s = standings, 0.0
         self.counted: dict[Edge, list[float]] = {}
         self.plan(edges)
@@ -71,7 +71,7 @@ def slow(edges: Mapping[Edge, float], worker: str, factor: float) -> dict[Edge, 
 
 
 def scene(edges: Mapping[Edge, float], workers: int = 8) -> Scene:
-    return Scene(Standings(workers, PATIENCE), edges)
+    return Scene(PeerHealth(workers, PATIENCE), edges)
 
 
 @pytest.mark.parametrize("busy", [0.2, 0.01])
@@ -193,20 +193,20 @@ def test_counts_that_begin_again_are_a_new_process_and_no_slow_one() -> None:
 
 
 def test_verdicts_survive_a_restart_of_the_coordinator() -> None:
-    again = Standings(8, PATIENCE, {"c": TAIL, "d": QUARANTINED})
+    again = PeerHealth(8, PATIENCE, {"c": TAIL, "d": QUARANTINED})
     assert again.demoted() == {"c": TAIL, "d": QUARANTINED}
     edges = chain(*"abef")
     assert Scene(again, edges).pass_s(5.0, slow(edges, "e", 0.2)) == {}, "one in eight is enough"
 
 
-def judged(standings: Standings, source: str, reader: str, matched: int, corrupt: int):
+def judged(standings: PeerHealth, source: str, reader: str, matched: int, corrupt: int):
     tally = EdgeTally(source=source, reader=reader, pieces=matched, corrupt=corrupt)
     standings.take(reader, [tally], 1.0)
     return standings.judge(1.0)
 
 
 def test_a_sender_whose_corrupt_share_stands_out_is_quarantined() -> None:
-    standings = Standings(8, PATIENCE)
+    standings = PeerHealth(8, PATIENCE)
     for sender, reader in zip("abcd", "bcde", strict=True):
         assert judged(standings, sender, reader, 400, 4) == [], "one in a hundred is usual here"
     assert judged(standings, "e", "f", 60, 4) == [], "four in sixty come by chance"
@@ -217,7 +217,7 @@ def test_a_sender_whose_corrupt_share_stands_out_is_quarantined() -> None:
 
 
 def test_where_nothing_else_is_corrupt_four_pieces_are_enough() -> None:
-    standings = Standings(8, PATIENCE)
+    standings = PeerHealth(8, PATIENCE)
     assert judged(standings, "a", "b", 200, 0) == []
     assert judged(standings, "e", "f", 16, 3) == []
     [verdict] = judged(standings, "e", "f", 16, 4)
@@ -225,14 +225,14 @@ def test_where_nothing_else_is_corrupt_four_pieces_are_enough() -> None:
 
 
 def test_a_sender_is_judged_once_others_are_heard_of() -> None:
-    standings = Standings(8, PATIENCE)
+    standings = PeerHealth(8, PATIENCE)
     assert judged(standings, "e", "f", 16, 4) == [], "nobody to compare it with"
     [verdict] = judged(standings, "a", "b", 30, 0)
     assert verdict.worker_id == "e"
 
 
 def test_a_thousand_senders_on_a_bad_network_are_not_quarantined() -> None:
-    random, standings = Random(3), Standings(1000, PATIENCE)
+    random, standings = Random(3), PeerHealth(1000, PATIENCE)
     counts = {f"n{number}": [0, 0] for number in range(1000)}
     for _ in range(40):
         for name, count in counts.items():
@@ -245,15 +245,15 @@ def test_a_thousand_senders_on_a_bad_network_are_not_quarantined() -> None:
 
 
 def test_nobody_stands_out_where_everybody_corrupts_or_few_pieces_do() -> None:
-    everybody = Standings(8, PATIENCE)
+    everybody = PeerHealth(8, PATIENCE)
     for sender, reader in zip("abcd", "bcde", strict=True):
         assert judged(everybody, sender, reader, 95, 5) == []
-    few = Standings(8, PATIENCE)
+    few = PeerHealth(8, PATIENCE)
     assert judged(few, "a", "b", 5_000, 5) == [], "one in a thousand"
 
 
 def test_the_origin_is_never_quarantined() -> None:
-    assert judged(Standings(8, PATIENCE), ORIGIN, "a", 0, 50) == []
+    assert judged(PeerHealth(8, PATIENCE), ORIGIN, "a", 0, 50) == []
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -261,7 +261,7 @@ def test_the_origin_is_never_quarantined() -> None:
 def test_never_more_than_a_tenth_are_demoted(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 40))
     names = [f"n{number}" for number in range(count)]
-    standings = Standings(count, PATIENCE)
+    standings = PeerHealth(count, PATIENCE)
     here = Scene(standings, chain(*names))
     for _ in range(data.draw(st.integers(1, 4))):
         seeders = data.draw(st.integers(1, count))
@@ -296,7 +296,7 @@ def test_a_fleet_of_equals_demotes_nobody(
 
 def test_new_leader_judges_nobody_by_what_it_did_not_see() -> None:
     edges = {(f"w{number}", f"w{number + 1}"): LINK for number in range(9)} | {(ORIGIN, "w0"): LINK}
-    standings = Standings(10, PATIENCE)
+    standings = PeerHealth(10, PATIENCE)
     standings.resume(0.0)
     scene = Scene(standings, edges)
     # Counted since the beginning, most of it before: the head had waited long for the origin.
@@ -309,7 +309,7 @@ def test_new_leader_judges_nobody_by_what_it_did_not_see() -> None:
 
 def test_new_leader_waits_until_the_fleet_has_found_it() -> None:
     edges = {(f"w{number}", f"w{number + 1}"): LINK for number in range(9)}
-    standings = Standings(10, PATIENCE)
+    standings = PeerHealth(10, PATIENCE)
     standings.resume(0.0)
     scene = Scene(standings, edges)
     limping = edges | {("w4", "w5"): LINK / 10, ("w5", "w6"): LINK / 10}
@@ -317,7 +317,7 @@ def test_new_leader_waits_until_the_fleet_has_found_it() -> None:
     assert scene.pass_s(2, limping) == {"w5": TAIL}
 
 
-def explained_slowly(standings: Standings, edges: set[Edge]) -> list[tuple[str, set[Edge]]]:
+def explained_slowly(standings: PeerHealth, edges: set[Edge]) -> list[tuple[str, set[Edge]]]:
     """What ``_explain`` must yield: everybody ranked anew for each, as its docstring says."""
     ends, left, found = standings._ends(edges), set(edges), []
     while left:
@@ -343,7 +343,7 @@ EDGES = st.sets(st.tuples(NUMBERS, NUMBERS).filter(lambda ends: ends[0] != ends[
 @given(slow=EDGES, fine=EDGES, known=st.sets(NUMBERS))
 @settings(max_examples=300, deadline=None)
 def test_who_explains_slow_edges_is_found_by_rank(slow, fine, known):
-    standings = Standings(8, PATIENCE, {f"w{number}": TAIL for number in known})
+    standings = PeerHealth(8, PATIENCE, {f"w{number}": TAIL for number in known})
 
     def named(edges):
         return {(f"w{source}", f"w{reader}") for source, reader in edges}

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.coordinator.state.messages import Create, Register
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import (
     Cancelled,
     Conflict,
@@ -458,7 +458,7 @@ def test_worker_that_stays_out_of_origin_budget_stalls_until_somebody_can_feed_i
 
 
 def test_deadline_fails_and_stops_the_workers(make_world):
-    world = make_world(patience=Patience(deadline_s=30.0))
+    world = make_world(patience=CoordinatorSettings(deadline_s=30.0))
     d = started(world, "node-0", "node-1")
     world.finish(d, "node-0")
     world.wait(30)
@@ -509,7 +509,7 @@ def test_complete_deployment_cannot_be_cancelled(world):
 
 
 def test_failed_deployment_gives_no_lanes(make_world):
-    world = make_world(patience=Patience(deadline_s=5.0))
+    world = make_world(patience=CoordinatorSettings(deadline_s=5.0))
     d = started(world, "node-0")
     world.wait(6)
     with pytest.raises(DeploymentFailed):
@@ -549,7 +549,7 @@ def test_frozen_coordinator_does_not_lose_the_fleet_when_it_thaws(world):
 
 
 def test_large_fleet_is_told_to_beat_more_slowly(make_world):
-    world = make_world(patience=Patience(beat_s=0.5, beats_per_second=10))
+    world = make_world(patience=CoordinatorSettings(beat_s=0.5, beats_per_second=10))
     world.register(*(f"w{index}" for index in range(50)))
     assert world.beat("w0").next_beat_s == 5.0
     world.silent |= {f"w{index}" for index in range(50)}

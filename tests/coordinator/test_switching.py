@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.coordinator.state.messages import RaiseBudget
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.errors import Conflict, NotFound
 from paceline.schemas.calls import SwitchKind, SwitchPhase
@@ -329,7 +329,7 @@ def test_raised_budget_sets_a_stalled_deployment_going_again(world):
 
 
 def test_closed_deployments_are_forgotten_but_never_what_is_active_or_beneath(make_world):
-    patience = Patience(kept_closed=3, kept_closed_s=100.0, kept_at_most=6)
+    patience = CoordinatorSettings(kept_closed=3, kept_closed_s=100.0, kept_at_most=6)
     world: World = make_world(patience=patience)
     under = active(world, "node-0", version="v1")
     top = active(world, "node-0", version="v2", key="top")
@@ -355,7 +355,7 @@ def test_closed_deployments_are_forgotten_but_never_what_is_active_or_beneath(ma
 
 
 def test_a_cancel_that_is_not_confirmed_is_not_forgotten(make_world):
-    patience = Patience(kept_closed=0, kept_closed_s=0.0)
+    patience = CoordinatorSettings(kept_closed=0, kept_closed_s=0.0)
     world = make_world(patience=patience)
     d = started(world, "node-0")
     world.cancel(d)

@@ -11,7 +11,7 @@ from paceline.config import DataSettings
 from paceline.data import PlannedStream, Shard
 from paceline.data.loading.batch import Batch, Position
 from paceline.data.loading.samples import TextSamples
-from paceline.data.loading.stream import Batching, batching
+from paceline.data.loading.stream import PlanFactory, batching
 
 
 def shard_of(documents: Sequence[bytes], number: int = 0, version: int = 2) -> Shard:
@@ -79,7 +79,7 @@ class _Counted(TextSamples):
 
 def plan_by(
     kind: str, context: int, global_batch: int, seed: int = 5, columns: int = 0
-) -> Batching:
+) -> PlanFactory:
     """The way of batching that a profile would name."""
     settings = DataSettings.model_validate({"batching": kind, "columns": columns})
     return batching(settings, context=context, global_batch=global_batch, seed=seed)

@@ -16,10 +16,10 @@ import pytest
 
 from paceline.config import DataSettings
 from paceline.data import Batch, ShardCache, Snapshot, build_snapshot, open_stream
-from paceline.data.loading.process_transform import Apart, open_transforms
+from paceline.data.loading.process_transform import ProcessTransform, open_transforms
 from paceline.data.loading.samples import TextSamples
 from paceline.data.loading.transform import (
-    Here,
+    InlineTransform,
     TransformedSamples,
     TransformFailed,
     load_transform,
@@ -38,12 +38,18 @@ def on_disk(texts: Path, tmp_path: Path) -> Snapshot:
     return build_snapshot(str(texts), DiskStore.url_of(tmp_path / "store"), settings, DiskStore())
 
 
-def apart(name: str, processes: int = 1, deadline_s: float = 60.0) -> Apart:
-    return Apart(f"{MODULE}:{name}", [MODULE], processes=processes, deadline_s=deadline_s)
+def apart(name: str, processes: int = 1, deadline_s: float = 60.0) -> ProcessTransform:
+    return ProcessTransform(
+        f"{MODULE}:{name}", [MODULE], processes=processes, deadline_s=deadline_s
+    )
 
 
 def epoch_of(
-    snapshot: Snapshot, where: Path, transforms: Apart | Here, kind: str, most: float = 1.0
+    snapshot: Snapshot,
+    where: Path,
+    transforms: ProcessTransform | InlineTransform,
+    kind: str,
+    most: float = 1.0,
 ) -> tuple[list[Batch], dict[str, str]]:
     how = DataSettings.model_validate({"batching": kind})
     with (
@@ -87,7 +93,7 @@ def test_processes_give_the_batches_that_the_thread_gives(
 ) -> None:
     transform = load_transform(f"{MODULE}:shout", [MODULE])
     assert transform is not None
-    wanted, why = epoch_of(on_disk, tmp_path / "cache", Here(transform), "packed")
+    wanted, why = epoch_of(on_disk, tmp_path / "cache", InlineTransform(transform), "packed")
     found, why_too = epoch_of(on_disk, tmp_path / "cache", apart("shout", 2), "packed")
     assert same(found, wanted)
     assert why == why_too
@@ -111,7 +117,7 @@ def test_a_sample_goes_and_comes_as_it_is() -> None:
     for array in sample.values():
         if isinstance(array, np.ndarray):
             array.flags.writeable = False
-    alike = Here(transform).start(sample)()
+    alike = InlineTransform(transform).start(sample)()
     with apart("described") as processes:
         waiting = [processes.start({**sample, "key": str(n)}) for n in range(5)]
         for result in [processes.start(sample), *reversed(waiting)]:
@@ -141,15 +147,15 @@ def test_a_sample_that_hangs_or_kills_its_process_is_named_and_passed_over(
     assert lost > 0, "its places have weight 0"
 
 
-def here(name: str, deadline_s: float = 60.0) -> Here:
+def here(name: str, deadline_s: float = 60.0) -> InlineTransform:
     transform = load_transform(f"{MODULE}:{name}", [MODULE])
     assert transform is not None
-    return Here(transform, deadline_s)
+    return InlineTransform(transform, deadline_s)
 
 
 @pytest.mark.parametrize("where", [here, apart])
 def test_a_sample_that_comes_back_as_rubbish_is_named_with_shard_and_row_and_passed_over(
-    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], Here | Apart]
+    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], InlineTransform | ProcessTransform]
 ) -> None:
     found, quarantined = epoch_of(on_disk, tmp_path / "cache", where("rubbish"), "packed")
     named = keys_of(on_disk, quarantined, tmp_path / "cache")
@@ -181,7 +187,7 @@ def test_a_hang_on_a_thread_stops_the_stream_and_names_shard_and_row(
 
 @pytest.mark.parametrize("where", [here, apart])
 def test_a_transform_that_fails_on_most_samples_stops_the_stream(
-    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], Here | Apart]
+    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], InlineTransform | ProcessTransform]
 ) -> None:
     with pytest.raises(DataRejected, match=r"too many samples.*9 of 9.*no luck with.*#\d"):
         epoch_of(on_disk, tmp_path / "cache", where("broken"), "packed", 0.5)
@@ -205,7 +211,7 @@ def test_features_keep_their_shape_and_their_kind() -> None:
         return kinds[given["key"]]
 
     stored = Stored(["0", "1", "2", "3"], [b"abc"] * 4)
-    found = TransformedSamples(stored, Here(made), bad)
+    found = TransformedSamples(stored, InlineTransform(made), bad)
     assert found.tokens(0).tobytes() == b"abc", "what is not given anew stays"
     assert found.features(0)["score"] == 0
     assert found.features(0)["table"].shape == (7, 2)
@@ -286,10 +292,12 @@ def _is_running(pid: int) -> bool:
 
 def test_bad_names_and_numbers_are_refused_before_anything_starts() -> None:
     assert open_transforms("", [], processes=2, deadline_s=1) is None
-    assert isinstance(open_transforms(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1), Here)
+    assert isinstance(
+        open_transforms(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1), InlineTransform
+    )
     with pytest.raises(AccessDenied, match="not allowed"):
         open_transforms(f"{MODULE}:die", ["elsewhere"], processes=2, deadline_s=1)
     with pytest.raises(InvalidInput, match="no such transform"):
         open_transforms(f"{MODULE}:nothing", [MODULE], processes=2, deadline_s=1)
     with pytest.raises(InvalidInput, match="bad processes"):
-        Apart(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1)
+        ProcessTransform(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1)

@@ -19,7 +19,7 @@ import pytest
 
 from paceline.config import DataSettings
 from paceline.data import ShardCache, Snapshot, build_snapshot
-from paceline.data.loading.cache import DiskCache, Held, Part
+from paceline.data.loading.cache import CachedFile, DiskCache, PartialFile
 from paceline.data.loading.fetch import Fetcher
 from paceline.data.loading.transform import load_transform
 from paceline.errors import (
@@ -36,9 +36,9 @@ from tests.support.rclone import RcloneS3
 KIB = 1024
 
 
-def put(cache: DiskCache, name: str, data: bytes) -> Held:
+def put(cache: DiskCache, name: str, data: bytes) -> CachedFile:
     with cache.making(name, len(data)) as part:
-        assert isinstance(part, Part)
+        assert isinstance(part, PartialFile)
         part.write(0, memoryview(data))
         return part.commit()
 
@@ -114,7 +114,7 @@ def test_the_files_are_counted_again_only_near_the_limit(
 def test_a_part_that_fails_leaves_nothing(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 4 * KIB)
     with pytest.raises(RuntimeError), cache.making("a", KIB) as part:
-        assert isinstance(part, Part)
+        assert isinstance(part, PartialFile)
         assert cache.used_bytes() == KIB, "room is taken while it is made"
         raise RuntimeError
     assert cache.used_bytes() == 0
@@ -150,7 +150,7 @@ def _reader(directory: str, limit: int, seed: int, out: Any) -> None:
         held = cache.open(name)
         if held is None:
             with cache.making(name, len(wanted)) as part:
-                if isinstance(part, Held):
+                if isinstance(part, CachedFile):
                     held = part
                 else:
                     part.write(0, memoryview(wanted))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.config import DataSettings
 from paceline.data import PlannedStream, Shard, ShardCache, Snapshot, open_stream
-from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan
+from paceline.data.batching import BucketedPlan, PackedPlan, StatefulPlan, WindowPlan
 from paceline.data.batching import prefetch as outlines
 from paceline.data.batching.plans import waste
 from paceline.data.loading.batch import Position
@@ -28,7 +28,7 @@ from tests.data.test_packing import lognormal
 from tests.data.test_resume import union
 
 KINDS = ["windows", "packed", "bucketed", "carried"]
-PLANS = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
+PLANS = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
 CONTEXT, BATCH = 16, 12
 _random = np.random.default_rng(3)
 # Shards of one size, of different texts: 8 documents of 8 to 71 bytes.
@@ -113,7 +113,7 @@ def test_readers_that_share_outlines_make_the_same_batches_from_their_own_length
     caches = [MemoryCache(contents) for _ in range(world)]
 
     def read(rank: int) -> list:
-        its = outlines.Outlines(kept, "data", rank, world)
+        its = outlines.SharedPlans(kept, "data", rank, world)
         changes = {"rank": rank, "world_size": world, "outlines": its}
         with opened(caches[rank], "packed", 12, **changes) as stream:
             return epoch_of(stream)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.config import DataSettings
 from paceline.data import PlannedStream, Shard, Snapshot, open_stream
-from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan
+from paceline.data.batching import BucketedPlan, PackedPlan, StatefulPlan
 from paceline.data.batching.plans import best_fit, waste
 from paceline.data.loading.batch import PADDING
 from paceline.data.loading.samples import ShardSamples, TextSamples
@@ -21,7 +21,7 @@ from paceline.data.snapshot import Column
 from paceline.errors import CorruptData, DataRejected, InvalidInput
 from tests.data.memory import MemoryCache, made, plan_by
 
-KINDS = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
+KINDS = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
 LENGTHS = st.lists(st.lists(st.integers(1, 70), max_size=12), min_size=1, max_size=9)
 
 

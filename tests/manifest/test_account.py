@@ -13,7 +13,7 @@ from paceline.cli.distribution import PublishBars, RelayBars
 from paceline.errors import SourceChanged
 from paceline.manifest import progress as account
 from paceline.manifest import publish_model
-from paceline.manifest.progress import Account, Moved
+from paceline.manifest.progress import ProgressCounter, PublishProgress
 from paceline.storage import ObjectStore, uploads
 from tests.support.rclone import RcloneS3
 
@@ -44,7 +44,7 @@ def test_bytes_and_files_of_both_stages_are_told_up_to_the_last(
     model: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(account, "TELL_S", 0.0)
-    told: list[Moved] = []
+    told: list[PublishProgress] = []
     publish_model(model, AT, store=store, tell=told.append, **NAMES)
     stages = list(dict.fromkeys(each.stage for each in told))
     assert stages == ["digest", "upload"]
@@ -52,7 +52,7 @@ def test_bytes_and_files_of_both_stages_are_told_up_to_the_last(
         mine = [each for each in told if each.stage == stage]
         assert [each.done_bytes for each in mine] == sorted(each.done_bytes for each in mine)
         assert any(0 < each.done_bytes < TOTAL for each in mine), "told on the way, not at the end"
-        assert mine[-1] == Moved(stage, TOTAL, TOTAL, 3, 3)
+        assert mine[-1] == PublishProgress(stage, TOTAL, TOTAL, 3, 3)
         assert [each.is_over for each in mine] == [False] * (len(mine) - 1) + [True]
     told.clear()
     publish_model(model, AT, store=store, tell=told.append, **NAMES)
@@ -61,8 +61,8 @@ def test_bytes_and_files_of_both_stages_are_told_up_to_the_last(
 
 def test_it_is_told_now_and_then_and_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(account, "TELL_S", 1e9)
-    told: list[Moved] = []
-    mine = Account("upload", 100, 1, told.append)
+    told: list[PublishProgress] = []
+    mine = ProgressCounter("upload", 100, 1, told.append)
     for _ in range(20):
         mine.moved(10)  # some of it a second time
     mine.ended_file()
@@ -104,7 +104,7 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_on_standard_error(
     with PublishBars() as bars:
         for second in range(21):
             clock.now_s = 100.0 + second
-            bars(Moved("upload", second * 50_000_000, 1_000_000_000, second // 10, 2))
+            bars(PublishProgress("upload", second * 50_000_000, 1_000_000_000, second // 10, 2))
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
@@ -132,6 +132,6 @@ def test_what_is_done_at_once_needs_no_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with PublishBars() as bars:
-        bars(Moved("digest", 5, 10, 0, 1))
-        bars(Moved("digest", 10, 10, 1, 1))
+        bars(PublishProgress("digest", 5, 10, 0, 1))
+        bars(PublishProgress("digest", 10, 10, 1, 1))
     assert capsys.readouterr() == ("", "")

@@ -30,7 +30,7 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
-from paceline.manifest.progress import Moved
+from paceline.manifest.progress import PublishProgress
 from paceline.storage import ObjectStore, join_url, uploads
 from tests.support.rclone import RcloneS3
 
@@ -254,7 +254,7 @@ def test_what_changed_after_it_was_digested_never_appears_under_the_old_digest(
 def test_a_publish_that_is_stopped_shows_no_version(model: Path, url: str, store: Recorder) -> None:
     stopping = threading.Event()
 
-    def stop_at_upload(moved: Moved) -> None:
+    def stop_at_upload(moved: PublishProgress) -> None:
         if moved.stage == "upload":
             stopping.set()
 
@@ -297,7 +297,7 @@ def test_who_was_quicker_with_other_files_is_not_overwritten(
     (other / "weights").write_bytes(b"theirs")
     theirs: list[Manifest] = []
 
-    def meanwhile(moved: Moved) -> None:
+    def meanwhile(moved: PublishProgress) -> None:
         if moved.stage == "upload" and moved.is_over and not theirs:
             theirs.append(publish(other, url, s3.store()))
 

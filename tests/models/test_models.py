@@ -227,7 +227,7 @@ def test_documents_attended_to_one_by_one_learn_the_same_without_a_mask_of_the_r
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     documents_BT = packed([90, 60, 3, 2, 4, 30, 1, 2], [192], [1] * 191 + [1])
-    assert isinstance(attention.seen_of(documents_BT), attention.Spans)
+    assert isinstance(attention.seen_of(documents_BT), attention.DocumentSegments)
     tokens_BT = torch.arange(3 * 192).reshape(3, 192) * 7 % 256
 
     def learned() -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
@@ -258,12 +258,12 @@ def test_documents_attended_to_one_by_one_learn_the_same_without_a_mask_of_the_r
 def test_a_mask_is_made_where_it_costs_less_or_a_document_is_in_two_places() -> None:
     assert isinstance(attention.seen_of(packed([30, 30, 4])), torch.Tensor), "one call does"
     two_places = packed([100, 100, 56])
-    assert isinstance(attention.seen_of(two_places), attention.Spans)
+    assert isinstance(attention.seen_of(two_places), attention.DocumentSegments)
     two_places[0, 150:200] = 0
     assert isinstance(attention.seen_of(two_places), torch.Tensor)
     assert isinstance(attention.seen_of(packed([500, 500]).to("meta")), torch.Tensor)
     long = attention.seen_of(packed([3000, 20, 20, 20, 5000, 132]))
-    assert isinstance(long, attention.Spans)
+    assert isinstance(long, attention.DocumentSegments)
     assert long.sizes == [[3000, 60, 5000, 132]]
     assert [each is None for each in long.masks[0]] == [True, False, True, True]
 

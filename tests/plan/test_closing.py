@@ -14,7 +14,7 @@ from paceline.plan import PlanWorker, Standing, next_order
 from paceline.plan.closing import close_up
 from paceline.plan.flows import Flow
 from paceline.plan.spares import Spares
-from paceline.plan.trees import ORIGIN, Line, Trees, _Unit, _Weaver, build_trees, line_up
+from paceline.plan.trees import ORIGIN, Trees, WorkerLine, _Unit, _Weaver, build_trees, line_up
 from paceline.schemas.plan import Plan, Topology
 from tests.plan.kit import (
     RELAYED,
@@ -213,7 +213,7 @@ def test_what_a_worker_does_by_itself_is_what_the_next_plan_says(topology: Topol
                     assert lane.spares[0].key == then or then.startswith("origin")
 
 
-def any_forest(chance: random.Random) -> tuple[Line, Trees]:
+def any_forest(chance: random.Random) -> tuple[WorkerLine, Trees]:
     """Return trees over up to 150 workers in racks of any sizes."""
     count = chance.choice([2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 20, 33, 64, 100, 150])
     sizes = chance.choice([(1,), (2, 3), (4,), (8,), (20,), (150,), (1, 1, 2, 3, 5, 9, 17, 40)])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import InvalidInput, InvalidPlan
-from paceline.plan import Fleet, Prediction, plan_table, predict
+from paceline.plan import FleetDescription, Prediction, plan_table, predict
 from paceline.plan.cost import SHARING, dying_s
 from paceline.schemas.command_results import PlanRow
 from paceline.schemas.plan import Topology
@@ -31,7 +31,7 @@ def told(topology: str, workers: int, **more: object) -> Prediction:
 
 
 def rows(workers: int, **more: object) -> dict[str, PlanRow]:
-    fleet = Fleet(size_bytes=MODEL, workers=workers, link_mbit=10_000, **more)  # type: ignore[arg-type]
+    fleet = FleetDescription(size_bytes=MODEL, workers=workers, link_mbit=10_000, **more)  # type: ignore[arg-type]
     return {row.topology: row for row in plan_table(fleet).rows}
 
 
@@ -53,7 +53,7 @@ def test_the_mission_s_table_comes_out(
 
 @pytest.mark.parametrize(("workers", "goal"), [(100, 404), (1000, 412), (10_000, 440)])
 def test_the_chosen_topology_reaches_the_goal(workers: int, goal: float) -> None:
-    table = plan_table(Fleet(size_bytes=MODEL, workers=workers, link_mbit=10_000))
+    table = plan_table(FleetDescription(size_bytes=MODEL, workers=workers, link_mbit=10_000))
     best = next(row for row in table.rows if row.topology == table.chosen)
     assert best.predicted_seconds <= goal
     assert best.expected_seconds == min(
@@ -68,7 +68,10 @@ def test_the_chosen_topology_reaches_the_goal(workers: int, goal: float) -> None
 def test_a_line_is_a_chain_until_its_depth_and_its_deaths_cost_more_than_sharing_links(
     workers: int, chosen: str
 ) -> None:
-    assert plan_table(Fleet(size_bytes=MODEL, workers=workers, link_mbit=1e4)).chosen == chosen
+    assert (
+        plan_table(FleetDescription(size_bytes=MODEL, workers=workers, link_mbit=1e4)).chosen
+        == chosen
+    )
 
 
 def test_deaths_decide_where_depth_alone_would_not() -> None:
@@ -77,7 +80,8 @@ def test_deaths_decide_where_depth_alone_would_not() -> None:
     assert chain.predicted_seconds < striped.predicted_seconds
     assert chain.expected_seconds > striped.expected_seconds
     assert (
-        plan_table(Fleet(size_bytes=MODEL, workers=3000, link_mbit=1e4)).chosen == striped.topology
+        plan_table(FleetDescription(size_bytes=MODEL, workers=3000, link_mbit=1e4)).chosen
+        == striped.topology
     )
 
 
@@ -218,7 +222,7 @@ def test_plans_of_a_thousand_workers_are_cheap(topology: str) -> None:
 def test_a_fleet_that_cannot_be_is_refused(change: dict[str, float], says: str) -> None:
     given = {"size_bytes": MODEL, "workers": 10, "link_mbit": 1e4, **change}
     with pytest.raises(InvalidInput, match=says):
-        plan_table(Fleet(**given))  # type: ignore[arg-type]
+        plan_table(FleetDescription(**given))  # type: ignore[arg-type]
 
 
 def test_nothing_to_predict_is_refused() -> None:

@@ -18,10 +18,10 @@ from paceline.relay.protocol.events import (
     SourceFailed,
 )
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Counters, Pull, PullStream, Transport
+from paceline.relay.transport.contract import PullSpec, PullStream, TransferCounters, Transport
 from paceline.relay.transport.frames import Kind, decode_hello, encode, encode_payload, proof
 from paceline.relay.transport.pacing import Pacer
 from paceline.relay.transport.sockets import PlainChannel, read_frame
@@ -76,8 +76,8 @@ class Node:
         self.worker_id = worker_id
         self.transport = transport
         self.store = Store(root / worker_id)
-        self.library = Library(self.store)
-        self.counters = Counters()
+        self.library = OpenModels(self.store)
+        self.counters = TransferCounters()
         self.rotten: list[tuple[str, int]] = []
         self.streams: list[PullStream] = []
         self.server: Any = None
@@ -106,7 +106,7 @@ class Node:
         pacer: Pacer | None = None,
         transport: Transport | None = None,
     ) -> PullStream:
-        asked = Pull(
+        asked = PullSpec(
             source=Source(kind="worker", worker_id=whom, address=address),
             stream=len(self.streams) + 1,
             worker_id=calls_itself or self.worker_id,

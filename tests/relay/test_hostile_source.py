@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from paceline.errors import PacelineError
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Counters, Pull
+from paceline.relay.transport.contract import PullSpec, TransferCounters
 from paceline.relay.transport.frames import Kind, encode, encode_payload
 from paceline.relay.transport.pacing import Pacer
 from paceline.relay.transport.tcp_server import TcpTransport
@@ -41,7 +41,7 @@ frames = st.one_of(
 def staging(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Staging]:
     root: Path = tmp_path_factory.mktemp("hostile")
     store = Store(root / "store")
-    library = Library(store)
+    library = OpenModels(store)
     yield library.open(manifest_of(write_model(root / "model", 200_000)))
     library.close()
     store.close()
@@ -67,13 +67,13 @@ def test_whatever_a_source_says_its_stream_just_ends(staging: Staging, said: lis
         server = threading.Thread(target=hostile, args=(listener, said), daemon=True)
         server.start()
         port = listener.getsockname()[1]
-        asked = Pull(
+        asked = PullSpec(
             source=Source(kind="worker", worker_id="hostile", address=f"127.0.0.1:{port}"),
             stream=1,
             worker_id="me",
             staging=staging,
             pacer=Pacer(None),
-            counters=Counters(),
+            counters=TransferCounters(),
             keepalive_s=0.1,
             report=heard,
         )

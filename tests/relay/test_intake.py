@@ -20,13 +20,13 @@ from paceline.relay.protocol.events import (
 )
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.store.group_commit import Committer
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Barred, Counters, Pull
-from paceline.relay.transport.intake import Intake
+from paceline.relay.transport.contract import PullSpec, RevokedWorkers, TransferCounters
+from paceline.relay.transport.intake import PieceReceiver
 from paceline.relay.transport.pacing import Pacer
-from paceline.relay.transport.serving import Complaint, Serving
+from paceline.relay.transport.serving import CorruptReport, ServedStream
 from paceline.schemas.plan import Source
 from tests.relay.kit import manifest_of, write_model
 from tests.relay.peers import Heard
@@ -39,12 +39,12 @@ class Shelf:
         self.model = write_model(root / "model", 200_000)
         self.manifest = manifest_of(self.model)
         self.store = Store(root / "store")
-        self.library = Library(self.store)
+        self.library = OpenModels(self.store)
         self.staging: Staging = self.library.open(self.manifest)
-        self.counters = Counters()
+        self.counters = TransferCounters()
 
-    def pull(self, name: str, heard: Heard) -> Pull:
-        return Pull(
+    def pull(self, name: str, heard: Heard) -> PullSpec:
+        return PullSpec(
             source=Source(kind="worker", worker_id=name, address="nowhere:1"),
             stream=1,
             worker_id="me",
@@ -55,8 +55,8 @@ class Shelf:
             report=heard,
         )
 
-    def intake(self, name: str, heard: Heard) -> Intake:
-        made = Intake(self.pull(name, heard))
+    def intake(self, name: str, heard: Heard) -> PieceReceiver:
+        made = PieceReceiver(self.pull(name, heard))
         made.ask(Extent(0, 4))
         return made
 
@@ -200,14 +200,14 @@ def test_bytes_of_an_unfinished_piece_are_a_source_that_moves(shelf: Shelf) -> N
     assert shelf.staging.claim(3)
 
 
-def judge_all(intake: Intake) -> list[int]:
+def judge_all(intake: PieceReceiver) -> list[int]:
     wrong: list[int] = []
     while intake.keeps:
         wrong += intake.judge()[0]
     return wrong
 
 
-def keep(intake: Intake, index: int, data: memoryview) -> None:
+def keep(intake: PieceReceiver, index: int, data: memoryview) -> None:
     intake.begin(index, len(data))
     for at in range(0, len(data), 5000):
         intake.keep(data[at : at + 5000])
@@ -313,15 +313,15 @@ def test_requests_are_served_in_the_order_they_were_made(
         intake.begin(index, len(shelf.data(index)))
         intake.take(shelf.data(index))
         assert intake.end()
-    serving = Serving(
+    serving = ServedStream(
         worker_id="node-0",
         reader="me",
         staging=staging,
         keepalive_s=0.01,
         on_rotten=lambda *_: None,
-        barred=Barred(),
+        barred=RevokedWorkers(),
     )
-    said = [[Extent(6, 12), Extent(0, 2), Extent(7, 9)], [Extent(4, 5)], [Complaint(0)], []]
+    said = [[Extent(6, 12), Extent(0, 2), Extent(7, 9)], [Extent(4, 5)], [CorruptReport(0)], []]
     runs = serving.runs(lambda _wait_s: said.pop(0) if said else [])
     # Seven and eight were wanted already; ten is not here yet and holds nobody up.
     monkeypatch.setattr("paceline.relay.transport.serving.HEAR_S", 0.0)

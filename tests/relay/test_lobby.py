@@ -19,7 +19,7 @@ from paceline.relay.transport.contract import Transport
 from paceline.relay.transport.frames import METHOD
 from paceline.relay.transport.grpc_server import GrpcTransport
 from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.relay.transport.serving import Lobby
+from paceline.relay.transport.serving import PendingHandshakes
 from paceline.relay.transport.tcp_server import TcpTransport
 from paceline.relay.transport.tls import TlsSettings
 from tests.relay.peers import Heard, Node, Pair
@@ -31,7 +31,7 @@ Make = Callable[[str], Transport]
 def test_the_one_that_came_first_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lobby, "PLACES", 2)
     away: list[str] = []
-    hall = Lobby(away.append)
+    hall = PendingHandshakes(away.append)
     for number, name in enumerate(("a", "b", "c")):
         hall.enter(name, float(number))
     assert away == ["a"]
@@ -45,7 +45,7 @@ def test_the_one_that_came_first_makes_room(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_caller_may_change_its_name_but_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lobby, "PLACES", 1)
     away: list[str] = []
-    hall = Lobby(away.append)
+    hall = PendingHandshakes(away.append)
     hall.enter("plain", 0.0)
     hall.replace("plain", "wrapped")
     hall.enter("next", 1.0)

@@ -13,8 +13,8 @@ from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay.origin import FIRST_RANGE
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import SessionLimits
-from paceline.relay.protocol.pull_state import Flights
-from paceline.relay.protocol.source_selection import Feed
+from paceline.relay.protocol.pull_state import PullState
+from paceline.relay.protocol.source_selection import SourceStream
 from paceline.relay.sources import DirectoryReader, OnSocket
 from paceline.schemas.plan import Source, WorkerLanes
 from paceline.schemas.records import Receipt, WorkerStatus
@@ -346,11 +346,11 @@ def test_two_deployments_of_one_model_at_once_do_not_mix(
 def test_a_planted_session_bug_is_caught_on_sockets_too(
     paced: LocalFleet, manifest: Manifest, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forgets_what_was_in_flight(self: Flights, feed: Feed, extent: Extent) -> None:
+    def forgets_what_was_in_flight(self: PullState, feed: SourceStream, extent: Extent) -> None:
         for work, part in self.works.parts(extent):
             self.drop_from(feed, work, part)
 
-    monkeypatch.setattr(Flights, "want_again", forgets_what_was_in_flight)
+    monkeypatch.setattr(PullState, "want_again", forgets_what_was_in_flight)
     _, second, third, *_ = order(manifest)
     paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
     until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)

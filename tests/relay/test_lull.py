@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.relay.transport import sockets as lull
-from paceline.relay.transport.sockets import LONGEST_S, Lull
+from paceline.relay.transport.sockets import LONGEST_S, ReadCoalescer
 
 BLOCK = 64 * 1024
 BUFFER = 1024 * 1024  # what the kernel takes before it holds the sender up
@@ -38,7 +38,7 @@ class Link:
         self.buffered -= count
 
 
-def blocks(link: Link, reader: Lull, count: int) -> float:
+def blocks(link: Link, reader: ReadCoalescer, count: int) -> float:
     """Read so many blocks; return their bytes per second."""
     since_s = link.now_s
     for _ in range(count):
@@ -58,7 +58,7 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Link:
 
 
 def test_few_wake_ups_and_the_whole_rate_on_a_slow_link(link: Link) -> None:
-    reader = Lull()
+    reader = ReadCoalescer()
     blocks(link, reader, 5)
     link.wakes = 0
     assert blocks(link, reader, 100) == pytest.approx(6e6, rel=0.01)
@@ -67,13 +67,13 @@ def test_few_wake_ups_and_the_whole_rate_on_a_slow_link(link: Link) -> None:
 
 def test_no_rest_on_a_fast_link(link: Link) -> None:
     link.rate = 1e9
-    blocks(link, Lull(), 100)
+    blocks(link, ReadCoalescer(), 100)
     assert link.slept_s == 0
 
 
 @pytest.mark.parametrize("before", [0.2e6, 6e6])
 def test_a_link_that_becomes_faster_is_followed_at_once(link: Link, before: float) -> None:
-    reader = Lull()
+    reader = ReadCoalescer()
     link.rate = before
     blocks(link, reader, 20)
     link.rate = 100e6
@@ -84,7 +84,7 @@ def test_a_link_that_becomes_faster_is_followed_at_once(link: Link, before: floa
 
 
 def test_a_pause_of_the_sender_is_made_up_for(link: Link) -> None:
-    reader = Lull()
+    reader = ReadCoalescer()
     blocks(link, reader, 20)
     reader.read(BLOCK, link.now_s - 5.0, 5.0)  # it had nothing for five seconds
     since_s = link.now_s
@@ -93,7 +93,7 @@ def test_a_pause_of_the_sender_is_made_up_for(link: Link) -> None:
 
 
 def test_headers_are_read_at_once(link: Link) -> None:
-    reader = Lull()
+    reader = ReadCoalescer()
     blocks(link, reader, 20)
     link.slept_s = 0.0
     assert reader.sleep(12)

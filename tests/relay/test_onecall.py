@@ -54,7 +54,7 @@ from paceline.relay import standalone as onecall
 from paceline.relay.node import RelayDriver
 from paceline.relay.sources import DirectoryReader, S3Reader
 from paceline.relay.standalone import distribute
-from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.origin_reads import OriginReadCounts
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
 from paceline.schemas.command_results import Distribution
@@ -560,7 +560,7 @@ def test_where_the_fuse_is_spent_the_call_says_so_and_more_may_be_allowed(
     interrupted(tmp_path, model)
     cap = origin_cap_bytes(manifest_of(model).total_size)
     spent = next(into(tmp_path).glob("*/readings/*.read"))
-    readings = Readings(spent.parent)
+    readings = OriginReadCounts(spent.parent)
     readings.of(spent.stem).cover(cap, 0)
     readings.close()
     monkeypatch.setattr(fuse, "SHORT_S", 0.1)

@@ -17,7 +17,7 @@ from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.sources import DirectoryReader, OnSocket, S3Reader
 from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Counters
+from paceline.relay.transport.contract import TransferCounters
 from paceline.relay.transport.pacing import Pacer
 from paceline.schemas.plan import Source, WorkerLanes
 from paceline.storage import ObjectStore
@@ -167,7 +167,7 @@ class Pulled:
             reader=self.reader,
             staging=self.staging,
             pacer=Pacer(None),
-            counters=Counters(),
+            counters=TransferCounters(),
             report=self.events.append,
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.relay.transport.pacing import HOLD_S, LEAST_BYTES, MOST_BYTES, Portion, no_limit
+from paceline.relay.transport.pacing import HOLD_S, LEAST_BYTES, MOST_BYTES, ReceiveWindow, no_limit
 
 
 @pytest.fixture
@@ -22,14 +22,14 @@ def window(sock: socket.socket) -> int:
 
 def test_an_only_source_keeps_the_kernels_own_sizing(sock: socket.socket) -> None:
     before = window(sock)
-    Portion(no_limit).apply(sock)
-    Portion(lambda: 2 * MOST_BYTES / HOLD_S).apply(sock)
+    ReceiveWindow(no_limit).apply(sock)
+    ReceiveWindow(lambda: 2 * MOST_BYTES / HOLD_S).apply(sock)
     assert window(sock) == before
 
 
 def test_windows_follow_the_planned_rates(sock: socket.socket) -> None:
     rates = [2e6]
-    portion = Portion(lambda: rates[0])
+    portion = ReceiveWindow(lambda: rates[0])
     portion.apply(sock)
     assert window(sock) == pytest.approx(2e6 * HOLD_S, rel=0.05)
     rates[0] = 4e6
@@ -44,7 +44,7 @@ def test_windows_follow_the_planned_rates(sock: socket.socket) -> None:
 
 def test_a_stream_that_gets_the_whole_link_is_let_go(sock: socket.socket) -> None:
     rates = [2e6]
-    portion = Portion(lambda: rates[0])
+    portion = ReceiveWindow(lambda: rates[0])
     portion.apply(sock)
     rates[0] = 0.0
     portion.apply(sock)

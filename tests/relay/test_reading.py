@@ -8,7 +8,7 @@ import pytest
 
 from paceline.relay.protocol.source_selection import OriginBudget
 from paceline.relay.store import origin_reads as reading
-from paceline.relay.store.origin_reads import Reading, Readings
+from paceline.relay.store.origin_reads import OriginReadCount, OriginReadCounts
 from paceline.schemas.plan import WorkerLanes
 from tests.relay.kit import ORIGIN, lanes, paper_manifest
 
@@ -28,11 +28,11 @@ def left(given: WorkerLanes, read: int) -> int:
 
 
 def test_a_killed_process_gives_nothing_back_and_costs_a_part_at_most(tmp_path: Path) -> None:
-    first = Readings(tmp_path).of("d-1")
+    first = OriginReadCounts(tmp_path).of("d-1")
     kept = first.kept(granted())
     for read in range(10, 410, 10):
         first.cover(read, AHEAD)
-    second = Readings(tmp_path).of("d-1")  # the first is gone without a word
+    second = OriginReadCounts(tmp_path).of("d-1")  # the first is gone without a word
     assert 400 <= second.begun_bytes <= 400 + AHEAD
     assert GRANT - 400 - AHEAD <= left(second.resumed(kept), second.begun_bytes) <= GRANT - 400
 
@@ -40,7 +40,7 @@ def test_a_killed_process_gives_nothing_back_and_costs_a_part_at_most(tmp_path: 
 def test_grants_go_on_over_any_number_of_processes_whatever_was_told(tmp_path: Path) -> None:
     total = 0
     for number in range(6):
-        readings = Readings(tmp_path)
+        readings = OriginReadCounts(tmp_path)
         mine = readings.of("d-1")
         if number == 0:
             kept = mine.kept(granted())
@@ -54,32 +54,32 @@ def test_grants_go_on_over_any_number_of_processes_whatever_was_told(tmp_path: P
 
 
 def test_a_new_process_tells_what_its_predecessor_had_not(tmp_path: Path) -> None:
-    before = Readings(tmp_path)
+    before = OriginReadCounts(tmp_path)
     before.of("d-1").cover(300, 0)
     before.heard("d-1", 200)
-    assert Readings(tmp_path).of("d-1").begun_bytes == 100
+    assert OriginReadCounts(tmp_path).of("d-1").begun_bytes == 100
 
 
 def test_after_a_restart_of_the_machine_a_grant_counts_as_spent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = Readings(tmp_path).of("d-1").kept(granted())
+    kept = OriginReadCounts(tmp_path).of("d-1").kept(granted())
     monkeypatch.setattr(reading, "_boot", lambda: b"another".ljust(40))
     for _ in range(2):  # and for whoever starts after that, too
-        after = Readings(tmp_path).of("d-1")
+        after = OriginReadCounts(tmp_path).of("d-1")
         assert left(after.resumed(kept), after.begun_bytes) == 0
     assert after.kept(granted()).origin_budget_bytes == GRANT, "what is granted now is good"
 
 
 def test_a_torn_record_counts_as_spent(tmp_path: Path) -> None:
-    kept = Readings(tmp_path).of("d-1").kept(granted())
+    kept = OriginReadCounts(tmp_path).of("d-1").kept(granted())
     (tmp_path / "d-1.read").write_bytes(b"torn")
-    after = Readings(tmp_path).of("d-1")
+    after = OriginReadCounts(tmp_path).of("d-1")
     assert left(after.resumed(kept), after.begun_bytes) == 0
 
 
 def test_what_is_over_is_removed_and_still_counted_by_its_process(tmp_path: Path) -> None:
-    readings = Readings(tmp_path)
+    readings = OriginReadCounts(tmp_path)
     readings.of("d-1").cover(300, AHEAD)
     readings.drop(["d-1", "d-2"])
     assert not list(tmp_path.iterdir())
@@ -87,7 +87,7 @@ def test_what_is_over_is_removed_and_still_counted_by_its_process(tmp_path: Path
 
 
 def test_readings_are_bounded(tmp_path: Path) -> None:
-    readings = Readings(tmp_path)
+    readings = OriginReadCounts(tmp_path)
     long_one = readings.of("d-0")
     for number in range(1, reading.MOST + 10):
         readings.of(f"d-{number}")
@@ -97,12 +97,12 @@ def test_readings_are_bounded(tmp_path: Path) -> None:
     for number in range(20, 40):
         readings.of(f"e-{number}")
     readings.close()
-    Readings(tmp_path)
+    OriginReadCounts(tmp_path)
     assert len(list(tmp_path.iterdir())) == reading.MOST
 
 
 def test_without_a_disk_a_reading_counts_for_its_process() -> None:
-    mine = Reading()
+    mine = OriginReadCount()
     mine.cover(50, AHEAD)
     mine.heard(20)
     assert (mine.read_bytes, mine.begun_bytes, mine.before_bytes) == (50, 0, 0)

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.coordinator import Patience
+from paceline.coordinator import CoordinatorSettings
 from paceline.errors import PeerLost
 from paceline.relay.protocol.events import (
     Fetch,
@@ -20,7 +20,7 @@ from paceline.relay.protocol.events import (
 )
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import SessionLimits
-from paceline.relay.protocol.recovery import Returning
+from paceline.relay.protocol.recovery import Failback
 from paceline.relay.protocol.session import RelaySession
 from paceline.schemas.plan import Topology
 from paceline.simulation import Fault, simulate
@@ -228,10 +228,10 @@ def test_a_short_pause_costs_itself(for_s: float) -> None:
 def hurt(topology: Topology, victim: str, monkeypatch: pytest.MonkeyPatch, *, back: bool) -> float:
     """Return how long a simulated fleet takes of which one pauses, unseen by the coordinator."""
     fault = Fault(at_s=5.0, worker=victim, kind="freeze", for_s=2.5)
-    slow_to_notice = Patience(beat_s=2.0, deadline_s=1e6)
+    slow_to_notice = CoordinatorSettings(beat_s=2.0, deadline_s=1e6)
     with monkeypatch.context() as patch:
         if not back:
-            patch.setattr(Returning, "is_due", lambda *_: False)
+            patch.setattr(Failback, "is_due", lambda *_: False)
         report = simulate(
             scenario(8, 400, topology=topology, patience=slow_to_notice, faults=(fault,))
         )
@@ -259,5 +259,5 @@ def test_without_faults_nobody_is_asked_on_the_side(
     def never(*_: object) -> None:
         raise AssertionError("a spare stood in")
 
-    monkeypatch.setattr(Returning, "stands_in", never)
+    monkeypatch.setattr(Failback, "stands_in", never)
     assert simulate(scenario(8, 60, topology=topology)).violations == ()

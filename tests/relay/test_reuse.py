@@ -15,7 +15,7 @@ from paceline.manifest import Manifest, verify_directory
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.store import reuse
 from paceline.relay.store.disk_space import (
-    Room,
+    DiskSpace,
     StorePolicy,
     frees,
     leftovers,
@@ -217,7 +217,7 @@ def test_the_newest_are_kept_and_the_active_one(tmp_path: Path) -> None:
 
 def disk(monkeypatch: pytest.MonkeyPatch, free: int, size: int = 10_000_000) -> None:
     """Let every disk have ``free`` bytes left, and more with each version that goes."""
-    monkeypatch.setattr(Room, "at", classmethod(lambda cls, path: cls(free, size)))
+    monkeypatch.setattr(DiskSpace, "at", classmethod(lambda cls, path: cls(free, size)))
 
 
 def test_the_oldest_go_while_the_disk_is_nearly_full(
@@ -256,7 +256,9 @@ def test_what_was_left_of_versions_that_never_came_goes_first(
     assert reclaimable(root, newest) >= 250_000
     assert not (set(leftovers(root, {newest})) & {root / "staging" / newest})
     freed = iter([0, 0, 10_000_000])  # short, short again, enough
-    monkeypatch.setattr(Room, "at", classmethod(lambda cls, path: cls(next(freed), 10_000_000)))
+    monkeypatch.setattr(
+        DiskSpace, "at", classmethod(lambda cls, path: cls(next(freed), 10_000_000))
+    )
     newer = manifest_of(write_model(tmp_path / "new", 100_000, seed=99), version="v9")
     assert store.make_room(newer, {newest}) == [], "no version had to go"
     assert not list((root / "rotten").iterdir())

@@ -21,27 +21,27 @@ from paceline.relay.protocol.events import (
     Abandon,
     Cancelled,
     Complete,
-    Confirmed,
     Fail,
     Fetch,
+    HeldPiecesCorrupt,
     LanesAssigned,
+    LanesConfirmed,
     LocalFailed,
     PieceRejected,
     PiecesDurable,
-    PiecesRotten,
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
+    Resumed,
     SessionAction,
     SourceAlive,
     SourceFailed,
     Tick,
-    Woke,
 )
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.protocol.session import RelaySession
-from paceline.relay.protocol.source_selection import JUDGED_MOST, JUDGED_RUNS, Feed
+from paceline.relay.protocol.source_selection import JUDGED_MOST, JUDGED_RUNS, SourceStream
 from paceline.schemas.plan import Lane, Source, WorkerLanes
 from paceline.schemas.records import WorkerStatus
 from tests.relay.kit import ORIGIN, lanes, paper_manifest, worker
@@ -292,7 +292,7 @@ def test_a_source_that_only_sends_corrupt_pieces_is_left() -> None:
 def test_a_corrupt_run_is_judged_among_as_many_pieces_as_it_stands_for() -> None:
     good = [2000, 1600, 700, 50, 10, 1, 13, 6, 8, 1, 5, 12, 8]
     corrupt = [18, 22, 1, 64]
-    feed = Feed(worker("up"), 1, 0.0, 0.0)
+    feed = SourceStream(worker("up"), 1, 0.0, 0.0)
     for run in good[:3]:
         feed.judge(run, 0)
     for bad in corrupt:  # each among repairs of some pieces
@@ -308,7 +308,7 @@ def test_a_corrupt_run_is_judged_among_as_many_pieces_as_it_stands_for() -> None
 
 
 def test_single_pieces_are_judged_sixteen_at_a_time() -> None:
-    feed = Feed(worker("up"), 1, 0.0, 0.0)
+    feed = SourceStream(worker("up"), 1, 0.0, 0.0)
     for piece in range(100):
         feed.judge(1, piece % 100 == 0)
     assert len(feed.judged) == JUDGED_RUNS
@@ -393,7 +393,7 @@ def test_a_piece_that_rotted_on_this_disk_is_fetched_again_before_completion() -
     relay.handle(LanesAssigned(lanes("me", MANIFEST, worker("up"))), 0)
     arrive(relay, "up", 0, 15, 0.1)
     durable(relay, 0, 15, 0.1)
-    assert fetches(relay.handle(PiecesRotten(Extent(3, 4)), 0.2)) == [("up", 3, 4)]
+    assert fetches(relay.handle(HeldPiecesCorrupt(Extent(3, 4)), 0.2)) == [("up", 3, 4)]
     arrive(relay, "up", 15, 16, 0.3)
     assert Complete() not in durable(relay, 15, 16, 0.3)
     arrive(relay, "up", 3, 4, 0.3)
@@ -529,7 +529,7 @@ def test_who_stood_still_reads_the_origin_again_when_its_lanes_are_confirmed() -
     relay = session()
     begun = relay.handle(LanesAssigned(striped("origin", "w2")), 0)
     assert fetches(begun) == [(ORIGIN.key, 0, 4), ("w2", 8, 12)]
-    relay.handle(Woke(5.0, replaced=True), 5.0)
+    relay.handle(Resumed(5.0, replaced=True), 5.0)
     actions = arrive(relay, ORIGIN.key, 0, 4, 5.0)  # it was on its way
     actions += relay.handle(Tick(), 8.0)
     assert ORIGIN.key not in {key for key, *_ in fetches(actions)}
@@ -539,7 +539,7 @@ def test_who_stood_still_reads_the_origin_again_when_its_lanes_are_confirmed() -
     # Lanes that were under way before count for nothing: they may be as old.
     newer = striped("origin", "w2").model_copy(update={"epoch": 2})
     assert ORIGIN.key not in {k for k, *_ in fetches(relay.handle(LanesAssigned(newer), 8.1))}
-    assert ORIGIN.key in {key for key, *_ in fetches(relay.handle(Confirmed(), 8.2))}
+    assert ORIGIN.key in {key for key, *_ in fetches(relay.handle(LanesConfirmed(), 8.2))}
 
 
 def test_who_stood_still_does_not_believe_others_dead_for_its_own_sleep() -> None:
@@ -548,7 +548,7 @@ def test_who_stood_still_does_not_believe_others_dead_for_its_own_sleep() -> Non
     relay.handle(LanesAssigned(striped("w1", "w2")), 0)
     due_s = relay.deadline_s()
     assert due_s is not None
-    assert fetches(relay.handle(Woke(90.0), 90.2)) == []
+    assert fetches(relay.handle(Resumed(90.0), 90.2)) == []
     then_s = relay.deadline_s()
     assert then_s is not None
     assert then_s == pytest.approx(due_s + 90.0)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from paceline.relay.active_deployment import Share
+from paceline.relay.active_deployment import ActiveDeployment
 from tests.relay.kit import ORIGIN, lanes, paper_manifest
 
 KIB = 1024
 
 
-def share(tell: int) -> Share:
+def share(tell: int) -> ActiveDeployment:
     manifest = paper_manifest(64, KIB)
     mine = lanes("me", manifest, ORIGIN).model_copy(update={"origin_tell_bytes": tell})
-    made = Share(mine, manifest, 0.0, 0)
+    made = ActiveDeployment(mine, manifest, 0.0, 0)
     made.refresh(0.0)
     return made
 

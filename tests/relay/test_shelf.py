@@ -13,13 +13,13 @@ import pytest
 from paceline import hashing
 from paceline.relay.protocol.events import PieceRejected
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
 from paceline.relay.transport import intake as shelf
-from paceline.relay.transport.contract import Counters, Pull
+from paceline.relay.transport.contract import PullSpec, TransferCounters
 from paceline.relay.transport.frames import Kind, encode
-from paceline.relay.transport.intake import Shelf
+from paceline.relay.transport.intake import BufferPool
 from paceline.relay.transport.pacing import MAX_BLOCK, Pacer
 from paceline.relay.transport.sockets import PlainChannel, read_frame, waiting_bytes
 from paceline.relay.transport.tcp_server import TcpTransport
@@ -36,7 +36,7 @@ class Speaker:
 
     def __init__(self, root: Path) -> None:
         self.store = Store(root / "store")
-        self.library = Library(self.store)
+        self.library = OpenModels(self.store)
         model = write_model(root / "model", 300_000)
         self.manifest = manifest_of(model)
         self.staging: Staging = self.library.open(self.manifest)
@@ -49,13 +49,13 @@ class Speaker:
     def pull(self, pacer: Pacer | None = None) -> PlainChannel:
         """Ask for pieces and return the source's end of the stream."""
         port = self._listener.getsockname()[1]
-        asked = Pull(
+        asked = PullSpec(
             source=Source(kind="worker", worker_id="speaker", address=f"127.0.0.1:{port}"),
             stream=1,
             worker_id="me",
             staging=self.staging,
             pacer=pacer or Pacer(None),
-            counters=Counters(),
+            counters=TransferCounters(),
             keepalive_s=0.1,
             report=self.heard,
         )
@@ -172,7 +172,7 @@ def test_a_paced_stream_keeps_nothing(
     channel.close()
 
 
-def in_blocks(made: Shelf) -> int:
+def in_blocks(made: BufferPool) -> int:
     count = 0
     while made.has_room:
         made.room(1)
@@ -192,13 +192,13 @@ def test_a_shelf_has_more_than_one_block_only_where_that_helps(
     monkeypatch: pytest.MonkeyPatch, lanes: int, pacer: Callable[[], Pacer], count: int
 ) -> None:
     monkeypatch.setattr(hashing, "LANES", lanes)
-    assert in_blocks(Shelf(pacer())) == count
+    assert in_blocks(BufferPool(pacer())) == count
 
 
 def test_a_place_that_was_given_back_is_whole_again() -> None:
-    made = Shelf(Pacer(None))
+    made = BufferPool(Pacer(None))
     count = in_blocks(made)
-    made = Shelf(Pacer(None))
+    made = BufferPool(Pacer(None))
     small = made.room(3)
     small[:] = b"abc"
     made.take_back([small])
@@ -211,7 +211,7 @@ def test_a_place_that_was_given_back_is_whole_again() -> None:
 
 def test_blocks_are_large_only_where_so_much_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "LANES", 4)
-    free, paced = Shelf(Pacer(None)), Shelf(Pacer(1000))
+    free, paced = BufferPool(Pacer(None)), BufferPool(Pacer(1000))
     large = free.block_bytes(1 << 30)
     assert large > MAX_BLOCK
     assert free.block_bytes(large - 1) == MAX_BLOCK

@@ -21,7 +21,7 @@ from paceline.errors import (
 )
 from paceline.manifest import Manifest, verify_directory
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
 from tests.relay.kit import damage, manifest_of, write_model
@@ -305,7 +305,7 @@ def test_manifests_of_earlier_processes_are_read_when_somebody_asks(
     staging.close()
     versions = store.versions
     monkeypatch.setattr(store, "versions", lambda *given: looks.append(1) or versions(*given))
-    library = Library(store)
+    library = OpenModels(store)
     assert looks == [], "an agent is ready before"
     for _ in range(2):
         found = library.find(manifest.digest, 0.0)

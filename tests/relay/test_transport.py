@@ -17,7 +17,7 @@ import pytest
 
 from paceline.errors import PeerLost
 from paceline.manifest import Manifest
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
 from paceline.relay.transport.frames import (
@@ -35,7 +35,7 @@ from paceline.relay.transport.frames import (
 )
 from paceline.relay.transport.pacing import Pacer
 from paceline.relay.transport.sockets import PlainChannel, read_frame
-from paceline.relay.transport.tcp_server import PeerServer
+from paceline.relay.transport.tcp_server import TcpServer
 from tests.relay.kit import manifest_of, write_model
 
 TOKEN = "cluster-token"
@@ -48,8 +48,8 @@ class Port:
         self.model = write_model(root / "model", 200_000)
         self.manifest: Manifest = manifest_of(self.model)
         self.store = Store(root / "store")
-        self.library = Library(self.store)
-        self.server = PeerServer(
+        self.library = OpenModels(self.store)
+        self.server = TcpServer(
             host="127.0.0.1",
             port=0,
             worker_id="node-0",

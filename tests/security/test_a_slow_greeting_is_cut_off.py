@@ -23,11 +23,11 @@ from paceline.models import config_for
 from paceline.training.loop.group import interface_of
 from paceline.training.loop.workload import TransformerWorkload
 from paceline.training.strategies import frames, server
-from paceline.training.strategies.frames import Kind
+from paceline.training.strategies.frames import FrameKind
 from paceline.training.strategies.learner import Learner
-from paceline.training.strategies.protocol import Terms
+from paceline.training.strategies.protocol import ServerTerms
 from paceline.training.strategies.rendezvous import FileClaims
-from paceline.training.strategies.server import Server, listen
+from paceline.training.strategies.server import ParameterServer, listen
 
 GREET_S = 0.5
 HELLO = {"role": "worker", "rank": 2, "worker": 0, "key": "key"}
@@ -35,7 +35,7 @@ HELLO = {"role": "worker", "rank": 2, "worker": 0, "key": "key"}
 
 def hello(**more: object) -> bytes:
     head = json.dumps(HELLO | more).encode()
-    return frames.HEADER.pack(frames.MAGIC, Kind.HELLO, len(head), 0) + head
+    return frames.HEADER.pack(frames.MAGIC, FrameKind.HELLO, len(head), 0) + head
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[s
         {"ranks": 3, "steps": 3, "synchrony": {"kind": "parameter-server"}}
     )
     learner = Learner(TransformerWorkload(config_for(10_000, 16)).build(), settings, 1)
-    served = Server(learner, Terms("key", 1, 3, 2), FileClaims(tmp_path), "here")
+    served = ParameterServer(learner, ServerTerms("key", 1, 3, 2), FileClaims(tmp_path), "here")
     served.lead()
     with listen("127.0.0.1") as listener:
 
@@ -93,7 +93,7 @@ def test_slow_callers_do_not_keep_the_places_of_ranks(address: tuple[str, int]) 
             with socket.create_connection(address, timeout=10) as connection:
                 connection.sendall(hello())
                 with contextlib.suppress(PeerLost):
-                    assert frames.receive(connection, 0).kind is Kind.WELCOME
+                    assert frames.receive(connection, 0).kind is FrameKind.WELCOME
                     return
             time.sleep(0.05)
     pytest.fail("no rank gets a place")
@@ -109,13 +109,13 @@ def test_a_greeting_of_more_than_4_kb_is_refused_by_its_lengths(
             frames.receive(connection, 0)
     with socket.create_connection(address, timeout=10) as connection:
         connection.sendall(hello(more="x" * 3500))
-        assert frames.receive(connection, 0).kind is Kind.WELCOME
+        assert frames.receive(connection, 0).kind is FrameKind.WELCOME
 
 
 def test_lengths_and_deadline_are_of_the_whole_frame() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(frames.HEADER.pack(frames.MAGIC, Kind.HELLO, 4097, 0))
+        theirs.sendall(frames.HEADER.pack(frames.MAGIC, FrameKind.HELLO, 4097, 0))
         with pytest.raises(InvalidFrame, match="too large"):
             frames.greeting(ours, "key", 10.0)
     ours, theirs = socket.socketpair()

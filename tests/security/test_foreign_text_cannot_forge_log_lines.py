@@ -21,7 +21,7 @@ from paceline.cluster.pinned_calls import Member
 from paceline.cluster.worker_processes import Order
 from paceline.errors import PacelineError, PeerLost, TrainingFailed
 from paceline.relay.transport.frames import Kind, encode_payload
-from paceline.relay.transport.grpc_client import GrpcStream
+from paceline.relay.transport.grpc_client import GrpcPullStream
 from paceline.relay.transport.sockets import PlainChannel, read_frame
 from paceline.schemas.calls import Problem, RegisterWorker
 from paceline.schemas.records import Failure
@@ -62,7 +62,7 @@ def test_a_tcp_peers_error_frame() -> None:
 def test_a_grpc_peers_details(code: grpc.StatusCode) -> None:
     stream = SimpleNamespace(_pull=SimpleNamespace(key="node-1"), _silent=False, _welcomed=True)
     call = SimpleNamespace(details=lambda: EVIL, code=lambda: code)
-    error = GrpcStream._failure(stream, call)  # type: ignore[arg-type]
+    error = GrpcPullStream._failure(stream, call)  # type: ignore[arg-type]
     assert "gone" in str(error)
     assert harmless(logged(error))
 

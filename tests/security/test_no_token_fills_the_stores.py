@@ -16,8 +16,8 @@ import pytest
 
 from paceline.api.app import create_app
 from paceline.coordinator.state.deployment_index import kept_bytes
-from paceline.coordinator.state.messages import Observed
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.messages import EmitEvent
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.stores.audit import LONGEST, numbered
 from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.schemas.calls import EdgeTally
@@ -31,7 +31,7 @@ with warnings.catch_warnings():
 
 
 def test_closed_deployments_are_forgotten_as_fast_as_they_are_made(make_world: Any) -> None:  # noqa: F811
-    world = make_world(patience=Patience(kept_closed=2, kept_at_most=4, open_at_most=4))
+    world = make_world(patience=CoordinatorSettings(kept_closed=2, kept_at_most=4, open_at_most=4))
     for _ in range(40):  # in twenty seconds: a look a minute forgot eight of them
         world.cancel(world.create("node-0", "node-1"))
         world.wait(0.5)
@@ -39,7 +39,7 @@ def test_closed_deployments_are_forgotten_as_fast_as_they_are_made(make_world: A
 
 
 def test_no_more_deployments_are_kept_than_can_be_forgotten(make_world: Any) -> None:  # noqa: F811
-    world = make_world(patience=Patience(kept_closed=2, kept_at_most=4, open_at_most=4))
+    world = make_world(patience=CoordinatorSettings(kept_closed=2, kept_at_most=4, open_at_most=4))
     with pytest.raises(ServiceUnavailable, match="too many deployments are kept"):
         for _ in range(20):  # and no time passes
             world.cancel(world.create("node-0", "node-1"))
@@ -52,7 +52,7 @@ def test_deployments_take_so_many_bytes_in_all(make_world: Any) -> None:  # noqa
     probe = make_world()
     probe.create("node-0", "node-1")
     one = kept_bytes(list(probe.state._book))
-    world = make_world(patience=Patience(kept_bytes_at_most=6 * one))
+    world = make_world(patience=CoordinatorSettings(kept_bytes_at_most=6 * one))
     for _ in range(5):
         world.cancel(world.create("node-0", "node-1"))
     world.wait(1)
@@ -64,9 +64,9 @@ def test_deployments_take_so_many_bytes_in_all(make_world: Any) -> None:  # noqa
 
 
 def test_one_event_is_no_longer_than_a_line(tmp_path: Path) -> None:
-    told = Observed(EventName.STAGE_FINISHED, 1.0, None, None, {"run_id": "r" * 4_000_000})
+    told = EmitEvent(EventName.STAGE_FINISHED, 1.0, None, None, {"run_id": "r" * 4_000_000})
     assert len(numbered(told, 1).model_dump_json()) < LONGEST + 200
-    short = Observed(EventName.STAGE_FINISHED, 1.0, None, None, {"run_id": "r" * LONGEST})
+    short = EmitEvent(EventName.STAGE_FINISHED, 1.0, None, None, {"run_id": "r" * LONGEST})
     assert numbered(short, 1).data == short.data
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from paceline.api.app import create_app
-from paceline.api.guard import Doorman, Guard
+from paceline.api.guard import Authenticator, AuthMiddleware
 from paceline.config import Secrets, SecuritySettings
-from paceline.coordinator.state.messages import AdmitWorker, BeginToken, IssueToken, RevokeToken
-from paceline.coordinator.tokens import UNUSED_AT_MOST, Drawn, TokenBook, draw
+from paceline.coordinator.state.messages import AdmitWorker, IssueToken, RevokeToken, TokenFirstUsed
+from paceline.coordinator.tokens import UNUSED_AT_MOST, NewToken, TokenRegistry, draw
 from paceline.errors import AccessDenied, NotLeading
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.transport.contract import Transport
@@ -228,15 +228,15 @@ def test_the_command_takes_out_the_worker_that_it_names(tmp_path: Path) -> None:
 
 class Book:
     def __init__(self) -> None:
-        self.book, self.now = TokenBook(), 1000.0
+        self.book, self.now = TokenRegistry(), 1000.0
 
-    def join_token(self) -> Drawn:
+    def join_token(self) -> NewToken:
         drawn = draw("0" * 64)
         call = CreateJoinToken(worker_id="w", ttl_seconds=7 * 86_400)
         self.take(IssueToken, token_id=drawn.token_id, sha256=drawn.sha256, call=call)
         return drawn
 
-    def admit(self, shown: Drawn, key: str = "1" * 64) -> Drawn:
+    def admit(self, shown: NewToken, key: str = "1" * 64) -> NewToken:
         drawn = draw()
         self.take(
             AdmitWorker,
@@ -260,11 +260,11 @@ def test_a_node_that_renews_without_end_fills_no_store(used: bool) -> None:
     book = Book()
     joining = book.join_token()
     held = book.admit(joining)
-    book.take(BeginToken, token_id=held.token_id)
+    book.take(TokenFirstUsed, token_id=held.token_id)
     for _ in range(200):
         made = book.admit(held)
         if used:
-            book.take(BeginToken, token_id=made.token_id)
+            book.take(TokenFirstUsed, token_id=made.token_id)
             held = made
         book.admit(joining)  # its join token is answered again too
     assert len(book.book.tokens()) <= UNUSED_AT_MOST + 4
@@ -299,9 +299,9 @@ def test_a_first_use_passes_where_it_cannot_be_kept_yet() -> None:
     async def app(*_: object) -> None:
         reached.append(True)
 
-    guard = Guard(
+    guard = AuthMiddleware(
         app,
-        doorman=Doorman(Secrets(coordinator_token="owner"), lambda: book.book),
+        doorman=Authenticator(Secrets(coordinator_token="owner"), lambda: book.book),
         security=SecuritySettings(),
         refused=lambda _: None,
         begin=begin,

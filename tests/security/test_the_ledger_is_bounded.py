@@ -17,15 +17,15 @@ import pytest
 
 from paceline.api import guard
 from paceline.api.app import create_app
-from paceline.api.guard import Doorman
+from paceline.api.guard import Authenticator
 from paceline.cluster.embedded import ensure_secrets
 from paceline.config import load_runtime
 from paceline.coordinator import ledger as bounds
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.ledger import LedgerBook, LedgerLine
+from paceline.coordinator.ledger import LedgerEntry, LedgerIndex
 from paceline.coordinator.stores.audit import SqliteAudit
 from paceline.coordinator.stores.memory_progress import MemoryProgress
-from paceline.coordinator.tokens import TokenBook
+from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Conflict, InvalidInput, NotLeading
 from paceline.schemas.access import Scope
 from paceline.schemas.records import StageRecord
@@ -55,19 +55,19 @@ def record(number: int, *, run: str = "r", size: int = 300, at: float = NOW) -> 
     )
 
 
-def line(number: int, **said: Any) -> LedgerLine:
-    return LedgerLine.of(record(number, **said))
+def line(number: int, **said: Any) -> LedgerEntry:
+    return LedgerEntry.of(record(number, **said))
 
 
-def filled(count: int, now: float = NOW, **said: Any) -> LedgerBook:
-    return LedgerBook(line(number, run=f"r{number}", at=now, **said) for number in range(count))
+def filled(count: int, now: float = NOW, **said: Any) -> LedgerIndex:
+    return LedgerIndex(line(number, run=f"r{number}", at=now, **said) for number in range(count))
 
 
 # ── the rule ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_record_has_a_size_and_a_run_id_a_length() -> None:
-    book = LedgerBook([])
+    book = LedgerIndex([])
     assert book.admit(line(1, size=60_000), NOW) == []
     with pytest.raises(InvalidInput, match=r"got \d+ bytes.*wanted at most 65536.*at train"):
         book.admit(line(1, size=70_000), NOW)
@@ -78,7 +78,7 @@ def test_a_record_has_a_size_and_a_run_id_a_length() -> None:
 def test_a_run_records_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounds, "RUN_RECORDS", 5)
     monkeypatch.setattr(bounds, "RUN_BYTES", 10_000)
-    book = LedgerBook([line(number) for number in range(5)])
+    book = LedgerIndex([line(number) for number in range(5)])
     with pytest.raises(Conflict, match=r"got 6 records.*at run r"):
         book.admit(line(5), NOW)
     assert book.admit(line(5, run="other"), NOW) == []
@@ -95,7 +95,7 @@ def test_old_records_make_room_and_young_ones_do_not(
     old = [line(90 + n, run=f"o{n}", at=NOW - (31 + n) * DAY_S) for n in range(4)]
     most = 10 if bound == "RECORDS" else sum(each.size for each in (*young, *old))
     monkeypatch.setattr(bounds, bound, most)
-    book = LedgerBook([*young, *old])
+    book = LedgerIndex([*young, *old])
     for oldest in reversed(old):
         new = line(200 + old.index(oldest), run="n")
         dropped = book.admit(new, NOW)
@@ -113,7 +113,7 @@ def test_a_refusal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [line(n, run=f"o{n}", at=NOW - 40 * DAY_S) for n in range(3)]
     large = [line(10 + n, run=f"y{n}", size=5_000) for n in range(3)]
     monkeypatch.setattr(bounds, "BYTES", sum(each.size for each in (*small, *large)))
-    book = LedgerBook([*small, *large])
+    book = LedgerIndex([*small, *large])
     for _ in range(2):
         with pytest.raises(Conflict, match="the ledger is full"):
             book.admit(line(50, size=20_000), NOW)
@@ -147,7 +147,7 @@ def test_a_full_ledger_refuses_at_a_constant_cost(monkeypatch: pytest.MonkeyPatc
 
 
 def test_replacing_a_record_for_ever_takes_no_memory() -> None:
-    book = LedgerBook([])
+    book = LedgerIndex([])
     for at in range(5_000):
         new = line(1, at=NOW + at)
         book.keep(new, book.admit(new, NOW))
@@ -200,7 +200,7 @@ def test_the_stores_hold_no_more_than_the_bound(
     with pytest.raises(Conflict, match="the ledger is full"):
         coordinator.keep_stage(record(9, run="n"))
     assert {each.input_digest for each in store.ledger()} == {f"{n:064x}" for n in range(8)}
-    assert sorted(store.ledger(), key=lambda each: each.input_digest)[3] == LedgerLine.of(
+    assert sorted(store.ledger(), key=lambda each: each.input_digest)[3] == LedgerEntry.of(
         record(3, run="r3", size=5_000, at=NOW + 3)
     )
     coordinator.keep_stage(record(7, run="r7", size=400, at=NOW + 7))
@@ -265,7 +265,7 @@ def test_a_token_that_only_deploys_does_not_write_the_ledger(rest: Any) -> None:
 
 def scopes_of_flows(secrets: Any) -> frozenset[Scope]:
     shown = [b"Bearer " + secrets.coordinator_token.encode()]  # what paceline.tasks.run shows
-    return Doorman(secrets, TokenBook).recognise(shown, NOW).scopes
+    return Authenticator(secrets, TokenRegistry).recognise(shown, NOW).scopes
 
 
 def test_the_installations_own_flows_write_the_ledger(tmp_path: Path) -> None:
@@ -308,9 +308,9 @@ def test_what_a_token_changes_in_an_hour_is_bounded(
 ) -> None:
     assert guard.CHANGE_BYTES_AT_ONCE + 3600 * guard.CHANGE_BYTES_PER_S < 2**30
     buckets: Any = rest.app.middleware_stack
-    while not isinstance(buckets, guard.Guard):
+    while not isinstance(buckets, guard.AuthMiddleware):
         buckets = buckets.app if hasattr(buckets, "app") else buckets._app
-    monkeypatch.setattr(buckets, "_bodies", guard.Buckets(1.0, 100_000.0))
+    monkeypatch.setattr(buckets, "_bodies", guard.TokenBuckets(1.0, 100_000.0))
     flows, other = (token(rest, Scope.DEPLOY, Scope.LEDGER) for _ in range(2))
     answers = [put(rest, flows, record(1, size=30_000)) for _ in range(6)]
     assert [each.status_code for each in answers] == [200] * 3 + [429] * 3

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 from cryptography import x509
 
-from paceline.api.access import Admission
+from paceline.api.access import IdentityIssuer
 from paceline.cli.event_following import Follower
 from paceline.client import CoordinatorClient
 from paceline.cluster.dask_service import security_of
@@ -187,7 +187,7 @@ def test_anything_but_one_certificate_is_refused_wherever_it_is_read(
         with pytest.raises(InvalidInput) as caught:
             read()
         assert caught.value.wanted or caught.value.got, name
-    admission = Admission(runtime, None, urls=tuple)  # type: ignore[arg-type]
+    admission = IdentityIssuer(runtime, None, urls=tuple)  # type: ignore[arg-type]
     for show in (admission.ca_pem, admission.ca_sha256):
         with pytest.raises(ServiceUnavailable):
             show()  # the coordinator's own file is no fault of its caller's

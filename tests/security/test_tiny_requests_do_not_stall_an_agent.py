@@ -21,11 +21,11 @@ import pytest
 from paceline.errors import InvalidFrame, ServiceUnavailable
 from paceline.relay.protocol.events import SourceAlive
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import Library
+from paceline.relay.store.library import OpenModels
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
 from paceline.relay.transport import serving as bounds
-from paceline.relay.transport.contract import Barred
+from paceline.relay.transport.contract import RevokedWorkers
 from paceline.relay.transport.frames import (
     METHOD,
     NONCE_BYTES,
@@ -42,7 +42,7 @@ from paceline.relay.transport.frames import (
     proof,
 )
 from paceline.relay.transport.grpc_server import GrpcTransport
-from paceline.relay.transport.serving import Asked, Complaint, Seats, Serving
+from paceline.relay.transport.serving import CorruptReport, PeerMessage, ServedStream, StreamSlots
 from paceline.relay.transport.sockets import PlainChannel, read_frame
 from paceline.relay.transport.tcp_server import TcpTransport
 from tests.relay.kit import paper_manifest
@@ -60,7 +60,7 @@ HANG_S = 25.0  # these requests took about 100 s
 def staging(tmp_path: Path) -> Iterator[Staging]:
     """A model of which no piece is verified yet."""
     store = Store(tmp_path / "store")
-    library = Library(store)
+    library = OpenModels(store)
     yield library.open(paper_manifest(PIECES))
     library.close()
     store.close()
@@ -71,14 +71,14 @@ def verify(staging: Staging, index: int) -> None:
     staging.hold(staging.manifest.piece_of(index))
 
 
-def serving(staging: Staging) -> Serving:
-    return Serving(
+def serving(staging: Staging) -> ServedStream:
+    return ServedStream(
         worker_id="node-0",
         reader="hostile",
         staging=staging,
         keepalive_s=0.0,
         on_rotten=lambda *_: None,
-        barred=Barred(),
+        barred=RevokedWorkers(),
     )
 
 
@@ -100,7 +100,7 @@ def lines(work: Callable[[], object]) -> int:
     return count
 
 
-PATTERNS: dict[str, Callable[[int], list[Asked]]] = {
+PATTERNS: dict[str, Callable[[int], list[PeerMessage]]] = {
     "descending": lambda n: [Extent(at, at + 1) for at in reversed(range(n))],
     "alternating": lambda n: [Extent(at, at + 1) for at in range(0, 2 * n, 2)],
     "alternating, descending": lambda n: [Extent(2 * at, 2 * at + 1) for at in reversed(range(n))],
@@ -111,7 +111,7 @@ PATTERNS: dict[str, Callable[[int], list[Asked]]] = {
     "overlapping holes": lambda n: [
         *(Extent(at, at + 1) for at in range(0, 2 * n, 2)), Extent(0, PIECES), Extent(0, PIECES)],
     "maximal": lambda n: [Extent(0, PIECES)] * n,
-    "complaints": lambda n: [Extent(0, 1), *map(Complaint, range(n))],
+    "complaints": lambda n: [Extent(0, 1), *map(CorruptReport, range(n))],
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_work_is_linear_in_the_requests(
         left = iter(PATTERNS[pattern](count))
         ended = False
 
-        def asked(_wait_s: float) -> Iterator[Asked]:
+        def asked(_wait_s: float) -> Iterator[PeerMessage]:
             nonlocal ended
             yield from left
             ended = True
@@ -171,7 +171,7 @@ def test_a_peer_that_never_stops_asking_is_sent_its_pieces(
     verify(staging, 5)
     read, said = 0, chain([Extent(0, 10)], repeat(Extent(6, 10)))
 
-    def asked(_wait_s: float) -> Iterator[Asked]:
+    def asked(_wait_s: float) -> Iterator[PeerMessage]:
         nonlocal read
         for each in said:
             read += 1
@@ -189,7 +189,7 @@ def test_complaints_without_end_leave_pauses(
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(bounds.time, "sleep", pauses.append)
-    left = iter([Complaint(3)] * (3 * bounds.MOST_FRAMES))
+    left = iter([CorruptReport(3)] * (3 * bounds.MOST_FRAMES))
     runs = serving(staging).runs(lambda _wait_s: left)
     with pytest.raises(Exception, match="asks for nothing"):
         next(runs)
@@ -201,7 +201,7 @@ def test_too_many_separate_runs_end_the_stream(
 ) -> None:
     monkeypatch.setattr(bounds, "HEAR_S", 0.0)
     most = bounds.MOST_RUNS
-    wide = Library(Store(staging.directory.parent.parent / "wide"))
+    wide = OpenModels(Store(staging.directory.parent.parent / "wide"))
     try:
         model = wide.open(paper_manifest(2 * most + 4))
         asked = iter([Extent(at, at + 1) for at in range(0, 2 * most + 4, 2)])
@@ -371,7 +371,7 @@ def test_a_source_that_only_waits_is_reported_at_a_bounded_rate(tmp_path: Path) 
 
 def test_places_are_refused_with_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.relay.transport.serving.PEER_STREAMS", 1)
-    seats = Seats()
+    seats = StreamSlots()
     with seats.taken("a", 3):
         with pytest.raises(ServiceUnavailable, match="one peer"), seats.taken("a", 3):
             pass

@@ -21,7 +21,7 @@ from paceline.manifest import (
     fetch_manifest,
     publish_model,
 )
-from paceline.manifest.progress import Moved
+from paceline.manifest.progress import PublishProgress
 from paceline.storage import DiskStore, ObjectStore, join_url
 from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3
@@ -121,7 +121,7 @@ def test_a_loser_overwrites_no_file_of_a_winner_that_is_not_through(
     first, second = a_model(tmp_path / "first"), a_model(tmp_path / "second")
     lost: list[Conflict] = []
 
-    def meanwhile(moved: Moved) -> None:
+    def meanwhile(moved: PublishProgress) -> None:
         if moved.stage == "upload" and moved.is_over and not lost:
             with pytest.raises(Conflict, match="--discard-unfinished") as caught:
                 publish(second, url, store)
@@ -138,7 +138,7 @@ def test_a_publisher_that_claims_late_finds_the_manifest(
     first, second = a_model(tmp_path / "first"), a_model(tmp_path / "second")
     done: list[Manifest] = []
 
-    def meanwhile(moved: Moved) -> None:
+    def meanwhile(moved: PublishProgress) -> None:
         if moved.stage == "digest" and moved.is_over and not done:
             done.append(publish(first, url, store))  # begun, ended, and its claim given back
 
@@ -174,7 +174,7 @@ def test_a_claim_that_was_discarded_under_a_publisher_stops_it(
 ) -> None:
     first, second = a_model(tmp_path / "first"), a_model(tmp_path / "second")
 
-    def meanwhile(moved: Moved) -> None:
+    def meanwhile(moved: PublishProgress) -> None:
         if moved.stage == "upload" and moved.is_over:
             discard_unfinished(url, store)
             crashed(second, url, store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.coordinator import Patience
+from paceline.coordinator import CoordinatorSettings
 from paceline.schemas.command_results import SimulationReport
 from paceline.schemas.plan import Topology
 from paceline.simulation import Scenario, Timing, simulate
@@ -25,7 +25,7 @@ NO_TIME = Timing(
     calls_per_second=1e9,
     prepare_s=0.0,
 )
-PATIENCE = Patience(beat_s=0.25, deadline_s=1e6)
+PATIENCE = CoordinatorSettings(beat_s=0.25, deadline_s=1e6)
 
 
 def scenario(workers: int, pieces: int, **options: Any) -> Scenario:

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.relay.protocol.recovery import Repairs
 from paceline.relay.protocol.session import RelaySession
-from paceline.relay.protocol.source_selection import Choice, OriginBudget
+from paceline.relay.protocol.source_selection import OriginBudget, SourceSelector
 from paceline.schemas.plan import Topology
 from paceline.simulation import Fault, Scenario, simulate
 from tests.simulation.kit import scenario
@@ -88,7 +88,7 @@ def test_sessions_that_forget_the_origins_budget_are_caught(
 ) -> None:
     monkeypatch.setattr(OriginBudget, "left_bytes", 1 << 60)
     monkeypatch.setattr(
-        Choice, "failures", lambda _self, source, _work: 0 if source.kind == "origin" else 1
+        SourceSelector, "failures", lambda _self, source, _work: 0 if source.kind == "origin" else 1
     )
     report = simulate(scenario(6, 80, topology=Topology.CHAIN))
     assert any(each.startswith("I6") for each in report.violations)

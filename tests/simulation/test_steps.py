@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.coordinator import Patience
-from paceline.coordinator.state.messages import Effect, Event, Observed
+from paceline.coordinator import CoordinatorSettings
+from paceline.coordinator.state.messages import Effect, EmitEvent, Event
 from paceline.schemas.events import EventName
 from paceline.schemas.plan import Topology
 from paceline.simulation import Scenario, Simulation, Timing, simulate
@@ -96,7 +96,7 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
     """Ten thousand agents are told one after the other; nobody gives up a source that has not
     heard yet, and nobody counts as lost.
     """
-    patience = Patience(beat_s=8.0, deadline_s=1e6)
+    patience = CoordinatorSettings(beat_s=8.0, deadline_s=1e6)
     slow = replace(Timing(), calls_per_second=2.0)
     late = Simulation(
         Scenario(
@@ -114,7 +114,7 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
 
     def listening(event: Event, now_s: float) -> list[Effect]:
         effects = handle(event, now_s)
-        told = [each for each in effects if isinstance(each, Observed)]
+        told = [each for each in effects if isinstance(each, EmitEvent)]
         lost.extend(str(each) for each in told if each.name is EventName.SOURCE_LOST)
         return effects
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.coordinator.stores.etcd.client import Access
+from paceline.coordinator.stores.etcd.client import EtcdAccess
 from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
 from tests.support.servers import Server, answers, free_port, program
 
@@ -24,7 +24,7 @@ class EtcdCluster:
     """Three members; ``endpoints`` are where clients reach them."""
 
     members: list[Server]
-    access: Access
+    access: EtcdAccess
 
     def open(self, prefix: str | None = None, *, lease_s: float = LEASE_S) -> EtcdCoordination:
         """Return a store of its own, or on ``prefix``."""
@@ -45,7 +45,11 @@ class EtcdCluster:
 
 @contextmanager
 def etcd_cluster(
-    directory: Path, members: int = 3, *, access: Access | None = None, extra: tuple[str, ...] = ()
+    directory: Path,
+    members: int = 3,
+    *,
+    access: EtcdAccess | None = None,
+    extra: tuple[str, ...] = (),
 ) -> Iterator[EtcdCluster]:
     """Start a cluster whose data lies below ``directory``."""
     binary = program("etcd")
@@ -83,7 +87,7 @@ def etcd_cluster(
         for each in started:
             each.wait_ready()
         fields = {} if access is None else access.__dict__
-        yield EtcdCluster(started, Access(**{**fields, "endpoints": endpoints}))
+        yield EtcdCluster(started, EtcdAccess(**{**fields, "endpoints": endpoints}))
     finally:
         for each in started:
             each.kill()

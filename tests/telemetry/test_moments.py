@@ -9,7 +9,13 @@ import pytest
 from paceline.schemas.events import LeaderView, Moment, runs_of
 from paceline.schemas.plan import Labels, Topology
 from paceline.schemas.records import Deployment, DeploymentStatus, Failure, Worker, WorkerStatus
-from paceline.telemetry import DeploymentSeen, Look, Moments, PartSeen, of_deployment
+from paceline.telemetry import (
+    DeploymentSnapshot,
+    MomentBuilder,
+    PartSnapshot,
+    StateSnapshot,
+    of_deployment,
+)
 
 MB = 1_000_000
 
@@ -24,13 +30,13 @@ def deployment(name: str = "dep-1", status: str = "distributing", **more: object
     return Deployment.model_validate(fields | more)
 
 
-def part(held: int = 0, **more: object) -> PartSeen:
+def part(held: int = 0, **more: object) -> PartSnapshot:
     fields: dict[str, object] = {
         "status": WorkerStatus.RECEIVING, "alive": True, "chunks": tuple(range(held // (10 * MB))),
         "bytes_held": held, "upstream": None, "standing": "line", "verified": False,
         "activated": False, "failure": None,
     }  # fmt: skip
-    return PartSeen(**(fields | more))  # type: ignore[arg-type]
+    return PartSnapshot(**(fields | more))  # type: ignore[arg-type]
 
 
 def worker(name: str, **more: object) -> Worker:
@@ -41,30 +47,32 @@ def worker(name: str, **more: object) -> Worker:
     return Worker.model_validate(fields | more)
 
 
-def look(now_s: float, *deployments: DeploymentSeen, workers: tuple[Worker, ...] = ()) -> Look:
-    return Look(
+def look(
+    now_s: float, *deployments: DeploymentSnapshot, workers: tuple[Worker, ...] = ()
+) -> StateSnapshot:
+    return StateSnapshot(
         at=1000 + now_s, now_s=now_s, leader=LeaderView(epoch=1), deployments=deployments,
         workers=workers,
     )  # fmt: skip
 
 
 def test_a_look_that_finds_nothing_new_says_nothing() -> None:
-    moments = Moments()
-    seen = DeploymentSeen(deployment(), {"node-0": part(5)})
+    moments = MomentBuilder()
+    seen = DeploymentSnapshot(deployment(), {"node-0": part(5)})
     first = moments.take(look(0, seen, workers=(worker("node-0"),)))
     assert len(first.deployments) == 1
     assert len(first.workers) == 1
-    again = DeploymentSeen(deployment(), {"node-0": part(5)})
+    again = DeploymentSnapshot(deployment(), {"node-0": part(5)})
     second = moments.take(look(1, again, workers=(worker("node-0"),)))
     assert second.deployments == ()
     assert second.workers == ()
 
 
 def test_only_the_parts_that_changed_are_told() -> None:
-    moments = Moments()
-    moments.take(look(0, DeploymentSeen(deployment(), {"node-0": part(0), "node-1": part(0)})))
+    moments = MomentBuilder()
+    moments.take(look(0, DeploymentSnapshot(deployment(), {"node-0": part(0), "node-1": part(0)})))
     news = moments.take(
-        look(1, DeploymentSeen(deployment(), {"node-0": part(0), "node-1": part(20 * MB)}))
+        look(1, DeploymentSnapshot(deployment(), {"node-0": part(0), "node-1": part(20 * MB)}))
     )
     (told,) = news.deployments
     assert [each.worker_id for each in told.parts] == ["node-1"]
@@ -72,10 +80,10 @@ def test_only_the_parts_that_changed_are_told() -> None:
 
 
 def test_rate_and_eta_follow_the_slowest_that_moves() -> None:
-    moments = Moments()
+    moments = MomentBuilder()
     for second in range(5):
         parts = {"node-0": part(second * 10 * MB), "node-1": part(second * 5 * MB)}
-        moment = moments.take(look(second, DeploymentSeen(deployment(), parts)))
+        moment = moments.take(look(second, DeploymentSnapshot(deployment(), parts)))
     (told,) = moment.deployments
     assert told.rate_bytes_s == 15 * MB
     assert told.progress == pytest.approx(0.3)
@@ -83,9 +91,9 @@ def test_rate_and_eta_follow_the_slowest_that_moves() -> None:
 
 
 def test_nobody_moving_has_no_eta_and_what_is_lost_no_rate() -> None:
-    moments = Moments()
-    moments.take(look(0, DeploymentSeen(deployment(), {"node-0": part(50 * MB)})))
-    moment = moments.take(look(1, DeploymentSeen(deployment(), {"node-0": part(10 * MB)})))
+    moments = MomentBuilder()
+    moments.take(look(0, DeploymentSnapshot(deployment(), {"node-0": part(50 * MB)})))
+    moment = moments.take(look(1, DeploymentSnapshot(deployment(), {"node-0": part(10 * MB)})))
     assert moment.deployments[0].eta_s is None
     assert moment.deployments[0].rate_bytes_s == 0
 
@@ -95,7 +103,9 @@ def test_the_dead_are_named_and_count_no_more() -> None:
         5, alive=False, status=WorkerStatus.FAILED, failure=Failure(code="WorkerLost", message="x")
     )
     done = part(100 * MB, verified=True, status=WorkerStatus.COMPLETE)
-    moment = Moments().take(look(0, DeploymentSeen(deployment(), {"node-0": done, "node-1": gone})))
+    moment = MomentBuilder().take(
+        look(0, DeploymentSnapshot(deployment(), {"node-0": done, "node-1": gone}))
+    )
     (told,) = moment.deployments
     assert told.workers_failed == ("node-1",)
     assert told.workers_complete == 1
@@ -104,21 +114,23 @@ def test_the_dead_are_named_and_count_no_more() -> None:
 
 def test_a_worker_that_is_short_of_the_origin_has_not_failed() -> None:
     short = part(5, failure=Failure(code="OriginBudgetExceeded", message="x"))
-    moment = Moments().take(look(0, DeploymentSeen(deployment(), {"node-0": short})))
+    moment = MomentBuilder().take(look(0, DeploymentSnapshot(deployment(), {"node-0": short})))
     assert moment.deployments[0].workers_failed == ()
 
 
 def test_what_is_shown_no_longer_is_told_once() -> None:
-    moments = Moments()
-    seen = DeploymentSeen(deployment(), {})
+    moments = MomentBuilder()
+    seen = DeploymentSnapshot(deployment(), {})
     moments.take(look(0, seen))
     assert moments.take(look(1)).gone == ("dep-1",)
     assert moments.take(look(2)).gone == ()
 
 
 def test_an_ended_deployment_that_is_not_looked_at_again_is_not_told_again() -> None:
-    moments = Moments()
-    seen = DeploymentSeen(deployment(status="complete"), {"node-0": part(100 * MB, verified=True)})
+    moments = MomentBuilder()
+    seen = DeploymentSnapshot(
+        deployment(status="complete"), {"node-0": part(100 * MB, verified=True)}
+    )
     assert len(moments.take(look(0, seen)).deployments) == 1
     assert moments.take(look(1, seen)).deployments == ()
     assert len(moments.whole().deployments[0].parts) == 1
@@ -143,7 +155,7 @@ def laid_over(base: dict[str, object], moment: Moment) -> dict[str, object]:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_reader_lays_together_is_the_whole(seed: int) -> None:
     random_ = random.Random(seed)
-    moments, reader = Moments(), {}
+    moments, reader = MomentBuilder(), {}
     held = {(f"dep-{d}", f"node-{w}"): 0 for d in range(3) for w in range(4)}
     for second in range(30):
         shown = []
@@ -156,15 +168,17 @@ def test_what_a_reader_lays_together_is_the_whole(seed: int) -> None:
                 held[key] = min(100 * MB, max(0, held[key] + random_.choice((-1, 0, 0, 5)) * MB))
                 parts[f"node-{w}"] = part(held[key], alive=random_.random() < 0.9)
             status = random_.choice(list(DeploymentStatus))
-            shown.append(DeploymentSeen(deployment(f"dep-{d}", status.value), parts))
+            shown.append(DeploymentSnapshot(deployment(f"dep-{d}", status.value), parts))
         workers = tuple(worker(f"node-{w}", alive=random_.random() < 0.8) for w in range(4))
         laid_over(reader, moments.take(look(second, *shown, workers=workers)))
     assert reader == laid_over({}, moments.whole())
 
 
 def test_one_deployment_alone_shows_its_own_workers_alone() -> None:
-    moments = Moments()
-    seen = [DeploymentSeen(deployment(name), {"node-0": part(5)}) for name in ("dep-1", "dep-2")]
+    moments = MomentBuilder()
+    seen = [
+        DeploymentSnapshot(deployment(name), {"node-0": part(5)}) for name in ("dep-1", "dep-2")
+    ]
     moments.take(look(0, *seen, workers=(worker("node-0"), worker("node-9"))))
     alone = of_deployment(moments.whole(), "dep-2", frozenset({"node-0"}))
     assert [each.deployment_id for each in alone.deployments] == ["dep-2"]

@@ -27,7 +27,7 @@ from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, load_model, new_model, save_model, weights_digest
 from paceline.schemas.training import RankEvent, TrainJob
 from paceline.storage import ObjectStore
-from paceline.training.loop.event_writer import Place, Voice
+from paceline.training.loop.event_writer import EventWriter, RankIdentity
 from paceline.training.loop.rank import run_rank
 from paceline.training.loop.rank_process import StopFlag
 from tests.support.rclone import RcloneS3
@@ -46,7 +46,7 @@ SETTINGS = TrainingSettings(
 )
 
 
-class Listener(Voice):
+class Listener(EventWriter):
     """Keeps what a rank says."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Camp:
     def run_alone(self, job: TrainJob, stop: StopFlag | None = None) -> tuple[int, Listener]:
         """One rank in this process: no launch, so cheap."""
         listener = Listener()
-        place = Place(0, 1, "127.0.0.1", 0, 1, "node-0")
+        place = RankIdentity(0, 1, "127.0.0.1", 0, 1, "node-0")
         code = run_rank(job, place, listener, stop or StopFlag())
         return code, listener
 

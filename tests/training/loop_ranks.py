@@ -22,7 +22,7 @@ from paceline.training.loop.group import Group, join_group
 from paceline.training.loop.loop import CPU, Progress, StepReport, train
 from paceline.training.loop.optimizer import new_optimizer
 from paceline.training.loop.step_guard import BadStep
-from paceline.training.metrics import Numbers
+from paceline.training.metrics import StepMetrics
 from paceline.training.parallel import Parallel, parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 from tests.training.test_loop import CONFIG, ROWS, Batches, Poisoned, batch_of
@@ -83,7 +83,7 @@ def run(
         group,
         progress=Progress(),
         evaluator=Evaluator(lambda: Share(rank=rank, world_size=world), 2 * ROWS),
-        numbers=Numbers.of(settings, parallel, group, CPU, config=CONFIG),
+        numbers=StepMetrics.of(settings, parallel, group, CPU, config=CONFIG),
         on_step=reports.append,
         **how,
     )

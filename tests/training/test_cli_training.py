@@ -294,7 +294,9 @@ def test_options_of_the_other_way_to_train_are_refused(tmp_path: Path, text: Pat
 
 def prepared(output: Path, text: Path, *overrides: str) -> TrainJob:
     pairs = dict(each.split("=") for each in (*overrides, *SMALL[1::2]))
-    asked = single.Single(output=output, profile=load_profile("embedded", pairs), source=str(text))
+    asked = single.TrainingRequest(
+        output=output, profile=load_profile("embedded", pairs), source=str(text)
+    )
     return single.prepare(asked)
 
 

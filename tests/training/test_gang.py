@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import Conflict, InvalidInput, InvalidSnapshot, TrainingFailed
 from paceline.schemas.training import RankEvent, TrainJob, TrainResult
-from paceline.training import GangMember, GangResult, Gangs, LocalLauncher, run_job
+from paceline.training import GangMember, GangResult, GangSupervisor, LocalLauncher, run_job
 from paceline.training.checkpoint import Generations
 from paceline.training.launcher.driver import RANK, drive, environment
 from paceline.training.launcher.gang import Deadlines
@@ -247,7 +247,7 @@ def test_a_rank_without_its_environment_says_what_is_missing(
     with launcher.open_nodes(
         ["node-0"], launcher_argv(RANK), wait_s=0, cancel=None, on_wait=None
     ) as nodes:
-        gangs = Gangs(nodes, Deadlines())
+        gangs = GangSupervisor(nodes, Deadlines())
         outcome = gangs.run_gang([GangMember("node-0", 0, bare)], "{}", 1, said.append)
     assert not outcome.ok
     assert "environment" in outcome.stderr_tail

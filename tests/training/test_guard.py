@@ -14,26 +14,26 @@ from hypothesis import strategies as st
 
 from paceline.config import GuardSettings
 from paceline.errors import CorruptData, TrainingFailed
-from paceline.training.loop.step_guard import BadStep, Guard, Verdict, spike_limit
+from paceline.training.loop.step_guard import BadStep, StepGuard, Verdict, spike_limit
 
 SETTINGS = GuardSettings(on_bad_step="skip", spike_factor=3.0, spike_window=10, max_bad_steps=2)
 
 
-def warmed(loss: float = 2.0) -> Guard:
-    guard = Guard.of(SETTINGS)
+def warmed(loss: float = 2.0) -> StepGuard:
+    guard = StepGuard.of(SETTINGS)
     for step in range(SETTINGS.spike_window):
         assert judged(guard, loss, step=step) is Verdict.TAKE
     return guard
 
 
-def judged(guard: Guard, loss: float, norm: float = 1.0, step: int = 0) -> Verdict:
+def judged(guard: StepGuard, loss: float, norm: float = 1.0, step: int = 0) -> Verdict:
     return guard.judge(step=step, batch=step + 100, loss=loss, norm=norm)
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_no_finite_number_is_never_taken(number: float) -> None:
-    assert judged(Guard.of(SETTINGS), number) is Verdict.SKIP
-    assert judged(Guard.of(SETTINGS), 2.0, norm=number) is Verdict.SKIP
+    assert judged(StepGuard.of(SETTINGS), number) is Verdict.SKIP
+    assert judged(StepGuard.of(SETTINGS), 2.0, norm=number) is Verdict.SKIP
 
 
 def test_a_loss_three_times_the_usual_one_is_a_spike_and_leaves_the_window_alone() -> None:
@@ -45,7 +45,7 @@ def test_a_loss_three_times_the_usual_one_is_a_spike_and_leaves_the_window_alone
 
 
 def test_the_first_steps_of_a_run_are_no_spikes() -> None:
-    guard = Guard.of(SETTINGS)
+    guard = StepGuard.of(SETTINGS)
     for loss in (0.1, 5.0, 0.1, 5.0):
         assert judged(guard, loss) is Verdict.TAKE
 
@@ -54,7 +54,7 @@ def test_a_noisy_loss_near_zero_is_no_spike() -> None:
     draw = random.Random(0)
     losses = [abs(draw.gauss(0, 1e-4)) for _ in range(300)]
     assert max(losses) > 4 * statistics.median(losses), "the factor alone would trip"
-    guard = Guard.of(SETTINGS.model_copy(update={"spike_window": 50}))
+    guard = StepGuard.of(SETTINGS.model_copy(update={"spike_window": 50}))
     assert all(judged(guard, each) is Verdict.TAKE for each in losses)
 
 
@@ -80,16 +80,16 @@ def test_more_bad_steps_than_allowed_stop_the_job() -> None:
 def test_roll_back_names_the_step_and_the_batch_and_counts_those_before() -> None:
     rolling = SETTINGS.model_copy(update={"on_bad_step": "roll-back"})
     with pytest.raises(BadStep) as caught:
-        Guard.of(rolling, bad_before=1).judge(step=7, batch=107, loss=math.nan, norm=1.0)
+        StepGuard.of(rolling, bad_before=1).judge(step=7, batch=107, loss=math.nan, norm=1.0)
     found = pickle.loads(pickle.dumps(caught.value))
     assert (found.step, found.batch, found.reason) == (7, 107, "nan")
     with pytest.raises(TrainingFailed) as caught_last:
-        Guard.of(rolling, bad_before=2).judge(step=7, batch=107, loss=math.nan, norm=1.0)
+        StepGuard.of(rolling, bad_before=2).judge(step=7, batch=107, loss=math.nan, norm=1.0)
     assert not isinstance(caught_last.value, BadStep)
 
 
 def test_stop_stops_at_once() -> None:
-    guard = Guard.of(SETTINGS.model_copy(update={"on_bad_step": "stop"}))
+    guard = StepGuard.of(SETTINGS.model_copy(update={"on_bad_step": "stop"}))
     with pytest.raises(TrainingFailed, match="without spikes"):
         judged(guard, math.nan)
 
@@ -97,7 +97,7 @@ def test_stop_stops_at_once() -> None:
 def test_a_resumed_guard_decides_as_the_one_that_never_stopped() -> None:
     guard = warmed()
     judged(guard, math.nan)
-    other = Guard.of(SETTINGS)
+    other = StepGuard.of(SETTINGS)
     other.restore(json.loads(json.dumps(guard.state)))
     assert other.state == guard.state
     assert judged(other, 6.1) is Verdict.SKIP
@@ -106,7 +106,7 @@ def test_a_resumed_guard_decides_as_the_one_that_never_stopped() -> None:
 
 
 def test_an_unsound_last_state_is_refused_even_where_steps_are_skipped() -> None:
-    guard = Guard.of(SETTINGS)
+    guard = StepGuard.of(SETTINGS)
     guard.require_sound(True, step=3, batch=3)
     with pytest.raises(BadStep):
         guard.require_sound(False, step=3, batch=3)

@@ -13,9 +13,9 @@ from paceline.training.interval import (
     DAY_S,
     SLOW_FACTOR,
     WRITE_SHARE,
-    Costs,
-    Failures,
-    Interval,
+    CheckpointInterval,
+    FailureCount,
+    SaveCosts,
     best_interval_s,
     mtbf_s,
     wanted_interval_s,
@@ -50,19 +50,19 @@ def test_auto_is_young_and_daly_s_figure() -> None:
 
 
 def test_failures_count_once_some_were_seen() -> None:
-    assert mtbf_s(2.0, Failures()) == DAY_S / 2
-    assert mtbf_s(2.0, Failures(0, 10 * DAY_S)) == DAY_S / 2
-    assert mtbf_s(1.0, Failures(9, DAY_S)) == pytest.approx(DAY_S / 9, rel=0.05)
-    assert mtbf_s(1.0, Failures(10, 3600.0)) == pytest.approx(720, rel=0.05), (
+    assert mtbf_s(2.0, FailureCount()) == DAY_S / 2
+    assert mtbf_s(2.0, FailureCount(0, 10 * DAY_S)) == DAY_S / 2
+    assert mtbf_s(1.0, FailureCount(9, DAY_S)) == pytest.approx(DAY_S / 9, rel=0.05)
+    assert mtbf_s(1.0, FailureCount(10, 3600.0)) == pytest.approx(720, rel=0.05), (
         "fails again and again"
     )
-    assert mtbf_s(1.0, Failures(1, 60.0)) > 3000, "one early failure does not decide alone"
-    often = wanted_interval_s(settings(interval="auto"), COSTS, Failures(100, 3600.0))
-    seldom = wanted_interval_s(settings(interval="auto"), COSTS, Failures())
+    assert mtbf_s(1.0, FailureCount(1, 60.0)) > 3000, "one early failure does not decide alone"
+    often = wanted_interval_s(settings(interval="auto"), COSTS, FailureCount(100, 3600.0))
+    seldom = wanted_interval_s(settings(interval="auto"), COSTS, FailureCount())
     assert often < seldom
 
 
-COSTS = Costs(step_s=0.1, stall_s=0.01, write_s=1.0)
+COSTS = SaveCosts(step_s=0.1, stall_s=0.01, write_s=1.0)
 
 
 @given(
@@ -75,9 +75,9 @@ COSTS = Costs(step_s=0.1, stall_s=0.01, write_s=1.0)
 def test_no_interval_stalls_more_than_its_share_or_outruns_the_store(
     stall: float, write: float, step: float, share: float, kind: str
 ) -> None:
-    costs = Costs(step_s=step, stall_s=stall, write_s=write)
+    costs = SaveCosts(step_s=step, stall_s=stall, write_s=write)
     wanted = wanted_interval_s(
-        settings(interval=kind, max_stall_share=share, every_s=5.0), costs, Failures()
+        settings(interval=kind, max_stall_share=share, every_s=5.0), costs, FailureCount()
     )
     assert stall / wanted <= share * (1 + 1e-9)
     assert write <= wanted
@@ -88,7 +88,7 @@ def test_no_interval_stalls_more_than_its_share_or_outruns_the_store(
 def test_steps_stay_multiples_and_stall_no_more_than_their_share(
     stall: float, step: float, share: float, every: int
 ) -> None:
-    costs = Costs(step_s=step, stall_s=stall, write_s=0.0)
+    costs = SaveCosts(step_s=step, stall_s=stall, write_s=0.0)
     wanted = wanted_steps(settings(every_steps=every, max_stall_share=share), costs)
     assert wanted % every == 0
     assert stall <= wanted * step * share * (1 + 1e-6)
@@ -98,16 +98,16 @@ def test_steps_stay_multiples_and_stall_no_more_than_their_share(
 
 def test_before_anything_was_measured_the_profile_decides() -> None:
     assert wanted_steps(settings(every_steps=7), None) == 7
-    few = Costs(step_s=0.001, stall_s=1.0, write_s=0.0, saves=1)
+    few = SaveCosts(step_s=0.001, stall_s=1.0, write_s=0.0, saves=1)
     assert wanted_steps(settings(every_steps=7), few) == 7, "one slow save proves nothing"
-    assert wanted_interval_s(settings(interval="auto", every_s=30.0), None, Failures()) == 30.0
+    assert wanted_interval_s(settings(interval="auto", every_s=30.0), None, FailureCount()) == 30.0
 
 
 class Clock:
     """A training under an injected clock: what the checkpointer asks, step by step."""
 
     def __init__(self, step_s: float, stall_s: float, write_s: float, **changes: object) -> None:
-        self.interval = Interval(settings(**changes), Failures())
+        self.interval = CheckpointInterval(settings(**changes), FailureCount())
         self.step_s, self.stall_s, self.write_s = step_s, stall_s, write_s
         self.now, self.step = 0.0, 0
         self.next: int | None = None
@@ -191,7 +191,7 @@ def test_a_store_that_slows_lengthens_the_interval_and_is_told_once_until_it_is_
 
 
 def test_a_save_that_is_put_off_alerts_once() -> None:
-    interval = Interval(settings(), Failures())
+    interval = CheckpointInterval(settings(), FailureCount())
     assert interval.put_off(5) is not None
     assert interval.put_off(6) is None
     interval.written(7, 0.5)
@@ -199,7 +199,7 @@ def test_a_save_that_is_put_off_alerts_once() -> None:
 
 
 def test_the_first_save_makes_buffers_and_does_not_count_once_there_is_another() -> None:
-    interval = Interval(settings(), Failures())
+    interval = CheckpointInterval(settings(), FailureCount())
     interval.stepped(0.0)
     interval.stepped(0.1)
     interval.saved(5.0, 5.0)

@@ -34,7 +34,7 @@ from paceline.training import single
 from paceline.training.checkpoint import Generations
 from paceline.training.checkpoint.dcp_export import export_dcp
 from paceline.training.checkpoint.generations import generation_at
-from paceline.training.loop.event_writer import Place
+from paceline.training.loop.event_writer import RankIdentity
 from paceline.training.loop.rank import run_rank
 from paceline.training.loop.rank_process import StopFlag
 from tests.support.rclone import RcloneS3
@@ -80,8 +80,8 @@ def profile() -> Profile:
     return load_profile("embedded", dials)
 
 
-def ask(output: Path, text: Path, checkpoints: str | None) -> single.Single:
-    return single.Single(
+def ask(output: Path, text: Path, checkpoints: str | None) -> single.TrainingRequest:
+    return single.TrainingRequest(
         output=output, profile=profile(), source=str(text), checkpoints=checkpoints
     )
 
@@ -114,7 +114,7 @@ def rank_here(
 ) -> Listener:
     """Run the job's one rank in this process: no launch, so cheap."""
     listener = Following(follow)
-    place = Place(0, 1, "127.0.0.1", 0, 1, single.WORKER)
+    place = RankIdentity(0, 1, "127.0.0.1", 0, 1, single.WORKER)
     run_rank(job, place, listener, StoppedAfter(listener, after))
     return listener
 

@@ -32,16 +32,16 @@ from paceline.training.metrics import (
     AlertChange,
     Alerts,
     Exporter,
-    Numbers,
+    StepMetrics,
     Straggler,
     Tracer,
-    Uploaded,
+    TraceUploader,
     flops_per_token,
     matmul_peak,
     stragglers,
 )
 from paceline.training.metrics.alerts import Sustained
-from paceline.training.metrics.device import Busy, Utilisation, memory
+from paceline.training.metrics.device import ForwardTimer, Utilisation, memory
 from paceline.training.metrics.exporter import RankMetrics
 
 CPU = torch.device("cpu")
@@ -165,7 +165,7 @@ def test_attention_that_documents_apart_do_not_need_is_no_work() -> None:
     }
     assert seen == {"windows": 32, "packed": 8, "bucketed": 8, "carried": 32}
     parallel = SimpleNamespace(modules=(), bytes_reduced=0)
-    found = Numbers.of(TrainingSettings(), parallel, Group(), CPU, config=config, seen=8)
+    found = StepMetrics.of(TrainingSettings(), parallel, Group(), CPU, config=config, seen=8)
     assert found.flops_per_token == flops_per_token(config, 8) < flops_per_token(config)
 
 
@@ -179,7 +179,7 @@ def test_the_peak_is_measured_once_and_leaves_the_threads_alone() -> None:
 
 def test_busy_counts_training_passes_only() -> None:
     model = torch.nn.Linear(256, 256)
-    busy = Busy([model], CPU)
+    busy = ForwardTimer([model], CPU)
     model(torch.zeros(64, 256))
     assert busy.take() > 0
     assert busy.take() == 0
@@ -253,7 +253,7 @@ def test_a_trace_is_made_of_the_next_step_whenever_it_is_asked_for(tmp_path: Pat
 def test_a_step_becomes_figures() -> None:
     model = torch.nn.Linear(8, 8)
     asked: list[None] = []
-    numbers = Numbers(
+    numbers = StepMetrics(
         Group(), [model], CPU, flops_per_token=1e6, peak=lambda: asked.append(None) or 1e9
     )
     for step in range(1, 12):
@@ -372,11 +372,11 @@ def test_a_trace_stays_on_the_disk_while_storage_takes_none(
 
     path = tmp_path / "trace.json"
     path.write_text("{}")
-    Uploaded(Away(), "s3://bucket/job/traces")(3, path)  # type: ignore[arg-type]
+    TraceUploader(Away(), "s3://bucket/job/traces")(3, path)  # type: ignore[arg-type]
     assert path.exists()
     store = DiskStore()
     url, told = DiskStore.url_of(tmp_path / "store"), []
-    Uploaded(store, url, lambda step, where: told.append((step, where)))(3, path)
+    TraceUploader(store, url, lambda step, where: told.append((step, where)))(3, path)
     assert told == [(3, f"{url}/trace.json")]
     assert not path.exists()
     assert (tmp_path / "store" / "trace.json").read_text() == "{}"

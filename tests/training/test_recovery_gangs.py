@@ -12,11 +12,11 @@ import pytest
 
 from paceline.config import GuardSettings
 from paceline.errors import Cancelled, ServiceUnavailable
-from paceline.training import Deadlines, GangMember, GangResult, Gangs
+from paceline.training import Deadlines, GangMember, GangResult, GangSupervisor
 from paceline.training.launcher import attempt as attempts
 from paceline.training.launcher import gang as gangs_module
 from paceline.training.launcher.driver import CANCEL_GRACE_S
-from paceline.training.launcher.ports import Heard
+from paceline.training.launcher.ports import NodeMessage
 
 STOPPED = 143
 PREFECT_KILLS_S = 30.0  # after its SIGTERM
@@ -30,7 +30,7 @@ class Nodes:
 
     def __init__(self) -> None:
         self.now = 1000.0
-        self.words: deque[Heard] = deque()
+        self.words: deque[NodeMessage] = deque()
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.dropped: list[str] = []
         self.away: set[str] = set()
@@ -43,7 +43,7 @@ class Nodes:
         self.attempt = 0
 
     def say(self, worker: str, **line: Any) -> None:
-        self.words.append(Heard(worker, line))
+        self.words.append(NodeMessage(worker, line))
 
     def ends(self, worker: str, code: int, *, killed: bool = False) -> None:
         for rank in self.running.pop(worker, []):
@@ -83,7 +83,7 @@ class Nodes:
             else:
                 self.ends(worker, -9, killed=True)
 
-    def hear(self, timeout_s: float) -> Sequence[Heard]:
+    def hear(self, timeout_s: float) -> Sequence[NodeMessage]:
         self.now += timeout_s
         for due, do in [each for each in self.at if each[0] <= self.now]:
             self.at.remove((due, do))
@@ -118,7 +118,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     return played
 
 
-def run(gangs: Gangs, attempt: int = 1, on_event: Any = None) -> GangResult:
+def run(gangs: GangSupervisor, attempt: int = 1, on_event: Any = None) -> GangResult:
     members = [GangMember("a", 0), GangMember("b", 1)]
     return gangs.run_gang(members, "{}", attempt, on_event)
 
@@ -138,13 +138,13 @@ def test_a_driver_that_was_stopped_blames_no_node_for_its_own_silence(nodes: Nod
 
     nodes.later(2.0, stopped)
     nodes.later(65.0, both_end(nodes))
-    assert run(Gangs(nodes, Deadlines())).ok
+    assert run(GangSupervisor(nodes, Deadlines())).ok
     assert nodes.dropped == []
 
 
 def test_a_node_that_falls_silent_is_lost_and_ended(nodes: Nodes) -> None:
     nodes.later(2.0, lambda: nodes.mute.add("b"))
-    found = run(Gangs(nodes, Deadlines()))
+    found = run(GangSupervisor(nodes, Deadlines()))
     assert (found.failed_worker, found.lost) == ("b", {"b"})
     assert "silent" in found.reason
     assert nodes.dropped == ["b"]
@@ -154,7 +154,7 @@ def test_a_node_that_falls_silent_is_lost_and_ended(nodes: Nodes) -> None:
 def test_a_node_that_takes_no_order_is_the_one_that_is_lost(nodes: Nodes, order: str) -> None:
     guilty = "b" if order == "start" else "a"
     nodes.deaf[guilty] = order
-    gangs = Gangs(nodes, Deadlines())
+    gangs = GangSupervisor(nodes, Deadlines())
     found = run(gangs)
     assert (found.failed_worker, found.lost) == (guilty, {guilty})
     assert "does not read" in found.reason
@@ -166,7 +166,7 @@ def test_a_node_that_takes_no_order_is_the_one_that_is_lost(nodes: Nodes, order:
 
 
 def test_a_launcher_that_starts_no_ranks_is_blamed_and_not_the_first_node(nodes: Nodes) -> None:
-    gangs = Gangs(nodes, Deadlines())
+    gangs = GangSupervisor(nodes, Deadlines())
     gangs.prepare(["a", "b"])
     nodes.mute.add("b")
     found = run(gangs)
@@ -177,20 +177,22 @@ def test_a_launcher_that_starts_no_ranks_is_blamed_and_not_the_first_node(nodes:
 
 def test_all_nodes_that_are_away_are_known_after_one_attempt(nodes: Nodes) -> None:
     nodes.away = {"a", "b"}
-    found = run(Gangs(nodes, Deadlines()))
+    found = run(GangSupervisor(nodes, Deadlines()))
     assert found.lost == {"a", "b"}
     assert "node is away" in found.reason
 
 
 def test_why_a_launcher_ended_is_told(nodes: Nodes) -> None:
-    nodes.start = lambda at: nodes.words.append(Heard(at, lost="ImportError: no torch")) or True
-    assert "no torch" in run(Gangs(nodes, Deadlines())).reason
+    nodes.start = lambda at: (
+        nodes.words.append(NodeMessage(at, lost="ImportError: no torch")) or True
+    )
+    assert "no torch" in run(GangSupervisor(nodes, Deadlines())).reason
 
 
 def test_a_rank_that_stops_before_there_is_anything_to_save_takes_the_others_along(
     nodes: Nodes,
 ) -> None:
-    gangs = Gangs(nodes, Deadlines(), grace_s=5.0)
+    gangs = GangSupervisor(nodes, Deadlines(), grace_s=5.0)
     gangs.watch_for_preemption("", 12.0)
     nodes.later(2.0, lambda: nodes.ends("b", STOPPED))  # SIGTERM while it loaded; a waits to join
     found = run(gangs)
@@ -199,7 +201,7 @@ def test_a_rank_that_stops_before_there_is_anything_to_save_takes_the_others_alo
 
 
 def test_a_notice_to_one_node_stops_all_within_the_grace(nodes: Nodes) -> None:
-    gangs = Gangs(nodes, Deadlines())
+    gangs = GangSupervisor(nodes, Deadlines())
     gangs.watch_for_preemption("http://x", 12.0)
     nodes.later(2.0, lambda: nodes.say("b", launcher="preempted", reason="taken back"))
     found = run(gangs)
@@ -209,7 +211,7 @@ def test_a_notice_to_one_node_stops_all_within_the_grace(nodes: Nodes) -> None:
 
 
 def test_who_does_not_stop_in_time_is_overdue_and_no_failure(nodes: Nodes) -> None:
-    gangs = Gangs(nodes, Deadlines(checkpoint_s=40.0))
+    gangs = GangSupervisor(nodes, Deadlines(checkpoint_s=40.0))
     nodes.stubborn = {"a", "b"}
     nodes.later(2.0, lambda: gangs.stop_soon("nodes returned"))
     found = run(gangs)
@@ -220,7 +222,7 @@ def test_who_does_not_stop_in_time_is_overdue_and_no_failure(nodes: Nodes) -> No
 
 def test_a_cancel_shortens_the_grace_and_says_who_had_not_saved(nodes: Nodes) -> None:
     cancel = threading.Event()
-    gangs = Gangs(nodes, Deadlines(), cancel=cancel, grace_s=5.0)
+    gangs = GangSupervisor(nodes, Deadlines(), cancel=cancel, grace_s=5.0)
     nodes.stubborn = {"b"}
     nodes.later(2.0, lambda: gangs.stop_soon("nodes returned"))
     nodes.later(4.0, cancel.set)
@@ -261,7 +263,7 @@ def test_of_ranks_that_look_alike_the_one_that_waits_for_nobody_hung(
             for rank, each in enumerate("ab")
         ],
     )
-    found = run(Gangs(nodes, Deadlines(checkpoint_s=20.0)))
+    found = run(GangSupervisor(nodes, Deadlines(checkpoint_s=20.0)))
     assert found.hung
     assert found.failed_rank == guilty
     assert f"rank {guilty}" in found.reason and "phase 'evaluating' at step 4" in found.reason
@@ -270,7 +272,7 @@ def test_of_ranks_that_look_alike_the_one_that_waits_for_nobody_hung(
 def test_a_cancel_is_over_long_before_its_caller_kills_us(nodes: Nodes) -> None:
     cancel = threading.Event()
     grace_s = min(GuardSettings().grace_s, CANCEL_GRACE_S)
-    gangs = Gangs(nodes, Deadlines(), cancel=cancel, grace_s=grace_s)
+    gangs = GangSupervisor(nodes, Deadlines(), cancel=cancel, grace_s=grace_s)
     nodes.stubborn = {"b"}  # saves for its whole grace
     nodes.later(2.5, lambda: nodes.mute.add("a"))  # a node that freezes
     nodes.later(3.0, cancel.set)
@@ -289,7 +291,7 @@ def test_a_listener_that_fails_leaves_no_rank(nodes: Nodes) -> None:
 
     nodes.later(2.0, lambda: nodes.say("a", event="step"))
     with pytest.raises(RuntimeError, match="disk full"):
-        run(Gangs(nodes, Deadlines()), on_event=listener)
+        run(GangSupervisor(nodes, Deadlines()), on_event=listener)
     assert nodes.running == {}
 
 
@@ -297,18 +299,18 @@ def test_nodes_that_cannot_be_heard_are_given_up(nodes: Nodes) -> None:
     def gone() -> None:
         nodes.hear = unheard  # type: ignore[method-assign]
 
-    def unheard(timeout_s: float) -> Sequence[Heard]:
+    def unheard(timeout_s: float) -> Sequence[NodeMessage]:
         raise ServiceUnavailable("the scheduler is away")
 
     nodes.later(2.0, gone)
     with pytest.raises(ServiceUnavailable):
-        run(Gangs(nodes, Deadlines()))
+        run(GangSupervisor(nodes, Deadlines()))
     assert set(nodes.dropped) == {"a", "b"}
 
 
 def test_a_late_word_about_the_store_of_another_head_is_not_taken(nodes: Nodes) -> None:
     nodes.later(0.0, lambda: nodes.say("b", launcher="store", host="elsewhere", port=99))
     nodes.later(2.0, both_end(nodes))
-    assert run(Gangs(nodes, Deadlines())).ok
+    assert run(GangSupervisor(nodes, Deadlines())).ok
     started = [order for _, order in nodes.told if order["do"] == "start"]
     assert {(each["host"], each["port"]) for each in started} == {("h", 1)}

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from paceline.errors import Cancelled, InvalidInput, WorkerLost
-from paceline.training import Deadlines, GangMember, GangResult, Gangs, LocalLauncher
+from paceline.training import Deadlines, GangMember, GangResult, GangSupervisor, LocalLauncher
 from paceline.training.launcher import local
 from paceline.training.launcher.local import launcher_argv
 from paceline.training.loop.preemption import MetadataWatcher, open_watcher
@@ -56,10 +56,12 @@ class Story:
 def opened(kept: LocalLauncher, workers: tuple[str, ...] = ("a", "b"), **more: Any) -> Iterator:
     deadlines = more.pop("deadlines", Deadlines(start_s=30, step_s=20))
     with kept.open_nodes(workers, ARGV, wait_s=0, cancel=None, on_wait=None) as nodes:
-        yield Gangs(nodes, deadlines, **more)
+        yield GangSupervisor(nodes, deadlines, **more)
 
 
-def run(gangs: Gangs, orders: dict[str, Any], *, attempt: int = 1, hook: Any = None) -> Story:
+def run(
+    gangs: GangSupervisor, orders: dict[str, Any], *, attempt: int = 1, hook: Any = None
+) -> Story:
     story = Story()
 
     def on_event(event: dict[str, Any]) -> None:

@@ -6,18 +6,18 @@ import pytest
 
 from paceline.config import GuardSettings, MeshSettings, TrainingSettings
 from paceline.errors import TrainingFailed
-from paceline.training.launcher.job_tracker import Ledger
-from paceline.training.launcher.placement import Roster, shrunk
+from paceline.training.launcher.job_tracker import TimeAccounts
+from paceline.training.launcher.placement import NodePool, shrunk
 
 NODES = ("a", "b", "c", "d")
 
 
-def roster(ranks: int = 4, nodes: tuple[str, ...] = NODES, **guard: int) -> Roster:
+def roster(ranks: int = 4, nodes: tuple[str, ...] = NODES, **guard: int) -> NodePool:
     settings = TrainingSettings(ranks=ranks, guard=GuardSettings.model_validate(guard))
-    return Roster(nodes, settings)
+    return NodePool(nodes, settings)
 
 
-def places(found: Roster, **spares: str) -> list[str]:
+def places(found: NodePool, **spares: str) -> list[str]:
     return [each.worker_id for each in found.lineup(spares).seats]
 
 
@@ -51,7 +51,7 @@ def test_fewer_ranks_are_whole_replicas() -> None:
     settings = TrainingSettings(
         ranks=4, mesh=MeshSettings(tp=2), guard=GuardSettings(min_ranks=2), accumulation=2
     )
-    found = Roster(NODES, settings)
+    found = NodePool(NODES, settings)
     found.failed("d", lost=True)
     assert found.lineup({}).ranks == 2
     fewer = shrunk(settings, 2)
@@ -95,7 +95,7 @@ def test_a_node_taken_back_by_its_owner_has_not_failed() -> None:
     assert found.missing == ["a"]
 
 
-def steps(ledger: Ledger, now: float, first: int, last: int, seconds: float = 1.0) -> float:
+def steps(ledger: TimeAccounts, now: float, first: int, last: int, seconds: float = 1.0) -> float:
     for step in range(first, last + 1):
         now += seconds
         ledger.stepped(now, step, seconds=seconds, data_wait_s=0.1, stall_s=0.05)
@@ -103,7 +103,7 @@ def steps(ledger: Ledger, now: float, first: int, last: int, seconds: float = 1.
 
 
 def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
-    ledger = Ledger(100.0)
+    ledger = TimeAccounts(100.0)
     ledger.resumed(0)
     now = steps(ledger, 105.0, 1, 10)  # 5 s to get going
     ledger.noticed(now + 2.0)  # dead for 2 s
@@ -125,7 +125,7 @@ def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
 
 
 def test_a_step_that_ends_after_its_gang_was_found_hanging_is_no_lost_work() -> None:
-    ledger = Ledger(0.0)
+    ledger = TimeAccounts(0.0)
     now = steps(ledger, 0.0, 1, 10)
     ledger.stepped(now + 2.4, 11, seconds=2.4, data_wait_s=0.1, stall_s=0.05)  # once thawed
     steps(ledger, now + 2.4, 12, 13, seconds=0.1)
@@ -144,7 +144,7 @@ def test_a_step_that_ends_after_its_gang_was_found_hanging_is_no_lost_work() -> 
 
 
 def test_a_failure_before_the_first_step_was_start_all_along() -> None:
-    ledger = Ledger(0.0)
+    ledger = TimeAccounts(0.0)
     ledger.noticed(4.0)
     now = steps(ledger, 6.0, 1, 2)
     kept = ledger.finished(now)
@@ -154,7 +154,7 @@ def test_a_failure_before_the_first_step_was_start_all_along() -> None:
 
 
 def test_a_gang_that_ended_as_asked_had_nothing_to_detect() -> None:
-    ledger = Ledger(0.0)
+    ledger = TimeAccounts(0.0)
     now = steps(ledger, 0.0, 1, 3)
     ledger.stopping(now + 0.5)
     kept = ledger.finished(steps(ledger, now + 1.5, 4, 5))

@@ -9,9 +9,9 @@ from paceline.data import ShardCache
 from paceline.errors import DataRejected
 from paceline.schemas.training import TrainJob
 from paceline.training import LocalLauncher, run_job
-from paceline.training.launcher.job_tracker import HOPELESS, Account
-from paceline.training.launcher.placement import Roster
-from paceline.training.loop.event_writer import News
+from paceline.training.launcher.job_tracker import HOPELESS, JobTracker
+from paceline.training.launcher.placement import NodePool
+from paceline.training.loop.event_writer import QuarantineReporter
 from tests.training.conftest import SETTINGS, Camp
 
 MODULE = "tests.data.transforms"
@@ -67,16 +67,19 @@ def test_on_a_thread_one_that_hangs_stops_the_rank_which_says_where(camp: Camp) 
 
 
 def test_what_any_rank_put_in_quarantine_is_told_once_and_is_in_the_result(camp: Camp) -> None:
-    news, bad = News(), {"b" * 64: "rotten"}
+    news, bad = QuarantineReporter(), {"b" * 64: "rotten"}
     assert news.any_in(bad)
     first = news.of(bad)
     assert first == {"quarantined_shards": ["b" * 64], "quarantined_why": bad}
     assert not news.any_in(bad) and news.of(bad) == {}
     bad["a" * 64 + "#7"] = "it raised"
     assert news.of(bad)["quarantined_why"] == {"a" * 64 + "#7": "it raised"}
-    assert News().of({"c" * 64}) == {"quarantined_shards": ["c" * 64], "quarantined_why": {}}
+    assert QuarantineReporter().of({"c" * 64}) == {
+        "quarantined_shards": ["c" * 64],
+        "quarantined_why": {},
+    }
 
-    account = Account(camp.job("told"), 0.0)
+    account = JobTracker(camp.job("told"), 0.0)
     account.begin(1, 2)
     event = {"event": "step", "rank": 1, "attempt": 1, "step": 3, "data": first}
     account.on_line(event, 1.0)
@@ -87,6 +90,6 @@ def test_what_any_rank_put_in_quarantine_is_told_once_and_is_in_the_result(camp:
         "weights_digest": "0" * 64, "checkpoints": [], "config_digest": "0" * 64,
     }  # fmt: skip
     account.on_line({**event, "event": "result", "rank": 0, "step": 4, "data": done}, 3.0)
-    result = account.result(4.0, Roster(["node-0"], SETTINGS), 2)
+    result = account.result(4.0, NodePool(["node-0"], SETTINGS), 2)
     assert result.quarantined_shards == ("b" * 64,)
     assert result.passed_over == ["b" * 12 + ": rotten"]

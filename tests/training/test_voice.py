@@ -11,9 +11,9 @@ from typing import Any
 from paceline.training.loop.event_writer import (
     PRINTED_A_MINUTE,
     PRINTED_CHARACTERS,
-    Place,
-    Printed,
-    Voice,
+    EventWriter,
+    RankIdentity,
+    StdoutCapture,
 )
 
 PROGRAM = """
@@ -43,16 +43,16 @@ def test_what_is_printed_becomes_events_and_never_part_of_one() -> None:
 
 
 def test_prints_without_end_are_cut_and_counted() -> None:
-    class Heard(Voice):
+    class Heard(EventWriter):
         def __init__(self) -> None:
-            super().__init__(Place(0, 1, "", 0, 1, "n"))
+            super().__init__(RankIdentity(0, 1, "", 0, 1, "n"))
             self.said: list[str] = []
 
         def say(self, event: Any, step: int = 0, **data: object) -> None:
             self.said.append(str(data["text"]))
 
     voice, now = Heard(), [0.0]
-    printed = Printed(voice, clock=lambda: now[0])
+    printed = StdoutCapture(voice, clock=lambda: now[0])
     print("x" * 10_000, file=printed)
     assert len(voice.said[0]) == PRINTED_CHARACTERS
     for number in range(2 * PRINTED_A_MINUTE):

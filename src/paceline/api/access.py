@@ -18,12 +18,12 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from fastapi import Path as PathParameter
 
-from paceline.api.guard import Doorman
+from paceline.api.guard import Authenticator
 from paceline.config import Profile, Runtime, read_certificate
 from paceline.coordinator import Coordinator
 from paceline.coordinator.callers import caller
 from paceline.coordinator.state.messages import AdmitWorker, IssueToken, RevokeToken
-from paceline.coordinator.stores import Question
+from paceline.coordinator.stores import EventQuery
 from paceline.coordinator.tokens import draw
 from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
 from paceline.relay.transport.identity import (
@@ -54,7 +54,7 @@ DAY_S = 86_400.0
 SERVERS_OWN = ("control", "services", "data", "training", "evaluation", "gate", "model")
 
 
-class Admission:
+class IdentityIssuer:
     """Issues worker identities signed by the installation's certificate authority."""
 
     def __init__(
@@ -174,7 +174,7 @@ Number = Annotated[int | None, Query(ge=0, le=2**62)]
 
 
 def make_access_router(
-    coordinator: Coordinator, admission: Admission, doorman: Doorman
+    coordinator: Coordinator, admission: IdentityIssuer, doorman: Authenticator
 ) -> APIRouter:
     """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
@@ -246,7 +246,7 @@ def make_access_router(
         until: Seconds = None,
     ) -> EventList:
         """Return the audit history: events, changes with caller and address, and refused calls."""
-        asked = Question(
+        asked = EventQuery(
             after=after or 0,
             before=before,
             limit=limit,

@@ -14,24 +14,24 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from paceline import __version__
-from paceline.api.access import Admission, make_access_router
-from paceline.api.audit_writer import Clerk
+from paceline.api.access import IdentityIssuer, make_access_router
+from paceline.api.audit_writer import AuditWriter
 from paceline.api.deployments import make_router, manifest_at
-from paceline.api.flow_starter import FlowKeeper, PrefectStarter
-from paceline.api.guard import Doorman, Guard, LeaderGate
-from paceline.api.heartbeats import Beating
+from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
+from paceline.api.guard import Authenticator, AuthMiddleware, LeaderGate
+from paceline.api.heartbeats import HeartbeatMiddleware
 from paceline.api.limits import HostGuard, SizeGuard
 from paceline.api.pages import add_observation, describe
 from paceline.api.problems import add_problem_handlers
 from paceline.api.routes import paths_open, require_declared
 from paceline.api.serving import protection_of, serve_app
 from paceline.config import Runtime
-from paceline.coordinator import Coordinator, Patience
-from paceline.coordinator.leadership import Duty, Replica
-from paceline.coordinator.state.messages import BeginToken
+from paceline.coordinator import Coordinator, CoordinatorSettings
+from paceline.coordinator.leadership import Replica, TermTask
+from paceline.coordinator.state.messages import TokenFirstUsed
 from paceline.coordinator.stores import (
     Candidate,
-    Shipper,
+    OutboxShipper,
     Term,
     open_audit,
     open_coordination,
@@ -47,7 +47,7 @@ def create_app(
     *,
     url: str = "",
     replica_id: str = REPLICA_ID,
-    patience: Patience | None = None,
+    patience: CoordinatorSettings | None = None,
     names: tuple[str, ...] = (),
 ) -> FastAPI:
     """Return the app of ``runtime``; its coordinator runs from the app's start-up to its shutdown.
@@ -56,7 +56,7 @@ def create_app(
     the Host header may carry, besides those of loopback and of the profile.
     """
     coordination = open_coordination(runtime)
-    patience = patience or Patience.of(runtime.profile)
+    patience = patience or CoordinatorSettings.of(runtime.profile)
     keep_events = patience.kept_audit_events
     progress, audit = open_progress(runtime), open_audit(runtime)
     coordinator = Coordinator(
@@ -72,13 +72,13 @@ def create_app(
         progress,
         Candidate(replica_id, url),
         duties=[
-            lambda term: Shipper(coordination, audit, term, keep_events=keep_events),
+            lambda term: OutboxShipper(coordination, audit, term, keep_events=keep_events),
             *_flow_duties(runtime, coordinator),
         ],
     )
-    doorman = Doorman(runtime.secrets, lambda: coordinator.tokens)
-    clerk = Clerk(coordinator, doorman.seen)
-    admission = Admission(runtime, coordinator, urls=lambda: _urls(runtime))
+    doorman = Authenticator(runtime.secrets, lambda: coordinator.tokens)
+    clerk = AuditWriter(coordinator, doorman.seen)
+    admission = IdentityIssuer(runtime, coordinator, urls=lambda: _urls(runtime))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -109,15 +109,15 @@ def create_app(
     require_declared(app)
     security = runtime.profile.security
     # The middleware added last runs first.
-    app.add_middleware(Beating, coordinator=coordinator)
+    app.add_middleware(HeartbeatMiddleware, coordinator=coordinator)
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(
-        Guard,
+        AuthMiddleware,
         doorman=doorman,
         security=security,
         refused=clerk.refused,
         begin=lambda token_id: coordinator.handle(
-            BeginToken(token_id=token_id, at=coordinator.now())
+            TokenFirstUsed(token_id=token_id, at=coordinator.now())
         ),
     )
     app.add_middleware(SizeGuard)
@@ -126,12 +126,12 @@ def create_app(
     return app
 
 
-def _flow_duties(runtime: Runtime, coordinator: Coordinator) -> list[Callable[[Term], Duty]]:
+def _flow_duties(runtime: Runtime, coordinator: Coordinator) -> list[Callable[[Term], TermTask]]:
     """Return the leader duty that starts flow runs, if the profile enables it."""
     if runtime.profile.control.flow_starter == "off":
         return []
     starter = PrefectStarter.of(runtime)
-    return [lambda _term: FlowKeeper(coordinator, starter)]
+    return [lambda _term: FlowRunSupervisor(coordinator, starter)]
 
 
 def serve(

@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Protocol
 
-from paceline.api.guard import Refused
-from paceline.api.limits import Buckets
+from paceline.api.guard import RefusedCall
+from paceline.api.limits import TokenBuckets
 from paceline.coordinator.callers import change_row
-from paceline.coordinator.state.messages import Event, Observed, TokensUsed
-from paceline.coordinator.tokens import TokenBook
+from paceline.coordinator.state.messages import EmitEvent, Event, TokensUsed
+from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import PacelineError
 from paceline.schemas.events import EventName
 
@@ -31,15 +31,15 @@ USES_S = 30.0  # between two checks for used tokens
 USE_GRAIN_S = 3600.0  # between two stored times of last use of one token
 
 
-class Books(Protocol):
+class AuditCoordinator(Protocol):
     """The coordinator's interface that Clerk needs."""
 
     @property
-    def tokens(self) -> TokenBook:
+    def tokens(self) -> TokenRegistry:
         """Return the tokens; readable without a lock."""
         ...
 
-    def tell(self, observed: Sequence[Observed]) -> None:
+    def tell(self, observed: Sequence[EmitEvent]) -> None:
         """Commit rows."""
         ...
 
@@ -48,19 +48,19 @@ class Books(Protocol):
         ...
 
 
-class Clerk:
+class AuditWriter:
     """Commits audit rows on its own thread; only ``refused`` is called from the event loop."""
 
     def __init__(
         self,
-        books: Books,
+        books: AuditCoordinator,
         seen: MutableMapping[str, float],
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._books, self._seen, self._wall = books, seen, wall
-        self._rows: deque[Observed] = deque(maxlen=int(ROWS_AT_ONCE))
-        self._allowance = Buckets(ROWS_PER_S, ROWS_AT_ONCE)
+        self._rows: deque[EmitEvent] = deque(maxlen=int(ROWS_AT_ONCE))
+        self._allowance = TokenBuckets(ROWS_PER_S, ROWS_AT_ONCE)
         self._left_out = 0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._work, name="clerk", daemon=True)
@@ -74,7 +74,7 @@ class Clerk:
         self._stopping.set()
         self._thread.join(timeout=10)
 
-    def refused(self, attempt: Refused) -> None:
+    def refused(self, attempt: RefusedCall) -> None:
         """Queue a refused attempt; never blocks, and the queue is bounded."""
         full = len(self._rows) == self._rows.maxlen
         if full or self._allowance.take("refused", time.monotonic()):

@@ -24,13 +24,19 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline.coordinator import CoordinatorState
-from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.deployment import DeploymentState
 from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.schemas.calls import EventList
-from paceline.schemas.events import Dropped, Event, Happened, LeaderView, Missed, Moment
+from paceline.schemas.events import Dropped, Event, EventItem, LeaderView, Missed, Moment
 from paceline.schemas.plan import Plan
 from paceline.schemas.records import Deployment, Failure, WorkerStatus
-from paceline.telemetry import DeploymentSeen, Look, Moments, PartSeen, of_deployment
+from paceline.telemetry import (
+    DeploymentSnapshot,
+    MomentBuilder,
+    PartSnapshot,
+    StateSnapshot,
+    of_deployment,
+)
 
 # Snapshots of the state: only a copy is made under the coordinator's lock. A finished deployment is
 # copied once, and the source of each worker once per plan.
@@ -41,22 +47,22 @@ SHOWN_FINAL_PARTS = 20_000  # most worker parts of these
 Answer = TypeVar("Answer")
 
 
-class Seen(Protocol):
+class StateReader(Protocol):
     """The coordinator's interface that Looks needs."""
 
     def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
     def now(self) -> float: ...
 
 
-class Looks:
+class SnapshotReader:
     """Takes snapshots of the coordinator's state; used by one thread at a time."""
 
-    def __init__(self, coordinator: Seen, leader: Callable[[], LeaderView]) -> None:
+    def __init__(self, coordinator: StateReader, leader: Callable[[], LeaderView]) -> None:
         self._coordinator, self._leader = coordinator, leader
         self._upstream: dict[tuple[str, int], dict[str, str]] = {}
-        self._ended: dict[str, DeploymentSeen] = {}
+        self._ended: dict[str, DeploymentSnapshot] = {}
 
-    def take(self, wanted: set[str]) -> Look:
+    def take(self, wanted: set[str]) -> StateSnapshot:
         """Return a snapshot: all running deployments, the newest finished ones, and ``wanted``."""
         leader = self._leader()
         look = self._coordinator.read(lambda state: self._seen(state, wanted, leader))
@@ -66,7 +72,7 @@ class Looks:
         self._ended = {key: each for key, each in shown.items() if _is_over(each)}
         return look
 
-    def _seen(self, state: CoordinatorState, wanted: set[str], leader: LeaderView) -> Look:
+    def _seen(self, state: CoordinatorState, wanted: set[str], leader: LeaderView) -> StateSnapshot:
         """Copy the state into a snapshot; runs under the coordinator's lock."""
         every = state.deployments()
         shown, room = set(wanted), SHOWN_FINAL_PARTS
@@ -83,7 +89,7 @@ class Looks:
             for each in every
             if not each.status.is_final or each.deployment_id in shown
         ]
-        return Look(
+        return StateSnapshot(
             at=self._coordinator.now(),
             now_s=time.monotonic(),
             leader=leader,
@@ -94,7 +100,7 @@ class Looks:
 
     def _deployment(
         self, state: CoordinatorState, deployment: Deployment, newest: int
-    ) -> DeploymentSeen:
+    ) -> DeploymentSnapshot:
         run = state.run(deployment.deployment_id)
         activation = _activation(run, newest)
         ended = self._ended.get(deployment.deployment_id)
@@ -110,7 +116,7 @@ class Looks:
             if not verified and failure is None and not alive:
                 lost = "its agent is silent" if part.incarnation else "it has not registered"
                 status, failure = WorkerStatus.FAILED, Failure(code="WorkerLost", message=lost)
-            parts[worker_id] = PartSeen(
+            parts[worker_id] = PartSnapshot(
                 status=status,
                 alive=alive,
                 chunks=everything if verified else part.chunks,
@@ -121,7 +127,7 @@ class Looks:
                 activated=part.activated,
                 failure=failure,
             )
-        return DeploymentSeen(deployment, parts, activation)
+        return DeploymentSnapshot(deployment, parts, activation)
 
     def _sources(self, deployment: Deployment, plan: Plan | None) -> dict[str, str]:
         """Return the source of each worker's first lane; computed once per plan."""
@@ -137,14 +143,14 @@ class Looks:
         return self._upstream[key]
 
 
-def _activation(run: DeploymentRun, newest: int) -> Literal["none", "switching", "active"]:
+def _activation(run: DeploymentState, newest: int) -> Literal["none", "switching", "active"]:
     """Return the run's activation; the ``newest`` activation number of a model is active."""
     if run.memo.switch is not None and run.memo.switch.open:
         return "switching"
     return "active" if 0 < run.memo.number == newest else "none"
 
 
-def _is_over(seen: DeploymentSeen) -> bool:
+def _is_over(seen: DeploymentSnapshot) -> bool:
     return seen.deployment.status.is_final and seen.activation != "switching"
 
 
@@ -161,7 +167,7 @@ MOST_QUEUED = 4096  # messages queued for one reader
 MOST_QUEUED_BYTES = 16 * 1024 * 1024
 
 
-class Watched(Seen, Protocol):
+class EventSource(StateReader, Protocol):
     """The coordinator's interface that StreamHub needs."""
 
     @property
@@ -218,11 +224,11 @@ class Watcher:
 class StreamHub:
     """Sends events and Moments to all watchers of this process; runs in one event loop."""
 
-    def __init__(self, coordinator: Watched, leader: Callable[[], LeaderView]) -> None:
+    def __init__(self, coordinator: EventSource, leader: Callable[[], LeaderView]) -> None:
         self._coordinator = coordinator
-        self._looks = Looks(coordinator, leader)
+        self._looks = SnapshotReader(coordinator, leader)
         self._watchers: set[Watcher] = set()
-        self._moments = Moments()
+        self._moments = MomentBuilder()
         self._after = 0
         self._task: asyncio.Task[None] | None = None
         self.dropped = 0  # since this process began
@@ -251,7 +257,7 @@ class StreamHub:
                 do="Watch another replica, or come back.",
             )
         if self._task is None or self._task.done():
-            self._moments = Moments()
+            self._moments = MomentBuilder()
             self._after = self._coordinator.events(2**62).last
             self._task = asyncio.get_running_loop().create_task(self._serve())
         live_from = self._after
@@ -290,7 +296,7 @@ class StreamHub:
                 if event.seq > until:
                     break
                 if _concerns(event, watcher):
-                    yield _message(Happened(event=event), event.seq)
+                    yield _message(EventItem(event=event), event.seq)
             watcher.after = max(watcher.after + 1, min(found.last, until))
 
     async def _serve(self) -> None:
@@ -325,7 +331,7 @@ class StreamHub:
                 message = b""
                 for each in self._watchers:
                     if _concerns(event, each):
-                        message = message or _message(Happened(event=event), event.seq)
+                        message = message or _message(EventItem(event=event), event.seq)
                         each.put(message)
             if found.last <= self._after:
                 self._after = found.last  # a new store numbers events from 1
@@ -432,6 +438,6 @@ def _concerns(event: Event, watcher: Watcher) -> bool:
     return event.worker_id in watcher.targets and event.at >= watcher.since
 
 
-def _message(item: Moment | Happened | Missed | Dropped, number: int | None = None) -> bytes:
+def _message(item: Moment | EventItem | Missed | Dropped, number: int | None = None) -> bytes:
     head = f"id: {number}\n" if number is not None else ""
     return f"{head}event: {item.kind}\ndata: {item.model_dump_json()}\n\n".encode()

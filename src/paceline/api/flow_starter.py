@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from paceline.config import Runtime
 from paceline.coordinator import CoordinatorState
-from paceline.coordinator.state.messages import Cancel, Event, FlowTold
+from paceline.coordinator.state.messages import Cancel, Event, FlowReported
 from paceline.errors import (
     AccessDenied,
     InvalidProfile,
@@ -171,7 +171,7 @@ class PrefectStarter:
             ) from error
 
 
-class Kept(Protocol):
+class FlowCoordinator(Protocol):
     """The coordinator's interface that FlowKeeper needs."""
 
     def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
@@ -185,12 +185,12 @@ class _Delay:
     due_s: float = 0.0
 
 
-class FlowKeeper:
+class FlowRunSupervisor:
     """Starts, follows and cancels flow runs on its own thread, for one term of a leader."""
 
     def __init__(
         self,
-        coordinator: Kept,
+        coordinator: FlowCoordinator,
         starter: FlowStarter,
         *,
         monotonic: Callable[[], float] = time.monotonic,
@@ -318,7 +318,7 @@ class FlowKeeper:
         flow_run_id: str | None = None,
     ) -> None:
         self._coordinator.handle(
-            FlowTold(
+            FlowReported(
                 deployment_id=deployment.deployment_id,
                 name=name,
                 flow_run_id=flow_run_id,

@@ -19,14 +19,14 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.api.limits import MAX_BODY_BYTES, Buckets, refuse
+from paceline.api.limits import MAX_BODY_BYTES, TokenBuckets, refuse
 from paceline.api.problems import problem_response
-from paceline.api.routes import Found, RouteTable
+from paceline.api.routes import RouteMatch, RouteTable
 from paceline.config import Secrets, SecuritySettings
 from paceline.coordinator.callers import Call, Caller, acting
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.stores.contracts import Term
-from paceline.coordinator.tokens import INCLUDES, TokenBook, scopes_of, sha256_of
+from paceline.coordinator.tokens import INCLUDES, TokenRegistry, scopes_of, sha256_of
 from paceline.errors import (
     AccessDenied,
     InvalidInput,
@@ -52,7 +52,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RefusedCall:
     """One refused attempt at a change; refused by the guard or by the app behind it."""
 
     call: Call
@@ -60,10 +60,10 @@ class Refused:
     code: str
 
 
-class Doorman:
+class Authenticator:
     """Authenticates bearer tokens: the installation's own and those of the TokenBook."""
 
-    def __init__(self, secrets: Secrets, book: Callable[[], TokenBook]) -> None:
+    def __init__(self, secrets: Secrets, book: Callable[[], TokenRegistry]) -> None:
         if not secrets.coordinator_token:
             raise InvalidInput(
                 "the coordinator has no token",
@@ -105,16 +105,16 @@ class Doorman:
         )
 
 
-class Guard:
+class AuthMiddleware:
     """ASGI middleware that checks token, scope and rate limits before a route; see the module."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        doorman: Doorman,
+        doorman: Authenticator,
         security: SecuritySettings,
-        refused: Callable[[Refused], None],
+        refused: Callable[[RefusedCall], None],
         begin: Callable[[str], object],
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
@@ -125,12 +125,12 @@ class Guard:
         self._table = RouteTable()
         calls, beats = security.calls_per_s, security.beats_per_s
         fails = security.failures_per_minute
-        self._open = Buckets(OPEN_PER_S, OPEN_PER_S * BURST)
-        self._calls = Buckets(calls, calls * BURST)
-        self._beats = Buckets(beats, beats * BURST)
-        self._many_beats = Buckets(beats * UNBOUND_WORKERS, beats * UNBOUND_WORKERS * BURST)
-        self._bodies = Buckets(CHANGE_BYTES_PER_S, CHANGE_BYTES_AT_ONCE)
-        self._failures = Buckets(fails / 60.0, fails)
+        self._open = TokenBuckets(OPEN_PER_S, OPEN_PER_S * BURST)
+        self._calls = TokenBuckets(calls, calls * BURST)
+        self._beats = TokenBuckets(beats, beats * BURST)
+        self._many_beats = TokenBuckets(beats * UNBOUND_WORKERS, beats * UNBOUND_WORKERS * BURST)
+        self._bodies = TokenBuckets(CHANGE_BYTES_PER_S, CHANGE_BYTES_AT_ONCE)
+        self._failures = TokenBuckets(fails / 60.0, fails)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -150,14 +150,14 @@ class Guard:
         )
         if refusal is not None:
             if call.is_change:
-                self._refused(Refused(call, refusal.status, refusal.error.code))
+                self._refused(RefusedCall(call, refusal.status, refusal.error.code))
             await refuse(refusal.error, refusal.status, scope, receive, send, refusal.headers)
             return
 
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start" and _is_refusal(message["status"]):
                 code = scope.get("paceline.code", "")
-                self._refused(Refused(call, message["status"], code))
+                self._refused(RefusedCall(call, message["status"], code))
             await send(message)
 
         if caller is not None and caller.begins:
@@ -172,7 +172,7 @@ class Guard:
             acting.reset(mark)
 
     def _judge(
-        self, scope: Scope, found: Found, address: str
+        self, scope: Scope, found: RouteMatch, address: str
     ) -> tuple[Caller | None, _Refusal | None]:
         now_s, route = self._monotonic(), found.route
         if route is not None and route.is_open:

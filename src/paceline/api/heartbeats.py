@@ -1,10 +1,10 @@
 """Fast path for ``POST /workers/heartbeat``, which is most of a coordinator's calls.
 
-``Beating`` runs after the guards and before the routes. A heartbeat that only reports progress is
-parsed once, decided on the event loop and answered without a thread, in about a quarter of the time
-that its route takes (figures in docs/LOG.md). A malformed one goes to the route in
-``api.deployments``; one that must be committed, or that finds the state locked, goes to a worker
-thread. All are answered as the route documents.
+``HeartbeatMiddleware`` runs after the guards and before the routes. A heartbeat that only reports
+progress is parsed once, decided on the event loop and answered without a thread, in about a
+quarter of the time that its route takes (figures in docs/LOG.md). A malformed one goes to the
+route in ``api.deployments``; one that must be committed, or that finds the state locked, goes to a
+worker thread. All are answered as the route documents.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from paceline.api.problems import problem_response
 from paceline.coordinator.callers import require_worker
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state.messages import Beat, Listen
+from paceline.coordinator.state.messages import AwaitCommands, HeartbeatReceived
 from paceline.errors import PacelineError
 from paceline.schemas.calls import Heartbeat, HeartbeatAnswer
 
@@ -29,7 +29,7 @@ QUERY = re.compile(rb"(?:wait_s=(\d{1,2}(?:\.\d{1,6})?))?")  # the route answers
 JSON = (b"content-type", b"application/json")
 
 
-class Beating:
+class HeartbeatMiddleware:
     """ASGI middleware that answers ``POST /workers/heartbeat`` and passes on everything else."""
 
     def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
@@ -47,7 +47,7 @@ class Beating:
         if asked is None or wait_s > LONGEST_POLL_S or JSON not in scope["headers"]:
             await self._app(scope, receive, send)
             return
-        arrived = _Arrived(receive)
+        arrived = BufferedBody(receive)
         try:
             beat = Heartbeat.model_validate_json(await arrived.body())
         except (
@@ -86,10 +86,10 @@ async def answer_beat(coordinator: Coordinator, beat: Heartbeat, wait_s: float) 
 
     Raises the coordinator's errors.
     """
-    answer = await _decide(coordinator, Beat(beat=beat, at=coordinator.now()))
+    answer = await _decide(coordinator, HeartbeatReceived(beat=beat, at=coordinator.now()))
     if wait_s <= 0 or not answer.go_on or answer.commands:
         return answer
-    listen = Listen(worker_id=beat.worker_id, incarnation=beat.incarnation)
+    listen = AwaitCommands(worker_id=beat.worker_id, incarnation=beat.incarnation)
     clock = asyncio.get_running_loop().time
     until_s = clock() + wait_s
     heard: asyncio.Future[None] | None = None
@@ -111,7 +111,9 @@ async def answer_beat(coordinator: Coordinator, beat: Heartbeat, wait_s: float) 
     return answer
 
 
-async def _decide(coordinator: Coordinator, event: Beat | Listen) -> HeartbeatAnswer:
+async def _decide(
+    coordinator: Coordinator, event: HeartbeatReceived | AwaitCommands
+) -> HeartbeatAnswer:
     answer = coordinator.decide_now(event)
     if answer is None:
         slow = await run_in_threadpool(coordinator.handle, event)
@@ -120,7 +122,7 @@ async def _decide(coordinator: Coordinator, event: Beat | Listen) -> HeartbeatAn
     return answer
 
 
-class _Arrived:
+class BufferedBody:
     """Buffers a request's body, so that the route can read it again."""
 
     def __init__(self, receive: Receive) -> None:

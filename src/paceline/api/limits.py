@@ -152,7 +152,7 @@ def _is_loopback(host: str) -> bool:
 MOST = 20_000  # keys that Buckets stores; a dropped key starts again with a full bucket
 
 
-class Buckets:
+class TokenBuckets:
     """Token buckets, one per key, in bounded memory: ``rate`` calls a second, ``burst`` at once.
 
     Not thread-safe; used by the event loop's thread only.
@@ -190,7 +190,7 @@ TAKEN_S = 30.0  # in which a caller must read some of a response that waits
 _Base: Any = object if TYPE_CHECKING else AutoHTTPProtocol  # httptools' where it is installed
 
 
-class Prompt(_Base):  # type: ignore[misc]  # one of two classes, chosen at run time
+class HttpProtocol(_Base):  # type: ignore[misc]  # one of two classes, chosen at run time
     """uvicorn's HTTP/1.1 protocol with deadlines for request headers and response reads."""
 
     headers_s = HEADERS_S

@@ -100,7 +100,7 @@ def paths_open() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class RouteMatch:
     """The matched route of a call; ``route`` is None if the method or path is unknown."""
 
     path: str  # the path template
@@ -121,15 +121,15 @@ class RouteTable:
             if "{" in path
         ]
 
-    def find(self, method: str, path: str) -> Found:
+    def find(self, method: str, path: str) -> RouteMatch:
         """Return the route of ``method path``; HEAD does not match GET, as in the app."""
         if path in self._exact:
-            return Found(path, {}, self._routes.get((method, path)))
+            return RouteMatch(path, {}, self._routes.get((method, path)))
         for pattern, template in self._patterns:
             match = pattern.fullmatch(path)
             if match is not None:
-                return Found(template, match.groupdict(), self._routes.get((method, template)))
-        return Found("", {}, None)
+                return RouteMatch(template, match.groupdict(), self._routes.get((method, template)))
+        return RouteMatch("", {}, None)
 
 
 def require_declared(app: FastAPI) -> None:

@@ -23,7 +23,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from paceline.api.limits import LOOPBACK_NAMES, Prompt
+from paceline.api.limits import LOOPBACK_NAMES, HttpProtocol
 from paceline.config import Runtime
 from paceline.errors import InvalidProfile, PortInUse
 from paceline.relay.transport.identity import ensure_authority, issue_server
@@ -61,7 +61,7 @@ def serve_app(
         app = make_app(url)
         config = uvicorn.Config(
             app,
-            http=Prompt,
+            http=HttpProtocol,
             ws="none",
             log_config=None,
             access_log=False,
@@ -172,7 +172,7 @@ SERVER_DIRECTORY = "tls/coordinator"
 
 
 @dataclass(frozen=True, slots=True)
-class Protection:
+class PortProtection:
     """TLS context of the port (None: plain HTTP) and the allowed Host names besides loopback's."""
 
     tls: ssl.SSLContext | None
@@ -184,7 +184,7 @@ class Protection:
         return "https" if self.tls else "http"
 
 
-def protection_of(runtime: Runtime, host: str) -> Protection:
+def protection_of(runtime: Runtime, host: str) -> PortProtection:
     """Return the TLS context and host names for serving on ``host``.
 
     Raises InvalidProfile that lists every missing setting, before anything listens.
@@ -193,7 +193,7 @@ def protection_of(runtime: Runtime, host: str) -> Protection:
     security = runtime.profile.security
     names = names_of(runtime, host)
     if security.rest_tls in ("off", "plaintext-anywhere"):
-        return Protection(None, names)
+        return PortProtection(None, names)
     if security.rest_tls == "files":
         cert, key = (runtime.state_dir / each for each in (security.rest_cert, security.rest_key))
     else:
@@ -201,7 +201,7 @@ def protection_of(runtime: Runtime, host: str) -> Protection:
         directory = runtime.state_dir / SERVER_DIRECTORY
         hosts = (*LOOPBACK_NAMES, *names)
         cert, key = issue_server(authority, hosts, directory, valid_days=SERVER_DAYS)
-    return Protection(_context(cert, key), names)
+    return PortProtection(_context(cert, key), names)
 
 
 def names_of(runtime: Runtime, host: str) -> tuple[str, ...]:

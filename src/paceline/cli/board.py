@@ -17,16 +17,16 @@ from rich.text import Text
 
 from paceline.cli.event_following import Item, Lost
 from paceline.schemas.events import (
+    ChunkRun,
     DeploymentMoment,
     Dropped,
     Event,
+    EventItem,
     EventName,
-    Happened,
     LeaderView,
     Missed,
     Moment,
     PartMoment,
-    Run,
     WorkerMoment,
 )
 from paceline.schemas.records import WorkerStatus
@@ -69,7 +69,7 @@ class Board:
             case Moment():
                 self.lost = None
                 self._moment(item)
-            case Happened():
+            case EventItem():
                 self.events.append(item.event)
             case Missed():
                 self.missed += item.first - item.after - 1
@@ -173,7 +173,7 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02} h"
 
 
-def cells(runs: Iterable[Run], chunks: int, width: int, coming: float = 0.0) -> str:
+def cells(runs: Iterable[ChunkRun], chunks: int, width: int, coming: float = 0.0) -> str:
     """Return a bar of at most ``width`` cells that shows which of ``chunks`` are held.
 
     ``coming`` further chunks are in transfer; they are drawn after the chunks held from the start.

@@ -28,7 +28,7 @@ from paceline.cli.options import (
 from paceline.cli.progress import LINE_EVERY_S, StageBars
 from paceline.config import Profile, load_runtime
 from paceline.errors import InvalidInput, NotReady
-from paceline.manifest.progress import Moved, Pace
+from paceline.manifest.progress import ProgressFormatter, PublishProgress
 from paceline.tasks.run import StageUpdate
 
 if TYPE_CHECKING:
@@ -365,9 +365,9 @@ class PublishBars(PatientBars):
 
     def __init__(self) -> None:
         super().__init__()
-        self._pace = Pace()
+        self._pace = ProgressFormatter()
 
-    def __call__(self, moved: Moved) -> None:
+    def __call__(self, moved: PublishProgress) -> None:
         """Show the progress."""
         now_s = time.monotonic()
         said = self._pace.said(moved, now_s)

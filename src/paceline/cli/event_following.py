@@ -22,7 +22,7 @@ from paceline.client.failover import trusting
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, NotFound, ServiceUnavailable
 from paceline.schemas.calls import Problem
-from paceline.schemas.events import Dropped, Happened, Missed, Moment, StreamItem
+from paceline.schemas.events import Dropped, EventItem, Missed, Moment, StreamItem
 
 CONNECT_S = 3.0
 SILENCE_S = 10.0  # a stream sends something every few seconds: a longer silence means it is lost
@@ -39,7 +39,7 @@ class Lost:
     since_s: float  # monotonic
 
 
-Item = Moment | Happened | Missed | Dropped | Lost
+Item = Moment | EventItem | Missed | Dropped | Lost
 
 
 class Follower:
@@ -163,7 +163,7 @@ class Follower:
                     return
 
 
-def _parsed(data: bytes) -> Moment | Happened | Missed | Dropped:
+def _parsed(data: bytes) -> Moment | EventItem | Missed | Dropped:
     try:
         return StreamItem.model_validate_json(data).root
     except ValidationError as error:

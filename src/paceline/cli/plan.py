@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from paceline.cli.options import SIZE, fleet_options, json_option
-from paceline.plan import Fleet, plan_table
+from paceline.plan import FleetDescription, plan_table
 from paceline.schemas.command_results import PlanRow, PlanTable
 from paceline.schemas.plan import Topology
 
@@ -38,7 +38,7 @@ def plan(
     as_json: bool,
 ) -> int:
     """Forecast what each topology would take. Needs no server and moves nothing."""
-    fleet = Fleet(
+    fleet = FleetDescription(
         size_bytes=size,
         workers=workers,
         link_mbit=link,

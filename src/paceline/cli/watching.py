@@ -30,7 +30,7 @@ from paceline.errors import (
 )
 from paceline.schemas.calls import SwitchPhase, SwitchView
 from paceline.schemas.command_results import Changed, ReplicaStatus, StatusReport
-from paceline.schemas.events import DeploymentMoment, Happened, Missed, Moment, Outcome
+from paceline.schemas.events import DeploymentMoment, EventItem, Missed, Moment, Outcome
 from paceline.schemas.records import DeploymentStatus
 
 LINE_EVERY_S = 5.0  # without a terminal
@@ -192,7 +192,7 @@ def _lines(follower: Follower, board: Board) -> DeploymentMoment:
     said, said_s, lost = "", -LINE_EVERY_S, False
     for item in _until_ended(follower, board):
         now_s = time.monotonic()
-        if isinstance(item, Happened):
+        if isinstance(item, EventItem):
             mark = "! " if is_bad(item.event) else ""
             click.echo(f"{mark}{told(item.event)}")
         elif isinstance(item, Missed):

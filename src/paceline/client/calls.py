@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Self
 from urllib.parse import quote, urlencode
 
-from paceline.client.failover import Asking
+from paceline.client.failover import FailoverClient
 from paceline.config import Runtime
 from paceline.errors import NotFound
 from paceline.schemas.access import (
@@ -43,7 +43,7 @@ from paceline.schemas.records import Deployment, StageRecord, Worker, WorkerProg
 FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
 
 
-class CoordinatorClient(Asking):
+class CoordinatorClient(FailoverClient):
     """Client of one coordinator with one or several replicas; threads may share it."""
 
     @classmethod

@@ -74,7 +74,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Sent:
+class Request:
     """One request and its timeouts."""
 
     method: str
@@ -86,7 +86,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Answered:
+class Response:
     """One HTTP response."""
 
     status: int
@@ -103,7 +103,7 @@ class Connection:
         self._probing = probing  # there are other endpoints if this one hangs
         self._connection: http.client.HTTPConnection | None = None
 
-    def exchange(self, sent: Sent) -> Answered:
+    def exchange(self, sent: Request) -> Response:
         """Send ``sent`` and return the response; raises OSError or HTTPException if none comes.
 
         A connection that closed since the last call is replaced once.
@@ -119,7 +119,7 @@ class Connection:
         self._connection.connect()
         return self._exchange(self._connection, sent)
 
-    def _exchange(self, connection: http.client.HTTPConnection, sent: Sent) -> Answered:
+    def _exchange(self, connection: http.client.HTTPConnection, sent: Request) -> Response:
         until_s = time.monotonic() + sent.timeout_s
         if connection.sock is None:  # closed on the server's request after the last answer
             connection.connect()
@@ -133,7 +133,7 @@ class Connection:
         if len(answer) > MAX_ANSWER_BYTES:
             self.close()
             raise http.client.HTTPException(f"answer longer than {MAX_ANSWER_BYTES} bytes")
-        return Answered(response.status, response.headers, answer)
+        return Response(response.status, response.headers, answer)
 
     def _await_answer(
         self, connection: http.client.HTTPConnection, until_s: float, quiet_s: float

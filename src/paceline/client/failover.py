@@ -21,7 +21,7 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from paceline import errors
-from paceline.client.connection import Answered, Connection, Endpoint, Sent
+from paceline.client.connection import Connection, Endpoint, Request, Response
 from paceline.config import one_certificate, read_certificate
 from paceline.errors import (
     AccessDenied,
@@ -126,7 +126,7 @@ ROUND_S = 0.25  # between two rounds over the endpoints, jittered
 Answer = TypeVar("Answer", bound=BaseModel)
 
 
-class Asking:
+class FailoverClient:
     """Sends calls to one coordinator with one or several replicas; threads may share it."""
 
     def __init__(
@@ -205,7 +205,7 @@ class Asking:
         if payload is not None:
             given["Content-Type"] = "application/json"
         limit_s = (self._timeout_s if timeout_s is None else timeout_s) + wait_s
-        sent = Sent(method, path, payload, given, limit_s, wait_s)
+        sent = Request(method, path, payload, given, limit_s, wait_s)
         until_s = time.monotonic() + self._patience_s
         while True:
             try:
@@ -216,7 +216,7 @@ class Asking:
                     raise
             time.sleep(pause_s)
 
-    def _ask_around(self, sent: Sent) -> bytes:
+    def _ask_around(self, sent: Request) -> bytes:
         """Try each endpoint, following redirects to the leader; return the response body."""
         waiting = self._replicas.order()
         problem: ServiceUnavailable | None = None
@@ -258,7 +258,7 @@ class Asking:
         assert problem is not None
         raise problem
 
-    def _leader_at(self, answer: Answered, where: str) -> Endpoint:
+    def _leader_at(self, answer: Response, where: str) -> Endpoint:
         named = answer.headers.get("Location")
         leader = self._replicas.find(named)
         if leader is None:
@@ -295,12 +295,12 @@ def trusting(ca: str | Path | bytes) -> ssl.SSLContext:
         ) from error
 
 
-def _epoch_of(answer: Answered) -> int | None:
+def _epoch_of(answer: Response) -> int | None:
     said = answer.headers.get(EPOCH_HEADER, "")
     return int(said) if said.isdecimal() and len(said) < 19 else None
 
 
-def _outdated(answer: Answered, epoch: int, where: str) -> ServiceUnavailable:
+def _outdated(answer: Response, epoch: int, where: str) -> ServiceUnavailable:
     return ServiceUnavailable(
         "an answer from before the newest leader's time was refused",
         got=f"epoch {answer.headers.get(EPOCH_HEADER)}",

@@ -1,8 +1,9 @@
 """Running processes on nodes, and the embedded installation's supervisor.
 
-``start``, ``stop`` and ``status`` run the servers of one state directory; ``Fleet`` starts agents
-and processes on nodes, and holds nodes for a job. This is the one package that imports dask, and
-only when a Fleet connects. It does not import training, the relay or flows: it runs an argv.
+``start``, ``stop`` and ``status`` run the servers of one state directory; ``FleetDescription``
+starts agents and processes on nodes, and holds nodes for a job. This is the one package that
+imports dask, and only when a Fleet connects. It does not import training, the relay or flows: it
+runs an argv.
 """
 
 from paceline.cluster.addresses import AgentInfo, Node, labels_of, node_names

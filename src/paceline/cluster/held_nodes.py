@@ -63,7 +63,7 @@ def run_process(
     cancel: threading.Event | None,
     grace_s: float,
 ) -> ProcessResult:
-    """Run one process; see `Fleet.run_process`."""
+    """Run one process; see `FleetDescription.run_process`."""
     began = time.monotonic()
     process = Member(
         worker_id=worker_id,
@@ -135,7 +135,7 @@ class Heard:
 
 
 class HeldNodes:
-    """The nodes of one job; see `Fleet.open_nodes`."""
+    """The nodes of one job; see `FleetDescription.open_nodes`."""
 
     def __init__(self, fleet: Any, job_id: str, argv: Sequence[str]) -> None:
         self._fleet = fleet
@@ -303,7 +303,7 @@ def open_nodes(
     cancel: threading.Event | None,
     on_wait: Callable[[str], None] | None,
 ) -> Iterator[HeldNodes]:
-    """Hold nodes and run ``argv`` on each; see `Fleet.open_nodes`."""
+    """Hold nodes and run ``argv`` on each; see `FleetDescription.open_nodes`."""
     job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
     addresses = fleet._await_nodes(list(workers), 15.0)
     wanted = {each: addresses[each] for each in workers}

@@ -65,7 +65,7 @@ class News:
 class _Process:
     guarded: Guarded
     gang_id: str | None
-    stdin: int | None = None  # the writing end, of a process with ``Order.listens``
+    stdin: int | None = None  # the writing end, of a process with ``ReadRequest.listens``
     lines: deque[tuple[int, str]] = field(default_factory=deque)
     buffered: int = 0
     written: int = 0
@@ -118,7 +118,7 @@ def launch(order: Order) -> int:
 
 
 def tell(process_id: str, text: str) -> None:
-    """Write ``text`` to the standard input of a process with ``Order.listens``.
+    """Write ``text`` to the standard input of a process with ``ReadRequest.listens``.
 
     Raises WorkerLost where the process does not read it, because it ended or is frozen.
     """

@@ -5,7 +5,7 @@ the REST routes are in ``paceline.api``.
 """
 
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
 
-__all__ = ["Coordinator", "CoordinatorState", "Patience"]
+__all__ = ["Coordinator", "CoordinatorSettings", "CoordinatorState"]

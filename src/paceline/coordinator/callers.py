@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from paceline.coordinator.state.messages import (
     Answer,
     Effect,
-    KeepDeployment,
-    KeepToken,
-    KeepWorker,
-    Observed,
+    EmitEvent,
+    SaveDeployment,
+    SaveToken,
+    SaveWorker,
 )
 from paceline.errors import AccessDenied
 from paceline.schemas.access import Scope
@@ -89,16 +89,16 @@ def audited(effects: Sequence[Effect], at: float) -> list[Effect]:
 
 def change_row(
     call: Call, name: EventName, outcome: str, at: float, effects: Sequence[Effect] = ()
-) -> Observed:
+) -> EmitEvent:
     """Return the audit event of ``call``: who, what, on which identifiers, from where, outcome."""
     on = {key: value[:LONGEST] for key, value in call.on.items()}
     for each in effects:
         match each:
-            case KeepDeployment(deployment):
+            case SaveDeployment(deployment):
                 on.setdefault("deployment_id", deployment.deployment_id)
-            case KeepWorker(worker):
+            case SaveWorker(worker):
                 on.setdefault("worker_id", worker.worker_id)
-            case KeepToken(token):
+            case SaveToken(token):
                 on["token_id"] = token.token_id  # the last one is the one that was issued
     data: dict[str, object] = {
         "who": call.caller.name if call.caller else "",
@@ -108,4 +108,4 @@ def change_row(
         "address": call.address,
         "outcome": outcome,
     }
-    return Observed(name, at, on.get("deployment_id"), on.get("worker_id"), data)
+    return EmitEvent(name, at, on.get("deployment_id"), on.get("worker_id"), data)

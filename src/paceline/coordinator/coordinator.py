@@ -19,29 +19,29 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from paceline.coordinator.callers import audited
-from paceline.coordinator.ledger import LedgerBook, LedgerLine
-from paceline.coordinator.notifier import RING_EVENTS, Bell, EventRing
+from paceline.coordinator.ledger import LedgerEntry, LedgerIndex
+from paceline.coordinator.notifier import RING_EVENTS, EventRing, Notifier
 from paceline.coordinator.role import Role
 from paceline.coordinator.state.messages import (
     Activate,
     Answer,
-    Beat,
+    AwaitCommands,
     Cancel,
     Create,
     DropStage,
     Effect,
+    EmitEvent,
     Event,
-    KeepPlan,
-    Kept,
-    Listen,
-    Observed,
+    HeartbeatReceived,
+    LoadedState,
     Rollback,
+    SavePlan,
     Tick,
 )
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.state import CoordinatorState
-from paceline.coordinator.stores.contracts import Audit, Coordination, Progress, Question, Term
-from paceline.coordinator.tokens import TokenBook
+from paceline.coordinator.stores.contracts import Audit, Coordination, EventQuery, Progress, Term
+from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
 from paceline.schemas import digest_of
@@ -70,21 +70,21 @@ class Coordinator:
         progress: Progress,
         audit: Audit,
         fetch_manifest: Callable[[str], Manifest],
-        patience: Patience | None = None,
+        patience: CoordinatorSettings | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._coordination, self._progress, self._audit = coordination, progress, audit
         self._fetch_manifest = fetch_manifest
-        self._patience = patience or Patience()
+        self._patience = patience or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
         self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
         self._keeping = threading.Lock()  # held while the ledger changes
-        self._ledger: tuple[Term, LedgerBook] | None = None  # None: reload from the store
-        self._bell = Bell()
+        self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
+        self._bell = Notifier()
         self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held while a standby reads the store
         self._followed: int | None = None
@@ -208,7 +208,7 @@ class Coordinator:
             _log_event(each)
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
-    def decide_now(self, event: Beat | Listen) -> HeartbeatAnswer | None:
+    def decide_now(self, event: HeartbeatReceived | AwaitCommands) -> HeartbeatAnswer | None:
         """Return the answer to a worker where that needs neither a wait nor a commit, else None.
 
         After None nothing has changed: call ``handle`` on a thread that may block. Raises what
@@ -220,7 +220,7 @@ class Coordinator:
             if self._trouble is not None:
                 return None
             term = self._require_leading()
-            if isinstance(event, Beat) and not self._state.is_calm(event.beat):
+            if isinstance(event, HeartbeatReceived) and not self._state.is_calm(event.beat):
                 return None
             effects = self._decide(event, calm=True)
             if not self._coordination.is_leading(term):
@@ -275,14 +275,14 @@ class Coordinator:
         """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
         where the ledger is full.
         """
-        line = LedgerLine.of(record)
+        line = LedgerEntry.of(record)
         data: dict[str, object] = {
             "stage": record.stage,
             "run_id": record.run_id,
             "seconds": record.seconds,
             "output_digest": record.output_digest,
         }
-        told = Observed(EventName.STAGE_FINISHED, self._wall(), None, None, data)
+        told = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
         rows = [each for each in audited([told], self._wall()) if each is not told]
         with self._keeping:
             term, book = self._ledger_book()
@@ -305,15 +305,15 @@ class Coordinator:
                 self._ledger = term, book
         return record
 
-    def _ledger_book(self) -> tuple[Term, LedgerBook]:
+    def _ledger_book(self) -> tuple[Term, LedgerIndex]:
         """Return the ledger's index in this term: read once, and again after an error."""
         with self._lock:
             term = self._require_leading()
         if self._ledger is None or self._ledger[0] != term:
-            self._ledger = term, LedgerBook(self._coordination.ledger())
+            self._ledger = term, LedgerIndex(self._coordination.ledger())
         return self._ledger
 
-    def tell(self, observed: Sequence[Observed]) -> None:
+    def tell(self, observed: Sequence[EmitEvent]) -> None:
         """Commit audit events that change no state, such as a refused attempt."""
         with self._lock:
             self._commit(self._require_leading(), observed)
@@ -349,7 +349,7 @@ class Coordinator:
         """Return the events after sequence number ``after``."""
         return self._ring.after(after)
 
-    def history(self, asked: Question) -> list[Told]:
+    def history(self, asked: EventQuery) -> list[Told]:
         """Return events from the audit store."""
         return self._audit.query(asked)
 
@@ -358,12 +358,12 @@ class Coordinator:
         return self._coordination.stage(stage, input_digest)
 
     @property
-    def tokens(self) -> TokenBook:
+    def tokens(self) -> TokenRegistry:
         """Return the issued tokens; safe to read without the lock."""
         return self._state.tokens
 
     @property
-    def bell(self) -> Bell:
+    def bell(self) -> Notifier:
         """Return the notifier that wakes held heartbeat answers when there may be new commands."""
         return self._bell
 
@@ -450,7 +450,7 @@ class Coordinator:
     def _restored(self, epoch: int) -> CoordinatorState:
         return self._state_of(self._coordination.load(self._monotonic()), epoch)
 
-    def _state_of(self, kept: Kept, epoch: int) -> CoordinatorState:
+    def _state_of(self, kept: LoadedState, epoch: int) -> CoordinatorState:
         now_s = self._monotonic()
         state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
         state.fleet.recall(self._progress.beats())
@@ -483,8 +483,8 @@ def _new_id(at: float) -> str:
 def _is_news(effect: Effect) -> bool:
     """Return whether held heartbeat answers must be computed again after ``effect``."""
     switching = EventName.DEPLOYMENT_SWITCHING
-    return isinstance(effect, KeepPlan) or (
-        isinstance(effect, Observed) and effect.name is switching
+    return isinstance(effect, SavePlan) or (
+        isinstance(effect, EmitEvent) and effect.name is switching
     )
 
 

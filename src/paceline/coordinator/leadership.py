@@ -18,7 +18,7 @@ from typing import Protocol
 
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.state.state import CoordinatorState
-from paceline.coordinator.state.targets import Part
+from paceline.coordinator.state.targets import TargetProgress
 from paceline.coordinator.stores.contracts import Candidate, Coordination, Progress, Term
 from paceline.errors import PacelineError
 from paceline.schemas.records import WorkerProgress
@@ -37,7 +37,7 @@ PROGRESS_S = 1.0  # between two writes of progress, and two reads of it
 STARTED_S = 5.0  # how long ``start`` waits for this replica to have a role
 
 
-class Duty(Protocol):
+class TermTask(Protocol):
     """A task that runs on a thread of its own for as long as one term lasts."""
 
     def start(self) -> None: ...
@@ -55,7 +55,7 @@ class Replica:
         progress: Progress,
         candidate: Candidate,
         *,
-        duties: Sequence[Callable[[Term], Duty]] = (),
+        duties: Sequence[Callable[[Term], TermTask]] = (),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator = coordinator
@@ -131,7 +131,7 @@ class Replica:
                 return
             self._pause()  # so that another replica can win, whatever failed here
 
-    def _lead(self, term: Term, duties: Sequence[Duty]) -> str:
+    def _lead(self, term: Term, duties: Sequence[TermTask]) -> str:
         """Lead until the term ends and return the reason."""
         try:
             self._coordinator.lead(term)
@@ -169,7 +169,7 @@ class Replica:
     def _tell_progress(self) -> None:
         """Send changed progress to the progress store, for standbys and the next leader."""
 
-        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, Part]]:
+        def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, TargetProgress]]:
             return {
                 (deployment.deployment_id, worker_id): (part.pieces_held, part)
                 for deployment in state.deployments()
@@ -227,7 +227,7 @@ class Replica:
         self._stopping.wait(RETRY_S * random.uniform(0.5, 1.0))
 
 
-def _shown(worker_id: str, part: Part) -> WorkerProgress:
+def _shown(worker_id: str, part: TargetProgress) -> WorkerProgress:
     return WorkerProgress(
         worker_id=worker_id,
         status=part.status,

@@ -25,7 +25,7 @@ LONGEST_RUN_ID = 128
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerLine:
+class LedgerEntry:
     """The size and age of one ledger record."""
 
     stage: str
@@ -35,7 +35,7 @@ class LedgerLine:
     size: int  # bytes of JSON
 
     @classmethod
-    def of(cls, record: StageRecord) -> LedgerLine:
+    def of(cls, record: StageRecord) -> LedgerEntry:
         """Return the line of ``record``."""
         size = len(record.model_dump_json().encode("utf-8", "surrogatepass"))
         at = record.finished_at
@@ -47,11 +47,11 @@ class LedgerLine:
         return self.stage, self.input_digest
 
 
-class LedgerBook:
+class LedgerIndex:
     """An index of every record that the store holds."""
 
-    def __init__(self, lines: Iterable[LedgerLine]) -> None:
-        self._lines: dict[tuple[str, str], LedgerLine] = {}
+    def __init__(self, lines: Iterable[LedgerEntry]) -> None:
+        self._lines: dict[tuple[str, str], LedgerEntry] = {}
         self._runs: dict[str, tuple[int, int]] = {}  # records and bytes of each run
         self._bytes = 0
         for line in lines:
@@ -61,7 +61,7 @@ class LedgerBook:
         self._by_age = [(line.finished_at, line.key) for line in self._lines.values()]
         heapify(self._by_age)
 
-    def admit(self, line: LedgerLine, now: float) -> list[LedgerLine]:
+    def admit(self, line: LedgerEntry, now: float) -> list[LedgerEntry]:
         """Return the records to drop before ``line`` is stored; raises InvalidInput for a record
         that is too large, Conflict where its run or the ledger is full.
         """
@@ -88,12 +88,12 @@ class LedgerBook:
         return self._make_room(line, known, now)
 
     def _make_room(
-        self, line: LedgerLine, known: LedgerLine | None, now: float
-    ) -> list[LedgerLine]:
+        self, line: LedgerEntry, known: LedgerEntry | None, now: float
+    ) -> list[LedgerEntry]:
         records = len(self._lines) + (known is None)
         size = self._bytes + line.size - (0 if known is None else known.size)
         before = len(self._lines), self._bytes
-        dropped: list[LedgerLine] = []
+        dropped: list[LedgerEntry] = []
         while (records > RECORDS or size > BYTES) and len(dropped) < DROPPED_AT_ONCE:
             old = self._oldest(now)
             if old is None:
@@ -116,7 +116,7 @@ class LedgerBook:
             )
         return dropped
 
-    def _oldest(self, now: float) -> LedgerLine | None:
+    def _oldest(self, now: float) -> LedgerEntry | None:
         """Return the oldest record where it may be dropped; it is the first of ``_by_age``."""
         while self._by_age:
             at, key = self._by_age[0]
@@ -126,7 +126,7 @@ class LedgerBook:
             heappop(self._by_age)
         return None
 
-    def keep(self, line: LedgerLine, dropped: Iterable[LedgerLine]) -> None:
+    def keep(self, line: LedgerEntry, dropped: Iterable[LedgerEntry]) -> None:
         """Add ``line`` and remove ``dropped``, after the store did both."""
         for each in dropped:
             self._count(self._lines.pop(each.key), -1)
@@ -140,7 +140,7 @@ class LedgerBook:
             self._by_age = [(each.finished_at, each.key) for each in self._lines.values()]
             heapify(self._by_age)
 
-    def _count(self, line: LedgerLine, sign: int) -> None:
+    def _count(self, line: LedgerEntry, sign: int) -> None:
         records, size = self._runs.get(line.run_id, (0, 0))
         records, size = records + sign, size + sign * line.size
         if records:

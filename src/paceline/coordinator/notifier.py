@@ -13,7 +13,7 @@ from paceline.schemas.calls import EventList
 from paceline.schemas.events import Event, EventName
 
 
-class Bell:
+class Notifier:
     """Wakes every coroutine that is waiting when ``ring`` is called."""
 
     def __init__(self) -> None:

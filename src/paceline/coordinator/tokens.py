@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from paceline.coordinator.state.messages import (
     AdmitWorker,
     Answer,
-    BeginToken,
     DropToken,
     Effect,
     IssueToken,
-    KeepToken,
     RevokeToken,
+    SaveToken,
     TokenEvent,
+    TokenFirstUsed,
     TokensUsed,
 )
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
@@ -48,7 +48,7 @@ _FORM = re.compile(r"pl_([0-9a-z]{16})_[A-Za-z0-9_-]{43}(?:_[0-9a-f]{64})?")
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class NewToken:
     """A new token: its public id, the text to show once, and the stored digest."""
 
     token_id: str
@@ -56,13 +56,13 @@ class Drawn:
     sha256: str
 
 
-def draw(ca_sha256: str | None = None) -> Drawn:
+def draw(ca_sha256: str | None = None) -> NewToken:
     """Return a new random token; a join token's text ends with its authority's fingerprint."""
     token_id = secrets.token_hex(8)
     text = f"pl_{token_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
     if ca_sha256 is not None:
         text = f"{text}_{ca_sha256}"
-    return Drawn(token_id, text, sha256_of(text))
+    return NewToken(token_id, text, sha256_of(text))
 
 
 def sha256_of(token: str) -> str:
@@ -75,7 +75,7 @@ def scopes_of(record: TokenRecord) -> frozenset[Scope]:
     return frozenset().union(*(INCLUDES[scope] for scope in record.scopes))
 
 
-class TokenBook:
+class TokenRegistry:
     """Every token record; ``handle`` is the only way to change them."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class TokenBook:
     def restore(self, tokens: Iterable[TokenRecord]) -> None:
         """Replace all records by what the store holds."""
         self._tokens, self._ids_of = {}, {}
-        self._apply([KeepToken(each) for each in tokens])
+        self._apply([SaveToken(each) for each in tokens])
 
     def tokens(self) -> list[TokenRecord]:
         """Return every remembered token, oldest first."""
@@ -164,7 +164,7 @@ class TokenBook:
                 return self._revoke(event)
             case AdmitWorker():
                 return self._admit(event)
-            case BeginToken():
+            case TokenFirstUsed():
                 return self._begin(event)
             case TokensUsed():
                 return self._used(event)
@@ -200,7 +200,7 @@ class TokenBook:
             )
         effects = self._forget(at)
         self._require_room(len(effects))
-        return [*self._apply([*effects, KeepToken(record)]), Answer(TokenView.of(record))]
+        return [*self._apply([*effects, SaveToken(record)]), Answer(TokenView.of(record))]
 
     def _revoke(self, event: RevokeToken) -> list[Effect]:
         record = self._tokens.get(event.token_id)
@@ -211,7 +211,7 @@ class TokenBook:
         # A repeated revocation spares tokens issued since: the worker was admitted again.
         until = math.inf if record.revoked_at is None else record.revoked_at
         effects: list[Effect] = [
-            KeepToken(each.model_copy(update={"revoked_at": event.at}))
+            SaveToken(each.model_copy(update={"revoked_at": event.at}))
             for each in self._taken_with(record)
             if each.revoked_at is None and each.created_at < until
         ]
@@ -252,7 +252,7 @@ class TokenBook:
         effects = self._forget(at)
         if shown.kind == "join" and shown.used_at is None:
             spent = {"used_at": at, "key_sha256": event.key_sha256}
-            effects.append(KeepToken(shown.model_copy(update=spent)))
+            effects.append(SaveToken(shown.model_copy(update=spent)))
         unused = []
         for other in self._of(event.worker_id):
             unspent = other.kind == "join" and other.used_at is None
@@ -262,15 +262,15 @@ class TokenBook:
                 continue
             if other.admission != made.admission:
                 # A node that joins again lost its tokens: they must not remain usable.
-                effects.append(KeepToken(other.model_copy(update={"revoked_at": at})))
+                effects.append(SaveToken(other.model_copy(update={"revoked_at": at})))
             elif other.begun_at is None:
                 unused.append(other)
         # An answer may be lost, and requested again while the first is still in flight.
         effects += [_end(e, made, at) for e in unused[: 1 - UNUSED_AT_MOST]]
         self._require_room(sum(isinstance(each, DropToken) for each in effects))
-        return [*self._apply([*effects, KeepToken(made)]), Answer(TokenView.of(made))]
+        return [*self._apply([*effects, SaveToken(made)]), Answer(TokenView.of(made))]
 
-    def _begin(self, event: BeginToken) -> list[Effect]:
+    def _begin(self, event: TokenFirstUsed) -> list[Effect]:
         """End the predecessors of a worker's token on its first use."""
         record, at = self._tokens.get(event.token_id), event.at
         if (
@@ -288,14 +288,14 @@ class TokenBook:
                 effects.append(DropToken(other.token_id))  # one predecessor is remembered
             elif why_dead(other, at) is None:
                 effects.append(_end(other, record, at))
-        return self._apply([*effects, KeepToken(record.model_copy(update={"begun_at": at}))])
+        return self._apply([*effects, SaveToken(record.model_copy(update={"begun_at": at}))])
 
     def _used(self, event: TokensUsed) -> list[Effect]:
         effects: list[Effect] = []
         for token_id, at in event.uses:
             record = self._tokens.get(token_id)
             if record is not None and (record.last_used_at or 0.0) < at:
-                effects.append(KeepToken(record.model_copy(update={"last_used_at": at})))
+                effects.append(SaveToken(record.model_copy(update={"last_used_at": at})))
         return self._apply(effects)
 
     def _forget(self, now: float) -> list[Effect]:
@@ -316,7 +316,7 @@ class TokenBook:
 
     def _apply(self, effects: list[Effect]) -> list[Effect]:
         for each in effects:
-            if isinstance(each, KeepToken):
+            if isinstance(each, SaveToken):
                 known = self._tokens.get(each.token.token_id)
                 if known is None or known.revoked_at != each.token.revoked_at:
                     self._barred = None
@@ -354,7 +354,7 @@ def _end(record: TokenRecord, successor: TokenRecord, at: float) -> Effect:
     """Return the effect that ends ``record``; one that was never used is dropped."""
     if record.admission and record.begun_at is None and _outlasts(successor, record):
         return DropToken(record.token_id)
-    return KeepToken(record.model_copy(update={"replaced_at": at}))
+    return SaveToken(record.model_copy(update={"replaced_at": at}))
 
 
 def _outlasts(record: TokenRecord, other: TokenRecord) -> bool:

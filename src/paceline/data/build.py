@@ -20,7 +20,7 @@ import numpy as np
 
 from paceline.config import DataSettings
 from paceline.data.build_scratch import Catalog, Uploads
-from paceline.data.formats import Sample, Unusable
+from paceline.data.formats import Sample, UnusableSample
 from paceline.data.formats.sample import Array
 from paceline.data.formats.shard_file import ColumnWriter, column_of
 from paceline.data.loading.samples import content_digest
@@ -52,22 +52,22 @@ SPLITS: tuple[Split, ...] = get_args(Split)
 
 
 @dataclass
-class Skipped:
+class SkippedSamples:
     """What was left out: the count, and the first hundred by name with the reason."""
 
     count: int = 0
     _examples: list[str] = field(default_factory=list)
 
-    def add(self, one: Unusable) -> None:
+    def add(self, one: UnusableSample) -> None:
         """Add one skipped item."""
         self.count += 1
         self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
         if len(self._examples) > 10 * SKIPPED_LISTED:
             self._examples = list(self.examples)
 
-    def copy(self) -> Skipped:
+    def copy(self) -> SkippedSamples:
         """Return an independent copy."""
-        return Skipped(self.count, list(self._examples))
+        return SkippedSamples(self.count, list(self._examples))
 
     @property
     def examples(self) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class Skipped:
 
 
 @dataclass
-class Building:
+class SnapshotBuilder:
     """One pass over the samples: select, tokenise, split by key, write shards.
 
     ``moved`` is the key of a sample that is put in the other split so that no split is empty.
@@ -92,7 +92,7 @@ class Building:
     catalog: Catalog
     uploads: Uploads
     scratch: Path
-    skipped: Skipped
+    skipped: SkippedSamples
     moved: str | None = None
     samples: int = 0
     duplicates: int = 0
@@ -103,13 +103,13 @@ class Building:
     _lowest: tuple[float, str] | None = None  # by draw: moves if a split stays empty
     _highest: tuple[float, str] | None = None
 
-    def take(self, found: Iterable[Sample | Unusable]) -> None:
+    def take(self, found: Iterable[Sample | UnusableSample]) -> None:
         """Write every sample of ``found`` that is new and within the budget."""
         for batch in _batches(self._chosen(found)):
             texts = [each.text or b"" for each in batch]
             for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
                 if isinstance(tokens, str):
-                    self.skipped.add(Unusable(sample.key, tokens))
+                    self.skipped.add(UnusableSample(sample.key, tokens))
                 else:
                     self._write(sample, self._tokens(sample, tokens))
         for split in SPLITS:
@@ -148,12 +148,12 @@ class Building:
             cut_at_bytes=settings.max_bytes if self.is_cut else None,
         )
 
-    def _chosen(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample]:
+    def _chosen(self, found: Iterable[Sample | UnusableSample]) -> Iterator[Sample]:
         """Yield the samples to keep: new, of one schema, within the budget."""
         left = self.settings.max_bytes
         misfits = 0
         for sample in self._of_one_schema(map(self._joined, found)):
-            if isinstance(sample, Unusable):
+            if isinstance(sample, UnusableSample):
                 self.skipped.add(sample)
             elif not self.catalog.is_new(b"key:" + sample.key.encode()):
                 raise InvalidInput(
@@ -174,12 +174,14 @@ class Building:
                 left -= size
                 yield sample
 
-    def _joined(self, each: Sample | Unusable) -> Sample | Unusable:
+    def _joined(self, each: Sample | UnusableSample) -> Sample | UnusableSample:
         if isinstance(each, Sample) and self.settings.features:
             return join_features(each, self.catalog, self.settings.missing_features)
         return each
 
-    def _of_one_schema(self, found: Iterable[Sample | Unusable]) -> Iterator[Sample | Unusable]:
+    def _of_one_schema(
+        self, found: Iterable[Sample | UnusableSample]
+    ) -> Iterator[Sample | UnusableSample]:
         """Yield ``found``, with samples of another schema replaced by Unusable.
 
         The schema is the most common one of the first samples, so that one odd sample at the start
@@ -193,7 +195,7 @@ class Building:
             each = next(coming, None)
             if each is None:
                 break
-            if isinstance(each, Unusable):
+            if isinstance(each, UnusableSample):
                 yield each
                 continue
             first.append(each)
@@ -206,10 +208,10 @@ class Building:
         for each in coming:
             yield self._fitting(each)
 
-    def _fitting(self, each: Sample | Unusable) -> Sample | Unusable:
-        if isinstance(each, Unusable) or (columns := _columns(each)) == self.columns:
+    def _fitting(self, each: Sample | UnusableSample) -> Sample | UnusableSample:
+        if isinstance(each, UnusableSample) or (columns := _columns(each)) == self.columns:
             return each
-        return Unusable(each.key, _difference(columns, self.columns or ()))
+        return UnusableSample(each.key, _difference(columns, self.columns or ()))
 
     def _tokens(self, sample: Sample, encoded: Array) -> Array:
         if sample.tokens is None:
@@ -347,14 +349,14 @@ def build_snapshot(
         Uploads(url, store_at(url, store)) as uploads,
     ):
         scratch = Path(directory)
-        unlisted = Skipped()
+        unlisted = SkippedSamples()
         for each in list_files(opened, catalog, store, settings.seed):
             unlisted.add(each)
         if settings.features:
             load_features(settings.features, settings.key_field, catalog, store, scratch)
 
-        def one_pass(moved: str | None) -> Building:
-            building = Building(
+        def one_pass(moved: str | None) -> SnapshotBuilder:
+            building = SnapshotBuilder(
                 settings, tokenizer, catalog, uploads, scratch, unlisted.copy(), moved=moved
             )
             building.take(read_samples(opened, catalog, store, settings, scratch))
@@ -392,7 +394,7 @@ def _tokenizer(name: str, store: ObjectStore) -> Tokenizer:
     return open_tokenizer(name, store.get_bytes(name) if name.startswith("s3://") else None)
 
 
-def _require_usable(built: Building, other: int, where: str, settings: DataSettings) -> None:
+def _require_usable(built: SnapshotBuilder, other: int, where: str, settings: DataSettings) -> None:
     """Raise InvalidInput if too many samples cannot be used; ``other``: files that are not samples.
 
     Not applied to text, where each file is a sample and a directory may hold anything, nor where
@@ -412,7 +414,7 @@ def _require_usable(built: Building, other: int, where: str, settings: DataSetti
         )
 
 
-def _too_little(built: Building, where: str, settings: DataSettings) -> InvalidInput:
+def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> InvalidInput:
     return InvalidInput(
         "too little text for a training and a held-out split"
         if settings.format == "text"

@@ -1,8 +1,8 @@
 """A child process that answers requests over pipes, one at a time, each within a deadline.
 
 It is a fresh interpreter without this process's state and exits when its pipe closes, so that it
-never outlives this process. ``Child`` is the parent's side, ``Answers`` the child's. Does not
-depend on transforms or formats.
+never outlives this process. ``ChildProcess`` is the parent's side, ``RequestServer`` the child's.
+Does not depend on transforms or formats.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LENGTH_BYTES = 8
 READY, DONE, FAILED = b"r", b"d", b"f"
 
 
-class Child:
+class ChildProcess:
     """One child process and the parent's ends of its pipes; for one thread."""
 
     def __init__(
@@ -128,7 +128,7 @@ def how_ended(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-class Answers:
+class RequestServer:
     """The child's ends of the pipes."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from paceline.config import DataSettings
 from paceline.data.build_scratch import Catalog
-from paceline.data.formats import SUFFIXES, Fields, Sample, Unusable, open_reader
+from paceline.data.formats import SUFFIXES, Fields, Sample, UnusableSample, open_reader
 from paceline.data.formats.sample import MAX_DOCUMENT_BYTES, TOO_LARGE
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore, join_url
@@ -77,34 +77,34 @@ def open_source(source: str, settings: DataSettings) -> Source:
 
 def list_files(
     source: Source, catalog: Catalog, store: ObjectStore, seed: int
-) -> Iterator[Unusable]:
+) -> Iterator[UnusableSample]:
     """Add the source's files to ``catalog``; yield those that cannot be used."""
     for name, size, reason in _objects(source, store) if source.is_remote else _walk(source):
         if reason is None and not name.endswith(source.suffixes):
             if "" not in source.suffixes and not source.name.startswith("python"):
-                yield Unusable(name, f"not a {' or '.join(source.suffixes)} file")
+                yield UnusableSample(name, f"not a {' or '.join(source.suffixes)} file")
         elif reason is not None:
-            yield Unusable(name, reason)
+            yield UnusableSample(name, reason)
         else:
             catalog.add_file(_rank(name, seed), name, size)
 
 
 def read_samples(
     source: Source, catalog: Catalog, store: ObjectStore, settings: DataSettings, scratch: Path
-) -> Iterator[Sample | Unusable]:
+) -> Iterator[Sample | UnusableSample]:
     """Yield every sample of the source, file by file in catalog order.
 
     Objects are downloaded a few ahead into ``scratch`` and removed after reading.
     """
     fields = Fields(settings.text_field, settings.key_field)
-    wanted: Iterator[tuple[str, Path | Unusable]]
+    wanted: Iterator[tuple[str, Path | UnusableSample]]
     if source.is_remote:
         wanted = _fetched(source, catalog, store, scratch, settings.format == "text")
     else:
         wanted = ((name, Path(source.where) / name) for name, _ in catalog.files())
     with open_reader(settings.format) as read:
         for name, place in wanted:
-            if isinstance(place, Unusable):
+            if isinstance(place, UnusableSample):
                 yield place
                 continue
             try:
@@ -159,7 +159,7 @@ def _objects(source: Source, store: ObjectStore) -> Iterator[tuple[str, int, str
 
 def _fetched(
     source: Source, catalog: Catalog, store: ObjectStore, scratch: Path, is_text: bool
-) -> Iterator[tuple[str, Path | Unusable]]:
+) -> Iterator[tuple[str, Path | UnusableSample]]:
     waiting: deque[tuple[str, Path, Future[object] | None]] = deque()
     with ThreadPoolExecutor(FETCHED_AHEAD, thread_name_prefix="source") as pool:
         try:
@@ -180,10 +180,10 @@ def _fetched(
                     future.cancel()
 
 
-def _arrived(one: tuple[str, Path, Future[object] | None]) -> tuple[str, Path | Unusable]:
+def _arrived(one: tuple[str, Path, Future[object] | None]) -> tuple[str, Path | UnusableSample]:
     name, place, future = one
     if future is None:
-        return name, Unusable(name, TOO_LARGE)
+        return name, UnusableSample(name, TOO_LARGE)
     future.result()
     return name, place
 
@@ -224,7 +224,7 @@ def load_features(
     return rows
 
 
-def join_features(sample: Sample, catalog: Catalog, missing: str) -> Sample | Unusable:
+def join_features(sample: Sample, catalog: Catalog, missing: str) -> Sample | UnusableSample:
     """Return ``sample`` with its features.
 
     Without any, raises InvalidInput where ``missing`` is ``"refuse"``, and returns Unusable where
@@ -233,7 +233,7 @@ def join_features(sample: Sample, catalog: Catalog, missing: str) -> Sample | Un
     found = catalog.features(sample.key)
     if found is None:
         if missing == "skip":
-            return Unusable(sample.key, "no features")
+            return UnusableSample(sample.key, "no features")
         raise InvalidInput(
             "a sample has no features",
             got=f"no row with the key {sample.key!r}",

@@ -255,7 +255,7 @@ COLUMNS = (
 
 
 @dataclass
-class Figures:
+class ColumnStatistics:
     """Statistics of a column's numbers over all samples read."""
 
     name: str
@@ -308,7 +308,7 @@ class Table:
 
     columns: dict[str, list[Any]] = field(default_factory=lambda: {name: [] for name in COLUMNS})
     quarantined: list[dict[str, Any]] = field(default_factory=list)
-    figures: dict[str, Figures] = field(default_factory=dict)
+    figures: dict[str, ColumnStatistics] = field(default_factory=dict)
     samples_left_out: int = 0  # above ``max_rows``
 
     def __len__(self) -> int:
@@ -324,10 +324,10 @@ def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) 
     """Return the table of ``snapshot``; a corrupt shard is listed as quarantined and does not
     raise."""
     table = Table()
-    table.figures["tokens"] = Figures("tokens", snapshot.vocabulary.kind)
+    table.figures["tokens"] = ColumnStatistics("tokens", snapshot.vocabulary.kind)
     for column in snapshot.columns:
         axes = "".join(f"[{'any' if each is None else each}]" for each in column.shape)
-        table.figures[column.name] = Figures(column.name, f"{column.dtype}{axes}")
+        table.figures[column.name] = ColumnStatistics(column.name, f"{column.dtype}{axes}")
     shards = snapshot.shards
     step = -(-snapshot.record.documents // max_rows)
     looked_at = [each for number, each in enumerate(shards) if number % step == 0]

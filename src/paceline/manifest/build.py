@@ -20,8 +20,8 @@ from pathlib import Path
 from paceline import hashing
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
 from paceline.manifest.model import ACTIVE, MANIFEST_FILE, Chunk, FileEntry, Manifest, check_paths
-from paceline.manifest.progress import DIGEST, Account, Tell, nobody, results
-from paceline.manifest.sizes import MIB, Sizes, Strand, choose_sizes, lay_out
+from paceline.manifest.progress import DIGEST, ProgressCallback, ProgressCounter, nobody, results
+from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, lay_out
 from paceline.schemas.base import NAME
 
 MAX_FILES = 100_000
@@ -33,7 +33,7 @@ _NAME = re.compile(NAME)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedFile:
     """A file of the model as the scan saw it; a later change of size or mtime raises
     ``SourceChanged``.
     """
@@ -83,7 +83,7 @@ def check_name(what: str, value: object) -> str:
     return value
 
 
-def scan(root: Path) -> list[Found]:
+def scan(root: Path) -> list[ScannedFile]:
     """Return the model's files in stream order (by path); follows no symlink."""
     try:
         found = sorted(_walk(root, ""), key=lambda file: file.path)
@@ -110,18 +110,18 @@ def scan(root: Path) -> list[Found]:
 
 def digest(
     root: Path,
-    found: list[Found],
+    found: list[ScannedFile],
     sizes: Sizes,
     *,
     model_id: str,
     version: str,
-    tell: Tell = nobody,
+    tell: ProgressCallback = nobody,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
     set, and the error of a file at once.
     """
-    account = Account(DIGEST, sum(file.size for file in found), len(found), tell)
+    account = ProgressCounter(DIGEST, sum(file.size for file in found), len(found), tell)
     strands = lay_out([file.size for file in found], *sizes)
     stopping = stopping or threading.Event()
     cores = os.cpu_count() or 1
@@ -160,7 +160,7 @@ def digest(
     )
 
 
-def _walk(root: Path, prefix: str) -> Iterator[Found]:
+def _walk(root: Path, prefix: str) -> Iterator[ScannedFile]:
     with os.scandir(root / prefix) as entries:
         for entry in entries:
             path = f"{prefix}{entry.name}"
@@ -170,7 +170,7 @@ def _walk(root: Path, prefix: str) -> Iterator[Found]:
             if stat.S_ISDIR(status.st_mode):
                 yield from _walk(root, f"{path}/")
             elif stat.S_ISREG(status.st_mode):
-                yield Found(path, status.st_size, status.st_mtime_ns)
+                yield ScannedFile(path, status.st_size, status.st_mtime_ns)
             else:
                 kind = "a symlink" if stat.S_ISLNK(status.st_mode) else "a special file"
                 raise InvalidManifest(
@@ -184,12 +184,12 @@ def _walk(root: Path, prefix: str) -> Iterator[Found]:
 
 def _digest_strand(
     root: Path,
-    found: list[Found],
-    strand: Strand,
+    found: list[ScannedFile],
+    strand: DigestRun,
     piece_bytes: int,
     hasher: _Hasher,
     stopping: threading.Event,
-    account: Account,
+    account: ProgressCounter,
 ) -> tuple[list[FileEntry], list[tuple[int, str]]]:
     """Return the files and the (size, checksum) of the chunks of one strand."""
     files: list[FileEntry] = []
@@ -249,7 +249,7 @@ class _Hasher:
 class _Reader:
     """Reads one file front to back into one reused buffer and detects a change of the file."""
 
-    def __init__(self, root: Path, file: Found, piece_bytes: int) -> None:
+    def __init__(self, root: Path, file: ScannedFile, piece_bytes: int) -> None:
         self._where = root / file.path
         self._file = file
         self.block = max(piece_bytes, BLOCK // piece_bytes * piece_bytes)
@@ -286,7 +286,7 @@ class _Reader:
 
     def _check(self) -> None:
         status = os.fstat(self._descriptor)
-        now = Found(self._file.path, status.st_size, status.st_mtime_ns)
+        now = ScannedFile(self._file.path, status.st_size, status.st_mtime_ns)
         if now != self._file:
             raise self._changed(f"{now.size} bytes, mtime {now.mtime_ns}")
 

@@ -18,7 +18,7 @@ RATE_OVER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class PublishProgress:
     """The progress of ``stage``."""
 
     stage: str
@@ -38,22 +38,24 @@ class Moved:
         return self.done_bytes / self.total_bytes if self.total_bytes else 1.0
 
 
-Tell = Callable[[Moved], None]
+ProgressCallback = Callable[[PublishProgress], None]
 
 
-def nobody(_moved: Moved) -> None:
+def nobody(_moved: PublishProgress) -> None:
     """Ignore the progress."""
 
 
-class Account:
+class ProgressCounter:
     """Counts one stage; several threads add. ``tell`` is called every ``TELL_S`` at most, one call
     at a time, and at the end.
     """
 
-    def __init__(self, stage: str, total_bytes: int, total_files: int, tell: Tell) -> None:
+    def __init__(
+        self, stage: str, total_bytes: int, total_files: int, tell: ProgressCallback
+    ) -> None:
         self._lock = threading.Lock()
         self._tell = tell
-        self._now = Moved(stage, 0, total_bytes, 0, total_files)
+        self._now = PublishProgress(stage, 0, total_bytes, 0, total_files)
         self._told_s = float("-inf")
 
     def moved(self, count: int) -> None:
@@ -67,7 +69,7 @@ class Account:
     def _add(self, count: int, files: int) -> None:
         with self._lock:
             was = self._now
-            self._now = now = Moved(
+            self._now = now = PublishProgress(
                 was.stage,
                 min(was.done_bytes + count, was.total_bytes),
                 was.total_bytes,
@@ -79,14 +81,14 @@ class Account:
                 self._tell(now)
 
 
-class Pace:
+class ProgressFormatter:
     """Formats the progress of a stage: bytes, the rate of the last seconds, files."""
 
     def __init__(self) -> None:
         self._stage = ""
         self._past: deque[tuple[float, int]] = deque()  # (when, bytes done) of the last seconds
 
-    def said(self, moved: Moved, now_s: float) -> str:
+    def said(self, moved: PublishProgress, now_s: float) -> str:
         """Return ``moved`` as one line; ``now_s`` never goes back."""
         if moved.stage != self._stage:
             self._stage, self._past = moved.stage, deque([(now_s, 0)])

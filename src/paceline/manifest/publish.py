@@ -23,11 +23,11 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.manifest.build import Found, check_name, digest, scan
+from paceline.manifest.build import ScannedFile, check_name, digest, scan
 from paceline.manifest.claim import CLAIM_FILE, Claim, claim, read_claim
 from paceline.manifest.model import MANIFEST_FILE, Manifest, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
-from paceline.manifest.progress import UPLOAD, Account, Tell, nobody, results
+from paceline.manifest.progress import UPLOAD, ProgressCallback, ProgressCounter, nobody, results
 from paceline.manifest.signing import ANYONE, TrustPolicy, sign_manifest, verify_signature
 from paceline.manifest.sizes import Sizes, choose_sizes
 from paceline.storage import ObjectStore, join_url, parse_url
@@ -53,7 +53,7 @@ def publish_model(
     chunk_bytes: int = 0,
     key: Ed25519PrivateKey | None = None,
     allow_older: bool = False,
-    tell: Tell = nobody,
+    tell: ProgressCallback = nobody,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
@@ -149,7 +149,7 @@ def write_manifest(directory: Path | str, manifest: Manifest) -> Path:
     return path
 
 
-def _refuse_foreign(root: Path, found: list[Found]) -> None:
+def _refuse_foreign(root: Path, found: list[ScannedFile]) -> None:
     """Raise InvalidManifest where the model has a ``manifest.json`` of its own: ours would replace
     it, and the model would arrive without it. The same holds for the file name of the claim.
     """
@@ -182,7 +182,7 @@ def _published(url: str, store: ObjectStore) -> Manifest | None:
 
 
 def _sizes(
-    found: list[Found],
+    found: list[ScannedFile],
     begun: Manifest | Claim | None,
     link_mbit: float,
     piece_bytes: int,
@@ -214,11 +214,11 @@ def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
 
 def _upload(
     root: Path,
-    found: list[Found],
+    found: list[ScannedFile],
     url: str,
     store: ObjectStore,
     manifest: Manifest,
-    tell: Tell,
+    tell: ProgressCallback,
     stopping: threading.Event,
 ) -> int:
     """Upload what is missing, largest files first, and return how many files that was.
@@ -234,9 +234,9 @@ def _upload(
         for file in sorted(found, key=lambda file: -file.size)
         if not (whole and there.get(join_url(url, file.path)) == file.size)
     ]
-    account = Account(UPLOAD, sum(file.size for file in missing), len(missing), tell)
+    account = ProgressCounter(UPLOAD, sum(file.size for file in missing), len(missing), tell)
 
-    def upload(file: Found) -> None:
+    def upload(file: ScannedFile) -> None:
         path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]
         if there.get(target) == file.size and store.holds(target, file.size, sha256):
             account.moved(file.size)
@@ -258,7 +258,7 @@ def _upload(
     return len(missing)
 
 
-def _require_unchanged(path: Path, file: Found) -> None:
+def _require_unchanged(path: Path, file: ScannedFile) -> None:
     """Raise SourceChanged where the file differs from the one that was digested."""
     try:
         status = path.stat(follow_symlinks=False)

@@ -101,7 +101,7 @@ def _chunk(total_size: int, link_mbit: float, piece: int) -> int:
 
 
 @dataclass(slots=True)
-class Strand:
+class DigestRun:
     """Files ``[first_file, last_file)`` and the sizes of the chunks that they fill exactly."""
 
     first_file: int
@@ -109,21 +109,21 @@ class Strand:
     chunk_sizes: list[int] = field(default_factory=list)
 
 
-def lay_out(file_sizes: Sequence[int], piece_bytes: int, chunk_bytes: int) -> list[Strand]:
+def lay_out(file_sizes: Sequence[int], piece_bytes: int, chunk_bytes: int) -> list[DigestRun]:
     """Return the strands of files of these sizes, in stream order; ``chunk_bytes`` is at least a
     piece.
 
     Every chunk is a run of whole pieces, at least one, of at most ``chunk_bytes`` together.
     """
     whole = chunk_bytes // piece_bytes * piece_bytes
-    strands: list[Strand] = []
+    strands: list[DigestRun] = []
     filled = 0  # bytes of the chunk in progress
     for index, size in enumerate(file_sizes):
         if filled and filled + size > chunk_bytes:
             strands[-1].chunk_sizes.append(filled)
             filled = 0
         if filled == 0:
-            strands.append(Strand(index, index + 1))
+            strands.append(DigestRun(index, index + 1))
         strand = strands[-1]
         strand.last_file = index + 1
         filled += size

@@ -25,7 +25,7 @@ CALL_PAIRS_ELSEWHERE = 1024**2
 
 
 @dataclass(frozen=True, eq=False)
-class Spans:
+class DocumentSegments:
     """Each row of a batch cut into segments that do not attend to each other.
 
     ``sizes[b]`` sum to T. A segment is one document, with the mask None, or some short ones with a
@@ -36,10 +36,10 @@ class Spans:
     masks: list[list[Tensor | None]]
 
 
-Seen = Tensor | Spans | None  # a mask_B1TT, segments, or all earlier tokens
+AttentionScope = Tensor | DocumentSegments | None  # a mask_B1TT, segments, or all earlier tokens
 
 
-def seen_of(documents_BT: Tensor | None) -> Seen:
+def seen_of(documents_BT: Tensor | None) -> AttentionScope:
     """Return what each token attends to: its own document's earlier tokens, or all of them for
     None.
 
@@ -65,7 +65,7 @@ def seen_of(documents_BT: Tensor | None) -> Seen:
             None if one else document_mask(part[None])
             for one, part in zip(alone, parts, strict=True)
         ])  # fmt: skip
-    return Spans([[sum(each) for each in sizes] for sizes in stretches], masks)
+    return DocumentSegments([[sum(each) for each in sizes] for sizes in stretches], masks)
 
 
 def stretches_cost(stretches: list[list[list[int]]], call_pairs: int) -> int:
@@ -89,14 +89,16 @@ def document_mask(documents_BT: Tensor) -> Tensor:
     return ((documents_BT[:, :, None] == documents_BT[:, None, :]) & causal_TT)[:, None]
 
 
-def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: Seen) -> Tensor:
+def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: AttentionScope) -> Tensor:
     """Return each token's mix of values: over all earlier tokens, or over those in ``seen``."""
-    if isinstance(seen, Spans):
+    if isinstance(seen, DocumentSegments):
         return _apart(q_BHTE, k_BKTE, v_BKTE, seen)
     return _attend_at_once(q_BHTE, k_BKTE, v_BKTE, seen)
 
 
-def _attend_apart(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: Spans) -> Tensor:
+def _attend_apart(
+    q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, spans: DocumentSegments
+) -> Tensor:
     rows = []
     whole = (each.unbind(0) for each in (q_BHTE, k_BKTE, v_BKTE))
     for q_HTE, k_KTE, v_KTE, sizes, masks in zip(*whole, spans.sizes, spans.masks, strict=True):

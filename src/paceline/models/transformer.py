@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from paceline.models.attention import Seen, attend, seen_of
+from paceline.models.attention import AttentionScope, attend, seen_of
 from paceline.models.config import ModelConfig
 
 INITIAL_STD = 0.02
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, kv_width, bias=False)
         self.o_proj = nn.Linear(width, width, bias=False)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, seen: Seen) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation, seen: AttentionScope) -> Tensor:
         b, t, _ = x_BTD.shape
         # The number of heads follows from the projections: a rank may hold only some of them.
         q_BHTE = self.q_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
@@ -82,7 +82,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = FeedForward(config)
 
-    def forward(self, x_BTD: Tensor, rotation: Rotation, seen: Seen) -> Tensor:
+    def forward(self, x_BTD: Tensor, rotation: Rotation, seen: AttentionScope) -> Tensor:
         x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rotation, seen)
         mixed: Tensor = self.mlp(self.post_attention_layernorm(x_BTD))
         return x_BTD + mixed

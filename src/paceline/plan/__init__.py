@@ -7,11 +7,11 @@ the plan's seed; the same inputs give the same plan on a standby, in a test and 
 from paceline.plan.cost import Prediction, origin_cap_bytes
 from paceline.plan.inputs import PlanWorker, Standing, cross_rack_bytes, rack_of
 from paceline.plan.make import make_plan
-from paceline.plan.table import Fleet, plan_table, predict
+from paceline.plan.table import FleetDescription, plan_table, predict
 from paceline.plan.trees import next_order
 
 __all__ = [
-    "Fleet",
+    "FleetDescription",
     "PlanWorker",
     "Prediction",
     "Standing",

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.plan.flows import Flow, share_of
-from paceline.plan.inputs import Cargo, rack_of
-from paceline.plan.trees import ORIGIN, Line
+from paceline.plan.inputs import ModelLayout, rack_of
+from paceline.plan.trees import ORIGIN, WorkerLine
 from paceline.schemas.plan import Topology
 
 MIB = 1024 * 1024
@@ -69,7 +69,7 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class PlanCost:
     """The cost of all flows together, and the rates that each can expect, in their order.
 
     ``rates`` divides each link by the sizes of its flows, so that all end together: a lane of one
@@ -82,8 +82,12 @@ class Price:
 
 
 def price(
-    topology: Topology, line: Line, flows: Sequence[Flow], cargo: Cargo, network: Network
-) -> Price:
+    topology: Topology,
+    line: WorkerLine,
+    flows: Sequence[Flow],
+    cargo: ModelLayout,
+    network: Network,
+) -> PlanCost:
     """Return the cost of ``flows`` (each worker's after its source's, in every stripe)."""
     workers = line.workers
     speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
@@ -149,17 +153,17 @@ def price(
     if path > max(DEEP * bound, seconds - bound):
         limit = "depth"
     prediction = Prediction(seconds + path, bound, crossing, origin, depth, limit, dying)
-    return Price(prediction, rates, shares)
+    return PlanCost(prediction, rates, shares)
 
 
-def _external(line: Line, network: Network) -> float:
+def _external(line: WorkerLine, network: Network) -> float:
     if network.external_mbit is not None:
         return network.external_mbit * 1e6 / 8
     links = [line.workers[place].link_mbit for place in line.core]
     return min(links or [worker.link_mbit for worker in line.workers]) * 1e6 / 8
 
 
-def _uplinks(line: Line, flows: Iterable[Flow], network: Network) -> tuple[int, float]:
+def _uplinks(line: WorkerLine, flows: Iterable[Flow], network: Network) -> tuple[int, float]:
     """Return how many bytes cross between racks, and the seconds of the busiest uplink."""
     racks = [rack_of(worker) for worker in line.workers]
     links: dict[tuple[str, str], float] = {}
@@ -219,7 +223,7 @@ def _part_of_links(
 
 
 def _longest_path(
-    flows: Iterable[Flow], rates: Sequence[float], from_origin: float, cargo: Cargo
+    flows: Iterable[Flow], rates: Sequence[float], from_origin: float, cargo: ModelLayout
 ) -> tuple[int, float, float]:
     """Return the longest path in hops, the seconds of a piece on it, and the expected cost of
     deaths on it.

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.plan.inputs import Cargo, PlanWorker, Standing, Stripe, rack_of
-from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Line, Trees
+from paceline.plan.inputs import ModelLayout, PlanWorker, Standing, Stripe, rack_of
+from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Trees, WorkerLine
 
 MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
 FEW = 16  # a smaller fraction of a flow (1/FEW) is not taken from the own rack
@@ -48,7 +48,7 @@ def nearness(one: PlanWorker, other: PlanWorker) -> int:
     return 3 if ours.host and ours.host == theirs.host else 2
 
 
-def feed_leaves(line: Line, trees: Trees) -> None:
+def feed_leaves(line: WorkerLine, trees: Trees) -> None:
     """Choose the sources of every leaf (slow, quarantined) in ``trees``, in place.
 
     Fastest first, each from a worker whose link has free slots: the last of the line, whose
@@ -81,7 +81,7 @@ def feed_leaves(line: Line, trees: Trees) -> None:
             pool.append(leaf)
 
 
-def _room(line: Line, trees: Trees) -> dict[int, float]:
+def _room(line: WorkerLine, trees: Trees) -> dict[int, float]:
     """Return the free slots of every place that may feed others; a complete worker uses none."""
     room = {
         place: float(trees.slots)
@@ -95,14 +95,14 @@ def _room(line: Line, trees: Trees) -> dict[int, float]:
     return room
 
 
-def share_of(line: Line, worker: PlanWorker) -> float:
+def share_of(line: WorkerLine, worker: PlanWorker) -> float:
     """Return which fraction of a whole link a leaf is expected to take."""
     by_link = min(1.0, worker.link_mbit / line.link_mbit)
     return min(by_link, SLOW_LINK) if worker.standing is Standing.TAIL else by_link
 
 
 def _with_room(
-    line: Line,
+    line: WorkerLine,
     worker: PlanWorker,
     share: float,
     pool: Sequence[int],
@@ -124,14 +124,14 @@ def _with_room(
     )
 
 
-class Feeding:
+class FlowBuilder:
     """Builds the flows of one plan."""
 
     def __init__(
         self,
-        line: Line,
+        line: WorkerLine,
         trees: Trees,
-        cargo: Cargo,
+        cargo: ModelLayout,
         stripes: Sequence[Stripe],
         *,
         scarce: bool = False,

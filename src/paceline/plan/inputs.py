@@ -87,7 +87,7 @@ class Stripe:
 
 
 @dataclass(frozen=True, slots=True)
-class Cargo:
+class ModelLayout:
     """One model version: ``sizes`` are the bytes of its chunks, in order."""
 
     sizes: tuple[int, ...]
@@ -101,13 +101,13 @@ class Cargo:
         object.__setattr__(self, "total", self.ends[-1])
 
     @classmethod
-    def of(cls, manifest: Manifest) -> Cargo:
+    def of(cls, manifest: Manifest) -> ModelLayout:
         """Return the chunk sizes of ``manifest``."""
         sizes = tuple(chunk.size for chunk in manifest.chunks)
         return cls(sizes, manifest.piece_bytes, manifest.piece_count)
 
     @classmethod
-    def even(cls, total_bytes: int, piece_bytes: int, chunk_bytes: int) -> Cargo:
+    def even(cls, total_bytes: int, piece_bytes: int, chunk_bytes: int) -> ModelLayout:
         """Return a model that is not published yet: chunks of one size, the last one shorter.
 
         With ``chunk_bytes`` 0 the chunks are so small that stripes are even.

@@ -13,25 +13,25 @@ from dataclasses import dataclass
 from paceline.errors import InvalidPlan
 from paceline.manifest import Manifest
 from paceline.plan.closing import close_up
-from paceline.plan.cost import Network, Price, deadline_s, origin_cap_bytes, origin_shares, price
-from paceline.plan.flows import Feeding, Flow, feed_leaves
-from paceline.plan.inputs import Cargo, PlanWorker, Standing, Stripe
+from paceline.plan.cost import Network, PlanCost, deadline_s, origin_cap_bytes, origin_shares, price
+from paceline.plan.flows import Flow, FlowBuilder, feed_leaves
+from paceline.plan.inputs import ModelLayout, PlanWorker, Standing, Stripe
 from paceline.plan.spares import MOST_SPARES, Spares
-from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Line, Trees, build_trees, line_up
+from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Trees, WorkerLine, build_trees, line_up
 from paceline.schemas.plan import Lane, Plan, Source, Topology, WorkerLanes
 
 RELAYED = (Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH, Topology.TREE)  # ties: simplest
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PlanDraft:
     """One topology worked out: its flows and their cost."""
 
     topology: Topology
-    line: Line
+    line: WorkerLine
     trees: Trees
     flows: list[Flow]
-    price: Price
+    price: PlanCost
     roots: list[int]  # by place in the line: bytes that it takes from the origin in the trees
 
 
@@ -61,7 +61,7 @@ def make_plan(
     """
     topology = topology_of(topology)
     check_workers(workers)
-    cargo = Cargo.of(manifest)
+    cargo = ModelLayout.of(manifest)
     line = line_up(workers, seed, order)
     network = Network(external_mbit, oversubscription)
     left = origin_cap_bytes(cargo.total) - origin_spent_bytes
@@ -101,13 +101,13 @@ def make_plan(
 
 def draft_plan(
     topology: Topology,
-    line: Line,
-    cargo: Cargo,
+    line: WorkerLine,
+    cargo: ModelLayout,
     network: Network,
     *,
     fanout: int = 2,
     origin_left: int | None = None,
-) -> Draft:
+) -> PlanDraft:
     """Return ``topology`` on ``line`` with its cost; for AUTO the relayed one with the least
     expected seconds.
     """
@@ -140,12 +140,16 @@ def draft_plan(
         roots = _begun(line, cargo, trees, stripes)
         scarce = origin_left is not None and origin_left < sum(roots)
         from_peers = topology is Topology.MESH
-        feeding = Feeding(line, trees, cargo, stripes, scarce=scarce, from_peers=from_peers)
+        feeding = FlowBuilder(line, trees, cargo, stripes, scarce=scarce, from_peers=from_peers)
         flows = feeding.flows()
-    return Draft(topology, line, trees, flows, price(topology, line, flows, cargo, network), roots)
+    return PlanDraft(
+        topology, line, trees, flows, price(topology, line, flows, cargo, network), roots
+    )
 
 
-def _begun(line: Line, cargo: Cargo, trees: Trees, stripes: Sequence[Stripe]) -> list[int]:
+def _begun(
+    line: WorkerLine, cargo: ModelLayout, trees: Trees, stripes: Sequence[Stripe]
+) -> list[int]:
     """Return, by place in the line, the bytes it lacks of the stripes that it takes from the
     origin.
     """
@@ -164,7 +168,7 @@ class _Writing:
 
     def __init__(
         self,
-        draft: Draft,
+        draft: PlanDraft,
         spares: Spares,
         manifest: Manifest,
         deployment_id: str,

@@ -13,7 +13,7 @@ from itertools import islice
 from paceline.plan.closing import match, nearest_below
 from paceline.plan.flows import Flow, nearness
 from paceline.plan.inputs import Standing
-from paceline.plan.trees import ORIGIN, Line, Trees
+from paceline.plan.trees import ORIGIN, Trees, WorkerLine
 
 MOST_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
 MOST_ANCESTORS = 4
@@ -24,7 +24,7 @@ _FARTHEST = 2 * MOST_SPARES  # places along the line that are considered
 class Spares:
     """Computes the spares of one plan, stripe by stripe."""
 
-    def __init__(self, line: Line, trees: Trees, *, returned: bool = True) -> None:
+    def __init__(self, line: WorkerLine, trees: Trees, *, returned: bool = True) -> None:
         """``returned``: some workers may have come back with pieces, also those further down the
         line.
         """
@@ -177,7 +177,7 @@ class Spares:
         return sorted(turned, key=lambda place: -nearness(self._line.workers[place], worker))
 
 
-def _last_resort(line: Line) -> list[int]:
+def _last_resort(line: WorkerLine) -> list[int]:
     """Return the sources for what only the origin has, should its budget be spent: the slow workers
     that hold most; quarantined ones where no other worker has the whole model.
     """

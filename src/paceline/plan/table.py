@@ -14,9 +14,9 @@ from paceline.errors import InvalidInput, InvalidPlan
 from paceline.manifest import choose_sizes
 from paceline.manifest.sizes import CHUNK_SECONDS, LEAST_CHUNKS
 from paceline.plan.cost import DEEP, Network, Prediction
-from paceline.plan.inputs import Cargo, PlanWorker
+from paceline.plan.inputs import ModelLayout, PlanWorker
 from paceline.plan.make import RELAYED, draft_plan, topology_of
-from paceline.plan.trees import Line, line_up
+from paceline.plan.trees import WorkerLine, line_up
 from paceline.schemas.command_results import PlanRow, PlanTable
 from paceline.schemas.plan import Labels, Topology
 
@@ -49,12 +49,14 @@ def predict(
             wanted="at least one worker and a link",
         )
     line = even_line(workers, racks, link_mbit, disk_mbit)
-    cargo = Cargo.even(total_bytes, piece_bytes, chunk_bytes)
+    cargo = ModelLayout.even(total_bytes, piece_bytes, chunk_bytes)
     network = Network(external_mbit, oversubscription)
     return draft_plan(topology, line, cargo, network, fanout=fanout).price.prediction
 
 
-def even_line(workers: int, racks: int, link_mbit: float, disk_mbit: float | None = None) -> Line:
+def even_line(
+    workers: int, racks: int, link_mbit: float, disk_mbit: float | None = None
+) -> WorkerLine:
     """Return a line of equal workers in even racks."""
     racks = max(1, min(racks, workers))
     labels = [Labels(rack=f"rack-{number}") for number in range(racks)]
@@ -77,7 +79,7 @@ LEAST_MBIT, MOST_MBIT = 1e-3, 1e9  # of any link or disk
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fleet:
+class FleetDescription:
     """A fleet of equal workers, and the size of a model for it. Zero means: derived from
     the rest.
     """
@@ -92,7 +94,7 @@ class Fleet:
     chunk_bytes: int = 0
     disk_mbit: float = 0.0
 
-    def checked(self) -> Fleet:
+    def checked(self) -> FleetDescription:
         """Return this fleet with every zero derived; raises InvalidInput for impossible values."""
         if self.size_bytes < 1:
             raise InvalidInput("nothing to move", got=f"{self.size_bytes} bytes", wanted="a size")
@@ -123,7 +125,7 @@ class Fleet:
         )
         by_link = self.link_mbit * 1e6 / 8 * CHUNK_SECONDS
         chunk = max(sizes.piece_bytes, round(min(by_link, self.size_bytes / LEAST_CHUNKS)))
-        return Fleet(
+        return FleetDescription(
             size_bytes=self.size_bytes,
             workers=self.workers,
             link_mbit=self.link_mbit,
@@ -141,7 +143,7 @@ class Fleet:
         return self.size_bytes * 8e-6 / min(self.link_mbit, self.external_mbit or self.link_mbit)
 
 
-def plan_table(fleet: Fleet, topology: Topology = Topology.AUTO) -> PlanTable:
+def plan_table(fleet: FleetDescription, topology: Topology = Topology.AUTO) -> PlanTable:
     """Return the predictions of every topology for ``fleet``, and the choice: the cheapest, or
     ``topology``.
 
@@ -168,7 +170,7 @@ def plan_table(fleet: Fleet, topology: Topology = Topology.AUTO) -> PlanTable:
     )
 
 
-def _predicted(fleet: Fleet, topology: Topology) -> Prediction:
+def _predicted(fleet: FleetDescription, topology: Topology) -> Prediction:
     return predict(
         topology,
         total_bytes=fleet.size_bytes,
@@ -183,7 +185,9 @@ def _predicted(fleet: Fleet, topology: Topology) -> Prediction:
     )
 
 
-def _row(fleet: Fleet, name: str, told: Prediction, *, reference: bool = False) -> PlanRow:
+def _row(
+    fleet: FleetDescription, name: str, told: Prediction, *, reference: bool = False
+) -> PlanRow:
     return PlanRow(
         topology=name,
         reference=reference,
@@ -197,7 +201,7 @@ def _row(fleet: Fleet, name: str, told: Prediction, *, reference: bool = False) 
     )
 
 
-def _references(fleet: Fleet) -> Iterator[PlanRow]:
+def _references(fleet: FleetDescription) -> Iterator[PlanRow]:
     size, count, bound = fleet.size_bytes, fleet.workers, fleet.bound_seconds
     by_link = size * 8e-6 / fleet.link_mbit
     chunk_s = min(fleet.chunk_bytes, size) * 8e-6 / fleet.link_mbit

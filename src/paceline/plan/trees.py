@@ -277,7 +277,7 @@ SLOW_LINK = 0.5  # of the median: such a link would slow down all places behind 
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WorkerLine:
     """``workers`` by place: those of the line, then complete ones beside it that only feed it."""
 
     workers: tuple[PlanWorker, ...]
@@ -315,7 +315,7 @@ class Line:
         return not self.out[place]
 
 
-def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ()) -> Line:
+def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ()) -> WorkerLine:
     """Return the line: first the places in ``order``, then new workers as ``line_order`` sorts
     them.
 
@@ -344,7 +344,7 @@ def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ())
             break
         core = tuple(range(len(line)))
         out = [each.standing not in good for each in places]
-    return Line(places, len(line), core, tuple(out), middle)
+    return WorkerLine(places, len(line), core, tuple(out), middle)
 
 
 def next_order(order: Sequence[str], plan: Plan) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ class RequestLimits:
     retries: int = 2
 
 
-class Adapter:
+class MlflowAdapter:
     """A client of one MLflow server that serves both tracking and registry."""
 
     def __init__(

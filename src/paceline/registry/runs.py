@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from paceline.errors import Conflict, CorruptData, InvalidInput, NotFound
-from paceline.registry.adapter import Adapter
+from paceline.registry.adapter import MlflowAdapter
 from paceline.registry.lineage import TAG_RUN_ID, MetricPoint, run_tags
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -25,7 +25,7 @@ _METRICS_PER_CALL = 1000
 _DATASET_DIGEST_CHARACTERS = 36
 
 
-class RunLog(Adapter):
+class RunLog(MlflowAdapter):
     """Writes one installation's runs into MLflow."""
 
     def ensure_run(

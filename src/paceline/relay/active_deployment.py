@@ -15,15 +15,15 @@ from paceline.relay.protocol.extents import Extents
 from paceline.relay.protocol.session import RelaySession
 from paceline.relay.sources import RangeReader
 from paceline.relay.store.group_commit import Committer
-from paceline.relay.store.origin_reads import Reading
+from paceline.relay.store.origin_reads import OriginReadCount
 from paceline.relay.store.staging import Staging
-from paceline.relay.transport.contract import Counters, PullStream
+from paceline.relay.transport.contract import PullStream, TransferCounters
 from paceline.schemas.calls import DeploymentBeat
 from paceline.schemas.plan import Source, WorkerLanes
 from paceline.schemas.records import Failure, Receipt, WorkerStatus
 
 
-class Arrivals:
+class VerifiedPieces:
     """Verified pieces that the session has not processed yet: byte threads add, the owner takes."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Arrivals:
 
 
 @dataclass(eq=False)
-class Share:
+class ActiveDeployment:
     """One node's part of one deployment; see the module's docstring."""
 
     lanes: WorkerLanes
@@ -66,10 +66,10 @@ class Share:
     session: RelaySession | None = None
     staging: Staging | None = None
     committer: Committer | None = None
-    counters: Counters = field(default_factory=Counters)
-    reading: Reading = field(default_factory=Reading)
+    counters: TransferCounters = field(default_factory=TransferCounters)
+    reading: OriginReadCount = field(default_factory=OriginReadCount)
     is_cut_off: bool = False  # without readers and without a coordinator: see ``node``
-    arrivals: Arrivals = field(default_factory=Arrivals)
+    arrivals: VerifiedPieces = field(default_factory=VerifiedPieces)
     streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
     status: WorkerStatus = WorkerStatus.RECEIVING

@@ -38,13 +38,13 @@ from paceline.errors import (
 from paceline.manifest import Manifest, parse_manifest
 from paceline.manifest.signing import TrustPolicy, verify_signature
 from paceline.relay import process as descriptors
-from paceline.relay.deployments import Assignments, as_error
+from paceline.relay.deployments import StoredLanes, as_error
 from paceline.relay.joining import Renewal
 from paceline.relay.node import RelayDriver
 from paceline.relay.process import PARENT_POLL_S, AgentConfig, StopSignal, address_of, advertised
 from paceline.relay.sources import Sources
 from paceline.relay.store.disk_space import StorePolicy
-from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.origin_reads import OriginReadCounts
 from paceline.relay.store.store import Store
 from paceline.relay.transport.contract import Transport
 from paceline.relay.transport.pacing import RateMeter
@@ -72,7 +72,7 @@ from paceline.text import log_to_stderr
 ENDED = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 
 
-class Report:
+class HeartbeatBuilder:
     """Builds the heartbeats of one agent; used by one thread."""
 
     def __init__(self, worker_id: str, driver: RelayDriver) -> None:
@@ -180,7 +180,7 @@ class Agent:
         self._store = Store(self._node_dir / "store", StorePolicy.of(runtime.profile.store))
         try:
             self.incarnation = self._next_incarnation()
-            self._readings = Readings(self._node_dir / "readings")
+            self._readings = OriginReadCounts(self._node_dir / "readings")
             self.driver = self._make_driver(transport, host, port)
         except BaseException:
             if new:  # only we can have written there: the store is still locked by us
@@ -189,8 +189,8 @@ class Agent:
             raise
         # Without retries of its own: this loop waits between two attempts.
         self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0, worker=True)
-        self._report = Report(config.worker_id, self.driver)
-        self._assignments = Assignments(self._node_dir / "assignments")
+        self._report = HeartbeatBuilder(config.worker_id, self.driver)
+        self._assignments = StoredLanes(self._node_dir / "assignments")
         self._manifests: dict[str, Manifest] = {}
         self._left: list[tuple[WorkerLanes, Manifest]] = []  # lanes of an earlier process
         self._broken: Exception | None = None

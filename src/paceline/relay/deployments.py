@@ -16,17 +16,17 @@ from pydantic import ValidationError
 
 from paceline.errors import Conflict, DeploymentFailed, PacelineError, StorageFailed, StorageFull
 from paceline.manifest import Manifest, parse_manifest
-from paceline.relay.active_deployment import Share
-from paceline.relay.protocol.events import Cancelled, LanesAssigned, PiecesRotten, SessionEvent
+from paceline.relay.active_deployment import ActiveDeployment
+from paceline.relay.protocol.events import Cancelled, HeldPiecesCorrupt, LanesAssigned, SessionEvent
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.protocol.session import RelaySession, as_failure
 from paceline.relay.store.group_commit import Committer
-from paceline.relay.store.library import Library
-from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.library import OpenModels
+from paceline.relay.store.origin_reads import OriginReadCounts
 from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Counters
+from paceline.relay.transport.contract import TransferCounters
 from paceline.schemas.plan import WorkerLanes
 from paceline.schemas.records import WorkerStatus
 from paceline.system.files import write_durably
@@ -55,15 +55,15 @@ class Deployments:
         seed: int,
         incarnation: int,
         sent_bytes: Callable[[], int],
-        readings: Readings,
+        readings: OriginReadCounts,
         post: Callable[[Work], None],
-        tell: Callable[[Share, SessionEvent, float], None],
-        report_of: Callable[[Share], Callable[[SessionEvent], None]],
+        tell: Callable[[ActiveDeployment, SessionEvent, float], None],
+        report_of: Callable[[ActiveDeployment], Callable[[SessionEvent], None]],
         changed: Callable[[], None],
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = incarnation
-        self.library = Library(store)
+        self.library = OpenModels(store)
         self._store = store
         self._limits = limits
         self._seed = seed
@@ -71,10 +71,10 @@ class Deployments:
         self._readings = readings
         self._post, self._tell, self._report_of = post, tell, report_of
         self._changed = changed
-        self._shares: dict[str, Share] = {}
+        self._shares: dict[str, ActiveDeployment] = {}
         self.withdrawals = 0  # published versions withdrawn because a piece no longer matched
 
-    def __iter__(self) -> Iterator[Share]:
+    def __iter__(self) -> Iterator[ActiveDeployment]:
         return iter(list(self._shares.values()))
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Deployments:
         self.library.close()
         self._readings.close()
 
-    def refresh(self, share: Share, now_s: float) -> None:
+    def refresh(self, share: ActiveDeployment, now_s: float) -> None:
         """Update the reported state of ``share``."""
         share.refresh(now_s)
         self._changed()
@@ -111,7 +111,7 @@ class Deployments:
             self.refresh(known, now_s)
             return
         self._forget_old()
-        share = Share(lanes, manifest, now_s, self._sent_bytes())
+        share = ActiveDeployment(lanes, manifest, now_s, self._sent_bytes())
         self._shares[lanes.deployment_id] = share
         try:
             share.reading = self._readings.of(share.deployment_id)
@@ -133,11 +133,11 @@ class Deployments:
         """Report that this node does not join a deployment, and why."""
         if lanes.deployment_id in self._shares:
             return
-        share = Share(lanes, manifest, now_s, self._sent_bytes())
+        share = ActiveDeployment(lanes, manifest, now_s, self._sent_bytes())
         self._shares[lanes.deployment_id] = share
         self.fail(share, error)
 
-    def _prepare(self, share: Share) -> None:
+    def _prepare(self, share: ActiveDeployment) -> None:
         """Open the files and copy what this disk already has; not on the owner thread."""
         try:
             staging = self.library.open(share.manifest)
@@ -147,7 +147,7 @@ class Deployments:
         else:
             self._post(lambda now: self._prepared(share, staging, now))
 
-    def _prepared(self, share: Share, staging: Staging, now_s: float) -> None:
+    def _prepared(self, share: ActiveDeployment, staging: Staging, now_s: float) -> None:
         if self._shares.get(share.deployment_id) is not share:
             self.library.discard(staging)  # cancelled meanwhile
             return
@@ -164,16 +164,16 @@ class Deployments:
         self._tell(share, LanesAssigned(share.lanes, share.counters.origin_bytes), now_s)
         self.refresh(share, now_s)
 
-    def _commit_on(self, share: Share) -> None:
+    def _commit_on(self, share: ActiveDeployment) -> None:
         if share.staging is not None and not share.staging.published:
             share.committer = Committer(share.staging, self._report_of(share))
             share.committer.start()
 
-    def publish(self, share: Share) -> None:
+    def publish(self, share: ActiveDeployment) -> None:
         """Publish the complete version at its final path, on a thread of its own."""
         _thread("publish", lambda: self._publish(share))
 
-    def _publish(self, share: Share) -> None:
+    def _publish(self, share: ActiveDeployment) -> None:
         staging = share.staging
         if staging is None:
             return
@@ -203,7 +203,9 @@ class Deployments:
 
         self._post(done)
 
-    def fail(self, share: Share, error: PacelineError, *, verification: bool = False) -> None:
+    def fail(
+        self, share: ActiveDeployment, error: PacelineError, *, verification: bool = False
+    ) -> None:
         """Fail a deployment and report why; lanes of a newer epoch may revive it."""
         if share.ended_s is not None:
             return
@@ -224,7 +226,7 @@ class Deployments:
         self.library.refuse(share.manifest.digest)
         self._changed()
 
-    def _drop(self, share: Share) -> None:
+    def _drop(self, share: ActiveDeployment) -> None:
         """Discard what the disk has of a deployment, unless it is published."""
         if share.committer is not None:
             share.committer.stop()
@@ -286,7 +288,7 @@ class Deployments:
                 share.close_streams()
                 del self._shares[share.deployment_id]
             else:
-                self._tell(share, PiecesRotten(Extent(piece, piece + 1)), now_s)
+                self._tell(share, HeldPiecesCorrupt(Extent(piece, piece + 1)), now_s)
         if withdrawn:
             log.error("withdrew digest=%s piece=%d: it rotted on this disk", digest, piece)
             self.withdrawals += 1
@@ -301,7 +303,7 @@ class Deployments:
                 self.library.release(share.staging)
 
 
-def _counters(share: Share) -> Counters:
+def _counters(share: ActiveDeployment) -> TransferCounters:
     """Return counters that continue from what earlier processes read for this deployment."""
     reading = share.reading
     least = min(MOST_AHEAD, share.manifest.total_size // AHEAD_PARTS)
@@ -309,7 +311,7 @@ def _counters(share: Share) -> Counters:
     def cover(read: int) -> None:
         reading.cover(read, max(share.lanes.origin_tell_bytes, least))
 
-    return Counters(reading.read_bytes, cover)
+    return TransferCounters(reading.read_bytes, cover)
 
 
 def _thread(name: str, work: Callable[[], None]) -> None:
@@ -335,7 +337,7 @@ MOST = 8  # deployments at once; a node takes part in one or two
 _LANES, _MANIFEST = ".lanes.json", ".manifest.json"
 
 
-class Assignments:
+class StoredLanes:
     """Lanes stored below ``directory``; used by one thread."""
 
     def __init__(self, directory: Path) -> None:

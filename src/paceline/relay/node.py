@@ -17,29 +17,29 @@ from contextlib import suppress
 
 from paceline.errors import DeploymentFailed, PacelineError
 from paceline.manifest import Manifest
-from paceline.relay.active_deployment import Share
+from paceline.relay.active_deployment import ActiveDeployment
 from paceline.relay.deployments import Deployments
 from paceline.relay.origin import OriginStream
 from paceline.relay.protocol.events import (
     SLEPT_S,
     Abandon,
     Complete,
-    Confirmed,
     Fail,
     Fetch,
+    LanesConfirmed,
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
+    Resumed,
     SessionAction,
     SessionEvent,
     Tick,
-    Woke,
 )
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.sources import LazyReader, RangeReader
-from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.origin_reads import OriginReadCounts
 from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Pull, PullStream, Transport
+from paceline.relay.transport.contract import PullSpec, PullStream, Transport
 from paceline.relay.transport.pacing import Pacer
 from paceline.schemas.calls import DeploymentBeat
 from paceline.schemas.plan import Source, WorkerLanes
@@ -80,7 +80,7 @@ class RelayDriver:
         limits: SessionLimits | None = None,
         seed: int = 0,
         coordinated: bool = False,
-        readings: Readings | None = None,
+        readings: OriginReadCounts | None = None,
         on_news: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
@@ -89,7 +89,7 @@ class RelayDriver:
         self.nic_out = Pacer(link_mbit)
         self._transport = transport
         self._open_source = open_source
-        self.readings = readings or Readings()
+        self.readings = readings or OriginReadCounts()
         self._inbox: queue.Queue[tuple[Callable[[float], None], float]] = queue.Queue(INBOX)
         self._deployments = Deployments(
             worker_id=worker_id,
@@ -184,9 +184,9 @@ class RelayDriver:
         for share in self._deployments:
             if awake or (share.is_cut_off and self._woke_s == float("inf")):
                 share.is_cut_off = False
-                self._tell(share, Confirmed(), now_s)
+                self._tell(share, LanesConfirmed(), now_s)
 
-    def _look_around(self, share: Share, now_s: float) -> None:
+    def _look_around(self, share: ActiveDeployment, now_s: float) -> None:
         """Stop origin reads where the coordinator may have reassigned them: it is not reachable
         from here and no peer reads from this node any more. While the coordinator is down for all
         nodes, the peers keep reading, and so does this node.
@@ -200,10 +200,10 @@ class RelayDriver:
         if alone and not share.is_cut_off:
             log.warning("cut off: reads the origin no more deployment=%s", share.deployment_id)
             share.is_cut_off = True
-            self._tell(share, Woke(0.0, replaced=True), now_s)
+            self._tell(share, Resumed(0.0, replaced=True), now_s)
         elif share.is_cut_off and not alone and self._woke_s == float("inf"):
             share.is_cut_off = False
-            self._tell(share, Confirmed(), now_s)
+            self._tell(share, LanesConfirmed(), now_s)
 
     def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
         """Do not join a deployment, and report why."""
@@ -272,7 +272,7 @@ class RelayDriver:
             level = logging.WARNING if replaced else logging.DEBUG
             log.log(level, "stood still for %.1f s", late_s)
             for share in self._deployments:
-                self._tell(share, Woke(late_s, replaced), now_s)
+                self._tell(share, Resumed(late_s, replaced), now_s)
         return now_s
 
     def _tick(self) -> float:
@@ -293,7 +293,7 @@ class RelayDriver:
             next_s = min(next_s, next_s if due_s is None else due_s)
         return max(next_s - time.monotonic(), 0.001)
 
-    def _tell(self, share: Share, event: SessionEvent, now_s: float) -> None:
+    def _tell(self, share: ActiveDeployment, event: SessionEvent, now_s: float) -> None:
         if threading.current_thread() is not self._owner:
             raise RuntimeError("a session was touched outside its owner thread")
         if share.session is None:
@@ -321,7 +321,7 @@ class RelayDriver:
             self._news = news
             self._on_news()
 
-    def _do(self, share: Share, action: SessionAction) -> None:
+    def _do(self, share: ActiveDeployment, action: SessionAction) -> None:
         match action:
             case Fetch(source, stream, extent):
                 running = share.streams.get(source.key)
@@ -343,11 +343,11 @@ class RelayDriver:
             case ReportCorrupt(key, piece, pieces):
                 log.warning("corrupt piece source=%s piece=%d pieces=%d", key, piece, pieces)
 
-    def _open_stream(self, share: Share, source: Source, stream: int) -> PullStream:
+    def _open_stream(self, share: ActiveDeployment, source: Source, stream: int) -> PullStream:
         if share.staging is None:
             raise RuntimeError("a session fetched before its files were open")
         if source.kind == "worker":
-            pull = Pull(
+            pull = PullSpec(
                 source=source,
                 stream=stream,
                 worker_id=self.worker_id,
@@ -375,7 +375,7 @@ class RelayDriver:
             portion=lambda: share.portion(source),
         )
 
-    def _reporter(self, share: Share) -> Callable[[SessionEvent], None]:
+    def _reporter(self, share: ActiveDeployment) -> Callable[[SessionEvent], None]:
         """Return the callback with which byte threads report. Verified pieces are batched, so that
         small ones do not wake the owner one by one: it takes them at an interval, or when enough
         wait.
@@ -402,6 +402,6 @@ class RelayDriver:
 
         return report
 
-    def _deliver(self, share: Share, now_s: float) -> None:
+    def _deliver(self, share: ActiveDeployment, now_s: float) -> None:
         for event in share.arrivals.take():
             self._tell(share, event, now_s)

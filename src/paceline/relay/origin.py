@@ -29,9 +29,9 @@ from paceline.relay.protocol.events import (
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.sources import RangeReader
 from paceline.relay.store.staging import Staging
-from paceline.relay.transport.contract import Counters
-from paceline.relay.transport.pacing import Pacer, Portion, Rate, no_limit
-from paceline.relay.transport.sockets import Lull
+from paceline.relay.transport.contract import TransferCounters
+from paceline.relay.transport.pacing import Pacer, PlannedRate, ReceiveWindow, no_limit
+from paceline.relay.transport.sockets import ReadCoalescer
 from paceline.schemas.plan import Source
 
 # The number of parallel ranges, adapted to the measured rate.
@@ -47,7 +47,7 @@ ENOUGH = 0.9  # of the planned rate: more would take from other readers' share
 HOLD_S = 10.0  # until the next trial after one that failed, then twice that, …
 
 
-class Width:
+class RangeConcurrency:
     """Doubles the number of ranges for as long as that raises the rate by a quarter.
 
     And only below the rate that the plan expects: where several workers share the origin's link,
@@ -120,10 +120,10 @@ class OriginStream:
         reader: RangeReader,
         staging: Staging,
         pacer: Pacer,
-        counters: Counters,
+        counters: TransferCounters,
         report: Callable[[SessionEvent], None],
-        expected_rate: Rate = no_limit,
-        portion: Rate = no_limit,
+        expected_rate: PlannedRate = no_limit,
+        portion: PlannedRate = no_limit,
         deadline: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._source = source
@@ -135,7 +135,7 @@ class OriginStream:
         self._counters = counters
         self._report = report
         self._expected_rate = expected_rate  # bytes per second that the plan expects; 0: unknown
-        self._portion = Portion(portion)
+        self._portion = ReceiveWindow(portion)
         self._deadline = deadline  # the time in which the plan expects a piece
         self._queue: deque[Extent] = deque()
         self._ready = threading.Condition()
@@ -144,7 +144,7 @@ class OriginStream:
         self._range_bytes = min(FIRST_RANGE, self._most_bytes)
         self._at_file = -1
         self._busy = _Busy()
-        self._width = Width(staging.manifest.piece_count)
+        self._width = RangeConcurrency(staging.manifest.piece_count)
         self._threads = 0
         self._start_threads()
         threading.Thread(target=self._look_ahead, name="origin-ahead", daemon=True).start()
@@ -199,7 +199,7 @@ class OriginStream:
             return Extent(first, end)
 
     def _run(self, number: int) -> None:
-        lull = Lull()
+        lull = ReadCoalescer()
         try:
             with self._staging.using():
                 while (extent := self._next(number)) is not None:
@@ -234,7 +234,7 @@ class OriginStream:
             self._ready.wait_for(lambda: self._closed or self._at_file != seen)
             return None if self._closed else self._at_file
 
-    def _read(self, extent: Extent, lull: Lull) -> None:
+    def _read(self, extent: Extent, lull: ReadCoalescer) -> None:
         manifest = self._staging.manifest
         pieces = deque(manifest.piece_of(piece) for piece in range(*extent))
         offset, size = pieces[0].file_offset, sum(piece.length for piece in pieces)
@@ -326,7 +326,7 @@ class _Busy:
             return lap
 
 
-def _unhurried(steps: Iterator[int], lull: Lull) -> Iterator[int]:
+def _unhurried(steps: Iterator[int], lull: ReadCoalescer) -> Iterator[int]:
     """Yield what ``steps`` yields, with a pause before each in which its bytes may gather."""
     done = step = 0
     while True:

@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.errors import OriginBudgetExceeded
 from paceline.manifest import Manifest
 from paceline.plan import origin_cap_bytes
-from paceline.relay.store.origin_reads import Readings
+from paceline.relay.store.origin_reads import OriginReadCounts
 from paceline.relay.store.staging import disk_errors
 from paceline.schemas.calls import DeploymentBeat
 from paceline.schemas.records import WorkerStatus
@@ -23,7 +23,7 @@ SHORT_S = 3.0  # without progress for so long while a worker lacks budget: make 
 RESCUES = 2  # so many times, then fail
 
 
-class Fuse:
+class OriginReadBudget:
     """The budget of the workers ``names`` below ``into``, with ``extra_bytes`` beyond the usual
     cap.
 
@@ -38,7 +38,7 @@ class Fuse:
         self._url = url
         self._cap = origin_cap_bytes(manifest.total_size) + extra_bytes
         self._extra = extra_bytes
-        self._readings: dict[str, Readings] = {}
+        self._readings: dict[str, OriginReadCounts] = {}
         begun = any(
             (into / name / "store" / "staging" / manifest.digest / "data").exists()
             for name in names
@@ -46,12 +46,12 @@ class Fuse:
         for name in names:
             directory = into / name / "readings"
             with disk_errors(directory):
-                self._readings[name] = readings = Readings(directory)
+                self._readings[name] = readings = OriginReadCounts(directory)
                 if not begun:  # the data of those reads is gone, so they no longer count
                     readings.drop([self.deployment_id])
         self.before_bytes = sum(self.read().values())
 
-    def readings(self, name: str) -> Readings:
+    def readings(self, name: str) -> OriginReadCounts:
         """Return the counters of worker ``name``."""
         return self._readings[name]
 
@@ -90,7 +90,7 @@ class Fuse:
         )
 
 
-class Shortage:
+class BudgetStallDetector:
     """Detects when workers need another plan because their budget for the origin is spent."""
 
     def __init__(self) -> None:
@@ -98,7 +98,9 @@ class Shortage:
         self._since_s = 0.0
         self._plans = 0
 
-    def needs_plan(self, beats: Mapping[str, DeploymentBeat], fuse: Fuse, now_s: float) -> bool:
+    def needs_plan(
+        self, beats: Mapping[str, DeploymentBeat], fuse: OriginReadBudget, now_s: float
+    ) -> bool:
         """Return whether to make a new plan now; raises OriginBudgetExceeded where several new
         plans did not help.
         """

@@ -22,12 +22,12 @@ from paceline.manifest import Manifest, TrustPolicy, version_key
 from paceline.plan import PlanWorker, Standing, make_plan, next_order
 from paceline.relay import process as descriptors
 from paceline.relay.node import RelayDriver
-from paceline.relay.origin_budget import Fuse, Shortage
+from paceline.relay.origin_budget import BudgetStallDetector, OriginReadBudget
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.sources import RangeReader
 from paceline.relay.standalone_request import (
     UNLIMITED_MBIT,
-    Request,
+    DistributeRequest,
     check_room,
     clear,
     is_s3,
@@ -93,7 +93,7 @@ def distribute(
     is kept), and DeploymentFailed, or the workers' own error where all failed with the same one.
     """
     names = names_of(workers, targets)
-    request = Request(
+    request = DistributeRequest(
         into=Path(into).absolute(),  # receipts contain the paths of the copies
         names=names,
         racks=racks,
@@ -147,7 +147,7 @@ class _Crew:
 
     def __init__(
         self,
-        request: Request,
+        request: DistributeRequest,
         manifest: Manifest,
         url: str,
         open_source: Callable[[str], RangeReader],
@@ -156,7 +156,7 @@ class _Crew:
         self._manifest = manifest
         self._url = url
         self._open_source = open_source
-        self._fuse: Fuse
+        self._fuse: OriginReadBudget
         self._news = threading.Event()
         self._stores: dict[str, Store] = {}
         self._drivers: dict[str, RelayDriver] = {}
@@ -173,8 +173,14 @@ class _Crew:
             stack.callback(self._close_idle)
             for name in request.names:
                 self._stores[name] = Store(request.into / name / "store", request.policy)
-            self._fuse = Fuse(  # no other process counts there: we hold the stores' locks
-                request.into, request.names, self._manifest, self._url, request.extra_origin_bytes
+            self._fuse = (
+                OriginReadBudget(  # no other process counts there: we hold the stores' locks
+                    request.into,
+                    request.names,
+                    self._manifest,
+                    self._url,
+                    request.extra_origin_bytes,
+                )
             )
             stack.callback(self._fuse.close)
             for number, name in enumerate(request.names):
@@ -228,7 +234,7 @@ class _Crew:
         began = time.monotonic()
         self._deploy()
         moved_at, held_before, withdrawn = began, -1, 0
-        shortage = Shortage()
+        shortage = BudgetStallDetector()
         while True:
             self._news.wait(LOOK_S)
             self._news.clear()

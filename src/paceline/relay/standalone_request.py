@@ -24,11 +24,11 @@ from paceline.manifest import (
     fetch_manifest,
     verify_signature,
 )
-from paceline.relay.origin_budget import Fuse
+from paceline.relay.origin_budget import OriginReadBudget
 from paceline.relay.process import LINK_MBIT, MOST_PORT
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.sources import DirectoryReader, RangeReader, S3Reader
-from paceline.relay.store.disk_space import Room, StorePolicy, reclaimable, room_lacking
+from paceline.relay.store.disk_space import DiskSpace, StorePolicy, reclaimable, room_lacking
 from paceline.schemas.base import NAME
 from paceline.schemas.calls import DeploymentBeat
 from paceline.schemas.command_results import Distribution
@@ -45,7 +45,7 @@ UNLIMITED_MBIT = 10_000.0  # what a plan assumes where no limit is set
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class DistributeRequest:
     """The arguments of ``distribute`` beside the source; see there. Raises InvalidInput."""
 
     into: Path
@@ -203,7 +203,7 @@ def is_s3(source: Path | str) -> bool:
     return str(source).startswith("s3://")
 
 
-def check_room(request: Request, manifest: Manifest) -> None:
+def check_room(request: DistributeRequest, manifest: Manifest) -> None:
     """Raise StorageFull where all workers together lack disk space: they may share one disk."""
     disks: dict[int, tuple[Path, int, int]] = {}
     for name in request.names:
@@ -215,7 +215,7 @@ def check_room(request: Request, manifest: Manifest) -> None:
             wanted_there = "a directory that may be written to"
             raise InvalidInput("not a place for workers", got=existing, wanted=wanted_there)
         device = existing.stat().st_dev
-        _, wanted, free = disks.get(device, (place, 0, Room.at(existing).free))
+        _, wanted, free = disks.get(device, (place, 0, DiskSpace.at(existing).free))
         wanted += room_lacking(place, manifest)
         if request.policy.make_room:
             free += reclaimable(place, manifest.digest)
@@ -242,7 +242,7 @@ def clear(into: Path, new: Sequence[str], *, whole: bool) -> None:
 
 
 def outcome(
-    request: Request,
+    request: DistributeRequest,
     manifest: Manifest,
     url: str,
     plan: Plan,
@@ -250,7 +250,7 @@ def outcome(
     *,
     racks: Mapping[str, str],
     failed: Mapping[str, Failure],
-    fuse: Fuse,
+    fuse: OriginReadBudget,
     seconds: float,
 ) -> Distribution:
     """Return the record of a deployment whose workers have all ended; ``plan`` is its last one."""

@@ -22,7 +22,7 @@ class StageLine(Record):
     already_done: bool  # found in the ledger: not run again
 
 
-class Movement(Record):
+class DistributionSummary(Record):
     """Distribution of one version to its targets."""
 
     deployment_id: str
@@ -96,8 +96,8 @@ class RunSummary(Record):
     stages: tuple[StageLine, ...]
     model: ModelFigures
     data: DataFigures
-    distribution: Movement
-    rollout: Movement
+    distribution: DistributionSummary
+    rollout: DistributionSummary
     training: TrainingFigures
     evaluation: EvaluationFigures
     gate: GateDecision
@@ -283,7 +283,7 @@ class ModelImported(Record):
 # Output of `paceline reproduce`.
 
 
-class Differs(Record):
+class Difference(Record):
     """One difference between the original run's environment and the present one."""
 
     what: str
@@ -304,7 +304,7 @@ class Reproduction(Record):
     job_id: Name
     again_job_id: Name | None  # None if nothing was run
     status: Literal["identical", "different", "checked"]
-    differences: tuple[Differs, ...]
+    differences: tuple[Difference, ...]
     steps: int  # losses compared
     first_different_step: int | None = None
     loss_then: float | None = None  # at that step

@@ -68,7 +68,7 @@ class Event(Record):
     data: dict[str, object] = {}
 
 
-Run = tuple[int, int]  # chunks [first, last], both inclusive
+ChunkRun = tuple[int, int]  # chunks [first, last], both inclusive
 
 
 class LeaderView(Record):
@@ -87,7 +87,7 @@ class PartMoment(Record):
     worker_id: Name
     status: WorkerStatus
     alive: bool
-    chunks: tuple[Run, ...] = ()  # complete chunks, ascending
+    chunks: tuple[ChunkRun, ...] = ()  # complete chunks, ascending
     bytes_held: int = Field(default=0, ge=0)
     rate_bytes_s: float = Field(default=0.0, ge=0)  # over the last seconds
     upstream_worker: str | None = None  # a source key: a worker, or "origin:URL"
@@ -152,7 +152,7 @@ class Moment(Record):
     gone: tuple[str, ...] = ()  # deployments no longer shown
 
 
-class Happened(Record):
+class EventItem(Record):
     """An event; event numbers have no gaps over the whole installation."""
 
     kind: Literal["event"] = "event"
@@ -188,22 +188,22 @@ class Outcome(Record):
 
 
 class StreamItem(
-    RootModel[Annotated[Moment | Happened | Missed | Dropped, Field(discriminator="kind")]]
+    RootModel[Annotated[Moment | EventItem | Missed | Dropped, Field(discriminator="kind")]]
 ):
     """One message of the stream."""
 
 
 class WatchLine(
     RootModel[
-        Annotated[Moment | Happened | Missed | Dropped | Outcome, Field(discriminator="kind")]
+        Annotated[Moment | EventItem | Missed | Dropped | Outcome, Field(discriminator="kind")]
     ]
 ):
     """One line of ``paceline watch --json``."""
 
 
-def runs_of(chunks: tuple[int, ...]) -> tuple[Run, ...]:
+def runs_of(chunks: tuple[int, ...]) -> tuple[ChunkRun, ...]:
     """Return ascending chunk ids as runs of consecutive ids."""
-    runs: list[Run] = []
+    runs: list[ChunkRun] = []
     for chunk in chunks:
         if runs and chunk == runs[-1][1] + 1:
             runs[-1] = (runs[-1][0], chunk)

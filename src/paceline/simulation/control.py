@@ -12,10 +12,10 @@ from random import Random
 from paceline.coordinator import CoordinatorState
 from paceline.coordinator.state.messages import (
     Answer,
-    Beat,
     Create,
     Event,
     FetchLanes,
+    HeartbeatReceived,
     Register,
     Tick,
 )
@@ -70,7 +70,7 @@ class Control:
         for host in hosts.values():
             self._register(host)
         for host in hosts.values():  # they have run for a while: the whole fleet has reported
-            self._ask(Beat(beat=self._beat_of(host)))
+            self._ask(HeartbeatReceived(beat=self._beat_of(host)))
         call = CreateDeployment(
             model_id=self._manifest.model_id,
             version=self._manifest.version,
@@ -147,7 +147,7 @@ class Control:
         if not host.serves or self._rounds[host.name] != this:
             return
         self._beaten[host.name] = self._streams.clock.now_s
-        answer = self._ask(Beat(beat=self._beat_of(host)))
+        answer = self._ask(HeartbeatReceived(beat=self._beat_of(host)))
         assert isinstance(answer, HeartbeatAnswer)
         wait_s = answer.next_beat_s
         if not answer.go_on:  # the coordinator counts it as lost: it registers as a new incarnation

@@ -11,7 +11,7 @@ from typing import Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from paceline.coordinator import Patience
+from paceline.coordinator import CoordinatorSettings
 from paceline.errors import InvalidInput
 from paceline.manifest import Chunk, FileEntry, Manifest
 from paceline.manifest.sizes import choose_sizes
@@ -143,7 +143,9 @@ class Scenario:
     straggle_rate: float = 0.2  # at this share of its rate
     faults: tuple[Fault, ...] = ()
     timing: Timing = Timing()
-    patience: Patience | None = None  # None: the default, with a beat that grows with the fleet
+    patience: CoordinatorSettings | None = (
+        None  # None: the default, with a beat that grows with the fleet
+    )
     coalesce_pieces: int = 0  # pieces reported to a session at once; 0: by the fleet's size
     step_s: float = -1.0  # least interval of network updates; negative: by the fleet's size
 
@@ -166,7 +168,7 @@ class Scenario:
                 )
 
     @property
-    def coordinator(self) -> Patience:
+    def coordinator(self) -> CoordinatorSettings:
         """Return the coordinator's timeouts and limits.
 
         A thousand heartbeats a second are less than half of what one core was measured to handle.
@@ -174,7 +176,7 @@ class Scenario:
         if self.patience is not None:
             return self.patience
         seconds = 4 * self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
-        return Patience(
+        return CoordinatorSettings(
             beats_per_second=BEATS_PER_SECOND,
             deadline_s=600.0 + seconds,
             external_mbit=self.external_mbit,  # plans use the simulated network's figures

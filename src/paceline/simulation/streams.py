@@ -20,15 +20,15 @@ from paceline.relay.protocol.events import (
     SLEPT_S,
     Abandon,
     Complete,
-    Confirmed,
     Fail,
     Fetch,
     LanesAssigned,
+    LanesConfirmed,
     ReportSourceLost,
+    Resumed,
     SessionEvent,
     SourceFailed,
     Tick,
-    Woke,
 )
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
@@ -203,14 +203,14 @@ class Streams:
         missed, host.missed = host.missed, []
         slept_s = self.clock.now_s - host.frozen_s
         host.slept = slept_s >= SLEPT_S
-        for event in (Woke(slept_s, replaced=host.slept), *missed, Tick()):
+        for event in (Resumed(slept_s, replaced=host.slept), *missed, Tick()):
             self.tell(host, event)
 
     def confirm(self, host: Host) -> None:
         """Confirm to a host that had been frozen that its lanes are valid."""
         if host.slept:
             host.slept = False
-            self.tell(host, Confirmed())
+            self.tell(host, LanesConfirmed())
 
     def limit(self, host: Host, bytes_s: float) -> None:
         """Set the rate of a host's NIC, both ways."""

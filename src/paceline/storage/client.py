@@ -209,7 +209,7 @@ BACKOFF_S = 0.1  # doubles with each attempt, times a jitter of 0.5 to 1.5
 BACKOFF_MAX_S = 5.0
 
 
-class Patience:
+class RetryBudget:
     """Counts the failures of one transfer since its last progress."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from paceline.errors import (
     StorageFailed,
     StorageFull,
 )
-from paceline.storage.ranges import Failed
+from paceline.storage.ranges import AttemptFailed
 from paceline.storage.store import ObjectStore
 from paceline.storage.url import MAX_URL, ObjectInfo
 from paceline.system.files import make_directories, sync_directory
@@ -91,7 +91,7 @@ class DiskStore(ObjectStore):
     def head(
         self,
         url: str,
-        on_failed: Failed | None = None,
+        on_failed: AttemptFailed | None = None,
     ) -> ObjectInfo:
         """Return size and tag of the object; raises SourceMissing where there is none."""
         path = self.path_of(url)
@@ -100,7 +100,7 @@ class DiskStore(ObjectStore):
                 raise IsADirectoryError(errno.ENOENT, "is a directory", str(path))
             return _info(url, path.stat())
 
-    def require_answer(self, url: str, on_failed: Failed) -> None:
+    def require_answer(self, url: str, on_failed: AttemptFailed) -> None:
         """Do nothing: a disk answers or raises."""
 
     def holds(self, url: str, size: int, sha256: str) -> bool:
@@ -182,7 +182,7 @@ class DiskStore(ObjectStore):
         size: int | None = None,
         version_id: str | None = None,
         on_socket: Callable[[socket.socket], None] | None = None,
-        on_failed: Failed | None = None,
+        on_failed: AttemptFailed | None = None,
     ) -> Iterator[int]:
         """As ``read_range_into``, and yield how much of ``view`` is filled after each step.
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PermanentError, ServiceUnavailable, SourceChanged
-from paceline.storage.client import Patience, translated
+from paceline.storage.client import RetryBudget, translated
 from paceline.storage.url import parse_url
 
 # A step is about what arrives in STEP_S. urllib3 copies each read once: larger steps exceed the CPU
@@ -26,7 +26,9 @@ LEAST_STEP = 32 * 1024
 MOST_STEP = 256 * 1024
 STEP_S = 0.02
 
-Failed = Callable[[ServiceUnavailable, float], None]  # why, and seconds since bytes last came
+AttemptFailed = Callable[
+    [ServiceUnavailable, float], None
+]  # why, and seconds since bytes last came
 
 _CONTENT_RANGE = re.compile(r"bytes ([0-9]{1,19})-([0-9]{1,19})/([0-9]{1,19})")
 
@@ -48,7 +50,7 @@ def stream_range(
     offset: int,
     view: memoryview,
     on_socket: Callable[[socket.socket], None] | None = None,
-    on_failed: Failed | None = None,
+    on_failed: AttemptFailed | None = None,
 ) -> Iterator[int]:
     """Fill ``view`` with the object's bytes from ``offset`` on, and yield the number of bytes there
     after every step (and after every failed attempt, so that a caller can stop). ``on_socket``
@@ -60,7 +62,7 @@ def stream_range(
     sent no byte for as long as ``Patience`` allows.
     """
     target = view.cast("B")
-    patience = Patience()
+    patience = RetryBudget()
     done, failed, moved_s = 0, False, time.monotonic()
     while done < len(target):
         try:

@@ -25,8 +25,8 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.storage.client import Patience, from_client_error, make_client, translated
-from paceline.storage.ranges import Failed, PinnedObject, stream_range
+from paceline.storage.client import RetryBudget, from_client_error, make_client, translated
+from paceline.storage.ranges import AttemptFailed, PinnedObject, stream_range
 from paceline.storage.uploads import Uploader
 from paceline.storage.url import ObjectInfo, parse_url
 from paceline.system.files import sync_directory
@@ -116,7 +116,7 @@ class ObjectStore:
                 ):
                     raise from_client_error(error.response, self.endpoint_url, url) from error
 
-    def head(self, url: str, on_failed: Failed | None = None) -> ObjectInfo:
+    def head(self, url: str, on_failed: AttemptFailed | None = None) -> ObjectInfo:
         """Return size and ETag of the object; raises SourceMissing where there is none.
 
         With ``on_failed`` a server that does not answer is tried again sooner; see
@@ -134,7 +134,7 @@ class ObjectStore:
         with translated(self.endpoint_url, url):
             return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
 
-    def require_answer(self, url: str, on_failed: Failed) -> None:
+    def require_answer(self, url: str, on_failed: AttemptFailed) -> None:
         """Raise ServiceUnavailable where the server sends no answer at all about the object,
         several times in a row; ``on_failed`` receives each. Other errors are left to the next
         request.
@@ -207,7 +207,7 @@ class ObjectStore:
         well): the content is then unknown.
         """
         bucket, key = _object(url)
-        patience = Patience()
+        patience = RetryBudget()
 
         def put() -> bool:
             while True:
@@ -259,7 +259,7 @@ class ObjectStore:
         size: int | None = None,
         version_id: str | None = None,
         on_socket: Callable[[socket.socket], None] | None = None,
-        on_failed: Failed | None = None,
+        on_failed: AttemptFailed | None = None,
     ) -> Iterator[int]:
         """As ``read_range_into``, and yield how much of ``view`` is filled after each step.
 

@@ -27,7 +27,7 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.storage.client import Patience, translated
+from paceline.storage.client import RetryBudget, translated
 from paceline.storage.url import parse_url
 
 MIB = 1024 * 1024
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Upload:
+class UnfinishedUpload:
     """A multipart upload that was begun and neither completed nor aborted."""
 
     key: str
@@ -116,9 +116,9 @@ class Uploader:
         finally:
             os.close(descriptor)
 
-    def unfinished(self, bucket: str, prefix: str) -> list[Upload]:
+    def unfinished(self, bucket: str, prefix: str) -> list[UnfinishedUpload]:
         """Return the uploads below ``prefix`` that were begun and not ended, newest first."""
-        found: list[Upload] = []
+        found: list[UnfinishedUpload] = []
         try:
             with translated(self._endpoint_url, f"s3://{bucket}/{prefix}"):
                 pages = self._client.get_paginator("list_multipart_uploads").paginate(
@@ -126,14 +126,14 @@ class Uploader:
                 )
                 for page in pages:
                     found += [
-                        Upload(each["Key"], each["UploadId"], each["Initiated"])
+                        UnfinishedUpload(each["Key"], each["UploadId"], each["Initiated"])
                         for each in page.get("Uploads") or ()
                     ]
         except SourceMissing:  # rclone answers so where there are none
             return []
         return sorted(found, key=lambda upload: upload.began, reverse=True)
 
-    def abort(self, bucket: str, upload: Upload) -> None:
+    def abort(self, bucket: str, upload: UnfinishedUpload) -> None:
         """Abort an unfinished upload and delete its parts; a missing one is no error."""
         url = f"s3://{bucket}/{upload.key}"
         try:
@@ -194,7 +194,9 @@ class Uploader:
                 done = [each.result() for each in running]
             except _Unusable:
                 pool.shutdown(wait=True, cancel_futures=True)
-                self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
+                self.abort(
+                    where["Bucket"], UnfinishedUpload(where["Key"], upload_id, datetime.now(UTC))
+                )
                 raise
             except SourceMissing as error:  # another process ended or aborted this upload
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -213,7 +215,9 @@ class Uploader:
         except PermanentError as error:
             if not str(error.got).startswith("InvalidPart"):
                 raise
-            self.abort(where["Bucket"], Upload(where["Key"], upload_id, datetime.now(UTC)))
+            self.abort(
+                where["Bucket"], UnfinishedUpload(where["Key"], upload_id, datetime.now(UTC))
+            )
             raise _Unusable from error  # some servers answer so for an upload that has ended
         return sum(lengths[number] for number, _, known in done if known)
 
@@ -243,7 +247,9 @@ class Uploader:
                 return upload.upload_id, {number: etag for number, _, etag in parts}
         return None, {}
 
-    def _parts(self, bucket: str, upload: Upload, url: str) -> Iterator[tuple[int, int, str]]:
+    def _parts(
+        self, bucket: str, upload: UnfinishedUpload, url: str
+    ) -> Iterator[tuple[int, int, str]]:
         with translated(self._endpoint_url, url):
             pages = self._client.get_paginator("list_parts").paginate(
                 Bucket=bucket, Key=upload.key, UploadId=upload.upload_id
@@ -253,7 +259,7 @@ class Uploader:
                     yield each["PartNumber"], each["Size"], str(each["ETag"]).strip('"')
 
     def _patiently(self, url: str, request: Callable[[], T]) -> T:
-        patience = Patience()
+        patience = RetryBudget()
         while True:
             try:
                 with translated(self._endpoint_url, url):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-class Holder:
+class ProcessHandle:
     """A process, identified by a pidfd, that had a given file open."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
@@ -29,7 +29,7 @@ class Holder:
 
 
 @contextlib.contextmanager
-def holder_of(path: Path, pid: int) -> Iterator[Holder | None]:
+def holder_of(path: Path, pid: int) -> Iterator[ProcessHandle | None]:
     """Yield process ``pid`` if it has ``path`` open, else None (it ended or the pid was reused)."""
     try:
         descriptor = os.pidfd_open(pid) if 0 < pid < 2**31 else -1
@@ -39,7 +39,7 @@ def holder_of(path: Path, pid: int) -> Iterator[Holder | None]:
         yield None
         return
     try:  # the pidfd was opened before the check: if the pid is reused later, the signal fails
-        yield Holder(pid, descriptor) if _has_open(pid, path) else None
+        yield ProcessHandle(pid, descriptor) if _has_open(pid, path) else None
     finally:
         os.close(descriptor)
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from paceline.schemas.events import (
+    ChunkRun,
     DeploymentMoment,
     LeaderView,
     Moment,
     PartMoment,
-    Run,
     WorkerMoment,
     runs_of,
 )
@@ -28,7 +28,7 @@ FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 Activation = Literal["none", "switching", "active"]
 
 
-class PartSeen(NamedTuple):
+class PartSnapshot(NamedTuple):
     """One target's part of a deployment, as the state has it."""
 
     status: WorkerStatus
@@ -43,50 +43,50 @@ class PartSeen(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class DeploymentSeen:
+class DeploymentSnapshot:
     """One deployment with its parts, as the state has it."""
 
     deployment: Deployment
-    parts: Mapping[str, PartSeen]
+    parts: Mapping[str, PartSnapshot]
     activation: Activation = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class StateSnapshot:
     """Snapshot of the state that watchers are shown."""
 
     at: float  # seconds since the Unix epoch
     now_s: float  # monotonic
     leader: LeaderView
-    deployments: Sequence[DeploymentSeen]
+    deployments: Sequence[DeploymentSnapshot]
     workers: Sequence[Worker]
     beat_s: float = 1.0
 
 
 @dataclass(slots=True)
 class _Part:
-    seen: PartSeen
+    seen: PartSnapshot
     shown: PartMoment
-    runs: tuple[Run, ...]
+    runs: tuple[ChunkRun, ...]
     held: deque[tuple[float, int]] = field(default_factory=deque)
 
 
 @dataclass(slots=True)
 class _Kept:
     shown: DeploymentMoment  # without its parts
-    seen: DeploymentSeen
+    seen: DeploymentSnapshot
     parts: dict[str, _Part] = field(default_factory=dict)
 
 
-class Moments:
+class MomentBuilder:
     """Turns Looks into Moments: the changes since the previous Look, or everything."""
 
     def __init__(self) -> None:
         self._deployments: dict[str, _Kept] = {}
         self._workers: dict[str, WorkerMoment] = {}
-        self._last: Look | None = None
+        self._last: StateSnapshot | None = None
 
-    def take(self, look: Look) -> Moment:
+    def take(self, look: StateSnapshot) -> Moment:
         """Return the changes since the previous look."""
         found = [self._deployment(each, look) for each in look.deployments]
         present = {each.deployment.deployment_id for each in look.deployments}
@@ -125,7 +125,7 @@ class Moments:
             workers=tuple(self._workers.values()),
         )
 
-    def _deployment(self, seen: DeploymentSeen, look: Look) -> DeploymentMoment | None:
+    def _deployment(self, seen: DeploymentSnapshot, look: StateSnapshot) -> DeploymentMoment | None:
         identity = seen.deployment.deployment_id
         kept = self._deployments.get(identity)
         if kept is not None and kept.seen is seen:
@@ -161,7 +161,7 @@ def of_deployment(moment: Moment, deployment_id: str, targets: frozenset[str]) -
 
 
 def _part(
-    parts: dict[str, _Part], worker_id: str, seen: PartSeen, look: Look, *, final: bool
+    parts: dict[str, _Part], worker_id: str, seen: PartSnapshot, look: StateSnapshot, *, final: bool
 ) -> PartMoment | None:
     """Store the part; return it if it changed, else None."""
     kept = parts.get(worker_id)
@@ -191,7 +191,7 @@ def _part(
     return shown if changed else None
 
 
-def _rate(held: deque[tuple[float, int]], now_held: int, look: Look) -> float:
+def _rate(held: deque[tuple[float, int]], now_held: int, look: StateSnapshot) -> float:
     """Record the bytes held now; return the rate (bytes per second) over the last seconds."""
     if held and now_held < held[-1][1]:
         held.clear()  # it returned with fewer bytes: earlier values are meaningless
@@ -203,7 +203,7 @@ def _rate(held: deque[tuple[float, int]], now_held: int, look: Look) -> float:
     return (held[-1][1] - held[0][1]) / took_s if took_s > 0 else 0.0
 
 
-def _figures(seen: DeploymentSeen, parts: Mapping[str, _Part]) -> DeploymentMoment:
+def _figures(seen: DeploymentSnapshot, parts: Mapping[str, _Part]) -> DeploymentMoment:
     deployment = seen.deployment
     total = deployment.total_bytes
     shown = [each.shown for each in parts.values()]

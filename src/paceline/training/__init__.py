@@ -13,14 +13,20 @@ from paceline.training.identity import (
     with_own_id,
 )
 from paceline.training.launcher.driver import run_job
-from paceline.training.launcher.gang import Deadlines, GangMember, GangResult, Gangs, Launcher
+from paceline.training.launcher.gang import (
+    Deadlines,
+    GangMember,
+    GangResult,
+    GangSupervisor,
+    Launcher,
+)
 from paceline.training.launcher.local import LocalLauncher
 
 __all__ = [
     "Deadlines",
     "GangMember",
     "GangResult",
-    "Gangs",
+    "GangSupervisor",
     "Launcher",
     "LocalLauncher",
     "code_version",

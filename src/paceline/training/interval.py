@@ -29,7 +29,7 @@ TRUSTED_STALLS = 3  # with fewer, one interrupted save could double the interval
 
 
 @dataclass(frozen=True, kw_only=True)
-class Costs:
+class SaveCosts:
     """Measured costs in seconds."""
 
     step_s: float  # median
@@ -39,7 +39,7 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class Failures:
+class FailureCount:
     """Failures of the job so far, and the seconds over which they were counted."""
 
     count: int = 0
@@ -47,7 +47,7 @@ class Failures:
 
 
 @dataclass(frozen=True)
-class Alert:
+class CheckpointAlert:
     """A checkpoint problem to report to the user."""
 
     kind: str
@@ -55,7 +55,7 @@ class Alert:
     message: str
 
 
-def mtbf_s(per_day: float, failures: Failures) -> float:
+def mtbf_s(per_day: float, failures: FailureCount) -> float:
     """Return the mean time between failures in seconds: the profile's until a failure is counted.
 
     After that, the observed rate with the profile's rate weighted as one hour of observation, so
@@ -74,13 +74,13 @@ def best_interval_s(stall_s: float, mtbf: float) -> float:
     return max(stall_s, math.sqrt(2 * stall_s * mtbf) - stall_s)
 
 
-def least_interval_s(costs: Costs, max_stall_share: float) -> float:
+def least_interval_s(costs: SaveCosts, max_stall_share: float) -> float:
     """Return the shortest interval that respects the stall share and the store's write time."""
     return max(costs.stall_s / max_stall_share, costs.write_s / WRITE_SHARE)
 
 
 def wanted_interval_s(
-    settings: CheckpointSettings, costs: Costs | None, failures: Failures
+    settings: CheckpointSettings, costs: SaveCosts | None, failures: FailureCount
 ) -> float:
     """Return the seconds between saves; ``costs`` is None until a save is measured."""
     if costs is None:
@@ -92,7 +92,7 @@ def wanted_interval_s(
     return max(least_s, settings.every_s)
 
 
-def wanted_steps(settings: CheckpointSettings, costs: Costs | None) -> int:
+def wanted_steps(settings: CheckpointSettings, costs: SaveCosts | None) -> int:
     """Return the steps between saves: ``every_steps``, or a multiple where saves stall too long.
 
     A slow store needs no rule here: a save that is due while another is in flight is postponed.
@@ -104,10 +104,10 @@ def wanted_steps(settings: CheckpointSettings, costs: Costs | None) -> int:
     return every * max(1, math.ceil(least_s / (every * costs.step_s) - 1e-9))
 
 
-class Interval:
+class CheckpointInterval:
     """The measurements of one process and the save decisions derived from them."""
 
-    def __init__(self, settings: CheckpointSettings, failures: Failures) -> None:
+    def __init__(self, settings: CheckpointSettings, failures: FailureCount) -> None:
         self._settings = settings
         self._failures = failures
         self._steps: deque[float] = deque(maxlen=KEEP_STEPS)
@@ -123,13 +123,13 @@ class Interval:
         return self._settings.interval == "steps"
 
     @property
-    def costs(self) -> Costs | None:
+    def costs(self) -> SaveCosts | None:
         """Return the measured costs; None before the first save."""
         if not self._stalls or not self._steps:
             return None
         stalls = self._usual(self._stalls)  # the first save allocates buffers and is not typical
         writes = list(self._writes)[-2:]
-        return Costs(
+        return SaveCosts(
             step_s=median(self._steps),
             stall_s=median(stalls),
             write_s=max(writes, default=0.0),
@@ -163,7 +163,7 @@ class Interval:
         self._stepped_at = now
         self._stalls.append(stall_s)
 
-    def written(self, step: int, seconds: float) -> Alert | None:
+    def written(self, step: int, seconds: float) -> CheckpointAlert | None:
         """Record the background time of a save; return an alert when it first becomes slow."""
         usual = median(self._usual(self._writes)) if len(self._writes) >= 2 else None
         slow = usual is not None and seconds > max(SLOW_FLOOR_S, SLOW_FACTOR * usual)
@@ -177,15 +177,17 @@ class Interval:
             return None
         self._slow = True
         message = f"a save took {seconds:.1f} s in the background, {usual:.1f} s is usual"
-        return Alert("checkpoint-storage-slow", step, f"{message}; the interval is longer now")
+        return CheckpointAlert(
+            "checkpoint-storage-slow", step, f"{message}; the interval is longer now"
+        )
 
-    def put_off(self, step: int) -> Alert | None:
+    def put_off(self, step: int) -> CheckpointAlert | None:
         """Record that a due save was postponed; return an alert when storage first becomes slow."""
         if self._slow:
             return None
         self._slow = True
         message = "a save was due while the one before was still being written; it was put off"
-        return Alert("checkpoint-storage-slow", step, message)
+        return CheckpointAlert("checkpoint-storage-slow", step, message)
 
     def next_step(self, step: int) -> int:
         """Return the next step after ``step`` at which to save or to call ``ask``."""

@@ -113,11 +113,11 @@ def recorded(
         except OSError as error:
             log.warning("result is not kept here path=%s why=%s", here, error.strerror)
 
-    with _Holder(join_url(top, HELD_FILE), store):
+    with _TrainingClaim(join_url(top, HELD_FILE), store):
         yield keep
 
 
-class _Holder:
+class _TrainingClaim:
     """Renews a claim object in the store while this process trains. Advisory: it locks nothing."""
 
     def __init__(self, url: str, store: ObjectStore) -> None:
@@ -126,7 +126,7 @@ class _Holder:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="holder", daemon=True)
 
-    def __enter__(self) -> _Holder:
+    def __enter__(self) -> _TrainingClaim:
         try:
             record = json.loads(self._store.get_bytes(self._url, MOST_BYTES))
             age_s, who = time.time() - float(record["at"]), str(record["who"])

@@ -30,7 +30,7 @@ PREFIX = "carried."
 WIDTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
-class Carried:
+class CarriedState:
     """Stores the state of each row of the global batch from one batch to the next."""
 
     def __init__(self) -> None:
@@ -98,8 +98,8 @@ class RecurrentWorkload:
 
     def __init__(self, vocabulary: int, width: int, seed: int = 0) -> None:
         self.vocabulary, self.width, self.seed = vocabulary, width, seed
-        self._carried = Carried()
-        self._judged = Carried()  # states of the current evaluation
+        self._carried = CarriedState()
+        self._judged = CarriedState()  # states of the current evaluation
         self.keeps = (self._carried,)
 
     def build(self) -> nn.Module:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from paceline.config import Runtime
 from paceline.data.snapshot import store_at
 from paceline.errors import Cancelled, NotReproducible, PacelineError
-from paceline.schemas.command_results import Differs, Reproduction
+from paceline.schemas.command_results import Difference, Reproduction
 from paceline.schemas.training import RankEvent, TrainJob, TrainResult
 from paceline.storage import ObjectStore, join_url
 from paceline.training.launcher.driver import run_job
@@ -92,7 +92,7 @@ def compare(
     recorded: Recorded,
     result: TrainResult,
     losses: Mapping[int, float],
-    found: Sequence[Differs],
+    found: Sequence[Difference],
     seconds: float,
 ) -> Reproduction:
     """Return whether the second training has the same bits, or the first step that differs.

@@ -26,7 +26,7 @@ from paceline.data.snapshot import Snapshot, root_url, store_at
 from paceline.errors import NotReproducible, PermanentError
 from paceline.manifest import MANIFEST_FILE, parse_manifest
 from paceline.schemas.base import Record, digest_of
-from paceline.schemas.command_results import Differs
+from paceline.schemas.command_results import Difference
 from paceline.schemas.training import TrainJob, TrainResult
 from paceline.storage import ObjectStore, join_url
 from paceline.training.identity import code_version, config_digest, size_of
@@ -105,14 +105,16 @@ def current(threads: int = 1) -> Environment:
     )
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[Differs]:
+def differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
+) -> list[Difference]:
     """Return the differences between two records or mappings, in the order of ``then``."""
     found = []
     for name in [*then, *(each for each in now if each not in then)]:
         before, after = then.get(name), now.get(name)
         if before != after:
             found.append(
-                Differs(
+                Difference(
                     what=f"{prefix}{name}",
                     then="nothing" if before is None else str(before),
                     now="nothing" if after is None else str(after),
@@ -217,7 +219,7 @@ class Recorded:
     losses: Mapping[int, float]  # by step
 
 
-def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> list[Differs]:
+def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> list[Difference]:
     """Return all differences between now and ``recorded``.
 
     Raises TemporaryError where the store is not reachable.
@@ -232,7 +234,7 @@ def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> 
     ]
 
 
-def require_same(found: Sequence[Differs], *, anyway: bool = False) -> None:
+def require_same(found: Sequence[Difference], *, anyway: bool = False) -> None:
     """Raise NotReproducible for the first decisive difference in ``found``.
 
     With ``anyway`` only missing or damaged data or base model count.
@@ -265,9 +267,9 @@ def holders_of(job: TrainJob, runtime: Runtime) -> list[str]:
     return held
 
 
-def _of_data(job: TrainJob, store: ObjectStore) -> Iterator[Differs]:
-    def differs(now: str, where: str) -> Differs:
-        return Differs(
+def _of_data(job: TrainJob, store: ObjectStore) -> Iterator[Difference]:
+    def differs(now: str, where: str) -> Difference:
+        return Difference(
             what=SNAPSHOT,
             then=job.snapshot_digest,
             now=now,
@@ -304,10 +306,10 @@ def _bad_shards(snapshot: Snapshot, listed: Mapping[str, int]) -> list[str]:
     return bad
 
 
-def _of_base(job: TrainJob, runtime: Runtime) -> Iterator[Differs]:
+def _of_base(job: TrainJob, runtime: Runtime) -> Iterator[Difference]:
     if job.settings.code_ref or holders_of(job, runtime):
         return
-    yield Differs(
+    yield Difference(
         what=BASE,
         then=f"{job.model_id} {job.version} {job.manifest_digest[:16]}",
         now="on no node of this machine",
@@ -319,14 +321,14 @@ def _of_base(job: TrainJob, runtime: Runtime) -> Iterator[Differs]:
     )
 
 
-def _of_code(recorded: Recorded) -> Iterator[Differs]:
+def _of_code(recorded: Recorded) -> Iterator[Difference]:
     result, now = recorded.result, code_version()
     where = str(Path(paceline.__file__).parent)
     if result.code_version != now:
         commit = str(result.environment.get("commit") or "")
         changed = " (it had changes of its own then)" if result.environment.get("diff") else ""
         back = f"Check out commit {commit[:12]}{changed}" if commit else "Install that release"
-        yield Differs(
+        yield Difference(
             what=CODE,
             then=result.code_version or "nothing recorded",
             now=now,
@@ -335,7 +337,7 @@ def _of_code(recorded: Recorded) -> Iterator[Differs]:
             do=f"{back}, {COMPARE}",
         )
     if result.config_digest != (digest := config_digest(recorded.job)):
-        yield Differs(
+        yield Difference(
             what=CONFIGURATION,
             then=result.config_digest,
             now=digest,
@@ -345,7 +347,7 @@ def _of_code(recorded: Recorded) -> Iterator[Differs]:
         )
 
 
-def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Differs]:
+def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Difference]:
     """Yield a difference where a job with a codeRef did not record its model size.
 
     Such a job is built for the current profile's size; one with a recorded size uses that.
@@ -354,7 +356,7 @@ def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Differs]:
     if not job.settings.code_ref or job.task is not None:
         return
     size = size_of(job, runtime.profile)
-    yield Differs(
+    yield Difference(
         what=TASK,
         then="not recorded",
         now=f"{size.parameters} parameters, rows of {size.context}",
@@ -364,7 +366,7 @@ def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Differs]:
     )
 
 
-def _of_environment(recorded: Recorded) -> Iterator[Differs]:
+def _of_environment(recorded: Recorded) -> Iterator[Difference]:
     then: dict[str, Any] = dict(recorded.result.environment)
     if not then:
         return
@@ -386,7 +388,7 @@ def _of_environment(recorded: Recorded) -> Iterator[Differs]:
         )
 
 
-def _of_course(recorded: Recorded) -> Iterator[Differs]:
+def _of_course(recorded: Recorded) -> Iterator[Difference]:
     """Yield events of the recorded run that a second run does not repeat."""
     job, result = recorded.job, recorded.result
     if is_asynchronous(job.settings):
@@ -398,21 +400,21 @@ def _of_course(recorded: Recorded) -> Iterator[Differs]:
         was = f"{', '.join(map(str, sizes))} for a time, {job.settings.ranks} at first"
         yield _told("ranks", was, str(job.settings.ranks), f"Sums round elsewhere; {COMPARE}")
     if result.resumed_from_step:
-        yield Differs(
+        yield Difference(
             what="steps before",
             then=f"{result.resumed_from_step} made earlier, perhaps on other ranks or another mesh",
             now=f"made like the others: {job.settings.ranks} ranks",
             decisive=False,
         )
     if passed := result.skipped_batches or job.skip_batches:
-        yield Differs(
+        yield Difference(
             what="batches passed over",
             then=f"{list(passed)}, once they had gone wrong",
             now=f"{list(passed)}, from the beginning",
             decisive=False,
         )
     if result.quarantined_shards:
-        yield Differs(
+        yield Difference(
             what="data in quarantine",
             then=", ".join(each[:12] for each in result.quarantined_shards),
             now="known once it is read",
@@ -420,5 +422,5 @@ def _of_course(recorded: Recorded) -> Iterator[Differs]:
         )
 
 
-def _told(what: str, then: str, now: str, do: str) -> Differs:
-    return Differs(what=what, then=then, now=now, decisive=True, do=do)
+def _told(what: str, then: str, now: str, do: str) -> Difference:
+    return Difference(what=what, then=then, now=now, decisive=True, do=do)

@@ -49,7 +49,7 @@ LOCK_FILE = "training.lock"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Single:
+class TrainingRequest:
     """A training request: data, model, profile and output directory."""
 
     output: Path
@@ -112,7 +112,7 @@ def _create(directory: Path) -> bool:
 
 
 def prepare(
-    asked: Single, run_id: str | None = None, tell: Callable[[str], None] = log.info
+    asked: TrainingRequest, run_id: str | None = None, tell: Callable[[str], None] = log.info
 ) -> TrainJob:
     """Build or find snapshot and base model below ``asked.output``; return the job.
 
@@ -221,7 +221,7 @@ def shown(url: str) -> str:
     return str(DiskStore.path_of(url)) if url.startswith("file://") else url
 
 
-def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
+def _snapshot(asked: TrainingRequest, output: Path, store: ObjectStore) -> Snapshot:
     if asked.snapshot_url is not None:
         url = asked.snapshot_url
         found = load_snapshot(url if "://" in url else DiskStore.url_of(url), store)
@@ -238,7 +238,9 @@ def _snapshot(asked: Single, output: Path, store: ObjectStore) -> Snapshot:
     )
 
 
-def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, starting.Start | None]:
+def _base(
+    asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot
+) -> tuple[str, starting.ImportedState | None]:
     """Write the base model into the node's store; return its manifest digest and, for a DCP
     checkpoint, the initial optimiser state."""
     from paceline.manifest import build_manifest, write_manifest
@@ -249,7 +251,7 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, sta
     making = directory.with_name(f".{VERSION}.{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
-    start: starting.Start | None = None
+    start: starting.ImportedState | None = None
     try:
         if asked.model is None:
             _new_model(asked, snapshot, making)
@@ -270,8 +272,8 @@ def _base(asked: Single, runtime: Runtime, snapshot: Snapshot) -> tuple[str, sta
 
 
 def _checkpointed(
-    asked: Single, source: Path, snapshot: Snapshot, directory: Path
-) -> starting.Start | None:
+    asked: TrainingRequest, source: Path, snapshot: Snapshot, directory: Path
+) -> starting.ImportedState | None:
     """Write a DCP checkpoint's weights as the base model; return its optimiser state, if any."""
     from paceline.models import save_model
 
@@ -283,7 +285,7 @@ def _checkpointed(
         weights_only=training.optimizer != "adamw" or training.synchrony.kind != "every-step",
     )
     save_model(model, config, directory)
-    start = starting.Start.of_import(source, model, found)
+    start = starting.ImportedState.of_import(source, model, found)
     if start is not None:
         (directory / starting.START_FILE).write_text(json.dumps({"state": start.digest()}) + "\n")
     return start
@@ -294,7 +296,7 @@ def _weights_bytes(runtime: Runtime) -> int:
     return sum(each.stat().st_size for each in directory.glob("*.safetensors"))
 
 
-def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
+def _new_model(asked: TrainingRequest, snapshot: Snapshot, directory: Path) -> None:
     from paceline.models import config_for, new_model, save_model
 
     wanted, shape = asked.profile.model, _shape(asked, snapshot)
@@ -309,7 +311,7 @@ def _new_model(asked: Single, snapshot: Snapshot, directory: Path) -> None:
     save_model(new_model(config, wanted.seed), config, directory)
 
 
-def _shape(asked: Single, snapshot: Snapshot) -> dict[str, Any]:
+def _shape(asked: TrainingRequest, snapshot: Snapshot) -> dict[str, Any]:
     """Return the model dimensions that data and mesh determine (the profile sets the others)."""
     from paceline.training.parallel import cuts_of
 

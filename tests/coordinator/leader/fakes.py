@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from paceline.coordinator import Coordinator, Patience
+from paceline.coordinator import Coordinator, CoordinatorSettings
 from paceline.coordinator.leadership import Replica
-from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.state.messages import Effect, Kept, Observed
+from paceline.coordinator.ledger import LedgerEntry
+from paceline.coordinator.state.messages import Effect, EmitEvent, LoadedState
 from paceline.coordinator.stores.contracts import Candidate, Outbox, Term
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from paceline.errors import ServiceUnavailable
@@ -95,7 +95,7 @@ class Link:
             raise ServiceUnavailable("the store did not answer in time", where="played")
         return told
 
-    def load(self, now_s: float) -> Kept:
+    def load(self, now_s: float) -> LoadedState:
         self._reach()
         self.loads += 1
         if self.failing_loads:
@@ -117,11 +117,11 @@ class Link:
         self._reach()
         return self.store.stage(stage, input_digest)
 
-    def ledger(self) -> Iterable[LedgerLine]:
+    def ledger(self) -> Iterable[LedgerEntry]:
         self._reach()
         return self.store.ledger()
 
-    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+    def keep_stage(self, term: Term, record: StageRecord, told: EmitEvent) -> list[Event]:
         self._reach()
         return self.store.keep_stage(term, record, told)
 
@@ -218,7 +218,7 @@ class Node:
             progress=progress,
             audit=History(),
             fetch_manifest=lambda _: manifest,
-            patience=Patience(beat_s=0.2),
+            patience=CoordinatorSettings(beat_s=0.2),
             wall=wall,
             monotonic=monotonic,
         )

@@ -10,7 +10,7 @@ import pytest
 from paceline.coordinator.coordinator import Coordinator
 from paceline.coordinator.leadership import Replica
 from paceline.coordinator.state.membership import Membership
-from paceline.coordinator.state.messages import Answer, Beat, Observed, Register
+from paceline.coordinator.state.messages import Answer, EmitEvent, HeartbeatReceived, Register
 from paceline.coordinator.state.state import CoordinatorState
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.audit import SqliteAudit
@@ -126,13 +126,13 @@ def test_what_a_defect_had_changed_is_undone(coordinator, monkeypatch):
 def test_calm_beat_that_left_something_to_keep_is_undone(coordinator, monkeypatch):
     coordinator.handle(register())
     beat = Heartbeat(worker_id="node-0", status="idle")
-    lost = Observed(EventName.WORKER_LOST, 0.0)
+    lost = EmitEvent(EventName.WORKER_LOST, 0.0)
     answer = Answer(HeartbeatAnswer(epoch=1, next_beat_s=1))
     monkeypatch.setattr(CoordinatorState, "handle", lambda *_: [lost, answer])
     with pytest.raises(AssertionError):
-        coordinator.decide_now(Beat(beat=beat, at=0.0))
+        coordinator.decide_now(HeartbeatReceived(beat=beat, at=0.0))
     monkeypatch.undo()
-    assert coordinator.handle(Beat(beat=beat, at=0.0)).go_on
+    assert coordinator.handle(HeartbeatReceived(beat=beat, at=0.0)).go_on
 
 
 def test_record_that_no_store_takes_is_refused_for_good(coordinator, monkeypatch):

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from paceline.coordinator.leadership import STUCK_S
-from paceline.coordinator.state.messages import Beat, FetchLanes, Register
+from paceline.coordinator.state.messages import FetchLanes, HeartbeatReceived, Register
 from paceline.errors import NotFound, NotLeading, ServiceUnavailable
 from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
 from paceline.schemas.records import WorkerStatus
@@ -31,7 +31,7 @@ def registration(worker_id="node-0", incarnation=1):
 
 
 def beat(worker_id="node-0", incarnation=1):
-    return Beat(
+    return HeartbeatReceived(
         beat=Heartbeat(worker_id=worker_id, status=WorkerStatus.IDLE, incarnation=incarnation)
     )
 
@@ -109,7 +109,7 @@ def test_beat_answered_while_the_lease_ran_out_is_not_let_out(three):
 
     def slow(event, now_s):
         effects = decide(event, now_s)
-        if isinstance(event, Beat):
+        if isinstance(event, HeartbeatReceived):
             leader.link.lapsed = True
         return effects
 
@@ -302,7 +302,7 @@ def test_progress_is_shown_by_standbys_and_survives_the_leader(three):
         chunks_received=(0,),
     )
     report = Heartbeat(worker_id="node-0", status=WorkerStatus.RECEIVING, deployments=(entry,))
-    leader.coordinator.handle(Beat(beat=report))
+    leader.coordinator.handle(HeartbeatReceived(beat=report))
     until(lambda: three.progress.get(made), "the progress store is told")
 
     def held(node):
@@ -330,7 +330,7 @@ def test_progress_of_standbys_goes_on_without_a_commit(three, monkeypatch):
         held = {"pieces_held": pieces, "bytes_held": pieces * 1024, "chunks_received": ()}
         entry = {"deployment_id": made, "epoch": epoch, "status": "receiving", **held}
         report = Heartbeat(worker_id="node-0", status="receiving", deployments=(entry,))
-        leader.coordinator.handle(Beat(beat=report, at=1e10 + pieces))
+        leader.coordinator.handle(HeartbeatReceived(beat=report, at=1e10 + pieces))
 
         def shown(node, pieces=pieces):
             (part,) = node.coordinator.read(lambda s: list(s.progress(made)))

@@ -9,17 +9,17 @@ from paceline.coordinator.state.messages import (
     DropDeployment,
     DropToken,
     DropWorker,
-    KeepDeployment,
-    KeepKey,
-    KeepPlan,
-    KeepReceipt,
-    KeepToken,
-    KeepWorker,
-    Kept,
-    KeptDeployment,
-    Observed,
+    EmitEvent,
+    LoadedDeployment,
+    LoadedState,
+    SaveDeployment,
+    SaveIdempotencyKey,
+    SavePlan,
+    SaveReceipt,
+    SaveToken,
+    SaveWorker,
 )
-from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.manifest import Chunk, FileEntry, Manifest
 from paceline.schemas.access import Scope, TokenRecord
 from paceline.schemas.events import EventName
@@ -29,8 +29,8 @@ from paceline.schemas.records import Deployment, DeploymentStatus, Receipt, Stag
 DIGEST = "0" * 64
 
 
-def worker(name: str, incarnation: int = 1) -> KeepWorker:
-    return KeepWorker(
+def worker(name: str, incarnation: int = 1) -> SaveWorker:
+    return SaveWorker(
         Worker(
             worker_id=name,
             hostname="h",
@@ -83,11 +83,11 @@ def deployment(
         max_failed=0.0,
         started_at=1.0,
     )
-    return KeepDeployment(record, Memo(created_s=5.0, seed=epoch), made if new else None)
+    return SaveDeployment(record, PersistedState(created_s=5.0, seed=epoch), made if new else None)
 
 
-def plan(name: str, epoch: int) -> KeepPlan:
-    return KeepPlan(
+def plan(name: str, epoch: int) -> SavePlan:
+    return SavePlan(
         Plan(
             deployment_id=name,
             epoch=epoch,
@@ -103,9 +103,9 @@ def plan(name: str, epoch: int) -> KeepPlan:
     )
 
 
-def receipt(name: str, worker_id: str, seconds: float = 1.0) -> KeepReceipt:
+def receipt(name: str, worker_id: str, seconds: float = 1.0) -> SaveReceipt:
     counts = ("total", "received", "origin", "reused", "refetched", "sent")
-    return KeepReceipt(
+    return SaveReceipt(
         Receipt(
             deployment_id=name,
             worker_id=worker_id,
@@ -122,7 +122,7 @@ def receipt(name: str, worker_id: str, seconds: float = 1.0) -> KeepReceipt:
     )
 
 
-def token(name: str, at: float = 1.0) -> KeepToken:
+def token(name: str, at: float = 1.0) -> SaveToken:
     record = TokenRecord(
         token_id=name,
         name=name,
@@ -134,12 +134,12 @@ def token(name: str, at: float = 1.0) -> KeepToken:
         begun_at=at + 1,
         replaced_at=at + 2,
     )
-    return KeepToken(record)
+    return SaveToken(record)
 
 
-def told(number: int = 0, **more) -> Observed:
+def told(number: int = 0, **more) -> EmitEvent:
     fields = {"deployment_id": None, "worker_id": "w0", **more}
-    return Observed(EventName.WORKER_LOST, float(number), data={"number": number}, **fields)
+    return EmitEvent(EventName.WORKER_LOST, float(number), data={"number": number}, **fields)
 
 
 def stage(name: str, seconds: float = 1.0) -> StageRecord:
@@ -154,42 +154,42 @@ def stage(name: str, seconds: float = 1.0) -> StageRecord:
     )
 
 
-def expected(effects: list[object]) -> Kept:
+def expected(effects: list[object]) -> LoadedState:
     """What any store gives back after committing ``effects``, one after another."""
-    made: dict[str, KeepDeployment] = {}
+    made: dict[str, SaveDeployment] = {}
     manifests: dict[str, Manifest] = {}
     plans: dict[str, dict[int, Plan]] = {}
     receipts: dict[str, dict[str, Receipt]] = {}
     workers, tokens = {}, {}
-    keys: dict[str, KeepKey] = {}
+    keys: dict[str, SaveIdempotencyKey] = {}
     for each in effects:
         match each:
-            case KeepDeployment(record, _, given):
+            case SaveDeployment(record, _, given):
                 if given is not None:
                     manifests[record.deployment_id] = given
                 if record.deployment_id in manifests:
                     made[record.deployment_id] = each
-            case KeepPlan(one):
+            case SavePlan(one):
                 plans.setdefault(one.deployment_id, {})[one.epoch] = one
-            case KeepReceipt(one):
+            case SaveReceipt(one):
                 receipts.setdefault(one.deployment_id, {})[one.worker_id] = one
-            case KeepWorker(one):
+            case SaveWorker(one):
                 workers[one.worker_id] = one
             case DropWorker(name):
                 workers.pop(name, None)
-            case KeepToken(one):
+            case SaveToken(one):
                 tokens[one.token_id] = one
             case DropToken(name):
                 tokens.pop(name, None)
-            case KeepKey(key):
+            case SaveIdempotencyKey(key):
                 keys[key] = each
             case DropDeployment(name):
                 for table in (made, manifests, plans, receipts):
                     table.pop(name, None)
                 keys = {key: kept for key, kept in keys.items() if kept.deployment_id != name}
-    return Kept(
+    return LoadedState(
         deployments=tuple(
-            KeptDeployment(
+            LoadedDeployment(
                 deployment=each.deployment,
                 memo=each.memo,
                 manifest=manifests[name],

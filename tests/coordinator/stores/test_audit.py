@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from paceline.coordinator.stores import Audit
-from paceline.coordinator.stores.contracts import QUERY_EVENTS, Question
+from paceline.coordinator.stores.contracts import QUERY_EVENTS, EventQuery
 from paceline.coordinator.stores.postgres_audit import MIGRATIONS, PostgresAudit
 from paceline.errors import Conflict, InvalidProfile, ServiceUnavailable
 from paceline.schemas.events import Event, EventName
@@ -56,7 +56,7 @@ def test_events_are_found_by_what_they_are_about(audit):
     store.append(told)
 
     def numbers(**asked):
-        return [each.seq for each in store.query(Question(**asked))]
+        return [each.seq for each in store.query(EventQuery(**asked))]
 
     assert numbers(deployment_id="d0") == [1, 3]
     assert numbers(worker_id="w0") == [2, 5]
@@ -76,7 +76,7 @@ def test_events_are_found_by_what_they_are_about(audit):
 def test_one_answer_is_bounded(audit):
     store = audit.open()
     store.append([event(seq) for seq in range(1, QUERY_EVENTS + 100)])
-    assert [each.seq for each in store.query(Question(limit=10**6))] == list(
+    assert [each.seq for each in store.query(EventQuery(limit=10**6))] == list(
         range(1, QUERY_EVENTS + 1)
     )
 
@@ -115,7 +115,7 @@ def test_many_may_append_and_ask_at_once(audit):
         try:
             for seq in range(first, 201, 4):
                 store.append([event(seq)])
-                assert store.query(Question(after=seq - 1, limit=1))[0].seq == seq
+                assert store.query(EventQuery(after=seq - 1, limit=1))[0].seq == seq
         except Exception as error:  # noqa: BLE001 (told below)
             failures.append(error)
 

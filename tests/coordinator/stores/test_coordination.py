@@ -15,8 +15,8 @@ from paceline.coordinator.state.messages import (
     DropDeployment,
     DropToken,
     DropWorker,
-    KeepKey,
-    Observed,
+    EmitEvent,
+    SaveIdempotencyKey,
 )
 from paceline.coordinator.stores import Coordination
 from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, RECENT_EVENTS
@@ -45,7 +45,7 @@ def test_everything_that_was_kept_is_read_back_equal(coordination):
         worker("w0"),
         deployment("d1"),
         deployment("d0", "v2"),
-        KeepKey("key/with spaces ü", DIGEST, "d1"),
+        SaveIdempotencyKey("key/with spaces ü", DIGEST, "d1"),
         *[plan("d1", epoch) for epoch in range(1, 7)],
         receipt("d1", "w1"),
         receipt("d1", "w0"),
@@ -66,8 +66,18 @@ def test_everything_that_was_kept_is_read_back_equal(coordination):
 
 def test_a_dropped_deployment_takes_everything_of_its_own_along(coordination):
     store, term = coordination.led()
-    kept = [worker("w0"), deployment("d1"), KeepKey("k1", DIGEST, "d1"), receipt("d1", "w0")]
-    gone = [deployment("d0"), KeepKey("k0", DIGEST, "d0"), plan("d0", 1), receipt("d0", "w0")]
+    kept = [
+        worker("w0"),
+        deployment("d1"),
+        SaveIdempotencyKey("k1", DIGEST, "d1"),
+        receipt("d1", "w0"),
+    ]
+    gone = [
+        deployment("d0"),
+        SaveIdempotencyKey("k0", DIGEST, "d0"),
+        plan("d0", 1),
+        receipt("d0", "w0"),
+    ]
     store.commit(term, [*gone, *kept])
     store.commit(term, [DropDeployment("d0")])
     assert store.load(0.0) == expected(kept)
@@ -115,7 +125,7 @@ def test_whatever_is_told_can_be_kept_and_read_by_everybody(coordination):
         "kind": ValueError("no"),
         3: True,
     }
-    [event] = store.commit(term, [Observed(EventName.WORKER_LOST, 1.0, "d\0", "\ud800", strange)])
+    [event] = store.commit(term, [EmitEvent(EventName.WORKER_LOST, 1.0, "d\0", "\ud800", strange)])
     fit = {"nul": "a\0b", "half": "?", "nan": None, "pair": [1, 2], "kind": "no", "3": True}
     assert event.data == fit
     assert (event.deployment_id, event.worker_id) == ("d\ufffd", "?")

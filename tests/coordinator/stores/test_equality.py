@@ -7,7 +7,12 @@ import itertools
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.coordinator.state.messages import DropDeployment, DropToken, DropWorker, KeepKey
+from paceline.coordinator.state.messages import (
+    DropDeployment,
+    DropToken,
+    DropWorker,
+    SaveIdempotencyKey,
+)
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from tests.coordinator.stores.conftest import REAL
@@ -35,7 +40,7 @@ effects = st.one_of(
     st.builds(receipt, deployments, workers, numbers.map(float)),
     st.builds(token, st.sampled_from(["t0", "t1"]), numbers.map(float)),
     st.builds(DropToken, st.sampled_from(["t0", "t1"])),
-    st.builds(lambda d, n: KeepKey(f"{d}:{n}", DIGEST, d), deployments, numbers),
+    st.builds(lambda d, n: SaveIdempotencyKey(f"{d}:{n}", DIGEST, d), deployments, numbers),
     st.builds(told, numbers),
 )
 

@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cluster.embedded import ensure_secrets
 from paceline.coordinator.stores import Candidate
-from paceline.coordinator.stores.etcd.client import Access
+from paceline.coordinator.stores.etcd.client import EtcdAccess
 from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
 from paceline.errors import AccessDenied, ServiceUnavailable
 from tests.coordinator.stores.conftest import REAL, until
@@ -30,7 +30,7 @@ def guarded(tmp_path_factory):
     made = ensure_secrets(where)
     ca, cert, key = Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key)
     files = ["--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca, "--client-cert-auth"]
-    access = Access(
+    access = EtcdAccess(
         endpoints=(),
         ca=ca.read_bytes(),
         cert=cert.read_bytes(),

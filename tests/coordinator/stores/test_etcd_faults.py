@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from paceline.coordinator.stores import Candidate
-from paceline.coordinator.stores.etcd.client import Access
+from paceline.coordinator.stores.etcd.client import EtcdAccess
 from paceline.coordinator.stores.etcd.coordination import COLLECT_EVERY, EtcdCoordination
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from tests.coordinator.stores.conftest import REAL, until
@@ -157,7 +157,7 @@ def paths(cluster):
 
 
 def opened(paths, prefix, lease_s=30.0):
-    access = Access(endpoints=tuple(each.endpoint for each in paths))
+    access = EtcdAccess(endpoints=tuple(each.endpoint for each in paths))
     return EtcdCoordination(access, prefix, lease_s=lease_s)
 
 

@@ -11,7 +11,7 @@ from paceline.coordinator.stores.etcd.layout import (
     INLINE_BYTES,
     Blob,
     Delete,
-    Layout,
+    KeyLayout,
     Put,
     blob_named,
     joined,
@@ -66,7 +66,7 @@ def test_a_long_value_becomes_a_blob_and_a_changed_blob_is_noticed():
 
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=4))
 def test_names_of_any_letters_are_found_in_a_key_again(names):
-    layout = Layout("/paceline/x")
+    layout = KeyLayout("/paceline/x")
     key = layout.key("state", *names)
     assert layout.parts_of(key) == ["state", *names]
     start, end = layout.below("state")

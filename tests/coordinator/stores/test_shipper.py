@@ -6,8 +6,8 @@ import signal
 
 import pytest
 
-from paceline.coordinator.stores import Shipper
-from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, Question
+from paceline.coordinator.stores import OutboxShipper
+from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, EventQuery
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import told, worker
@@ -16,7 +16,7 @@ from tests.support.postgres import postgres_server
 
 def history(audit):
     found, last = [], 0
-    while more := audit.query(Question(after=last)):
+    while more := audit.query(EventQuery(after=last)):
         found += more
         last = more[-1].seq
     return found
@@ -25,7 +25,7 @@ def history(audit):
 def test_everything_committed_is_shipped_in_order(coordination, audit):
     store, term = coordination.led()
     kept = audit.open()
-    shipper = Shipper(store, kept, term)
+    shipper = OutboxShipper(store, kept, term)
     shipper.start()
     committed = []
     for number in range(30):
@@ -41,7 +41,7 @@ def test_the_history_is_kept_to_a_length(coordination, audit):
     kept = audit.open()
     kept_before = store.commit(term, [told(number) for number in range(30)])
     kept.append(kept_before)
-    shipper = Shipper(store, kept, term, keep_events=5)
+    shipper = OutboxShipper(store, kept, term, keep_events=5)
     shipper.start()
     until(lambda: [each.seq for each in kept.query()] == list(range(26, 31)), "five events")
     shipper.stop()
@@ -53,12 +53,12 @@ def test_a_crash_between_the_two_stores_doubles_nothing(coordination, audit, mon
     committed = store.commit(term, [told(number) for number in range(20)])
     monkeypatch.setattr(store, "trim_events", lambda *_: (_ for _ in ()).throw(OSError("dead")))
     with pytest.raises(OSError, match="dead"):
-        Shipper(store, kept, term).ship()
+        OutboxShipper(store, kept, term).ship()
     monkeypatch.undo()
     store.resign(term)
     other, next_term = coordination.led()
     committed += other.commit(next_term, [told(99)])
-    shipper = Shipper(other, kept, next_term)
+    shipper = OutboxShipper(other, kept, next_term)
     while shipper.ship():
         pass
     assert history(kept) == committed
@@ -68,14 +68,14 @@ def test_a_crash_between_the_two_stores_doubles_nothing(coordination, audit, mon
 def test_the_shipper_of_an_older_term_stops_by_itself(coordination, audit):
     store, term = coordination.led()
     kept = audit.open()
-    shipper = Shipper(store, kept, term)
+    shipper = OutboxShipper(store, kept, term)
     shipper.start()
     store.resign(term)
     other, next_term = coordination.led()
     other.commit(next_term, [told(1)])
     until(lambda: not shipper._thread.is_alive(), "the end of the older shipper")
     with pytest.raises(StaleEpoch):
-        Shipper(store, kept, term).ship()
+        OutboxShipper(store, kept, term).ship()
 
 
 def test_a_store_restored_from_a_backup_takes_new_numbers(coordination, audit):
@@ -84,7 +84,7 @@ def test_a_store_restored_from_a_backup_takes_new_numbers(coordination, audit):
     before = store.commit(term, [told(number) for number in range(9)])
     kept.append([each.model_copy(update={"seq": each.seq + 100}) for each in before])
     store.trim_events(term, 9)  # the audit store went on to 109 after this backup was made
-    shipper = Shipper(store, kept, term)
+    shipper = OutboxShipper(store, kept, term)
     assert shipper.ship() == 0
     after = store.commit(term, [told(1)])
     assert [each.seq for each in after] == [110]
@@ -99,7 +99,7 @@ def test_a_restored_store_that_went_on_at_once_loses_no_event(coordination, audi
     kept.append(before)
     kept.append([each.model_copy(update={"seq": each.seq + 9, "at": 5.0}) for each in before])
     went_on = store.commit(term, [told(100 + number) for number in range(12)])  # 10 to 21
-    shipper = Shipper(store, kept, term)
+    shipper = OutboxShipper(store, kept, term)
     shipper._numbered = True  # the leader was quicker than the shipper
     while shipper.ship():
         pass
@@ -124,7 +124,7 @@ def test_events_wait_for_a_postgres_that_is_away(coordination, own, how, monkeyp
     monkeypatch.setattr("paceline.coordinator.stores.shipper.PATIENCE_S", 0.3)
     store, term = coordination.led()
     kept = own.open()
-    shipper = Shipper(store, kept, term)
+    shipper = OutboxShipper(store, kept, term)
     shipper.start()
     committed = store.commit(term, [told(number) for number in range(10)])
     until(lambda: store.outbox().waiting == 0, "the first events")
@@ -157,7 +157,7 @@ def test_a_full_outbox_refuses_writes_until_postgres_is_back(coordination, own):
     store, term = coordination.led()
     kept = own.open()
     own.server.stop(signal.SIGINT)
-    shipper = Shipper(store, kept, term)
+    shipper = OutboxShipper(store, kept, term)
     shipper.start()
     committed = store.commit(term, [told(number) for number in range(OUTBOX_EVENTS)])
     with pytest.raises(ServiceUnavailable, match="audit store"):

@@ -12,7 +12,7 @@ import pytest
 from paceline.coordinator.state.messages import DropDeployment
 from paceline.coordinator.stores import Candidate
 from paceline.coordinator.stores.audit import SqliteAudit
-from paceline.coordinator.stores.contracts import Question
+from paceline.coordinator.stores.contracts import EventQuery
 from paceline.coordinator.stores.sqlite import SqliteCoordination
 from paceline.coordinator.stores.sqlite_file import _VERSION_1
 from paceline.errors import ServiceUnavailable
@@ -98,7 +98,7 @@ def test_a_file_of_version_one_goes_on_with_all_it_held(tmp_path):
     recent = store.events_after(0, 10_000)
     assert [each.seq for each in recent] == list(range(201, 1_201))
     assert audit.last() == 1_200
-    assert audit.query(Question(after=1_199))[0] == recent[-1]
+    assert audit.query(EventQuery(after=1_199))[0] == recent[-1]
     assert [each.seq for each in store.commit(term, [told(1)])] == [1_201]
     store.close()
     audit.close()

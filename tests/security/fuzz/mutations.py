@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from paceline.data.formats import Sample, Unusable
+from paceline.data.formats import Sample, UnusableSample
 from paceline.data.formats.sample import MAX_SAMPLE_BYTES
 from paceline.errors import InvalidInput
 
@@ -35,7 +35,9 @@ def mutated(draw: st.DrawFn, valid: bytes) -> bytes:
     return bytes(raw)
 
 
-def check(read: Callable[[Path], Iterable[Sample | Unusable]], path: Path, raw: bytes) -> None:
+def check(
+    read: Callable[[Path], Iterable[Sample | UnusableSample]], path: Path, raw: bytes
+) -> None:
     """Reading gives samples, names bad ones, or ends with the named error; in bounded memory."""
     path.write_bytes(raw)
     tracemalloc.start()

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.data.build import Skipped
-from paceline.data.formats import Fields, Sample, Unusable
+from paceline.data.build import SkippedSamples
+from paceline.data.formats import Fields, Sample, UnusableSample
 from paceline.data.formats.text import read_jsonl
 from tests.security.fuzz.mutations import check, mutated
 
@@ -25,7 +25,7 @@ VALID = b"\n".join(
 )
 
 
-def read(path: Path) -> Iterator[Sample | Unusable]:
+def read(path: Path) -> Iterator[Sample | UnusableSample]:
     return read_jsonl(path, path.name, Fields())
 
 
@@ -71,8 +71,8 @@ def test_any_values_raise_nothing_and_can_be_listed(path: Path, lines: list[obje
     check(read, path, raw)
     found = list(read(path))
     assert len(found) == len(lines)
-    skipped = Skipped()
+    skipped = SkippedSamples()
     for each in found:
-        if isinstance(each, Unusable):
+        if isinstance(each, UnusableSample):
             skipped.add(each)
     assert all(each.isprintable() and each.encode() for each in skipped.examples)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.data.formats import Fields, Sample, Unusable
+from paceline.data.formats import Fields, Sample, UnusableSample
 from paceline.data.formats.tar import read_tar
 from tests.security.archives import block, header, npy, npy_of, tar_of
 from tests.security.fuzz.mutations import check, mutated
@@ -30,7 +30,7 @@ VALID = tar_of(
 KINDS = [bytes([each]) for each in b"01234567LKSxgXVND"]
 
 
-def read(path: Path) -> Iterator[Sample | Unusable]:
+def read(path: Path) -> Iterator[Sample | UnusableSample]:
     return read_tar(path, path.name, Fields())
 
 

@@ -11,10 +11,10 @@ from cryptography import x509
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from paceline.api.guard import Doorman
+from paceline.api.guard import Authenticator
 from paceline.config import Secrets, one_certificate
 from paceline.coordinator.state.messages import IssueToken
-from paceline.coordinator.tokens import TokenBook, draw
+from paceline.coordinator.tokens import TokenRegistry, draw
 from paceline.errors import AccessDenied, InvalidInput
 from paceline.relay.joining import _pin_of
 from paceline.relay.transport.identity import (
@@ -39,7 +39,7 @@ PINNED = st.builds(
 
 
 class Given(NamedTuple):
-    book: TokenBook
+    book: TokenRegistry
     texts: list[str]
     certificate: bytes
     other: bytes
@@ -49,7 +49,7 @@ class Given(NamedTuple):
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Given:
-    book, texts = TokenBook(), []
+    book, texts = TokenRegistry(), []
     calls = [
         CreateToken(name="x", scopes=(Scope.ADMIN,)),
         CreateJoinToken(worker_id="w", ttl_seconds=60.0),
@@ -108,7 +108,7 @@ def test_a_changed_token_opens_nothing(
 def test_no_authorization_header_breaks_the_guard(
     real: Given, headers: list[bytes], changes: list[tuple[str, float, bytes]]
 ) -> None:
-    doorman = Doorman(Secrets(coordinator_token="owner"), lambda: real.book)
+    doorman = Authenticator(Secrets(coordinator_token="owner"), lambda: real.book)
     nearly = edited(b"Bearer " + real.texts[0].encode(), changes)
     for given_ in (headers, [nearly], [nearly, *headers]):
         try:

@@ -17,21 +17,21 @@ from paceline.relay.protocol.events import (
     SLEPT_S,
     Abandon,
     Complete,
-    Confirmed,
     Fail,
     Fetch,
     LanesAssigned,
+    LanesConfirmed,
     PieceRejected,
     PiecesDurable,
     PieceVerified,
     ReportCorrupt,
     ReportSourceLost,
+    Resumed,
     SessionAction,
     SessionEvent,
     SourceAlive,
     SourceFailed,
     Tick,
-    Woke,
 )
 from paceline.relay.protocol.extents import Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
@@ -123,7 +123,7 @@ class MemoryFleet(Network):
             for stream in node.streams.values()
             if stream.open and stream.source is not self.origin
         ]
-        self._tell(node, Woke(slept_s, replaced=self._coordinated and slept_s >= SLEPT_S))
+        self._tell(node, Resumed(slept_s, replaced=self._coordinated and slept_s >= SLEPT_S))
         if blamed := [stream.key for stream in peers if not stream.open]:
             raise AssertionError(f"{name} blames {blamed} for its own sleep")
         for event in backlog:
@@ -136,7 +136,7 @@ class MemoryFleet(Network):
         """Let a node that is awake hear that its lanes stand."""
         node = self.nodes[name]
         if node.alive and not node.frozen:
-            self._tell(node, Confirmed())
+            self._tell(node, LanesConfirmed())
 
     def restart(self, name: str) -> None:
         """Start a killed node again, with what its disk has; it needs lanes anew."""

@@ -15,8 +15,8 @@ from random import Random
 from paceline.errors import PacelineError, PeerLost
 from paceline.relay.protocol.events import (
     Fetch,
+    HeldPiecesCorrupt,
     PieceRejected,
-    PiecesRotten,
     PieceVerified,
     SessionEvent,
     SourceAlive,
@@ -229,4 +229,4 @@ class Network(ABC):
             node.durable.remove(extent)
             node.distrusted.add(extent)
             if not node.complete:  # what is published, drivers withdraw
-                self._tell(node, PiecesRotten(extent))
+                self._tell(node, HeldPiecesCorrupt(extent))

@@ -25,7 +25,7 @@ from paceline.errors import Conflict, CorruptData, InvalidInput, SourceMissing
 from paceline.models import new_model
 from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations, resume_newest_healthy
-from paceline.training.checkpoint.dcp_export import Names, PacelineReader, export_dcp
+from paceline.training.checkpoint.dcp_export import DcpPrefixes, PacelineReader, export_dcp
 from paceline.training.checkpoint.dcp_reading import is_dcp, read_dcp
 from paceline.training.checkpoint.generations import generation_at, generations_at
 from paceline.training.checkpoint.resume import seed_generation
@@ -160,7 +160,7 @@ def test_shards_are_one_model_for_a_single_process(
     ours, theirs = plain()[0].state_dict(), plain()[0].state_dict()
     dcp.load({"model": ours}, storage_reader=PacelineReader(root / "shard2"))
     dcp.load({"model": theirs}, checkpoint_id=root / "by-dcp")
-    export_dcp(*generation_at(root / "shard2"), tmp_path / "out", names=Names(model=""))
+    export_dcp(*generation_at(root / "shard2"), tmp_path / "out", names=DcpPrefixes(model=""))
     exported = plain()[0].state_dict()
     dcp.load(exported, checkpoint_id=tmp_path / "out")  # weights at the root, as torchtitan has
     assert bits_of(ours) == bits_of(theirs) == bits_of(exported)

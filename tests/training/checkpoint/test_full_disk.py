@@ -12,7 +12,7 @@ import pytest
 from paceline.errors import NotSaved
 from paceline.schemas.training import TrainJob
 from paceline.training.checkpoint.generations import Generations
-from paceline.training.loop.event_writer import Place
+from paceline.training.loop.event_writer import RankIdentity
 from paceline.training.loop.rank import run_rank
 from paceline.training.loop.rank_process import StopFlag
 from tests.training.conftest import Camp, Listener
@@ -68,7 +68,7 @@ class Filling(Listener):
             self.stop._asked = True  # as SIGTERM would have
 
     def run(self, job: TrainJob) -> int:
-        return run_rank(job, Place(0, 1, "127.0.0.1", 0, 1, "node-0"), self, self.stop)
+        return run_rank(job, RankIdentity(0, 1, "127.0.0.1", 0, 1, "node-0"), self, self.stop)
 
 
 def names_all(message: str, disk: SmallDisk) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline.errors import TrainingFailed
 from paceline.training.checkpoint.layout import (
     Chunk,
-    Held,
+    HeldChunks,
     chunks_of,
     from_bytes,
     index_of,
@@ -52,7 +52,7 @@ def test_every_box_is_written_once_by_a_rank_that_holds_it(
     of: tuple[list[int], int, int],
 ) -> None:
     held = layout(*of)
-    written = share_out(Held.of(held))
+    written = share_out(HeldChunks.of(held))
     flat = [chunk for chunks in written for chunk in chunks]
     assert len(flat) == len(set(flat))
     assert set(flat) == {chunk for chunks in held for chunk in chunks}
@@ -62,7 +62,7 @@ def test_every_box_is_written_once_by_a_rank_that_holds_it(
 @given(layouts)
 def test_replicas_share_the_work(of: tuple[list[int], int, int]) -> None:
     shards = of[2]
-    written = share_out(Held.of(layout(*of)))
+    written = share_out(HeldChunks.of(layout(*of)))
     loads = [sum(chunk.bytes for chunk in mine) for mine in written]
     for shard in range(shards):
         those = loads[shard::shards]
@@ -72,7 +72,7 @@ def test_replicas_share_the_work(of: tuple[list[int], int, int]) -> None:
 
 def test_a_thousand_replicas_are_planned_as_one_list() -> None:
     chunks = [Chunk(f"w{n}", "F32", (64, 64), (0, 0), (64, 64)) for n in range(3000)]
-    held = Held.of([chunks] * 1000)
+    held = HeldChunks.of([chunks] * 1000)
     assert len(held.lists) == 1
     written = share_out(held)
     assert {len(mine) for mine in written} == {3}
@@ -81,7 +81,7 @@ def test_a_thousand_replicas_are_planned_as_one_list() -> None:
 @given(layouts)
 def test_whatever_the_cut_all_of_a_tensor_is_read_once(of: tuple[list[int], int, int]) -> None:
     rows, _, _ = of
-    index = index_of(share_out(Held.of(layout(*of))))
+    index = index_of(share_out(HeldChunks.of(layout(*of))))
     for number, count in enumerate(rows):
         stored = index.tensors[f"w{number}"]
         wanted = torch.zeros(count, 4)
@@ -94,10 +94,10 @@ def test_whatever_the_cut_all_of_a_tensor_is_read_once(of: tuple[list[int], int,
 def test_boxes_that_do_not_make_up_a_tensor_are_refused() -> None:
     half = [Chunk("w", "F32", (4, 4), (0, 0), (2, 4))]
     with pytest.raises(TrainingFailed, match="do not make it up"):
-        share_out(Held.of([half]))
+        share_out(HeldChunks.of([half]))
     other = [Chunk("w", "F64", (4, 4), (2, 0), (2, 4))]
     with pytest.raises(TrainingFailed, match="disagree"):
-        share_out(Held.of([half, other]))
+        share_out(HeldChunks.of([half, other]))
 
 
 def test_boxes_travel_as_bytes() -> None:

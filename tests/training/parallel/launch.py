@@ -75,13 +75,13 @@ def leaking() -> Iterator[None]:
 @contextlib.contextmanager
 def own_tokens() -> Iterator[None]:
     """Each rank divides by its own tokens, and means are averaged: wrong where shares differ."""
-    right = straight.Straight.accumulate
+    right = straight.SingleStage.accumulate
 
     def wrong(self, parts, scale):
         del scale
         return right(self, parts, 1.0 / sum(each.weight for each in parts) / self.data_world)
 
-    with mock.patch.object(straight.Straight, "accumulate", wrong):
+    with mock.patch.object(straight.SingleStage, "accumulate", wrong):
         yield
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.training.recurrent import Carried
+from paceline.training.recurrent import CarriedState
 from tests.support.two_ranks import run_two
 
 
@@ -63,7 +63,7 @@ def test_errors_of_another_world_are_dropped_with_a_warning(ranks: list[dict[str
 
 
 def test_only_rows_that_were_computed_here_are_saved_again() -> None:
-    carried = Carried()
+    carried = CarriedState()
     carried.restore({"carried.0": torch.ones(4, 1, 2)})
     carried.keep([2, 3], torch.zeros(2, 1, 2))
     carried.settle()

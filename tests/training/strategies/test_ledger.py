@@ -9,30 +9,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CorruptData, InvalidInput
-from paceline.training.strategies.update_ledger import Ledger, Update, Verdict
+from paceline.training.strategies.update_ledger import PushVerdict, Update, UpdateLedger
 
 
 class Farm:
     """Workers that pull, compute for a while, push, lose answers, and obey."""
 
     def __init__(self, workers: int, max_staleness: int) -> None:
-        self.ledger = Ledger(max_staleness)
+        self.ledger = UpdateLedger(max_staleness)
         self.log: list[Update] = []
         self.base: dict[int, int | None] = dict.fromkeys(range(workers))
         self.next = dict.fromkeys(range(workers), 1)
 
-    def act(self, worker: int, lost: bool) -> Verdict | None:
+    def act(self, worker: int, lost: bool) -> PushVerdict | None:
         base = self.base[worker]
         if base is None:
             self.base[worker] = self.ledger.pull(worker)
             return None
         sequence = self.next[worker]
         verdict = self.ledger.judge(worker, sequence, base)
-        if verdict is Verdict.APPLY:
+        if verdict is PushVerdict.APPLY:
             self.log.append(self.ledger.apply(worker, sequence, base))
-        if verdict is Verdict.WAIT or lost:
+        if verdict is PushVerdict.WAIT or lost:
             return verdict  # it will push the very same again
-        if verdict is not Verdict.STALE:
+        if verdict is not PushVerdict.STALE:
             self.next[worker] += 1
         self.base[worker] = None
         return verdict
@@ -86,15 +86,15 @@ def test_a_standby_that_followed_the_log_goes_on_without_loss_or_repeat(
     farm = Farm(3, 2)
     for worker in acts[:cut]:
         farm.act(worker, False)
-    standby = Ledger(2)
+    standby = UpdateLedger(2)
     for each in farm.log:
         standby.follow(each)
-    half = Ledger.from_json(json.loads(json.dumps(farm.ledger.to_json())), 2)
+    half = UpdateLedger.from_json(json.loads(json.dumps(farm.ledger.to_json())), 2)
     assert standby.to_json() == half.to_json() == farm.ledger.to_json()
     pushed = [each for each in farm.log if each.worker == 0]
     if pushed:  # its answer was lost with the old server
         again = pushed[-1]
-        assert standby.judge(0, again.sequence, again.base) is Verdict.KNOWN
+        assert standby.judge(0, again.sequence, again.base) is PushVerdict.KNOWN
     farm.ledger = standby
     for worker in acts[cut:]:
         farm.act(worker, False)
@@ -102,21 +102,21 @@ def test_a_standby_that_followed_the_log_goes_on_without_loss_or_repeat(
 
 
 def test_nobody_waits_for_a_worker_that_is_gone() -> None:
-    ledger = Ledger(0)
+    ledger = UpdateLedger(0)
     for worker in (0, 1):
         ledger.pull(worker)
-    assert ledger.judge(0, 1, 0) is Verdict.APPLY
+    assert ledger.judge(0, 1, 0) is PushVerdict.APPLY
     ledger.apply(0, 1, 0)
-    assert ledger.judge(1, 1, 0) is Verdict.STALE
+    assert ledger.judge(1, 1, 0) is PushVerdict.STALE
     ledger.pull(1)
     ledger.pull(0)
-    assert ledger.judge(0, 2, 1) is Verdict.WAIT
+    assert ledger.judge(0, 2, 1) is PushVerdict.WAIT
     ledger.release(1)
-    assert ledger.judge(0, 2, 1) is Verdict.APPLY
+    assert ledger.judge(0, 2, 1) is PushVerdict.APPLY
 
 
 def test_nonsense_is_refused() -> None:
-    ledger = Ledger(2)
+    ledger = UpdateLedger(2)
     with pytest.raises(InvalidInput, match="out of order"):
         ledger.judge(0, 2, 0)
     with pytest.raises(InvalidInput, match="out of order"):

@@ -10,17 +10,17 @@ import pytest
 from paceline.config import TrainingSettings
 from paceline.errors import CorruptData
 from paceline.training.launcher.attempt import RankState
-from paceline.training.launcher.driver import Replacing, place
-from paceline.training.launcher.gang import Gangs
-from paceline.training.launcher.independent_restart import Fell, LooseAttempt
-from paceline.training.launcher.placement import Roster
+from paceline.training.launcher.driver import PlacementRestartPolicy, place
+from paceline.training.launcher.gang import GangSupervisor
+from paceline.training.launcher.independent_restart import IndependentAttempt, RankExit
+from paceline.training.launcher.placement import NodePool
 from paceline.training.launcher.ports import Deadlines, GangMember
-from paceline.training.strategies.protocol import Seats
-from paceline.training.strategies.update_ledger import Ledger, Update
+from paceline.training.strategies.protocol import ShareAssignment
+from paceline.training.strategies.update_ledger import Update, UpdateLedger
 
 
 def test_a_rank_keeps_its_share_and_its_newest_line_counts() -> None:
-    seats = Seats(2, vacant_s=10, now=0.0)
+    seats = ShareAssignment(2, vacant_s=10, now=0.0)
     assert seats.take(2, 0, "old", {0, 1}, 1.0) == (0, None)
     assert seats.take(2, 0, "new", {0, 1}, 2.0) == (0, "old"), "the old line is to be cut"
     seats.leave(0, "old", 3.0)
@@ -28,7 +28,7 @@ def test_a_rank_keeps_its_share_and_its_newest_line_counts() -> None:
 
 
 def test_a_share_nobody_works_on_goes_to_who_has_finished() -> None:
-    seats = Seats(3, vacant_s=10, now=0.0)
+    seats = ShareAssignment(3, vacant_s=10, now=0.0)
     for rank, share in ((2, 0), (3, 1), (4, 2)):
         assert seats.take(rank, share, rank, {0, 1, 2}, 0.0)[0] == share
     seats.leave(1, 3, 20.0)  # rank 3 falls
@@ -39,19 +39,19 @@ def test_a_share_nobody_works_on_goes_to_who_has_finished() -> None:
 
 
 def test_shares_are_cut_anew_for_another_number_of_workers() -> None:
-    ledger = Ledger(2)
+    ledger = UpdateLedger(2)
     for version, (worker, sequence) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1)], start=1):
         at = {"batch": sequence}
         ledger.follow(Update(worker, sequence, version - 1, version), at)
-    again = Ledger.from_json(ledger.to_json(), 2)
+    again = UpdateLedger.from_json(ledger.to_json(), 2)
     assert again == ledger
     assert again.of_workers(3, 3) is again
     fewer = again.of_workers(3, 2)
     assert (fewer.version, fewer.applied) == (2, {0: 1, 1: 1})
     assert fewer.positions == {0: {"batch": 1}, 1: {"batch": 1}}, "where the slowest stood"
-    assert Ledger(2).of_workers(2, 5) == Ledger(2, 0, dict.fromkeys(range(5), 0))
+    assert UpdateLedger(2).of_workers(2, 5) == UpdateLedger(2, 0, dict.fromkeys(range(5), 0))
     with pytest.raises(CorruptData):
-        Ledger.from_json({"version": 1}, 2)
+        UpdateLedger.from_json({"version": 1}, 2)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_node_is_lost_once_with_all_its_ranks_and_a_rank_that_falls_too_often_
     None
 ):
     settings = TrainingSettings(ranks=6)
-    roster = Roster(["a", "b", "c"], settings)
+    roster = NodePool(["a", "b", "c"], settings)
     told: list[tuple[int, str]] = []
 
     class Accounting:
@@ -91,17 +91,19 @@ def test_a_node_is_lost_once_with_all_its_ranks_and_a_rank_that_falls_too_often_
         ready: ClassVar = {"a", "b"}
         spares: ClassVar = {}
 
-    replacing = Replacing(roster, Accounting(), Nodes(), lambda worker: {"ON": worker}, most=2)
+    replacing = PlacementRestartPolicy(
+        roster, Accounting(), Nodes(), lambda worker: {"ON": worker}, most=2
+    )
     living = {0: "a", 1: "b", 3: "a", 4: "b"}
     for rank in (2, 5):
-        fell = Fell(member=GangMember("c", rank), kind="lost", reason="gone")
+        fell = RankExit(member=GangMember("c", rank), kind="lost", reason="gone")
         again = replacing.replace(fell, living)
         assert again is not None and again.env == {"ON": again.worker_id}
     assert roster.failures == {"c": 1} and not roster.left_out
     for _ in range(2):
-        fell = Fell(member=GangMember("a", 3), kind="preempted", reason="taken")
+        fell = RankExit(member=GangMember("a", 3), kind="preempted", reason="taken")
         assert replacing.replace(fell, living) is not None, "no fault of the rank's"
-    falls = [Fell(member=GangMember("b", 4), kind="failed", reason="") for _ in range(3)]
+    falls = [RankExit(member=GangMember("b", 4), kind="failed", reason="") for _ in range(3)]
     assert [replacing.replace(each, living) is None for each in falls] == [False, False, True]
     assert [each for each in told if each[0] == 4] == [(4, "failed")] * 3
 
@@ -116,9 +118,9 @@ def test_the_gangs_store_is_on_neither_servers_node_or_else_on_the_standbys(
     class Keeping:
         keepers = 2
 
-    gangs = Gangs(Mock(), Deadlines())
+    gangs = GangSupervisor(Mock(), Deadlines())
     ranks = {rank: RankState(GangMember(node, rank)) for rank, node in enumerate(nodes)}
-    attempt = LooseAttempt(gangs, ranks, 1, None, Keeping())
+    attempt = IndependentAttempt(gangs, ranks, 1, None, Keeping())
     assert attempt._workers[0] == store
     assert sorted(attempt._workers) == sorted(set(nodes))
     assert not attempt._storeless

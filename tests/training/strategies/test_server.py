@@ -25,16 +25,16 @@ from paceline.errors import AccessDenied, InvalidFrame, InvalidInput, PeerLost
 from paceline.models import config_for
 from paceline.training.loop.workload import TransformerWorkload
 from paceline.training.strategies import frames, require_ranks
-from paceline.training.strategies.frames import Frame, Kind
+from paceline.training.strategies.frames import Frame, FrameKind
 from paceline.training.strategies.learner import Learner
-from paceline.training.strategies.protocol import Note, Terms
+from paceline.training.strategies.protocol import BatchReport, ServerTerms
 from paceline.training.strategies.rendezvous import FileClaims, StoreClaims
-from paceline.training.strategies.server import Server, listen
+from paceline.training.strategies.server import ParameterServer, listen
 from paceline.training.strategies.worker import Worker
 
 ROOT = Path(__file__).parents[3]
 STEPS, WORKERS = 40, 2
-NOTE = Note(loss=1.0).to_head()
+NOTE = BatchReport(loss=1.0).to_head()
 SETTINGS = {
     "ranks": 2 + WORKERS,
     "steps": STEPS,
@@ -205,8 +205,8 @@ class Served:
 
     def __init__(self, directory: Path, **changes: Any) -> None:
         terms = {"key": "key", "workers": 1, "pushes": 3, "max_staleness": 2, "silence_s": 1.0}
-        self.terms = Terms(**(terms | changes))
-        self.server = Server(learner(), self.terms, FileClaims(directory), "here")
+        self.terms = ServerTerms(**(terms | changes))
+        self.server = ParameterServer(learner(), self.terms, FileClaims(directory), "here")
         self.listener = listen("127.0.0.1")
         self.address = self.listener.getsockname()[:2]
         self.server.lead()
@@ -225,7 +225,7 @@ class Served:
     def greet(self, **hello: Any) -> socket.socket:
         connection = socket.create_connection(self.address, timeout=10)
         frames.send(
-            connection, Frame(Kind.HELLO, {"role": "worker", "rank": 2, "worker": 0} | hello)
+            connection, Frame(FrameKind.HELLO, {"role": "worker", "rank": 2, "worker": 0} | hello)
         )
         return connection
 
@@ -246,15 +246,15 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
 def test_a_lost_answer_is_confirmed_and_not_applied_twice(serve: Callable[..., Served]) -> None:
     served = serve(pushes=1)
     gradient = np.ones(served.server.learner.count, np.float32)
-    push = frames.of_numbers(Kind.PUSH, gradient, sequence=1, base=0, note=NOTE)
+    push = frames.of_numbers(FrameKind.PUSH, gradient, sequence=1, base=0, note=NOTE)
     with served.greet(key="key") as connection:
-        assert frames.receive(connection).kind is Kind.WELCOME
+        assert frames.receive(connection).kind is FrameKind.WELCOME
         frames.send(connection, push)
         assert frames.receive(connection).head["verdict"] == "apply"  # as if it never came
         frames.send(connection, push)
         assert frames.receive(connection).head["verdict"] == "known"
-        frames.send(connection, Frame(Kind.RELEASED))
-        assert frames.receive(connection).kind is Kind.RELEASED, "all is done"
+        frames.send(connection, Frame(FrameKind.RELEASED))
+        assert frames.receive(connection).kind is FrameKind.RELEASED, "all is done"
     assert served.server.done.is_set()
     served.server.release()
     served.thread.join(20)
@@ -280,9 +280,9 @@ def test_callers_without_the_key_or_with_other_numbers_are_turned_away(
         (np.ones(len(before), np.float32), {"sequence": "1", "base": 0}),
     ):
         with served.greet(key="key") as connection:
-            assert frames.receive(connection).kind is Kind.WELCOME
-            frames.send(connection, frames.of_numbers(Kind.PUSH, body, note=NOTE, **head))
-            assert frames.receive(connection).kind is Kind.REFUSED
+            assert frames.receive(connection).kind is FrameKind.WELCOME
+            frames.send(connection, frames.of_numbers(FrameKind.PUSH, body, note=NOTE, **head))
+            assert frames.receive(connection).kind is FrameKind.REFUSED
     assert np.array_equal(served.server.learner.weights(), before), "nothing of it was applied"
     with socket.create_connection(served.address, timeout=10) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b"x" * 64)
@@ -295,11 +295,11 @@ def test_a_frame_is_refused_by_its_lengths_before_it_is_read() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.settimeout(5)
-        theirs.sendall(frames.HEADER.pack(frames.MAGIC, Kind.PUSH, 2, 1 << 40) + b"{}")
+        theirs.sendall(frames.HEADER.pack(frames.MAGIC, FrameKind.PUSH, 2, 1 << 40) + b"{}")
         with pytest.raises(InvalidFrame, match="too large"):
             frames.receive(ours, 1024)
         with pytest.raises(AccessDenied):
-            frames.require_key(Frame(Kind.PULL), "key")
+            frames.require_key(Frame(FrameKind.PULL), "key")
 
 
 def test_state_travels_bit_for_bit_and_not_into_another_model() -> None:
@@ -324,7 +324,7 @@ def test_one_epoch_is_claimed_once(tmp_path: Path) -> None:
     assert claims.claim(2, "standby")
     assert not claims.claim(2, "server")
     assert claims.claim(2, "standby"), "asking again is fine"
-    served = Server(learner(), Terms("", 1, 1, 0), claims, "server")
+    served = ParameterServer(learner(), ServerTerms("", 1, 1, 0), claims, "server")
     with pytest.raises(PeerLost, match="another parameter server leads"):
         served.lead(2)
 
@@ -343,10 +343,10 @@ def test_one_epoch_is_claimed_once_in_the_gangs_store() -> None:
 def test_workers_give_up_where_nobody_leads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = held.getsockname()[:2]
-    terms = Terms("", 1, 1, 0, 0.2)
+    terms = ServerTerms("", 1, 1, 0, 0.2)
     worker = Worker(0, lambda: [address, address], terms, 1, "float32", away_s=0.3)
     with pytest.raises(PeerLost, match="no parameter server leads"):
-        worker.run(lambda _task, weights: (weights, Note()))
+        worker.run(lambda _task, weights: (weights, BatchReport()))
 
 
 def test_layouts_without_a_server_are_refused() -> None:

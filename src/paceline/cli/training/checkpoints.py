@@ -110,7 +110,7 @@ def export_checkpoint(
     Every byte is verified on the way. (dcp.load also reads PLACE itself, without an export:
     storage_reader=paceline.training.checkpoint.dcp_export.PacelineReader(PLACE).)
     """
-    from paceline.training.checkpoint.dcp_export import Names, export_dcp
+    from paceline.training.checkpoint.dcp_export import DcpPrefixes, export_dcp
     from paceline.training.checkpoint.generations import generation_at
 
     began = time.monotonic()
@@ -120,7 +120,7 @@ def export_checkpoint(
         generations,
         generation,
         directory,
-        names=Names(model_prefix, optimizer_prefix),
+        names=DcpPrefixes(model_prefix, optimizer_prefix),
         weights_only=weights_only,
         config=_config_of(place, generations),
     )

@@ -211,7 +211,7 @@ def train_here(
         raise InvalidInput(
             "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
         )
-    asked = single.Single(
+    asked = single.TrainingRequest(
         output=output,
         profile=profile,
         source=None if text is None else str(text.absolute()),

@@ -14,12 +14,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from paceline.coordinator.state.deployment import DeploymentRun
-from paceline.coordinator.state.deployment_index import Book
+from paceline.coordinator.state.deployment import DeploymentState
+from paceline.coordinator.state.deployment_index import DeploymentIndex
 from paceline.coordinator.state.membership import Membership
-from paceline.coordinator.state.messages import Effect, KeepDeployment, Observed
+from paceline.coordinator.state.messages import Effect, EmitEvent, SaveDeployment
 from paceline.coordinator.state.persisted_state import Switch
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict
 from paceline.manifest import version_key
 from paceline.schemas.calls import SwitchKind, SwitchPhase, SwitchView, WorkerSwitch
@@ -32,13 +32,15 @@ TOLD = {
     SwitchKind.ROLLBACK: EventName.DEPLOYMENT_ROLLED_BACK,
 }
 
-Goals = dict[str, DeploymentRun]  # by worker: the deployment that it switches to
+SwitchTargets = dict[str, DeploymentState]  # by worker: the deployment that it switches to
 
 
-class Switches:
+class ActivationManager:
     """Decides switches of the deployments in ``book``."""
 
-    def __init__(self, book: Book, fleet: Membership, patience: Patience) -> None:
+    def __init__(
+        self, book: DeploymentIndex, fleet: Membership, patience: CoordinatorSettings
+    ) -> None:
         self._book, self._fleet, self._patience = book, fleet, patience
 
     def restore(self) -> None:
@@ -58,7 +60,7 @@ class Switches:
     # --- requests --------------------------------------------------------------------------------
 
     def activate(
-        self, run: DeploymentRun, at: float, now_s: float, *, allow_older: bool
+        self, run: DeploymentState, at: float, now_s: float, *, allow_older: bool
     ) -> list[Effect]:
         """Begin to switch to ``run``'s version; raises Conflict unless it is complete."""
         self._require_complete(run)
@@ -68,7 +70,7 @@ class Switches:
             self.require_not_older(run.deployment.version, run.deployment.model_id, set(run.parts))
         return self._ask(run, SwitchKind.ACTIVATE, dict.fromkeys(run.parts, run), at, now_s)
 
-    def roll_back(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+    def roll_back(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
         """Begin to switch from ``run``'s version to the previous one; raises Conflict where it is
         not active, or too few of its workers have a previous version.
         """
@@ -116,7 +118,7 @@ class Switches:
                 do="Roll back, or ask with allow_older if going back is what you want.",
             )
 
-    def _require_complete(self, run: DeploymentRun) -> None:
+    def _require_complete(self, run: DeploymentState) -> None:
         if run.deployment.status is not DeploymentStatus.COMPLETE:
             raise Conflict(
                 "only a complete deployment can be activated",
@@ -126,12 +128,12 @@ class Switches:
                 do="Wait until it is complete.",
             )
 
-    def _under_way(self, run: DeploymentRun, kind: SwitchKind) -> bool:
+    def _under_way(self, run: DeploymentState, kind: SwitchKind) -> bool:
         switch = run.memo.switch
         return switch is not None and switch.open and switch.kind is kind
 
     def _ask(
-        self, run: DeploymentRun, kind: SwitchKind, goals: Goals, at: float, now_s: float
+        self, run: DeploymentState, kind: SwitchKind, goals: SwitchTargets, at: float, now_s: float
     ) -> list[Effect]:
         effects: list[Effect] = []
         for other in [*self._rivals(run), run]:
@@ -142,9 +144,9 @@ class Switches:
         )
         self._begin(goals)
         self._book.retime(run)
-        return [*effects, KeepDeployment(run.deployment, run.memo)]
+        return [*effects, SaveDeployment(run.deployment, run.memo)]
 
-    def _begin(self, goals: Goals) -> None:
+    def _begin(self, goals: SwitchTargets) -> None:
         for worker_id, goal in goals.items():
             goal.parts[worker_id].seen_whole = False
             goal.asking.add(worker_id)
@@ -152,7 +154,7 @@ class Switches:
 
     # --- deciding --------------------------------------------------------------------------------
 
-    def advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+    def advance(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
         """Take the next step of the switch that ``run`` is in, if it is due; return the effects."""
         switch = run.memo.switch
         if switch is None or not switch.open:
@@ -175,11 +177,11 @@ class Switches:
             run.memo = replace(run.memo, switch=replace(switch, late=True))
             data = self._data(run, goals)
             late = EventName.DEPLOYMENT_SWITCH_LATE
-            return [KeepDeployment(run.deployment, run.memo), self._told(run, late, data, at)]
+            return [SaveDeployment(run.deployment, run.memo), self._told(run, late, data, at)]
         return []
 
     def _decide(
-        self, run: DeploymentRun, kind: SwitchKind, goals: Goals, at: float, now_s: float
+        self, run: DeploymentState, kind: SwitchKind, goals: SwitchTargets, at: float, now_s: float
     ) -> list[Effect]:
         """Renumber, so that the goals are the active versions, and command the switch."""
         effects: list[Effect] = []
@@ -188,7 +190,7 @@ class Switches:
                 ended = replace(other.memo.switch, phase=SwitchPhase.SUPERSEDED, since_s=now_s)
                 other.memo = replace(other.memo, switch=ended)
                 self._book.retime(other)
-                effects.append(KeepDeployment(other.deployment, other.memo))
+                effects.append(SaveDeployment(other.deployment, other.memo))
         number = 0
         if kind is SwitchKind.ACTIVATE:
             number = 1 + max(each.memo.number for each in self._book)
@@ -200,9 +202,9 @@ class Switches:
         self._call(self._goals(run))
         switching = EventName.DEPLOYMENT_SWITCHING
         told = self._told(run, switching, data, at)
-        return [*effects, KeepDeployment(run.deployment, run.memo), told]
+        return [*effects, SaveDeployment(run.deployment, run.memo), told]
 
-    def _call(self, goals: Goals) -> None:
+    def _call(self, goals: SwitchTargets) -> None:
         """Command the workers to switch, and clear their other activations of the model."""
         models = {goal.deployment.model_id for goal in goals.values()}
         for other in self._book:
@@ -218,7 +220,7 @@ class Switches:
                 self._book.announce(goal, (worker_id,))
 
     def _finish(
-        self, run: DeploymentRun, goals: Goals, done: list[str], at: float, now_s: float
+        self, run: DeploymentState, goals: SwitchTargets, done: list[str], at: float, now_s: float
     ) -> list[Effect]:
         assert run.memo.switch is not None
         kind = run.memo.switch.kind
@@ -227,9 +229,9 @@ class Switches:
         data = self._data(run, goals)
         run.memo = replace(run.memo, switch=switch)
         self._book.retime(run)
-        return [KeepDeployment(run.deployment, run.memo), self._told(run, TOLD[kind], data, at)]
+        return [SaveDeployment(run.deployment, run.memo), self._told(run, TOLD[kind], data, at)]
 
-    def _refuse(self, run: DeploymentRun, why: str, at: float, now_s: float) -> list[Effect]:
+    def _refuse(self, run: DeploymentState, why: str, at: float, now_s: float) -> list[Effect]:
         assert run.memo.switch is not None
         goals = self._goals(run)
         data = self._data(run, goals) | {"message": why}
@@ -242,11 +244,11 @@ class Switches:
         run.memo = replace(run.memo, switch=refused)
         self._book.retime(run)
         told = self._told(run, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)
-        return [KeepDeployment(run.deployment, run.memo), told]
+        return [SaveDeployment(run.deployment, run.memo), told]
 
     # --- views -----------------------------------------------------------------------------------
 
-    def view(self, run: DeploymentRun) -> SwitchView | None:
+    def view(self, run: DeploymentState) -> SwitchView | None:
         """Return each worker's state in the newest switch of ``run``; None where there was none."""
         switch = run.memo.switch
         if switch is None:
@@ -265,7 +267,7 @@ class Switches:
             workers=workers,
         )
 
-    def _worker(self, run: DeploymentRun, goals: Goals, worker_id: str) -> WorkerSwitch:
+    def _worker(self, run: DeploymentState, goals: SwitchTargets, worker_id: str) -> WorkerSwitch:
         assert run.memo.switch is not None
         goal = goals.get(worker_id)
         if goal is None:
@@ -294,7 +296,7 @@ class Switches:
             }
         )
 
-    def _goals(self, run: DeploymentRun) -> Goals:
+    def _goals(self, run: DeploymentState) -> SwitchTargets:
         """Return what each worker switches to in the newest switch of ``run``."""
         assert run.memo.switch is not None
         if run.memo.switch.kind is SwitchKind.ROLLBACK:
@@ -304,12 +306,12 @@ class Switches:
         active = self._book.active(run.deployment.model_id, run.parts.keys())
         return {each: goal for each, goal in active.items() if goal is run}
 
-    def _beneath(self, run: DeploymentRun) -> Goals:
+    def _beneath(self, run: DeploymentState) -> SwitchTargets:
         """Return what was active before ``run`` on each worker where it is active (or was, until
         its rollback).
         """
         number, left = run.memo.number, set(run.parts)
-        found: Goals = {}
+        found: SwitchTargets = {}
         for other in self._book.history(run.deployment.model_id):
             if other is run:
                 continue
@@ -320,24 +322,24 @@ class Switches:
             found |= dict.fromkeys(sorted(here), other)
         return found
 
-    def _rivals(self, run: DeploymentRun) -> Iterator[DeploymentRun]:
+    def _rivals(self, run: DeploymentState) -> Iterator[DeploymentState]:
         """Yield the other deployments of the model that share workers with ``run``."""
         for other in self._book:
             same = other.deployment.model_id == run.deployment.model_id
             if other is not run and same and not run.parts.keys().isdisjoint(other.parts):
                 yield other
 
-    def _phase(self, run: DeploymentRun) -> SwitchPhase | None:
+    def _phase(self, run: DeploymentState) -> SwitchPhase | None:
         return None if run.memo.switch is None else run.memo.switch.phase
 
-    def _quorum(self, run: DeploymentRun) -> int:
+    def _quorum(self, run: DeploymentState) -> int:
         return len(run.parts) - run.allowed_dead()
 
-    def _is_ready(self, worker_id: str, goal: DeploymentRun) -> bool:
+    def _is_ready(self, worker_id: str, goal: DeploymentState) -> bool:
         part = goal.parts[worker_id]
         return part.seen_whole and part.receipt is not None and self._fleet.alive(worker_id)
 
-    def _may_show(self, goals: Goals) -> bool:
+    def _may_show(self, goals: SwitchTargets) -> bool:
         """Return whether a living worker with a receipt has yet to report what it holds."""
         return any(
             self._fleet.alive(each) and not goal.parts[each].seen_whole
@@ -345,14 +347,14 @@ class Switches:
             if goal.parts[each].receipt is not None
         )
 
-    def _why_not(self, run: DeploymentRun, goals: Goals, ready: int) -> str:
+    def _why_not(self, run: DeploymentState, goals: SwitchTargets, ready: int) -> str:
         away = [each for each in goals if not self._is_ready(each, goals[each])]
         return (
             f"{ready} of {len(run.parts)} workers are ready to switch, wanted "
             f"{self._quorum(run)}; not ready: {', '.join(away[:NAMED])}"
         )
 
-    def _data(self, run: DeploymentRun, goals: Goals) -> dict[str, object]:
+    def _data(self, run: DeploymentState, goals: SwitchTargets) -> dict[str, object]:
         states: dict[str, list[str]] = {}
         for worker_id in run.parts:
             states.setdefault(self._worker(run, goals, worker_id).state, []).append(worker_id)
@@ -372,6 +374,6 @@ class Switches:
         return data
 
     def _told(
-        self, run: DeploymentRun, name: EventName, data: dict[str, object], at: float
-    ) -> Observed:
-        return Observed(name, at, run.deployment.deployment_id, None, data)
+        self, run: DeploymentState, name: EventName, data: dict[str, object], at: float
+    ) -> EmitEvent:
+        return EmitEvent(name, at, run.deployment.deployment_id, None, data)

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from paceline.coordinator.state.deployment import DeploymentRun
-from paceline.coordinator.state.deployment_index import Book
+from paceline.coordinator.state.deployment import DeploymentState
+from paceline.coordinator.state.deployment_index import DeploymentIndex
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import (
     Answer,
-    Beat,
+    AwaitCommands,
     Effect,
+    EmitEvent,
     FetchLanes,
-    KeepWorker,
-    Listen,
-    Observed,
+    HeartbeatReceived,
     Register,
+    SaveWorker,
 )
 from paceline.coordinator.state.targets import require_possible
-from paceline.coordinator.tokens import TokenBook
+from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Cancelled, DeploymentFailed, NotFound
 from paceline.schemas.calls import Command, DeploymentBeat, Heartbeat, HeartbeatAnswer, Registered
 from paceline.schemas.events import EventName
@@ -37,7 +37,7 @@ CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
 
 
 def answer_to(
-    book: Book,
+    book: DeploymentIndex,
     worker_id: str,
     listed: Mapping[str, DeploymentBeat],
     *,
@@ -68,7 +68,9 @@ def register_first(*, epoch: int, next_beat_s: float) -> Answer:
     return Answer(HeartbeatAnswer.model_validate(stranger))
 
 
-def _command_for(book: Book, run: DeploymentRun, worker_id: str, moving: bool) -> Command | None:
+def _command_for(
+    book: DeploymentIndex, run: DeploymentState, worker_id: str, moving: bool
+) -> Command | None:
     deployment, part = run.deployment, run.parts[worker_id]
     if deployment.status in CLOSED:
         told, part.command_sent = part.command_sent, True
@@ -94,10 +96,12 @@ def _command(kind: str, deployment: Deployment) -> Command:
     )
 
 
-class Hearing:
+class AgentHandlers:
     """Handles the events of a fleet's agents, for the leader of ``epoch``."""
 
-    def __init__(self, book: Book, fleet: Membership, tokens: TokenBook, epoch: int) -> None:
+    def __init__(
+        self, book: DeploymentIndex, fleet: Membership, tokens: TokenRegistry, epoch: int
+    ) -> None:
         self._book, self._fleet, self._tokens, self._epoch = book, fleet, tokens, epoch
         self.beats = self.beats_refused = 0  # accepted; and those whose sender must register first
 
@@ -108,14 +112,14 @@ class Hearing:
         worker = self._fleet.register(call, event.at, now_s)
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
-            return [KeepWorker(worker), answer]
+            return [SaveWorker(worker), answer]
         for run in self._book.open_runs(call.worker_id):
             run.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
-        return [KeepWorker(worker), Observed(name, event.at, None, call.worker_id, data), answer]
+        return [SaveWorker(worker), EmitEvent(name, event.at, None, call.worker_id, data), answer]
 
-    def beat(self, event: Beat, now_s: float) -> list[Effect]:
+    def beat(self, event: HeartbeatReceived, now_s: float) -> list[Effect]:
         """Record a heartbeat and return the worker's commands; raises InvalidInput for impossible
         values.
         """
@@ -155,7 +159,7 @@ class Hearing:
         effects.append(answer)
         return effects
 
-    def listen(self, event: Listen) -> list[Effect]:
+    def listen(self, event: AwaitCommands) -> list[Effect]:
         """Return the commands for a worker whose heartbeat was answered and that still waits."""
         if not self._fleet.knows(event.worker_id, event.incarnation):
             return [self._stranger()]

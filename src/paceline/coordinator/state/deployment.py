@@ -11,11 +11,17 @@ from dataclasses import replace
 from functools import cached_property
 from math import floor
 
-from paceline.coordinator.state.messages import KeepReceipt, Observed
-from paceline.coordinator.state.peer_health import Standings
-from paceline.coordinator.state.persisted_state import Memo
-from paceline.coordinator.state.settings import Patience
-from paceline.coordinator.state.targets import Part, Tally, has_part, tally_of, untold_bytes
+from paceline.coordinator.state.messages import EmitEvent, SaveReceipt
+from paceline.coordinator.state.peer_health import PeerHealth
+from paceline.coordinator.state.persisted_state import PersistedState
+from paceline.coordinator.state.settings import CoordinatorSettings
+from paceline.coordinator.state.targets import (
+    TargetGroups,
+    TargetProgress,
+    has_part,
+    tally_of,
+    untold_bytes,
+)
 from paceline.manifest import Manifest
 from paceline.plan import Standing, next_order
 from paceline.schemas.calls import DeploymentBeat
@@ -43,7 +49,7 @@ def process_of(worker: Worker) -> str:
     return f"{worker.worker_id} {worker.process or f'{worker.address} {worker.pid}'}"
 
 
-class DeploymentRun:
+class DeploymentState:
     """The facts of one deployment.
 
     Derived values are cached until the facts change: with 10,000 targets, nothing may be counted
@@ -51,7 +57,11 @@ class DeploymentRun:
     """
 
     def __init__(
-        self, deployment: Deployment, manifest: Manifest, memo: Memo, patience: Patience
+        self,
+        deployment: Deployment,
+        manifest: Manifest,
+        memo: PersistedState,
+        patience: CoordinatorSettings,
     ) -> None:
         self.deployment = deployment
         self.manifest = manifest
@@ -59,7 +69,7 @@ class DeploymentRun:
         self.plan: Plan | None = None
         self.lanes: dict[str, WorkerLanes] = {}
         self.order = memo.order
-        self.parts = {worker_id: Part() for worker_id in deployment.target_workers}
+        self.parts = {worker_id: TargetProgress() for worker_id in deployment.target_workers}
         for worker_id, failure in memo.failures.items():
             self.parts[worker_id].failure = failure
             self.parts[worker_id].status = WorkerStatus.FAILED
@@ -69,7 +79,7 @@ class DeploymentRun:
                 part.processes.append(process)
         self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
         known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
-        self.standings = Standings(len(self.parts), patience, known)
+        self.standings = PeerHealth(len(self.parts), patience, known)
         self.replan = False  # membership or a standing changed since the plan was made
         self.replanned_s: float | None = None
         self.fresh: set[str] = set()  # returned after the plan was made: it does not apply to them
@@ -84,10 +94,10 @@ class DeploymentRun:
         self.calling: set[str] = set()  # asked to make it their active version
         # After a restart: yet to report their progress. Until then nothing is judged by silence.
         self.unheard: set[str] = set()
-        self._tally: Tally | None = None
+        self._tally: TargetGroups | None = None
         self._chunks_seen: set[int] = set()
 
-    def tally(self, alive: Callable[[str], bool]) -> Tally:
+    def tally(self, alive: Callable[[str], bool]) -> TargetGroups:
         """Return the targets, grouped by state."""
         if self._tally is None or self.final:
             self._tally = tally_of(self.parts, self.memo.failures, alive)
@@ -301,7 +311,7 @@ class DeploymentRun:
 
     def report(
         self, worker: Worker, beat: DeploymentBeat, now_s: float, at: float
-    ) -> list[KeepReceipt | Observed]:
+    ) -> list[SaveReceipt | EmitEvent]:
         """Record one worker's report; return the receipts to store and the audit events."""
         worker_id, incarnation = worker.worker_id, worker.incarnation
         part = self.parts[worker_id]
@@ -345,7 +355,7 @@ class DeploymentRun:
             self.short.discard(worker_id)
         return effects
 
-    def _show(self, part: Part, worker_id: str, beat: DeploymentBeat) -> None:
+    def _show(self, part: TargetProgress, worker_id: str, beat: DeploymentBeat) -> None:
         """Record whether a worker holds the version, and whether it is the active one; a report
         older than the newest command is ignored.
         """
@@ -357,7 +367,7 @@ class DeploymentRun:
             self.calling.discard(worker_id)
         part.activated = beat.activated
 
-    def _count(self, part: Part, beat: DeploymentBeat) -> None:
+    def _count(self, part: TargetProgress, beat: DeploymentBeat) -> None:
         total = self.deployment.total_pieces
         if (beat.pieces_held >= total) != (part.pieces_held >= total):
             self.stage = None
@@ -367,7 +377,7 @@ class DeploymentRun:
             self.stage = None
         part.chunks = beat.chunks_received
 
-    def _spend(self, part: Part, process: str, spent: int) -> None:
+    def _spend(self, part: TargetProgress, process: str, spent: int) -> None:
         part.process = process
         self.memo.untold.pop(process, None)  # it is alive, and reports its bytes itself
         more = spent - self.memo.spent.get(process, 0)
@@ -381,7 +391,7 @@ class DeploymentRun:
         step = ORIGIN_STEP * self.deployment.total_bytes
         self.unkept = self.unkept or self.origin_bytes - self.deployment.origin_bytes > step
 
-    def _fold_earlier(self, part: Part, process: str) -> None:
+    def _fold_earlier(self, part: TargetProgress, process: str) -> None:
         """Add one more process of a worker; merge the counts of its oldest ones."""
         part.processes.append(process)
         while len(part.processes) > MOST_PROCESSES:
@@ -391,8 +401,8 @@ class DeploymentRun:
             self.memo.spent[earlier] = self.memo.spent.get(earlier, 0) + read
 
     def _pass_on(
-        self, part: Part, worker_id: str, beat: DeploymentBeat, at: float
-    ) -> list[KeepReceipt | Observed]:
+        self, part: TargetProgress, worker_id: str, beat: DeploymentBeat, at: float
+    ) -> list[SaveReceipt | EmitEvent]:
         """Return one audit event per source that this worker newly gave up or found corrupting; at
         most ``TOLD_AT_ONCE``, because its next heartbeats name the rest again.
         """
@@ -406,13 +416,13 @@ class DeploymentRun:
         part.told = part.told & reports.keys() | frozenset(fresh)
         identity = self.deployment.deployment_id
         return [
-            Observed(name, at, identity, worker_id, {"source": key})
+            EmitEvent(name, at, identity, worker_id, {"source": key})
             for name, key in map(reports.__getitem__, fresh)
         ]
 
     def _take_receipt(
-        self, part: Part, receipt: Receipt, worker_id: str, now_s: float, at: float
-    ) -> list[KeepReceipt | Observed]:
+        self, part: TargetProgress, receipt: Receipt, worker_id: str, now_s: float, at: float
+    ) -> list[SaveReceipt | EmitEvent]:
         ours = self.deployment
         wanted = (ours.deployment_id, worker_id, ours.manifest_digest, ours.total_bytes)
         got = (
@@ -435,18 +445,18 @@ class DeploymentRun:
         done_s = now_s if part.lanes_s is None else min(now_s, part.lanes_s + receipt.seconds)
         self.memo = replace(self.memo, done_s=max(done_s, self.memo.done_s or done_s))
         self.unkept = True
-        told = Observed(
+        told = EmitEvent(
             EventName.WORKER_COMPLETED,
             at,
             ours.deployment_id,
             worker_id,
             {"seconds": receipt.seconds, "reused_bytes": receipt.reused_bytes},
         )
-        return [KeepReceipt(receipt), told]
+        return [SaveReceipt(receipt), told]
 
     def _fail(
-        self, part: Part, worker_id: str, failure: Failure, at: float
-    ) -> list[KeepReceipt | Observed]:
+        self, part: TargetProgress, worker_id: str, failure: Failure, at: float
+    ) -> list[SaveReceipt | EmitEvent]:
         changed = part.failure != failure
         part.failure = failure
         if failure.code == OUT_OF_BUDGET:
@@ -459,4 +469,4 @@ class DeploymentRun:
         self.unkept = self.replan = True  # the others must not wait for it
         identity = self.deployment.deployment_id
         data: dict[str, object] = {"code": failure.code, "message": failure.message}
-        return [Observed(EventName.WORKER_FAILED, at, identity, worker_id, data)]
+        return [EmitEvent(EventName.WORKER_FAILED, at, identity, worker_id, data)]

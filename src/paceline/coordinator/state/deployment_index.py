@@ -9,49 +9,49 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import islice
 
-from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import (
     DropDeployment,
     DropWorker,
     Effect,
-    KeepKey,
-    Observed,
+    EmitEvent,
+    SaveIdempotencyKey,
 )
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict, NotFound
 from paceline.schemas.events import EventName
 from paceline.schemas.records import DeploymentStatus
 
 
-class Book:
+class DeploymentIndex:
     """All deployments of a fleet, oldest first, and the idempotency keys that created them."""
 
     def __init__(self) -> None:
-        self.keys: dict[str, KeepKey] = {}
+        self.keys: dict[str, SaveIdempotencyKey] = {}
         self.ticking: set[str] = set()  # deployments that a tick may change
-        self._runs: dict[str, DeploymentRun] = {}
+        self._runs: dict[str, DeploymentState] = {}
         self._open: dict[str, set[str]] = {}  # by worker: with possible commands
         self._keys_of: dict[str, set[str]] = {}
 
-    def __iter__(self) -> Iterator[DeploymentRun]:
+    def __iter__(self) -> Iterator[DeploymentState]:
         return iter(self._runs.values())
 
     def __len__(self) -> int:
         return len(self._runs)
 
-    def find(self, deployment_id: str) -> DeploymentRun | None:
+    def find(self, deployment_id: str) -> DeploymentState | None:
         """Return the deployment, or None."""
         return self._runs.get(deployment_id)
 
-    def run(self, deployment_id: str) -> DeploymentRun:
+    def run(self, deployment_id: str) -> DeploymentState:
         """Return the deployment; raises NotFound."""
         run = self._runs.get(deployment_id)
         if run is None:
             raise NotFound("no such deployment", got=deployment_id[:200])
         return run
 
-    def add(self, run: DeploymentRun, *, announced: bool) -> None:
+    def add(self, run: DeploymentState, *, announced: bool) -> None:
         """Add a deployment; where ``announced``, its workers get commands for it."""
         identity, digest = run.deployment.deployment_id, run.deployment.manifest_digest
         for other in self._runs.values():
@@ -63,7 +63,7 @@ class Book:
         if announced:
             self.announce(run, run.parts)
 
-    def retime(self, run: DeploymentRun) -> None:
+    def retime(self, run: DeploymentState) -> None:
         """Update whether a tick may change the deployment."""
         identity = run.deployment.deployment_id
         switch = run.memo.switch
@@ -72,7 +72,7 @@ class Book:
         else:
             self.ticking.discard(identity)
 
-    def announce(self, run: DeploymentRun, workers: Iterable[str]) -> None:
+    def announce(self, run: DeploymentState, workers: Iterable[str]) -> None:
         """Let ``workers`` receive commands for the deployment."""
         identity = run.deployment.deployment_id
         for worker_id in workers:
@@ -82,7 +82,7 @@ class Book:
         """Stop commands for a deployment to a worker."""
         self._open[worker_id].discard(deployment_id)
 
-    def open_runs(self, worker_id: str) -> list[DeploymentRun]:
+    def open_runs(self, worker_id: str) -> list[DeploymentState]:
         """Return the deployments that may have commands for a worker, in a fixed order."""
         opened = self._open.get(worker_id)
         if not opened:
@@ -91,7 +91,7 @@ class Book:
             return [self._runs[next(iter(opened))]]
         return [self._runs[deployment_id] for deployment_id in sorted(opened)]
 
-    def drop(self, run: DeploymentRun) -> None:
+    def drop(self, run: DeploymentState) -> None:
         """Delete a deployment and the keys that created it."""
         identity = run.deployment.deployment_id
         del self._runs[identity]
@@ -107,15 +107,15 @@ class Book:
         """Delete the index entries of a worker that no deployment names."""
         self._open.pop(worker_id, None)
 
-    def history(self, model_id: str) -> list[DeploymentRun]:
+    def history(self, model_id: str) -> list[DeploymentState]:
         """Return the model's activations that were not rolled back, newest first."""
         found = [r for r in self if r.memo.number and r.deployment.model_id == model_id]
         return sorted(found, key=lambda run: -run.memo.number)
 
-    def active(self, model_id: str, workers: Collection[str]) -> dict[str, DeploymentRun]:
+    def active(self, model_id: str, workers: Collection[str]) -> dict[str, DeploymentState]:
         """Return the deployment that is active on each of ``workers``, where there is one."""
         left = set(workers)
-        found: dict[str, DeploymentRun] = {}
+        found: dict[str, DeploymentState] = {}
         for run in self.history(model_id):
             here = left & run.holders()
             found |= dict.fromkeys(here, run)
@@ -124,12 +124,12 @@ class Book:
                 break
         return found
 
-    def keep_key(self, key: KeepKey) -> None:
+    def keep_key(self, key: SaveIdempotencyKey) -> None:
         """Add an idempotency key."""
         self.keys[key.key] = key
         self._keys_of.setdefault(key.deployment_id, set()).add(key.key)
 
-    def known_key(self, key: str | None, body_digest: str) -> DeploymentRun | None:
+    def known_key(self, key: str | None, body_digest: str) -> DeploymentState | None:
         """Return the deployment of this key, or None; raises Conflict for another body."""
         kept = self.keys.get(key) if key is not None else None
         if kept is None:
@@ -158,7 +158,9 @@ LOOK_MANY_S = 1.0  # and where there are more deployments than may be kept
 TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # a target; piece; file or chunk
 
 
-def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effect]:
+def prune(
+    book: DeploymentIndex, patience: CoordinatorSettings, at: float, now_s: float
+) -> list[Effect]:
     """Delete a few of the deployments that may be deleted; return the effects."""
     closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
     surplus = _surplus(closed, patience)
@@ -185,12 +187,12 @@ def prune(book: Book, patience: Patience, at: float, now_s: float) -> list[Effec
             "status": deployment.status.value,
         }
         identity = deployment.deployment_id
-        told = Observed(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
+        told = EmitEvent(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
         effects += [DropDeployment(identity), told]
     return effects
 
 
-def kept_bytes(runs: Iterable[DeploymentRun]) -> int:
+def kept_bytes(runs: Iterable[DeploymentState]) -> int:
     """Return about how many bytes the records and manifests of ``runs`` take in a store."""
     return sum(
         TARGET_BYTES * len(run.parts)
@@ -200,7 +202,7 @@ def kept_bytes(runs: Iterable[DeploymentRun]) -> int:
     )
 
 
-def _surplus(closed: Sequence[DeploymentRun], patience: Patience) -> int:
+def _surplus(closed: Sequence[DeploymentState], patience: CoordinatorSettings) -> int:
     """Return how many of the oldest are over the limits, whatever their age."""
     left = patience.kept_bytes_at_most // 2
     for place in range(len(closed) - 1, -1, -1):
@@ -210,7 +212,7 @@ def _surplus(closed: Sequence[DeploymentRun], patience: Patience) -> int:
     return 0
 
 
-def prune_workers(book: Book, fleet: Membership, at: float) -> list[Effect]:
+def prune_workers(book: DeploymentIndex, fleet: Membership, at: float) -> list[Effect]:
     """Delete a few of the workers that were lost long ago and that no deployment names."""
     gone = fleet.long_gone(at)
     if not gone:
@@ -222,17 +224,17 @@ def prune_workers(book: Book, fleet: Membership, at: float) -> list[Effect]:
         book.forget(worker_id)
         effects += [
             DropWorker(worker_id),
-            Observed(EventName.WORKER_FORGOTTEN, at, None, worker_id),
+            EmitEvent(EventName.WORKER_FORGOTTEN, at, None, worker_id),
         ]
     return effects
 
 
-def _closed_for_s(run: DeploymentRun, now_s: float) -> float:
+def _closed_for_s(run: DeploymentState, now_s: float) -> float:
     closed_s = run.memo.closed_s
     return 0.0 if closed_s is None else now_s - closed_s
 
 
-def _needed(book: Book) -> set[str]:
+def _needed(book: DeploymentIndex) -> set[str]:
     """Return the deployments that are active on some worker, or were just before the active one."""
     needed: set[str] = set()
     for model_id in {run.deployment.model_id for run in book if run.memo.number}:
@@ -247,7 +249,7 @@ def _needed(book: Book) -> set[str]:
     return needed
 
 
-def _unstopped(run: DeploymentRun) -> list[str]:
+def _unstopped(run: DeploymentState) -> list[str]:
     """Return the workers that have yet to stop a cancelled deployment, as far as reported."""
     if run.deployment.status is not DeploymentStatus.CANCELLED or run.plan is None:
         return []

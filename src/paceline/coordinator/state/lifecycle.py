@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from paceline.coordinator.state.deployment import OUT_OF_BUDGET, DeploymentRun
+from paceline.coordinator.state.deployment import OUT_OF_BUDGET, DeploymentState
 from paceline.coordinator.state.membership import Membership
-from paceline.coordinator.state.messages import Effect, KeepDeployment, KeepPlan, Observed
+from paceline.coordinator.state.messages import Effect, EmitEvent, SaveDeployment, SavePlan
 from paceline.coordinator.state.planning import next_plan, told_at_once
-from paceline.coordinator.state.settings import Patience
-from paceline.coordinator.state.targets import Part, Tally
+from paceline.coordinator.state.settings import CoordinatorSettings
+from paceline.coordinator.state.targets import TargetGroups, TargetProgress
 from paceline.errors import InvalidPlan
 from paceline.plan import Standing, origin_cap_bytes
 from paceline.schemas.calls import DeploymentView
@@ -30,7 +30,7 @@ NAMED = 20  # workers named in one message; the rest is counted
 
 
 def assess(
-    run: DeploymentRun, tally: Tally, now_s: float, patience: Patience
+    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
 ) -> tuple[DeploymentStatus, Failure | None]:
     """Return the status that follows from the facts, with its reason where there is one."""
     stall = _stall(run, tally, now_s, patience)
@@ -59,14 +59,18 @@ def assess(
     return run.stage, None
 
 
-def everybody_here(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> bool:
+def everybody_here(
+    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
+) -> bool:
     """Return whether to plan: all targets are here, or enough and the rest had its grace."""
     if any(not _expired(run, each, now_s, patience) for each in tally.dead):
         return False
     return len(tally.dead) + len(tally.failed) <= run.allowed_dead()
 
 
-def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> None:
+def rescue(
+    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
+) -> None:
     """Request a new plan where a worker needs the origin and its budget does not allow it.
 
     For a moment this is normal: the first worker of the line was lost, and its successor has a
@@ -88,7 +92,7 @@ def rescue(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
             run.replan = True
 
 
-def _seed_is_short(run: DeploymentRun) -> bool:
+def _seed_is_short(run: DeploymentState) -> bool:
     """Return whether a seeder that follows its current lanes is out of origin budget."""
     for worker_id in run.short & run.lanes.keys():
         lanes = run.lanes[worker_id]
@@ -99,7 +103,7 @@ def _seed_is_short(run: DeploymentRun) -> bool:
     return False
 
 
-def free_tails(run: DeploymentRun, tally: Tally) -> None:
+def free_tails(run: DeploymentState, tally: TargetGroups) -> None:
     """Request one new plan when only the tail is left: behind a complete line, each tail worker
     can read from a worker of its own, where before they read from each other.
     """
@@ -109,7 +113,7 @@ def free_tails(run: DeploymentRun, tally: Tally) -> None:
         run.tails_freed = run.replan = True
 
 
-def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
+def _stage(run: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
     if run.deployment.status is DeploymentStatus.INIT and any(
         not run.parts[each].ready for each in tally.pending
     ):
@@ -124,7 +128,9 @@ def _stage(run: DeploymentRun, tally: Tally) -> DeploymentStatus:
     return DeploymentStatus.DISTRIBUTING if run.origin_read else DeploymentStatus.DOWNLOADING
 
 
-def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -> Failure | None:
+def _stall(
+    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
+) -> Failure | None:
     fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
     read = run.origin_bytes
     if run.fused and read > fuse:
@@ -135,7 +141,7 @@ def _stall(run: DeploymentRun, tally: Tally, now_s: float, patience: Patience) -
     return None
 
 
-def _short(run: DeploymentRun, tally: Tally) -> Failure | None:
+def _short(run: DeploymentState, tally: TargetGroups) -> Failure | None:
     """Return why a pending target cannot continue without the origin, where one reports it."""
     if not run.short:
         return None
@@ -147,12 +153,14 @@ def _short(run: DeploymentRun, tally: Tally) -> Failure | None:
     return None
 
 
-def _expired(run: DeploymentRun, worker_id: str, now_s: float, patience: Patience) -> bool:
+def _expired(
+    run: DeploymentState, worker_id: str, now_s: float, patience: CoordinatorSettings
+) -> bool:
     since_s = run.parts[worker_id].dead_since_s
     return since_s is not None and now_s - since_s >= patience.return_grace_s
 
 
-def _too_many(run: DeploymentRun, dead: list[str], failed: list[str], allowed: int) -> Failure:
+def _too_many(run: DeploymentState, dead: list[str], failed: list[str], allowed: int) -> Failure:
     reasons = [f"{worker_id} did not come back" for worker_id in dead]
     for worker_id in failed:
         failure = run.memo.failures[worker_id]
@@ -173,7 +181,7 @@ TOLD = {
 
 
 def advance(
-    run: DeploymentRun, fleet: Membership, patience: Patience, at: float, now_s: float
+    run: DeploymentState, fleet: Membership, patience: CoordinatorSettings, at: float, now_s: float
 ) -> list[Effect]:
     """Judge peers, replan where needed, then update the status; return the effects."""
     tally = run.tally(fleet.alive)
@@ -190,12 +198,12 @@ def advance(
         return [*effects, *turn(run, status, failure, at)]
     if effects or run.unkept:
         run.deployment, run.unkept = run.shown(), False
-        effects.append(KeepDeployment(run.deployment, run.memo))
+        effects.append(SaveDeployment(run.deployment, run.memo))
     return effects
 
 
 def turn(
-    run: DeploymentRun, status: DeploymentStatus, failure: Failure | None, at: float
+    run: DeploymentState, status: DeploymentStatus, failure: Failure | None, at: float
 ) -> list[Effect]:
     """Change the deployment's status; return the effects."""
     before = run.deployment.status
@@ -205,11 +213,11 @@ def turn(
     if failure is not None:
         data |= {"code": failure.code, "message": failure.message}
     name = EventName.DEPLOYMENT_STATUS_CHANGED
-    told = Observed(name, at, deployment.deployment_id, None, data)
-    return [KeepDeployment(deployment, run.memo), told]
+    told = EmitEvent(name, at, deployment.deployment_id, None, data)
+    return [SaveDeployment(deployment, run.memo), told]
 
 
-def _judge(run: DeploymentRun, fleet: Membership, at: float, now_s: float) -> list[Observed]:
+def _judge(run: DeploymentState, fleet: Membership, at: float, now_s: float) -> list[EmitEvent]:
     """Apply new verdicts on slow and corrupting workers; return their audit events."""
     verdicts = run.standings.judge(now_s)
     if not verdicts:
@@ -227,15 +235,15 @@ def _judge(run: DeploymentRun, fleet: Membership, at: float, now_s: float) -> li
         times = fleet.offend(each.worker_id)
         identity = run.deployment.deployment_id
         data = {**each.data, "deployments": times}
-        told.append(Observed(TOLD[each.standing], at, identity, each.worker_id, data))
+        told.append(EmitEvent(TOLD[each.standing], at, identity, each.worker_id, data))
     return told
 
 
 def _replan(
-    run: DeploymentRun,
-    tally: Tally,
+    run: DeploymentState,
+    tally: TargetGroups,
     fleet: Membership,
-    patience: Patience,
+    patience: CoordinatorSettings,
     at: float,
     now_s: float,
 ) -> list[Effect]:
@@ -260,13 +268,13 @@ def _replan(
         "topology": plan.topology.value,
         "changed": changed,
     }
-    return [KeepPlan(plan), Observed(name, at, plan.deployment_id, None, data)]
+    return [SavePlan(plan), EmitEvent(name, at, plan.deployment_id, None, data)]
 
 
 # A deployment as callers see it: its progress, and each worker's. Changes nothing.
 
 
-def view_of(run: DeploymentRun, tally: Tally) -> DeploymentView:
+def view_of(run: DeploymentState, tally: TargetGroups) -> DeploymentView:
     """Return the deployment's progress."""
     deployment = run.shown()
     total = deployment.total_bytes
@@ -283,7 +291,7 @@ def view_of(run: DeploymentRun, tally: Tally) -> DeploymentView:
     )
 
 
-def progress_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Iterator[WorkerProgress]:
+def progress_of(run: DeploymentState, alive: Callable[[str], bool]) -> Iterator[WorkerProgress]:
     """Yield each target's progress, with its neighbours in the newest plan."""
     upstream: dict[str, str] = {}
     downstream: dict[str, str] = {}
@@ -315,6 +323,6 @@ def progress_of(run: DeploymentRun, alive: Callable[[str], bool]) -> Iterator[Wo
         )
 
 
-def _lost(part: Part) -> Failure:
+def _lost(part: TargetProgress) -> Failure:
     message = "its agent is silent" if part.incarnation else "its agent has not registered"
     return Failure(code="WorkerLost", message=message)

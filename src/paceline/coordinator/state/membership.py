@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict, StaleEpoch
 from paceline.schemas.calls import Heartbeat, RegisterWorker
 from paceline.schemas.records import Worker
@@ -62,7 +62,7 @@ class Member:
 class Membership:
     """All registered workers."""
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: CoordinatorSettings) -> None:
         self._patience = patience
         self._members: dict[str, Member] = {}
         self._living = 0  # alive

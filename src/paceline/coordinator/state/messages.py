@@ -1,6 +1,6 @@
 """The state machine's inputs (events) and outputs (effects).
 
-Effects are requests: the driver commits every ``Keep…``, ``Drop…`` and ``Observed`` of one event
+Effects are requests: the driver commits every ``Keep…``, ``Drop…`` and ``EmitEvent`` of one event
 in one transaction before it returns the ``Answer``. No SQL or HTTP here.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel
 
-from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.manifest import Manifest
 from paceline.schemas.access import CreateJoinToken, CreateToken, TokenRecord
 from paceline.schemas.calls import CreateDeployment, Heartbeat, RegisterWorker
@@ -45,14 +45,14 @@ class Register(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beat(_Event):
+class HeartbeatReceived(_Event):
     """An agent sends a heartbeat."""
 
     beat: Heartbeat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Listen(_Event):
+class AwaitCommands(_Event):
     """An agent waits after its heartbeat's answer: return the commands that there are now."""
 
     worker_id: str
@@ -133,7 +133,7 @@ class AdmitWorker(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class BeginToken(_Event):
+class TokenFirstUsed(_Event):
     """First use of a worker's token, which ends the token that it replaces."""
 
     token_id: str
@@ -147,7 +147,7 @@ class TokensUsed(_Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlowTold(_Event):
+class FlowReported(_Event):
     """The outcome of the flow run that drives a deployment, or of starting one."""
 
     deployment_id: str
@@ -161,18 +161,18 @@ class Tick(_Event):
     """The time passed."""
 
 
-TokenEvent = IssueToken | RevokeToken | AdmitWorker | BeginToken | TokensUsed
+TokenEvent = IssueToken | RevokeToken | AdmitWorker | TokenFirstUsed | TokensUsed
 Event = (
     Create
     | Register
-    | Beat
-    | Listen
+    | HeartbeatReceived
+    | AwaitCommands
     | FetchLanes
     | Cancel
     | Activate
     | Rollback
     | RaiseBudget
-    | FlowTold
+    | FlowReported
     | Tick
     | TokenEvent
 )
@@ -181,19 +181,19 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class KeepDeployment:
+class SaveDeployment:
     deployment: Deployment
-    memo: Memo
+    memo: PersistedState
     manifest: Manifest | None = None  # set once, when the deployment is created
 
 
 @dataclass(frozen=True, slots=True)
-class KeepPlan:
+class SavePlan:
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
-class KeepWorker:
+class SaveWorker:
     worker: Worker
 
 
@@ -205,19 +205,19 @@ class DropWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepReceipt:
+class SaveReceipt:
     receipt: Receipt
 
 
 @dataclass(frozen=True, slots=True)
-class KeepKey:
+class SaveIdempotencyKey:
     key: str
     body_digest: str
     deployment_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class KeepToken:
+class SaveToken:
     token: TokenRecord  # replaces an older record of the same token_id
 
 
@@ -242,7 +242,7 @@ class DropDeployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class EmitEvent:
     """An audit event: for the audit store and for readers of the event stream."""
 
     name: EventName
@@ -260,37 +260,37 @@ class Answer:
 
 
 Effect = (
-    KeepDeployment
-    | KeepPlan
-    | KeepWorker
+    SaveDeployment
+    | SavePlan
+    | SaveWorker
     | DropWorker
-    | KeepReceipt
-    | KeepKey
-    | KeepToken
+    | SaveReceipt
+    | SaveIdempotencyKey
+    | SaveToken
     | DropToken
     | DropStage
     | DropDeployment
-    | Observed
+    | EmitEvent
     | Answer
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeptDeployment:
+class LoadedDeployment:
     """One deployment as loaded from the store."""
 
     deployment: Deployment
-    memo: Memo
+    memo: PersistedState
     manifest: Manifest
     plan: Plan | None
     receipts: tuple[Receipt, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kept:
+class LoadedState:
     """Everything that the state machine needs after a restart."""
 
-    deployments: tuple[KeptDeployment, ...] = ()
+    deployments: tuple[LoadedDeployment, ...] = ()
     workers: tuple[Worker, ...] = ()
-    keys: tuple[KeepKey, ...] = ()
+    keys: tuple[SaveIdempotencyKey, ...] = ()
     tokens: tuple[TokenRecord, ...] = ()

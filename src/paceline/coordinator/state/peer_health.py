@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from math import sqrt
 
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.plan import Standing
 from paceline.schemas.calls import EdgeTally
 
@@ -28,10 +28,10 @@ BEYOND_CHANCE = 5.0  # standard deviations
 ALONE = 4  # times as many corrupt pieces, for a sender without others to compare with
 
 
-class Senders:
+class CorruptionDetector:
     """The senders of one deployment; at most ``most`` of them are judged corrupting."""
 
-    def __init__(self, patience: Patience, most: int) -> None:
+    def __init__(self, patience: CoordinatorSettings, most: int) -> None:
         self._patience, self._most = patience, most
         self.quarantined: set[str] = set()
         self._pieces: dict[str, list[int]] = {}  # matching, corrupt
@@ -118,7 +118,7 @@ SETTLED_S = 5.0  # after a change of leaders, in which agents find the new one
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StandingChange:
     """A change of one worker's standing; ``data`` is the reason, for display."""
 
     worker_id: str
@@ -127,7 +127,7 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class _Count:
+class _EdgeCounter:
     """One edge's counters at the start of the current interval, and the last interval's result."""
 
     since_s: float
@@ -143,7 +143,7 @@ class _Count:
 
 
 @dataclass(slots=True)
-class _Ends:
+class _WorkerEdges:
     """The slow and the normal edges of one worker, as reader and as source."""
 
     slow_in: set[Edge] = field(default_factory=set)
@@ -158,19 +158,22 @@ class _Ends:
         )
 
 
-class Standings:
+class PeerHealth:
     """Standings of one deployment's ``workers``; ``known`` are restored verdicts."""
 
     def __init__(
-        self, workers: int, patience: Patience, known: Mapping[str, Standing] | None = None
+        self,
+        workers: int,
+        patience: CoordinatorSettings,
+        known: Mapping[str, Standing] | None = None,
     ) -> None:
         self._patience = patience
         self._most = max(1, int(workers * patience.most_demoted + 1e-9))
         self._expected: dict[Edge, float] = {}
         self._planned_in: defaultdict[str, float] = defaultdict(float)
         self._planned_out: defaultdict[str, float] = defaultdict(float)
-        self._counts: dict[Edge, _Count] = {}
-        self._senders = Senders(patience, self._most)
+        self._counts: dict[Edge, _EdgeCounter] = {}
+        self._senders = CorruptionDetector(patience, self._most)
         self._suspects: set[Edge] = set()
         self._slow: dict[str, set[Edge]] = {}  # slow workers, and the edges that prove it
         self._slow_origins: set[str] = set()
@@ -221,9 +224,9 @@ class Standings:
             key = (tally.source, tally.reader)
             count = self._counts.get(key)
             if count is None:
-                count = self._counts[key] = _Count(now_s - tally.busy_s)
+                count = self._counts[key] = _EdgeCounter(now_s - tally.busy_s)
                 if self._resumed:
-                    self._counts[key] = _Count(
+                    self._counts[key] = _EdgeCounter(
                         now_s, tally.bytes, tally.busy_s, tally.pieces, tally.corrupt
                     )
                     continue
@@ -232,10 +235,11 @@ class Standings:
             if reporter == tally.source or tally.source.startswith("origin:"):
                 self._take_bytes(key, count, tally, now_s)
 
-    def judge(self, now_s: float) -> list[Verdict]:
+    def judge(self, now_s: float) -> list[StandingChange]:
         """Return the standings that changed since the last call."""
         verdicts = [
-            Verdict(name, Standing.QUARANTINED, why) for name, why in self._senders.judge(now_s)
+            StandingChange(name, Standing.QUARANTINED, why)
+            for name, why in self._senders.judge(now_s)
         ]
         if self._look_again and now_s >= self._from_s:
             self._look_again = False
@@ -244,14 +248,14 @@ class Standings:
 
     # --- counting --------------------------------------------------------------------------------
 
-    def _take_pieces(self, count: _Count, tally: EdgeTally) -> None:
+    def _take_pieces(self, count: _EdgeCounter, tally: EdgeTally) -> None:
         # A restarted reader counts from zero again.
         matched = tally.pieces - (count.pieces if tally.pieces >= count.pieces else 0)
         corrupt = tally.corrupt - (count.corrupt if tally.corrupt >= count.corrupt else 0)
         count.pieces, count.corrupt = tally.pieces, tally.corrupt
         self._senders.take(tally.source, matched, corrupt)
 
-    def _take_bytes(self, key: Edge, count: _Count, tally: EdgeTally, now_s: float) -> None:
+    def _take_bytes(self, key: Edge, count: _EdgeCounter, tally: EdgeTally, now_s: float) -> None:
         carried, busy_s = tally.bytes - count.bytes, tally.busy_s - count.busy_s
         look_s = now_s - count.since_s
         if carried < 0 or busy_s < 0:  # a new process, or an overtaken heartbeat
@@ -282,13 +286,13 @@ class Standings:
 
     # --- judging ---------------------------------------------------------------------------------
 
-    def _judge_rates(self, now_s: float) -> list[Verdict]:
-        usual = _Usual(self._counts, self._expected, set(self._slow))
+    def _judge_rates(self, now_s: float) -> list[StandingChange]:
+        usual = _MedianRatio(self._counts, self._expected, set(self._slow))
         edges = self._inexcusable(now_s)
         for reasons in self._slow.values():
             edges |= reasons  # an edge once found slow remains evidence against its source
         ends = self._ends(edges)
-        verdicts: list[Verdict] = []
+        verdicts: list[StandingChange] = []
         for worker_id, explained in self._explain(edges, ends):
             # A worker that read slowly from this one only is cleared.
             freed = {
@@ -311,13 +315,15 @@ class Standings:
                 if not usual.stands_out(worker_id, self._ratio_of(worst), explained):
                     continue
                 self._slow[worker_id] = set(explained)
-                verdicts.append(Verdict(worker_id, Standing.TAIL, self._why_slow(worst)))
+                verdicts.append(StandingChange(worker_id, Standing.TAIL, self._why_slow(worst)))
             for other in sorted(freed):
                 del self._slow[other]
-                verdicts.append(Verdict(other, Standing.LINE, {"source": worker_id}))
+                verdicts.append(StandingChange(other, Standing.LINE, {"source": worker_id}))
         return verdicts
 
-    def _explain(self, edges: set[Edge], ends: dict[str, _Ends]) -> Iterator[tuple[str, set[Edge]]]:
+    def _explain(
+        self, edges: set[Edge], ends: dict[str, _WorkerEdges]
+    ) -> Iterator[tuple[str, set[Edge]]]:
         """Yield the workers that explain the slow edges, in order of how many they explain.
 
         A single slow edge is attributed to its reader: the next source that it reads from shows
@@ -352,8 +358,8 @@ class Standings:
             left -= explained
             yield name, explained
 
-    def _ends(self, edges: set[Edge]) -> dict[str, _Ends]:
-        ends: dict[str, _Ends] = {end: _Ends() for edge in edges for end in edge}
+    def _ends(self, edges: set[Edge]) -> dict[str, _WorkerEdges]:
+        ends: dict[str, _WorkerEdges] = {end: _WorkerEdges() for edge in edges for end in edge}
         for edge in edges:
             ends[edge[0]].slow_out.add(edge)
             ends[edge[1]].slow_in.add(edge)
@@ -406,11 +412,11 @@ class Standings:
         }
 
 
-class _Usual:
+class _MedianRatio:
     """The median ratio of actual to planned rate, over the edges of other workers."""
 
     def __init__(
-        self, counts: Mapping[Edge, _Count], expected: Mapping[Edge, float], slow: set[str]
+        self, counts: Mapping[Edge, _EdgeCounter], expected: Mapping[Edge, float], slow: set[str]
     ) -> None:
         self._ratios = {
             edge: count.ratio

@@ -28,7 +28,7 @@ class Switch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Memo:
+class PersistedState:
     """Times are monotonic, of the machine that stored them; see ``rebased``."""
 
     created_s: float
@@ -53,7 +53,7 @@ class Memo:
     number: int = 0
     switch: Switch | None = None
 
-    def rebased(self, now_s: float) -> Memo:
+    def rebased(self, now_s: float) -> PersistedState:
         """Return this for another monotonic clock, which now shows ``now_s``.
 
         Durations continue from their stored value; the time in between is not counted.
@@ -87,7 +87,7 @@ class Memo:
         return json.dumps(raw, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Memo:
+    def from_json(cls, text: str) -> PersistedState:
         """Return what ``to_json`` wrote; ignores fields of older or newer versions."""
         known = {each.name for each in fields(cls)}
         raw: dict[str, Any] = {k: v for k, v in json.loads(text).items() if k in known}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median_low
 
-from paceline.coordinator.state.deployment import DeploymentRun, process_of
+from paceline.coordinator.state.deployment import DeploymentState, process_of
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import Create
-from paceline.coordinator.state.settings import Patience
-from paceline.coordinator.state.targets import Tally, left_bytes, untold_bytes
+from paceline.coordinator.state.settings import CoordinatorSettings
+from paceline.coordinator.state.targets import TargetGroups, left_bytes, untold_bytes
 from paceline.errors import InvalidInput
 from paceline.plan import PlanWorker, Prediction, Standing, make_plan, origin_cap_bytes, predict
 from paceline.schemas.plan import Plan, WorkerLanes
@@ -37,21 +37,21 @@ def told_at_once(total_bytes: int) -> int:
     return max(1, (origin_cap_bytes(total_bytes) - total_bytes) // TELLINGS)
 
 
-def spent_bytes(run: DeploymentRun) -> int:
+def spent_bytes(run: DeploymentState) -> int:
     """Return the most bytes read from the origin so far, unreported reads of living workers
     excepted: their budgets count from what they reported.
     """
     return run.origin_bytes + sum(run.memo.untold.values())
 
 
-def open_bytes(run: DeploymentRun) -> int:
+def open_bytes(run: DeploymentState) -> int:
     """Return how many bytes all workers together may still read from the origin."""
     fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
     return max(0, fuse - spent_bytes(run))
 
 
 def under_the_fuse(
-    run: DeploymentRun,
+    run: DeploymentState,
     planned: Sequence[WorkerLanes],
     kept: Mapping[str, WorkerLanes],
     fleet: Membership,
@@ -85,7 +85,7 @@ def under_the_fuse(
     )
 
 
-def _share_bytes(run: DeploymentRun, planned: WorkerLanes) -> int:
+def _share_bytes(run: DeploymentState, planned: WorkerLanes) -> int:
     """Return a worker's share of this plan; at least what it may have read by its arrival."""
     worker_id = planned.worker_id
     untold = untold_bytes(run.lanes.get(worker_id), run.parts[worker_id])
@@ -105,7 +105,9 @@ def _cut(shares: dict[str, int], least: Mapping[str, int], excess: int) -> int:
     return excess
 
 
-def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membership) -> WorkerLanes:
+def _granted(
+    run: DeploymentState, lanes: WorkerLanes, share: int, fleet: Membership
+) -> WorkerLanes:
     """Return ``lanes`` with a budget of ``share``, counted from its worker's reported bytes, and
     for a seeder with its reporting interval in bytes.
     """
@@ -120,7 +122,7 @@ def _granted(run: DeploymentRun, lanes: WorkerLanes, share: int, fleet: Membersh
     return lanes.model_copy(update=update)
 
 
-def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
+def _begun_bytes(run: DeploymentState, lanes: WorkerLanes) -> int:
     """Return the bytes that ``lanes`` assign at the origin; for a worker that is no seeder its
     whole budget, which is small and for the last resort.
     """
@@ -136,12 +138,12 @@ def _begun_bytes(run: DeploymentRun, lanes: WorkerLanes) -> int:
     return sum(begun) if begun else lanes.origin_budget_bytes
 
 
-Places = Mapping[str, tuple[str, bool]]  # of living workers: address, and whether usable
+PeerAddresses = Mapping[str, tuple[str, bool]]  # of living workers: address, and whether usable
 
 NEAR_SPARES = 2  # of each lane, that must be usable; a lost worker is a far spare of many others
 
 
-def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Deployment:
+def new_deployment(event: Create, fleet: Membership, patience: CoordinatorSettings) -> Deployment:
     """Return the record of a new deployment; raises InvalidInput for an impossible request."""
     call, manifest = event.call, event.manifest
     if len(set(call.target_workers)) != len(call.target_workers):
@@ -177,7 +179,7 @@ def new_deployment(event: Create, fleet: Membership, patience: Patience) -> Depl
     )
 
 
-def _estimate(event: Create, fleet: Membership, patience: Patience) -> Prediction:
+def _estimate(event: Create, fleet: Membership, patience: CoordinatorSettings) -> Prediction:
     records = [fleet.find(worker_id) for worker_id in event.call.target_workers]
     here = [record for record in records if record is not None]
     return predict(
@@ -194,7 +196,7 @@ def _estimate(event: Create, fleet: Membership, patience: Patience) -> Predictio
 
 
 def next_plan(
-    run: DeploymentRun, tally: Tally, fleet: Membership, patience: Patience
+    run: DeploymentState, tally: TargetGroups, fleet: Membership, patience: CoordinatorSettings
 ) -> tuple[Plan, dict[str, int]]:
     """Return the plan of the next epoch, and the workers that returned too late for their place in
     the line, with the pieces that they lacked; raises InvalidPlan.
@@ -255,7 +257,9 @@ def next_plan(
     return plan.model_copy(update={"workers": parts}), late
 
 
-def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[str, int]:
+def _latecomers(
+    run: DeploymentState, tally: TargetGroups, patience: CoordinatorSettings
+) -> dict[str, int]:
     """Return the workers that returned with a gap: workers behind them would wait for it."""
     back = [each for each in tally.pending if each in run.fresh or each not in run.lanes]
     others = [run.parts[each].pieces_known for each in tally.living if each not in run.fresh]
@@ -266,7 +270,7 @@ def _latecomers(run: DeploymentRun, tally: Tally, patience: Patience) -> dict[st
     return {each: gap for each, gap in gaps.items() if gap > patience.return_gap_pieces}
 
 
-def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
+def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) -> bool:
     """Return whether the worker keeps its lanes, because ``planned`` is equivalent.
 
     The origin budget is shared by all epochs, and a worker that keeps its lanes may read the rest
@@ -292,7 +296,7 @@ def _is_kept(run: DeploymentRun, planned: WorkerLanes, places: Places) -> bool:
     return left <= share + share // 4 + run.manifest.piece_bytes
 
 
-def _serves(before: WorkerLanes, planned: WorkerLanes, places: Places) -> bool:
+def _serves(before: WorkerLanes, planned: WorkerLanes, places: PeerAddresses) -> bool:
     """Return whether a worker's lanes are as good as ``planned``: the same chunks and sources, near
     spares that are alive at the same address, and no quarantined spare.
     """

@@ -8,7 +8,7 @@ from paceline.config import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
+class CoordinatorSettings:
     """Intervals and limits; durations are seconds of the monotonic clock."""
 
     beat_s: float = 0.5
@@ -58,7 +58,7 @@ class Patience:
         return max(self.replan_s, workers / self.replanned_per_second)
 
     @classmethod
-    def of(cls, profile: Profile) -> Patience:
+    def of(cls, profile: Profile) -> CoordinatorSettings:
         """Return the settings that ``profile`` asks for."""
         relay = profile.relay
         return cls(

@@ -15,13 +15,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from paceline.coordinator.state.activation import Switches
-from paceline.coordinator.state.agent_handlers import CLOSED, Hearing
-from paceline.coordinator.state.deployment import DeploymentRun
+from paceline.coordinator.state.activation import ActivationManager
+from paceline.coordinator.state.agent_handlers import CLOSED, AgentHandlers
+from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.deployment_index import (
     LOOK_MANY_S,
     LOOK_S,
-    Book,
+    DeploymentIndex,
     kept_bytes,
     prune,
     prune_workers,
@@ -32,34 +32,34 @@ from paceline.coordinator.state.messages import (
     Activate,
     AdmitWorker,
     Answer,
-    Beat,
-    BeginToken,
+    AwaitCommands,
     Cancel,
     Create,
     Effect,
+    EmitEvent,
     Event,
     FetchLanes,
-    FlowTold,
+    FlowReported,
+    HeartbeatReceived,
     IssueToken,
-    KeepDeployment,
-    KeepKey,
-    KeepWorker,
-    Kept,
-    KeptDeployment,
-    Listen,
-    Observed,
+    LoadedDeployment,
+    LoadedState,
     RaiseBudget,
     Register,
     RevokeToken,
     Rollback,
+    SaveDeployment,
+    SaveIdempotencyKey,
+    SaveWorker,
     Tick,
+    TokenFirstUsed,
     TokensUsed,
 )
-from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.coordinator.state.planning import new_deployment
-from paceline.coordinator.state.settings import Patience
+from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.targets import tally_of
-from paceline.coordinator.tokens import TokenBook
+from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Conflict, NotFound, ServiceUnavailable
 from paceline.schemas.calls import CreatedDeployment, DeploymentView, Heartbeat, Success, SwitchView
 from paceline.schemas.events import EventName
@@ -78,20 +78,27 @@ RESTORED_CLOSED = 20  # newest closed deployments that are still announced after
 class CoordinatorState:
     """The fleet and its deployments; ``handle`` is the only way to change them."""
 
-    def __init__(self, patience: Patience | None = None, *, leader_epoch: int = 1) -> None:
-        self.patience = patience or Patience()
+    def __init__(
+        self, patience: CoordinatorSettings | None = None, *, leader_epoch: int = 1
+    ) -> None:
+        self.patience = patience or CoordinatorSettings()
         self.leader_epoch = leader_epoch
         self.fleet = Membership(self.patience)
-        self.tokens = TokenBook()
-        self._book = Book()
-        self._switches = Switches(self._book, self.fleet, self.patience)
+        self.tokens = TokenRegistry()
+        self._book = DeploymentIndex()
+        self._switches = ActivationManager(self._book, self.fleet, self.patience)
         self._last_s: float | None = None
         self._pruned_s = float("-inf")
-        self._hearing = Hearing(self._book, self.fleet, self.tokens, leader_epoch)
+        self._hearing = AgentHandlers(self._book, self.fleet, self.tokens, leader_epoch)
 
     @classmethod
     def restore(
-        cls, kept: Kept, now_s: float, patience: Patience | None = None, *, leader_epoch: int = 1
+        cls,
+        kept: LoadedState,
+        now_s: float,
+        patience: CoordinatorSettings | None = None,
+        *,
+        leader_epoch: int = 1,
     ) -> CoordinatorState:
         """Return the state built from stored records; progress arrives with the heartbeats."""
         state = cls(patience, leader_epoch=leader_epoch)
@@ -115,9 +122,9 @@ class CoordinatorState:
 
     def _handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
-            case Beat():
+            case HeartbeatReceived():
                 return self._hearing.beat(event, now_s)
-            case Listen():
+            case AwaitCommands():
                 return self._hearing.listen(event)
             case Tick():
                 return self._tick(event, now_s)
@@ -140,14 +147,14 @@ class CoordinatorState:
                 return [*effects, Answer(Success())]
             case RaiseBudget():
                 return self._raise_budget(event)
-            case FlowTold():
+            case FlowReported():
                 return self._flow_told(event)
-            case IssueToken() | RevokeToken() | AdmitWorker() | BeginToken() | TokensUsed():
+            case IssueToken() | RevokeToken() | AdmitWorker() | TokenFirstUsed() | TokensUsed():
                 return self.tokens.handle(event)
 
     def _stamped(self, effect: Effect, now_s: float) -> Effect:
         """Return ``effect`` with the time at which a deployment is stored and first was final."""
-        if not isinstance(effect, KeepDeployment):
+        if not isinstance(effect, SaveDeployment):
             return effect
         run = self._book.find(effect.deployment.deployment_id)
         if run is None:
@@ -170,7 +177,7 @@ class CoordinatorState:
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def run(self, deployment_id: str) -> DeploymentRun:
+    def run(self, deployment_id: str) -> DeploymentState:
         """Return the deployment's facts; raises NotFound."""
         return self._book.run(deployment_id)
 
@@ -271,8 +278,8 @@ class CoordinatorState:
             targets = set(call.target_workers)
             self._switches.require_not_older(call.version, call.model_id, targets)
         deployment = new_deployment(event, self.fleet, self.patience)
-        memo = Memo(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
-        run = DeploymentRun(deployment, manifest, memo, self.patience)
+        memo = PersistedState(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
+        run = DeploymentState(deployment, manifest, memo, self.patience)
         size = kept_bytes([*self._book, run])
         if size > self.patience.kept_bytes_at_most:
             raise ServiceUnavailable(
@@ -282,9 +289,9 @@ class CoordinatorState:
                 do="Call again once some have ended, or name fewer workers or pieces.",
             )
         self._follow(run, now_s, announced=True)
-        effects: list[Effect] = [KeepDeployment(deployment, run.memo, manifest)]
+        effects: list[Effect] = [SaveDeployment(deployment, run.memo, manifest)]
         if event.key is not None:
-            key = KeepKey(event.key, event.body_digest, event.deployment_id)
+            key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
             self._book.keep_key(key)
             effects.append(key)
         data: dict[str, object] = {
@@ -294,7 +301,7 @@ class CoordinatorState:
             "topology": call.topology.value,
         }
         created = EventName.DEPLOYMENT_CREATED
-        effects.append(Observed(created, event.at, event.deployment_id, None, data))
+        effects.append(EmitEvent(created, event.at, event.deployment_id, None, data))
         effects += self._advance(run, event.at, now_s)
         return [*effects, Answer(_created(run.deployment))]
 
@@ -334,23 +341,23 @@ class CoordinatorState:
         }
         name = EventName.BUDGET_RAISED
         effects: list[Effect] = [
-            KeepDeployment(run.shown(), run.memo),
-            Observed(name, event.at, event.deployment_id, None, data),
+            SaveDeployment(run.shown(), run.memo),
+            EmitEvent(name, event.at, event.deployment_id, None, data),
         ]
         if event.key is not None:
-            key = KeepKey(event.key, event.body_digest, event.deployment_id)
+            key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
             self._book.keep_key(key)
             effects.append(key)
         return [*effects, Answer(Success())]
 
-    def _flow_told(self, event: FlowTold) -> list[Effect]:
+    def _flow_told(self, event: FlowReported) -> list[Effect]:
         run = self.run(event.deployment_id)
         effects: list[Effect] = []
         driver = event.flow_run_id
         if driver is not None and driver != run.deployment.flow_run_id:
             run.deployment = run.shown().model_copy(update={"flow_run_id": driver})
-            effects.append(KeepDeployment(run.deployment, run.memo))
-        told = Observed(event.name, event.at, event.deployment_id, None, dict(event.data))
+            effects.append(SaveDeployment(run.deployment, run.memo))
+        told = EmitEvent(event.name, event.at, event.deployment_id, None, dict(event.data))
         return [*effects, told, Answer(Success())]
 
     # --- time ------------------------------------------------------------------------------------
@@ -363,10 +370,10 @@ class CoordinatorState:
             self.fleet.forgive(gap_s, now_s)
         effects: list[Effect] = []
         for worker in self.fleet.lose_silent(now_s):
-            effects.append(KeepWorker(worker))
+            effects.append(SaveWorker(worker))
             data: dict[str, object] = {"incarnation": worker.incarnation}
             lost = EventName.WORKER_LOST
-            effects.append(Observed(lost, event.at, None, worker.worker_id, data))
+            effects.append(EmitEvent(lost, event.at, None, worker.worker_id, data))
             for run in self._book.open_runs(worker.worker_id):
                 run.lost(worker.worker_id, now_s)
         for deployment_id in sorted(self._book.ticking):
@@ -380,23 +387,23 @@ class CoordinatorState:
             effects += prune_workers(self._book, self.fleet, event.at)
         return effects
 
-    def _advance(self, run: DeploymentRun, at: float, now_s: float) -> list[Effect]:
+    def _advance(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
         if run.final:
             return self._switches.advance(run, at, now_s)
         effects = advance(run, self.fleet, self.patience, at, now_s)
         self._book.retime(run)
         return effects
 
-    def _follow(self, run: DeploymentRun, now_s: float, *, announced: bool) -> None:
+    def _follow(self, run: DeploymentState, now_s: float, *, announced: bool) -> None:
         self._book.add(run, announced=announced)
         for worker_id in run.parts:
             if not self.fleet.alive(worker_id):
                 run.lost(worker_id, now_s)
 
 
-def _restored(kept: KeptDeployment, patience: Patience) -> DeploymentRun:
+def _restored(kept: LoadedDeployment, patience: CoordinatorSettings) -> DeploymentState:
     deployment = kept.deployment
-    run = DeploymentRun(deployment, kept.manifest, kept.memo, patience)
+    run = DeploymentState(deployment, kept.manifest, kept.memo, patience)
     if kept.plan is not None:
         run.follow(kept.plan)
     for receipt in kept.receipts:

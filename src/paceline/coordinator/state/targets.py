@@ -12,7 +12,7 @@ from paceline.schemas.records import Deployment, Failure, Receipt, WorkerStatus
 
 
 @dataclass(slots=True)
-class Part:
+class TargetProgress:
     """One target's progress, as its newest incarnation reported it."""
 
     incarnation: int = 0
@@ -52,7 +52,7 @@ class Part:
         return max(self.pieces_held, self.held_before)
 
 
-def left_bytes(lanes: WorkerLanes | None, part: Part) -> int:
+def left_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
     """Return the most bytes that a worker may still read from the origin under ``lanes``.
 
     A worker planned by an earlier coordinator may have its whole budget left: when the budget was
@@ -64,7 +64,7 @@ def left_bytes(lanes: WorkerLanes | None, part: Part) -> int:
     return max(0, lanes.origin_budget_bytes - spent)
 
 
-def untold_bytes(lanes: WorkerLanes | None, part: Part) -> int:
+def untold_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
     """Return the most bytes that a worker has read from the origin since its last report.
 
     A seeder reports every ``origin_tell_bytes`` at once, except within ``NEWS_S`` of its last
@@ -79,7 +79,7 @@ def untold_bytes(lanes: WorkerLanes | None, part: Part) -> int:
 
 
 @dataclass(slots=True)
-class Tally:
+class TargetGroups:
     """The targets of one deployment, grouped by state."""
 
     living: list[str] = field(default_factory=list)  # alive and able to finish
@@ -90,10 +90,10 @@ class Tally:
 
 
 def tally_of(
-    parts: Mapping[str, Part], failed: Collection[str], alive: Callable[[str], bool]
-) -> Tally:
+    parts: Mapping[str, TargetProgress], failed: Collection[str], alive: Callable[[str], bool]
+) -> TargetGroups:
     """Group the targets by state."""
-    tally = Tally()
+    tally = TargetGroups()
     for worker_id, part in parts.items():
         if part.receipt is not None:
             tally.done.append(worker_id)
@@ -117,7 +117,7 @@ def tally_of(
 
 
 def require_possible(
-    deployment: Deployment, targets: Container[str], part: Part, beat: DeploymentBeat
+    deployment: Deployment, targets: Container[str], part: TargetProgress, beat: DeploymentBeat
 ) -> None:
     """Raise InvalidInput where ``beat`` exceeds the totals or names a worker that is no target."""
     if beat.pieces_held > deployment.total_pieces:

@@ -4,22 +4,22 @@ from paceline.coordinator.stores.contracts import (
     Audit,
     Candidate,
     Coordination,
+    EventQuery,
     Outbox,
     Progress,
-    Question,
     Term,
 )
 from paceline.coordinator.stores.opening import open_audit, open_coordination, open_progress
-from paceline.coordinator.stores.shipper import Shipper
+from paceline.coordinator.stores.shipper import OutboxShipper
 
 __all__ = [
     "Audit",
     "Candidate",
     "Coordination",
+    "EventQuery",
     "Outbox",
+    "OutboxShipper",
     "Progress",
-    "Question",
-    "Shipper",
     "Term",
     "open_audit",
     "open_coordination",

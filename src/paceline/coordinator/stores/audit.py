@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.coordinator.state.messages import Observed
-from paceline.coordinator.stores.contracts import EVERYTHING, PRUNE_EVENTS, QUERY_EVENTS, Question
+from paceline.coordinator.state.messages import EmitEvent
+from paceline.coordinator.stores.contracts import EVERYTHING, PRUNE_EVENTS, QUERY_EVENTS, EventQuery
 from paceline.coordinator.stores.sqlite_file import SqliteFile
 from paceline.errors import Conflict
 from paceline.schemas.events import Event
@@ -21,7 +21,7 @@ from paceline.schemas.events import Event
 LONGEST = 16_384  # characters of one text: 10,000 events may wait, and a million are kept
 
 
-def numbered(told: Observed, seq: int) -> Event:
+def numbered(told: EmitEvent, seq: int) -> Event:
     """Return ``told`` as an event with this number, cleaned."""
     data = fit(told.data)
     assert isinstance(data, dict)
@@ -112,7 +112,7 @@ def pruning(mark: str, keep: int) -> tuple[str, list[object]]:
     return query, [max(1, keep), PRUNE_EVENTS]
 
 
-def select(asked: Question, mark: str) -> tuple[str, list[object]]:
+def select(asked: EventQuery, mark: str) -> tuple[str, list[object]]:
     """Return the SELECT for ``asked`` and its values; ``mark`` is the placeholder (? or %s)."""
     conditions: list[tuple[str, object]] = [("seq > ", asked.after)]
     for text, value in (
@@ -172,14 +172,14 @@ class SqliteAudit:
                     (seq, *rest),
                 )
                 if added.rowcount == 0:
-                    same = select(Question(after=event.seq - 1, limit=1), "?")
+                    same = select(EventQuery(after=event.seq - 1, limit=1), "?")
                     require_same(event_of(db.execute(*same).fetchone()), event, self._file.path)
 
     def last(self) -> int:
         """Return the highest stored number."""
         return int(self._file.one("SELECT COALESCE(MAX(seq), 0) FROM audit")[0])
 
-    def query(self, asked: Question = EVERYTHING) -> list[Event]:
+    def query(self, asked: EventQuery = EVERYTHING) -> list[Event]:
         """Return the matching events."""
         return [event_of(row) for row in self._file.rows(*select(asked, "?"))]
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.state.messages import Effect, Kept, Observed
-from paceline.coordinator.state.persisted_state import Memo
+from paceline.coordinator.ledger import LedgerEntry
+from paceline.coordinator.state.messages import Effect, EmitEvent, LoadedState
+from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from paceline.schemas.events import Event, EventName
 from paceline.schemas.records import StageRecord, WorkerProgress
@@ -128,7 +128,7 @@ class Coordination(Protocol):
         """
         ...
 
-    def load(self, now_s: float) -> Kept:
+    def load(self, now_s: float) -> LoadedState:
         """Return everything; after a reboot the durations of running deployments are rebased.
 
         ``now_s`` is the caller's monotonic clock. Where the backend caches (etcd), a repeated call
@@ -154,11 +154,11 @@ class Coordination(Protocol):
         """Return the ledger's record, or None."""
         ...
 
-    def ledger(self) -> Iterable[LedgerLine]:
+    def ledger(self) -> Iterable[LedgerEntry]:
         """Return the size and age of each ledger record."""
         ...
 
-    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+    def keep_stage(self, term: Term, record: StageRecord, told: EmitEvent) -> list[Event]:
         """Put ``record`` into the ledger, replacing an older one; errors as of ``commit``.
 
         The caller checks the size limits before (``ledger``).
@@ -240,7 +240,7 @@ class Progress(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Question:
+class EventQuery:
     """A query of the audit store: events numbered in (after, before), with times in [since, until)
     in Unix time. ``limit`` is capped at QUERY_EVENTS.
     """
@@ -256,7 +256,7 @@ class Question:
     until: float | None = None
 
 
-EVERYTHING = Question()
+EVERYTHING = EventQuery()
 
 
 @runtime_checkable
@@ -284,7 +284,7 @@ class Audit(Protocol):
         """Return the highest stored number, 0 before the first."""
         ...
 
-    def query(self, asked: Question = EVERYTHING) -> list[Event]:
+    def query(self, asked: EventQuery = EVERYTHING) -> list[Event]:
         """Return the matching events; to page, pass the last number as ``after`` (or as ``before``
         where the newest come first).
         """
@@ -305,17 +305,17 @@ class Audit(Protocol):
 # A deployment's memo as text; its monotonic times are invalid after a reboot and are rebased.
 
 
-def write_memo(memo: Memo) -> str:
+def write_memo(memo: PersistedState) -> str:
     """Return ``memo`` as JSON."""
     return memo.to_json()
 
 
-def read_memo(text: str, now_s: float, *, same_boot: bool) -> Memo:
+def read_memo(text: str, now_s: float, *, same_boot: bool) -> PersistedState:
     """Return the memo in ``text``.
 
     Where another boot or machine wrote it, its durations continue from their stored values.
     """
-    memo = Memo.from_json(text)
+    memo = PersistedState.from_json(text)
     # Linux's monotonic clock is shared by all processes, and restarts with each boot.
     return memo if same_boot else memo.rebased(now_s)
 

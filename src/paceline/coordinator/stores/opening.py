@@ -30,11 +30,11 @@ def open_coordination(runtime: Runtime) -> Coordination:
         raise _missing("etcd_endpoints", '["http://HOST:PORT", …]')
     if bool(control.etcd_cert) != bool(control.etcd_key):
         raise _missing("etcd_key" if control.etcd_cert else "etcd_cert", "both or neither")
-    from paceline.coordinator.stores.etcd.client import Access
+    from paceline.coordinator.stores.etcd.client import EtcdAccess
     from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
 
     variable = control.etcd_password_env
-    access = Access(
+    access = EtcdAccess(
         endpoints=control.etcd_endpoints,
         ca=_pem(runtime, "etcd_ca", control.etcd_ca),
         cert=_pem(runtime, "etcd_cert", control.etcd_cert),

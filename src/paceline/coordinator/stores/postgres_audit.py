@@ -24,7 +24,7 @@ from paceline.coordinator.stores.audit import (
     row_of,
     select,
 )
-from paceline.coordinator.stores.contracts import EVERYTHING, Question
+from paceline.coordinator.stores.contracts import EVERYTHING, EventQuery
 from paceline.errors import InvalidProfile, ServiceUnavailable
 from paceline.schemas.events import Event
 
@@ -82,7 +82,7 @@ class PostgresAudit:
         self._version = ""
         self._migrating = threading.Lock()
         self._migrated = False
-        self._appending, self._asking = _Line(self._connect), _Line(self._connect)
+        self._appending, self._asking = _Connection(self._connect), _Connection(self._connect)
 
     @property
     def backend(self) -> str:
@@ -120,7 +120,7 @@ class PostgresAudit:
         assert found is not None
         return int(found[0])
 
-    def query(self, asked: Question = EVERYTHING) -> list[Event]:
+    def query(self, asked: EventQuery = EVERYTHING) -> list[Event]:
         """Return the matching events."""
         query, values = select(asked, "%s")
         rows = self._do(self._asking, lambda db: db.execute(query.encode(), values).fetchall())
@@ -138,7 +138,7 @@ class PostgresAudit:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _do(self, line: _Line, work: Callable[[psycopg.Connection[Any]], Found]) -> Found:
+    def _do(self, line: _Connection, work: Callable[[psycopg.Connection[Any]], Found]) -> Found:
         try:
             return line.do(work)
         except (psycopg.Error, OSError) as error:
@@ -185,7 +185,7 @@ class PostgresAudit:
             log.info("audit tables: version %d to %d", version, len(MIGRATIONS))
 
 
-class _Line:
+class _Connection:
     """One connection, opened on demand and again after an error."""
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]]) -> None:

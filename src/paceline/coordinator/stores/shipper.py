@@ -11,9 +11,15 @@ import logging
 import threading
 import time
 
-from paceline.coordinator.state.messages import Observed
+from paceline.coordinator.state.messages import EmitEvent
 from paceline.coordinator.stores.audit import cleaned
-from paceline.coordinator.stores.contracts import PRUNE_EVENTS, Audit, Coordination, Question, Term
+from paceline.coordinator.stores.contracts import (
+    PRUNE_EVENTS,
+    Audit,
+    Coordination,
+    EventQuery,
+    Term,
+)
 from paceline.errors import Conflict, PacelineError, StaleEpoch
 from paceline.schemas.events import Event
 
@@ -26,7 +32,7 @@ PRUNE_S = 3600.0
 PATIENCE_S = 2.0  # between two attempts while the audit store is unavailable
 
 
-class Shipper:
+class OutboxShipper:
     """Ships events during one term; each term gets a new instance."""
 
     def __init__(
@@ -84,11 +90,12 @@ class Shipper:
         self._coordination.number_after(self._term, self._audit.last())
         first, last = events[0].seq, events[-1].seq
         taken = {
-            each.seq: each for each in self._audit.query(Question(after=first - 1, before=last + 1))
+            each.seq: each
+            for each in self._audit.query(EventQuery(after=first - 1, before=last + 1))
         }
         told = [each for each in events if taken.get(each.seq) not in (None, cleaned(each))]
         again = [
-            Observed(each.name, each.at, each.deployment_id, each.worker_id, dict(each.data))
+            EmitEvent(each.name, each.at, each.deployment_id, each.worker_id, dict(each.data))
             for each in told
         ]
         self._coordination.commit(self._term, again)

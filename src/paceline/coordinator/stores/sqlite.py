@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.coordinator.ledger import LedgerLine
+from paceline.coordinator.ledger import LedgerEntry
 from paceline.coordinator.state.messages import (
     Answer,
     DropDeployment,
@@ -23,15 +23,15 @@ from paceline.coordinator.state.messages import (
     DropToken,
     DropWorker,
     Effect,
-    KeepDeployment,
-    KeepKey,
-    KeepPlan,
-    KeepReceipt,
-    KeepToken,
-    KeepWorker,
-    Kept,
-    KeptDeployment,
-    Observed,
+    EmitEvent,
+    LoadedDeployment,
+    LoadedState,
+    SaveDeployment,
+    SaveIdempotencyKey,
+    SavePlan,
+    SaveReceipt,
+    SaveToken,
+    SaveWorker,
 )
 from paceline.coordinator.stores.audit import numbered
 from paceline.coordinator.stores.contracts import (
@@ -123,11 +123,11 @@ class SqliteCoordination:
         if not kept:
             return []
         with self._fenced(term):
-            if any(isinstance(each, Observed) for each in kept):
+            if any(isinstance(each, EmitEvent) for each in kept):
                 self._require_room()
             return [e for effect in kept if (e := self._keep(effect, term.epoch)) is not None]
 
-    def load(self, now_s: float) -> Kept:
+    def load(self, now_s: float) -> LoadedState:
         """Return everything, from one transaction."""
         rows = self._file.rows
         with self._file.reading():
@@ -144,7 +144,7 @@ class SqliteCoordination:
             for deployment_id, record, memo, boot, manifest in rows(f"{query} ORDER BY seq"):
                 plan = plans.get(deployment_id)
                 deployments.append(
-                    KeptDeployment(
+                    LoadedDeployment(
                         deployment=Deployment.model_validate_json(record),
                         memo=read_memo(memo, now_s, same_boot=boot == self._boot_id),
                         manifest=parse_manifest(manifest),
@@ -155,10 +155,10 @@ class SqliteCoordination:
             workers = rows("SELECT record FROM workers ORDER BY worker_id")
             keys = rows("SELECT key, body_digest, deployment_id FROM idempotency_keys ORDER BY key")
             tokens = rows("SELECT record FROM tokens ORDER BY token_id")
-            loaded = Kept(
+            loaded = LoadedState(
                 deployments=tuple(deployments),
                 workers=tuple(Worker.model_validate_json(raw) for (raw,) in workers),
-                keys=tuple(KeepKey(*row) for row in keys),
+                keys=tuple(SaveIdempotencyKey(*row) for row in keys),
                 tokens=tuple(TokenRecord.model_validate_json(raw) for (raw,) in tokens),
             )
             self._unsure = False
@@ -184,15 +184,15 @@ class SqliteCoordination:
         )
         return None if row is None else StageRecord.model_validate_json(row[0])
 
-    def ledger(self) -> list[LedgerLine]:
+    def ledger(self) -> list[LedgerEntry]:
         """Return the size and age of each ledger record."""
         rows = self._file.rows(
             "SELECT stage, input_digest, json_extract(record, '$.run_id'),"
             " json_extract(record, '$.finished_at'), LENGTH(CAST(record AS BLOB)) FROM ledger"
         )
-        return [LedgerLine(*row) for row in rows]
+        return [LedgerEntry(*row) for row in rows]
 
-    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+    def keep_stage(self, term: Term, record: StageRecord, told: EmitEvent) -> list[Event]:
         """Put ``record`` into the ledger and return the numbered event."""
         raw = record.model_dump_json()
         with self._fenced(term):
@@ -240,7 +240,7 @@ class SqliteCoordination:
     def _keep(self, effect: Effect, epoch: int) -> Event | None:
         execute = self._db.execute
         match effect:
-            case KeepDeployment(deployment, memo, manifest):
+            case SaveDeployment(deployment, memo, manifest):
                 values = (epoch, deployment.model_dump_json(), write_memo(memo), self._boot_id)
                 identity = deployment.deployment_id
                 execute(
@@ -255,7 +255,7 @@ class SqliteCoordination:
                         " ON CONFLICT (deployment_id) DO UPDATE SET manifest = excluded.manifest",
                         (identity, *values, manifest.to_bytes()),
                     )
-            case KeepPlan(plan):
+            case SavePlan(plan):
                 execute(
                     "INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?)",
                     (plan.deployment_id, plan.epoch, epoch, plan.model_dump_json()),
@@ -264,24 +264,24 @@ class SqliteCoordination:
                     "DELETE FROM plans WHERE deployment_id = ? AND plan_epoch <= ?",
                     (plan.deployment_id, plan.epoch - KEPT_PLANS),
                 )
-            case KeepReceipt(receipt):
+            case SaveReceipt(receipt):
                 execute(
                     "INSERT OR REPLACE INTO receipts VALUES (?, ?, ?, ?)",
                     (receipt.deployment_id, receipt.worker_id, epoch, receipt.model_dump_json()),
                 )
-            case KeepWorker(worker):
+            case SaveWorker(worker):
                 execute(
                     "INSERT OR REPLACE INTO workers VALUES (?, ?, ?)",
                     (worker.worker_id, epoch, worker.model_dump_json()),
                 )
             case DropWorker(worker_id):
                 execute("DELETE FROM workers WHERE worker_id = ?", (worker_id,))
-            case KeepKey(key, body_digest, deployment_id):
+            case SaveIdempotencyKey(key, body_digest, deployment_id):
                 execute(
                     "INSERT OR REPLACE INTO idempotency_keys VALUES (?, ?, ?, ?)",
                     (key, body_digest, deployment_id, epoch),
                 )
-            case KeepToken(token):
+            case SaveToken(token):
                 execute(
                     "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)",
                     (token.token_id, epoch, token.model_dump_json()),
@@ -295,13 +295,13 @@ class SqliteCoordination:
             case DropDeployment(deployment_id):
                 for table in ("deployments", "plans", "receipts", "idempotency_keys"):
                     execute(f"DELETE FROM {table} WHERE deployment_id = ?", (deployment_id,))  # noqa: S608
-            case Observed():
+            case EmitEvent():
                 return self._tell(effect, epoch)
             case _:
                 raise AssertionError(f"nothing to keep in {effect}")
         return None
 
-    def _tell(self, told: Observed, epoch: int) -> Event:
+    def _tell(self, told: EmitEvent, epoch: int) -> Event:
         self._db.execute("UPDATE counters SET last = last + 1")
         seq = int(self._db.execute("SELECT last FROM counters").fetchone()[0])
         event = numbered(told, seq)

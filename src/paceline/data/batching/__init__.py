@@ -6,7 +6,7 @@ order. Plans hold no tokens and do not depend on ranks; ``fill`` copies tokens i
 
 from __future__ import annotations
 
-from paceline.data.batching.plans import BucketedPlan, CarriedPlan, PackedPlan, WindowPlan
+from paceline.data.batching.plans import BucketedPlan, PackedPlan, StatefulPlan, WindowPlan
 from paceline.data.batching.rows import Plan, Rows
 
-__all__ = ["BucketedPlan", "CarriedPlan", "PackedPlan", "Plan", "Rows", "WindowPlan"]
+__all__ = ["BucketedPlan", "PackedPlan", "Plan", "Rows", "StatefulPlan", "WindowPlan"]

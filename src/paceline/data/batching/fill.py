@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.batching.layout import Layout, Share, lay_out
+from paceline.data.batching.layout import Layout, RankRows, lay_out
 from paceline.data.batching.open_shards import OpenShard
 from paceline.data.batching.rows import Ints
 from paceline.data.snapshot import Column, Vocabulary, require_token_features
@@ -35,7 +35,7 @@ class Place(NamedTuple):
     length: int
 
 
-class Gathered:
+class FeatureGatherer:
     """Collects the features of a share's pieces; per-token features are cut as the tokens are."""
 
     def __init__(self, columns: Sequence[Column], along: frozenset[str]) -> None:
@@ -101,7 +101,7 @@ Get = Callable[[int], OpenShard | None]  # index of a shard → the shard, None 
 
 
 @dataclass
-class Filled:
+class RowArrays:
     """One share's arrays; ``skipped`` names unreadable shards and samples (their weight is 0)."""
 
     inputs_BT: Array  # noqa: N815
@@ -121,7 +121,7 @@ def token_dtype(vocab_size: int) -> npt.DTypeLike:
     return np.uint16 if vocab_size <= 2**16 else np.int32
 
 
-class Filler:
+class RowFiller:
     """Fills rows with the tokens and features of one snapshot."""
 
     def __init__(
@@ -138,7 +138,7 @@ class Filler:
         self._columns = columns
         self._name = name  # index of a shard → its name
 
-    def fill(self, shares: Sequence[Share], count: int, get: Get) -> list[Filled]:
+    def fill(self, shares: Sequence[RankRows], count: int, get: Get) -> list[RowArrays]:
         """Return the arrays of each share of ``count`` rows.
 
         They are views into larger arrays that do not overlap.
@@ -165,7 +165,7 @@ class Filler:
             edges = layout.begin_B1[[number * count, (number + 1) * count]].tolist()
             part, shape = slice(*edges), (count, share.width)
             found.append(
-                Filled(
+                RowArrays(
                     inputs_BT=inputs_N[part].reshape(shape),
                     targets_BT=targets_N[part].reshape(shape),
                     weights_BT=weights_N[part].reshape(shape),
@@ -277,7 +277,7 @@ class Filler:
         assert layout.document_P is not None
         assert layout.position_P is not None
         shares = len(layout.width_B) // count
-        gathered = [Gathered(self._columns, self._token_features) for _ in range(shares)]
+        gathered = [FeatureGatherer(self._columns, self._token_features) for _ in range(shares)]
         slots = [1] * shares
         fields = (layout.slot_P, layout.column_P, layout.position_P, layout.length_P)
         places = zip(layout.row_P.tolist(), *(each.tolist() for each in fields), strict=True)
@@ -331,7 +331,7 @@ def _copy(out: Array, flat: Array, at: Ints, stop: Ints, source: Ints) -> None:
         out[low:high] = flat[first:last]
 
 
-def _carries(share: Share, count: int) -> npt.NDArray[np.bool_] | None:
+def _carries(share: RankRows, count: int) -> npt.NDArray[np.bool_] | None:
     if all(rows.carries_R is None for rows, _, _ in share.taken):
         return None
     carries_B = np.zeros(count, dtype=np.bool_)

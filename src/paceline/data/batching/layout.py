@@ -26,7 +26,7 @@ Ints32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class RankRows:
     """One rank's rows of one batch.
 
     ``taken`` lists (a group's rows, the indexes wanted of them, the row of the share for each);
@@ -121,7 +121,7 @@ class Layout:
         return np.repeat(values, lengths)
 
 
-def lay_out(shares: Sequence[Share], count: int) -> Layout:
+def lay_out(shares: Sequence[RankRows], count: int) -> Layout:
     """Return the layout of ``shares``, of ``count`` rows each, one after the other."""
     groups: dict[int, list[tuple[Rows, Ints, Ints]]] = {}
     for number, share in enumerate(shares):

@@ -124,7 +124,7 @@ log = logging.getLogger(__name__)
 LENGTHS_AT_ONCE = 16  # small files, and a plan needs those of a whole group
 
 
-class Shards(Protocol):
+class ShardSource(Protocol):
     """What a stream needs of a shard cache; its methods are called on several threads."""
 
     quarantined: dict[str, str]  # sha256 of a shard, or sha256#sample → reason
@@ -134,7 +134,7 @@ class Shards(Protocol):
     def prefetch(self, shards: Sequence[Shard]) -> None: ...
 
 
-class Reader:
+class ShardReader:
     """The open shards of one stream; close it. All methods but ``close`` are for one thread only.
 
     Raises DataRejected once more than ``max_bad_share`` of the shards that this stream reads are in
@@ -144,7 +144,7 @@ class Reader:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], cache: Shards, *, threads: int, max_bad_share: float
+        self, shards: Sequence[Shard], cache: ShardSource, *, threads: int, max_bad_share: float
     ) -> None:
         self.shards = shards
         self.share = 1.0

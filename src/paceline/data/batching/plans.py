@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.data.batching.rows import DocumentPlan, Ints, Outline, Rows
+from paceline.data.batching.rows import DocumentPlan, Ints, Rows, SharedPlan
 from paceline.data.loading.columns import fewest_shards, shards_for_columns
 from paceline.data.loading.ordering import ShardOrder
 from paceline.data.snapshot import require_windows
@@ -78,7 +78,7 @@ class BucketedPlan(DocumentPlan):
 # has its own lanes and its own documents.
 
 
-class CarriedPlan(DocumentPlan):
+class StatefulPlan(DocumentPlan):
     """Lanes of long documents; state is carried within a document and reset at the next one."""
 
     batching = "carried"
@@ -299,16 +299,16 @@ class PackedPlan(DocumentPlan):
             most = max(most, count)
         return pieces.rows(row_P, most * self.columns, masked=True)
 
-    def outline(self, rows: Rows) -> Outline:
+    def outline(self, rows: Rows) -> SharedPlan:
         """Return the summary of all columns that readers of some columns need, from the group's
         ``rows``."""
         filled_RC = np.diff(rows.first_R1).reshape(-1, self.columns) > 0
-        return Outline(
+        return SharedPlan(
             tuple(filled_RC.sum(axis=0).tolist()),
             tuple(np.diff(rows.tokens_R1[:: self.columns]).tolist()),
         )
 
-    def rows_of(self, epoch: int, group: int, columns: range, outline: Outline) -> Rows:
+    def rows_of(self, epoch: int, group: int, columns: range, outline: SharedPlan) -> Rows:
         """Return the group's rows, with pieces only in those of ``columns``.
 
         The row count and the pieces are the same as in ``rows``. Reads only these columns' lengths;

@@ -17,9 +17,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from paceline.data.batching.layout import Share
+from paceline.data.batching.layout import RankRows
 from paceline.data.batching.plans import PackedPlan
-from paceline.data.batching.rows import Ints, Outline, Plan, Rows, identity, rows_of_batch
+from paceline.data.batching.rows import Ints, Plan, Rows, SharedPlan, identity, rows_of_batch
 from paceline.data.loading.batch import Position
 from paceline.errors import CorruptData, InvalidInput, NotReady, PacelineError
 
@@ -28,16 +28,16 @@ PLACES_AT_ONCE = 1 << 17
 
 
 @dataclass(frozen=True, eq=False)
-class Next:
+class PlannedBatch:
     """A batch before it is filled: this rank's share, the global batch's weight, the position
     after."""
 
-    share: Share
+    share: RankRows
     tokens: float
     after: Position
 
 
-class Ahead:
+class GroupPlanner:
     """The rows ``ours`` of each batch of a plan, planned ahead; for one thread; close it.
 
     ``rows_of`` returns a group's rows, those of other ranks only as far as ``tokens_R1`` needs
@@ -99,7 +99,7 @@ class Ahead:
         after = replace(position, batch=position.batch + 1, epoch=epoch, group=group, item=item)
         return taken, after
 
-    def next(self, position: Position, most: int, skip: Collection[int]) -> list[Next]:
+    def next(self, position: Position, most: int, skip: Collection[int]) -> list[PlannedBatch]:
         """Return what the next batches consist of: at least one, none of ``skip`` after the first.
 
         More than one is returned only within a group.
@@ -117,12 +117,14 @@ class Ahead:
             tokens = sum(int(each.tokens_R1[to] - each.tokens_R1[at]) for each, at, to in taken)
             of, start, _ = taken[0]
             width = self.plan.context if of.width_R is None else int(of.width_R[start])
-            return [Next(Share(_of_rows(taken, self._ours), width), float(tokens), after)]
+            return [
+                PlannedBatch(RankRows(_of_rows(taken, self._ours), width), float(tokens), after)
+            ]
         places_B = np.arange(len(self.ours))
         tokens_K = np.diff(rows.tokens_R1[edges[: fit + 1]]).tolist()
         return [
-            Next(
-                Share([(rows, start + self._ours, places_B)], width),
+            PlannedBatch(
+                RankRows([(rows, start + self._ours, places_B)], width),
                 float(tokens),
                 replace(position, batch=position.batch + number, item=start + size),
             )
@@ -165,7 +167,7 @@ VERSION = 1  # of the planning: a shared plan by older code does not match
 LOOK_S = (0.1, 2.0)  # polling interval: first and longest
 
 
-class Kept(Protocol):
+class SharedPlanStore(Protocol):
     """The store of shared plans: few small objects, visible to all readers."""
 
     def get(self, name: str) -> bytes | None: ...
@@ -173,7 +175,7 @@ class Kept(Protocol):
     def drop(self, name: str) -> None: ...
 
 
-class Outlines:
+class SharedPlans:
     """Plans groups with shared plans, for reader number ``reader`` of ``readers``.
 
     ``data`` names the data that is read and is the same for all readers. For one thread; ``stop``
@@ -182,7 +184,7 @@ class Outlines:
 
     def __init__(
         self,
-        kept: Kept,
+        kept: SharedPlanStore,
         data: str,
         reader: int,
         readers: int,
@@ -218,7 +220,7 @@ class Outlines:
         log.warning("group is planned from all lengths epoch=%d group=%d: %s", epoch, group, why)
         return plan.rows(epoch, group)
 
-    def _wait(self, name: str) -> Outline | None:
+    def _wait(self, name: str) -> SharedPlan | None:
         until, pause = self._clock() + WAIT_S, LOOK_S[0]
         while (raw := self._kept.get(name)) is None:
             if self._clock() > until or self._stop.wait(pause):
@@ -226,7 +228,7 @@ class Outlines:
             pause = min(LOOK_S[1], pause * 1.5)
         return parsed(raw)
 
-    def _leave(self, name: str, outline: Outline) -> None:
+    def _leave(self, name: str, outline: SharedPlan) -> None:
         try:
             self._kept.put(name, written(outline))
             # All readers have passed the previous one: it is as many groups old as there are
@@ -243,17 +245,17 @@ class Outlines:
         return f"{digest[:16]}-{epoch}-{group}.outline"
 
 
-def written(outline: Outline) -> bytes:
+def written(outline: SharedPlan) -> bytes:
     """Return the content of a shared plan's file: its digest and JSON."""
     said = {"rows": outline.count_C, "tokens": outline.tokens_S}
     raw = json.dumps(said, separators=(",", ":")).encode()
     return hashlib.sha256(raw).hexdigest().encode() + b"\n" + raw
 
 
-def parsed(content: bytes) -> Outline:
+def parsed(content: bytes) -> SharedPlan:
     """Return the shared plan in a file; raises CorruptData if the digest does not match."""
     digest, _, raw = content.partition(b"\n")
     if hashlib.sha256(raw).hexdigest().encode() != digest:
         raise CorruptData("outline of a group is damaged", got=repr(content[:80]))
     said = json.loads(raw)
-    return Outline(tuple(said["rows"]), tuple(said["tokens"]))
+    return SharedPlan(tuple(said["rows"]), tuple(said["tokens"]))

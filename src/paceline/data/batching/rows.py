@@ -66,7 +66,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Outline:
+class SharedPlan:
     """A shared plan: summary of a group for readers of some columns, with some bytes a batch."""
 
     count_C: tuple[int, ...]  # noqa: N815 - rows of each column that are not empty

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.data.formats.sample import Sample, Unusable
+from paceline.data.formats.sample import Sample, UnusableSample
 
 Format = Literal["text", "jsonl", "parquet", "tar"]
 
@@ -33,7 +33,7 @@ class Fields:
     key: str = "key"
 
 
-Reader = Callable[[Path, str, Fields], Iterator[Sample | Unusable]]
+Reader = Callable[[Path, str, Fields], Iterator[Sample | UnusableSample]]
 
 
 @contextmanager
@@ -54,4 +54,4 @@ def open_reader(format_: Format) -> Iterator[Reader]:
     yield {"text": read_text, "jsonl": read_jsonl, "tar": read_tar}[format_]
 
 
-__all__ = ["SUFFIXES", "Fields", "Format", "Sample", "Unusable", "open_reader"]
+__all__ = ["SUFFIXES", "Fields", "Format", "Sample", "UnusableSample", "open_reader"]

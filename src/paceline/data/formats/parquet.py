@@ -19,14 +19,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.data.child_process import DONE, FAILED, Answers
-from paceline.data.formats.parquet_process import Order, packed_error, packed_samples
+from paceline.data.child_process import DONE, FAILED, RequestServer
+from paceline.data.formats.parquet_process import ReadRequest, packed_error, packed_samples
 from paceline.data.formats.sample import (
     EXPANSION_SLACK_BYTES,
     MAX_EXPANSION,
     Array,
     Sample,
-    Unusable,
+    UnusableSample,
     checked,
     clean_array,
 )
@@ -39,22 +39,22 @@ MEMORY_BYTES = 1024 * 1024 * 1024  # beyond what the libraries use: for pages, a
 MAX_FOOTER_BYTES = 16 * 1024 * 1024  # 100,000 column chunks
 BUFFER_BYTES = 1024 * 1024
 
-_Cell = Array | bytes | Unusable | None
+_Cell = Array | bytes | UnusableSample | None
 
 
 def main() -> None:
     """Serve requests until standard input ends; see ``parquet_process``."""
-    answers = Answers()
+    answers = RequestServer()
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     limit_memory(MEMORY_BYTES)
-    reading: Iterator[Sample | Unusable] = iter(())
+    reading: Iterator[Sample | UnusableSample] = iter(())
 
     def answer(request: bytes) -> tuple[bytes, bytes]:
         nonlocal reading
         try:
             if request:
-                reading = _reading(Order.parse(request))
+                reading = _reading(ReadRequest.parse(request))
             return DONE, packed_samples(reading)
         except InvalidInput as error:
             return FAILED, packed_error(error)
@@ -69,7 +69,7 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _reading(order: Order) -> Iterator[Sample | Unusable]:
+def _reading(order: ReadRequest) -> Iterator[Sample | UnusableSample]:
     try:
         if order.features:
             yield from read_features(Path(order.path), order.key)
@@ -84,7 +84,7 @@ def _reading(order: Order) -> Iterator[Sample | Unusable]:
 
 def read_parquet(
     path: Path, name: str, text_field: str, key_field: str
-) -> Iterator[Sample | Unusable]:
+) -> Iterator[Sample | UnusableSample]:
     """Yield the file's samples. Raises pyarrow's exceptions and MemoryError."""
     number = 0
     for columns, rows in _batches(path, name, of_ours=True):
@@ -112,7 +112,7 @@ def read_features(path: Path, key_field: str) -> Iterator[Sample]:
                 missing = sorted(set(cells) - set(arrays)) or [key_field]
                 raise _bad("has a row without numbers", path, f"row {number}: {missing}", "numbers")
             sample = checked(Sample(key, None, None, arrays))
-            if isinstance(sample, Unusable):
+            if isinstance(sample, UnusableSample):
                 raise _bad("has a row of no use", path, f"row {number}: {sample.reason}", "numbers")
             yield sample
             number += 1
@@ -171,7 +171,9 @@ def _of_group(
             if at_once > 1:
                 at_once = 1
                 continue
-            lost = Unusable("", "it, or a row before it in its row group, takes too much memory")
+            lost = UnusableSample(
+                "", "it, or a row before it in its row group, takes too much memory"
+            )
             while done < about.num_rows:
                 rows = min(ROWS, about.num_rows - done)
                 yield {"": [lost] * rows}, rows, 0
@@ -185,11 +187,11 @@ def _unreadable(name: str, got: str) -> InvalidInput:
 
 def _sample(
     cells: dict[str, _Cell], where: str, text_field: str, key_field: str
-) -> Sample | Unusable:
+) -> Sample | UnusableSample:
     key = _name(cells.pop(key_field, None)) or where
     for name, cell in cells.items():
-        if isinstance(cell, Unusable):
-            return Unusable(key, f"{name[:100]!r}: {cell.reason}" if name else cell.reason)
+        if isinstance(cell, UnusableSample):
+            return UnusableSample(key, f"{name[:100]!r}: {cell.reason}" if name else cell.reason)
     text: bytes | None = None
     tokens: Array | None = None
     content = cells.pop(text_field, None)
@@ -198,7 +200,7 @@ def _sample(
     elif isinstance(content, np.ndarray) and content.ndim == 1 and content.dtype.kind in "iu":
         tokens = content
     elif content is not None:
-        return Unusable(key, f"its {text_field!r} is neither text nor a list of tokens")
+        return UnusableSample(key, f"its {text_field!r} is neither text nor a list of tokens")
     features = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
     return checked(Sample(key, text, tokens, features))
 
@@ -249,11 +251,11 @@ def _lists(column: Any) -> list[_Cell] | None:
     return [_array(values[a:b]) for a, b in pairwise(ends)]
 
 
-def _array(value: Array) -> Array | Unusable:
+def _array(value: Array) -> Array | UnusableSample:
     try:
         return clean_array(value)
     except ValueError as error:
-        return Unusable("", str(error))
+        return UnusableSample("", str(error))
 
 
 def _nested(scalar: Any, leaf: Any) -> Array | None:

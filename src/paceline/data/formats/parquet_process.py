@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.child_process import FAILED, Child, how_ended
-from paceline.data.formats.sample import Array, Sample, Unusable
+from paceline.data.child_process import FAILED, ChildProcess, how_ended
+from paceline.data.formats.sample import Array, Sample, UnusableSample
 from paceline.errors import InvalidInput, NotReady, WorkerLost
 
 DEADLINE_S = 300.0  # per answer
@@ -31,7 +31,7 @@ _ENVIRONMENT = {"ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_ARENA_MAX": "1"}
 
 
 @dataclass(frozen=True)
-class Order:
+class ReadRequest:
     """The file to read, its name in errors, and its columns of text and keys."""
 
     path: str
@@ -41,9 +41,9 @@ class Order:
     features: bool = False  # every column but the key is a feature
 
     @staticmethod
-    def parse(request: bytes) -> Order:
+    def parse(request: bytes) -> ReadRequest:
         """Return the order encoded in ``request``."""
-        return Order(**json.loads(request))
+        return ReadRequest(**json.loads(request))
 
 
 class ParquetProcess:
@@ -53,7 +53,7 @@ class ParquetProcess:
     """
 
     def __init__(self) -> None:
-        self._child: Child | None = None
+        self._child: ChildProcess | None = None
 
     def __enter__(self) -> ParquetProcess:
         return self
@@ -67,23 +67,23 @@ class ParquetProcess:
             self._child.end()
             self._child = None
 
-    def samples(self, path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
+    def samples(self, path: Path, name: str, fields: Any) -> Iterator[Sample | UnusableSample]:
         """Yield the file's samples; ``fields``: see ``formats.Fields``.
 
         Raises InvalidInput for a file that cannot be read within the process's memory limit.
         """
-        yield from self._read(Order(str(path), name, fields.text, fields.key))
+        yield from self._read(ReadRequest(str(path), name, fields.text, fields.key))
 
     def features(self, path: Path, key_field: str) -> Iterator[tuple[str, dict[str, Array]]]:
         """Yield the key and the arrays of each row.
 
         Raises InvalidInput for a row without them, and the errors of ``samples``.
         """
-        for each in self._read(Order(str(path), path.name, "", key_field, features=True)):
+        for each in self._read(ReadRequest(str(path), path.name, "", key_field, features=True)):
             assert isinstance(each, Sample)
             yield each.key, dict(each.features)
 
-    def _read(self, order: Order) -> Iterator[Sample | Unusable]:
+    def _read(self, order: ReadRequest) -> Iterator[Sample | UnusableSample]:
         self._send(json.dumps(asdict(order)).encode())
         while found := unpacked_samples(self._receive(order.name)):
             self._send(b"")  # the child decodes the next ones meanwhile
@@ -91,7 +91,7 @@ class ParquetProcess:
 
     def _send(self, request: bytes) -> None:
         if self._child is None:
-            self._child = Child(
+            self._child = ChildProcess(
                 "the Parquet reader", "paceline.data.formats.parquet", env=_ENVIRONMENT
             )
             self._child.wait_until_ready()
@@ -132,13 +132,13 @@ def packed_error(error: InvalidInput) -> bytes:
     return json.dumps({k: None if v is None else str(v) for k, v in said.items()}).encode()
 
 
-def packed_samples(found: Iterator[Sample | Unusable]) -> bytes:
+def packed_samples(found: Iterator[Sample | UnusableSample]) -> bytes:
     """Return the next few samples as bytes."""
     said: list[list[Any]] = []
     parts: list[bytes] = []
     held = 0
     for each in islice(found, ANSWER_SAMPLES):
-        if isinstance(each, Unusable):
+        if isinstance(each, UnusableSample):
             said.append([each.key, each.reason])
             continue
         text = None if each.text is None else len(each.text)
@@ -153,13 +153,13 @@ def packed_samples(found: Iterator[Sample | Unusable]) -> bytes:
     return b"".join([len(head).to_bytes(LENGTH_BYTES, "little"), head, *parts])
 
 
-def unpacked_samples(raw: bytes) -> list[Sample | Unusable]:
+def unpacked_samples(raw: bytes) -> list[Sample | UnusableSample]:
     """Return the samples encoded by ``packed_samples``; each array owns its memory."""
     at = LENGTH_BYTES + int.from_bytes(raw[:LENGTH_BYTES], "little")
-    found: list[Sample | Unusable] = []
+    found: list[Sample | UnusableSample] = []
     for key, reason, *content in json.loads(raw[LENGTH_BYTES:at]):
         if reason is not None:
-            found.append(Unusable(key, reason))
+            found.append(UnusableSample(key, reason))
             continue
         size, has_tokens, about = content
         text = None if size is None else raw[at : at + size]

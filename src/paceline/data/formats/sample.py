@@ -53,14 +53,14 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Unusable:
+class UnusableSample:
     """A part of a source that is not a usable sample, and the reason."""
 
     key: str
     reason: str
 
 
-def checked(sample: Sample) -> Sample | Unusable:
+def checked(sample: Sample) -> Sample | UnusableSample:
     """Return ``sample``, or Unusable with the reason.
 
     Rejects what a snapshot cannot hold for each sample, before the snapshot is written.
@@ -76,7 +76,7 @@ def checked(sample: Sample) -> Sample | Unusable:
         reason = "neither text nor numbers"
     if reason is None and sample.payload_bytes > MAX_SAMPLE_BYTES:
         reason = "too large"
-    return sample if reason is None else Unusable(sample.key, reason)
+    return sample if reason is None else UnusableSample(sample.key, reason)
 
 
 def _key_fault(key: str) -> str | None:

@@ -26,7 +26,7 @@ from paceline.data.formats.sample import (
     MAX_SAMPLE_BYTES,
     Array,
     Sample,
-    Unusable,
+    UnusableSample,
     checked,
     clean_array,
     parsed_json,
@@ -42,7 +42,7 @@ _PAX = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _NAMES = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
 
 
-def read_tar(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable]:
+def read_tar(path: Path, name: str, fields: Any) -> Iterator[Sample | UnusableSample]:
     """Yield the file's samples; ``fields``: see ``formats.Fields``.
 
     Raises InvalidInput where the archive itself is damaged.
@@ -195,9 +195,9 @@ def _split(name: str) -> tuple[str, str]:
 
 def _sample(
     key: str, members: dict[str, bytes], fault: str | None, text_field: str
-) -> Sample | Unusable:
+) -> Sample | UnusableSample:
     if fault is not None:
-        return Unusable(key, fault)
+        return UnusableSample(key, fault)
     text: bytes | None = None
     features: dict[str, Array] = {}
     for extension, body in sorted(members.items()):
@@ -209,17 +209,19 @@ def _sample(
         try:
             found = _decoded(key, column, kind, body, text_field)
         except (ValueError, OverflowError) as error:
-            return Unusable(key, f"{extension[:100]}: {str(error)[:100]}")
-        if isinstance(found, Unusable):
+            return UnusableSample(key, f"{extension[:100]}: {str(error)[:100]}")
+        if isinstance(found, UnusableSample):
             return found
         text = found.text if found.text is not None else text
         if twice := set(features) & set(found.features):
-            return Unusable(key, f"{min(twice)!r} is there twice")
+            return UnusableSample(key, f"{min(twice)!r} is there twice")
         features |= found.features
     return checked(Sample(key, text, None, features))
 
 
-def _decoded(key: str, column: str, kind: str, body: bytes, text_field: str) -> Sample | Unusable:
+def _decoded(
+    key: str, column: str, kind: str, body: bytes, text_field: str
+) -> Sample | UnusableSample:
     if kind == "json":
         value = parsed_json(body)
         if not isinstance(value, dict):
@@ -228,7 +230,11 @@ def _decoded(key: str, column: str, kind: str, body: bytes, text_field: str) -> 
             return Sample(key, value[text_field].encode())
         found = sample_of(key, value, text_field)
         # A JSON member without numbers is no reason to reject the others.
-        return Sample(key) if isinstance(found, Unusable) and "neither" in found.reason else found
+        return (
+            Sample(key)
+            if isinstance(found, UnusableSample) and "neither" in found.reason
+            else found
+        )
     if kind == "npy":
         array = _npy(body)
     elif kind == "cls":

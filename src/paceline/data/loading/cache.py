@@ -34,7 +34,7 @@ ROOM_DEADLINE_S = 60.0  # for the directory's lock, held at most for one listing
 MAKING_DEADLINE_S = 600.0  # for another process to finish a file
 
 
-class Held:
+class CachedFile:
     """A cached file in use: it stays on the disk until ``close`` or garbage collection."""
 
     def __init__(self, descriptor: int, path: Path) -> None:
@@ -63,7 +63,7 @@ class Held:
 
 
 @dataclass
-class Part:
+class PartialFile:
     """A file being written: ``write`` its bytes, check them, then ``commit`` or abandon it."""
 
     descriptor: int
@@ -83,7 +83,7 @@ class Part:
         size = os.fstat(self.descriptor).st_size
         return mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b""
 
-    def commit(self) -> Held:
+    def commit(self) -> CachedFile:
         """Rename the part to its final name and return it, in use."""
         with _translated(self.final):
             descriptor = os.dup(self.descriptor)
@@ -92,7 +92,7 @@ class Part:
             else:
                 self.path.unlink()
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-        return Held(descriptor, self.final)
+        return CachedFile(descriptor, self.final)
 
 
 class DiskCache:
@@ -104,7 +104,7 @@ class DiskCache:
         with _translated(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
 
-    def open(self, name: str) -> Held | None:
+    def open(self, name: str) -> CachedFile | None:
         """Return the file called ``name``, in use, or None if it is not cached."""
         path = self.directory / name
         until = time.monotonic() + ROOM_DEADLINE_S
@@ -122,16 +122,16 @@ class DiskCache:
                 continue
             with contextlib.suppress(OSError):  # another user's file is still readable
                 os.utime(descriptor)
-            return Held(descriptor, path)
+            return CachedFile(descriptor, path)
         raise NotReady("a cached file stays locked", where=path, do="See who holds it: `lslocks`.")
 
-    def discard(self, held: Held) -> None:
+    def discard(self, held: CachedFile) -> None:
         """Remove a corrupt file; processes that have it open keep their mappings."""
         held.path.unlink(missing_ok=True)
         held.close()
 
     @contextlib.contextmanager
-    def making(self, name: str, size: int) -> Iterator[Part | Held]:
+    def making(self, name: str, size: int) -> Iterator[PartialFile | CachedFile]:
         """Yield a Part to write ``size`` bytes to, or the file if another process wrote it
         meanwhile.
 
@@ -155,7 +155,7 @@ class DiskCache:
                 yield held
                 return
             fits = self._make_room(descriptor, size)
-            yield Part(descriptor, path, self.directory / name, fits)
+            yield PartialFile(descriptor, path, self.directory / name, fits)
         finally:
             # Remove the path only while it is still this part's: after a commit it may be another
             # process's.

@@ -164,7 +164,7 @@ def _planned(settings: DataSettings, shards: Sequence[Shard], context: int) -> i
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadingCost:
     """The cost of an epoch for so many readers, each with its own disk."""
 
     columns: int
@@ -190,7 +190,7 @@ def reading(
     readers: int,
     *,
     sharing: bool = True,
-) -> Reading:
+) -> ReadingCost:
     """Return the cost of reading ``shards`` for ``readers``; raises InvalidInput as ``columns_of``.
 
     ``sharing``: readers share plans where that saves enough.
@@ -217,7 +217,7 @@ def reading(
     if lengths > max(TOLD_BYTES, LENGTHS_TOLD * times * size):
         advice.append("every reader plans from the lengths of all documents: windows need none")
     share = lengths / (times * size)
-    return Reading(columns, readers, times, share, shared, "; ".join(advice))
+    return ReadingCost(columns, readers, times, share, shared, "; ".join(advice))
 
 
 def _advice(settings: DataSettings, shards: Sequence[Shard], context: int, readers: int) -> str:

@@ -18,10 +18,16 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.child_process import FAILED, LENGTH_BYTES, Child, how_ended
+from paceline.data.child_process import FAILED, LENGTH_BYTES, ChildProcess, how_ended
 from paceline.data.formats.sample import Array
 from paceline.data.loading.batch import packed, unpacked
-from paceline.data.loading.transform import KEY, Here, TransformFailed, Transforms, load_transform
+from paceline.data.loading.transform import (
+    KEY,
+    InlineTransform,
+    TransformFailed,
+    Transforms,
+    load_transform,
+)
 from paceline.errors import DataRejected, InvalidInput, WorkerLost
 
 MOST_LOST = 8  # processes of one stream that hung or died, at most
@@ -38,8 +44,8 @@ def open_transforms(
     if transform is None:
         return None
     if not processes:
-        return Here(transform, deadline_s)
-    return Apart(name, sources, processes=processes, deadline_s=deadline_s)
+        return InlineTransform(transform, deadline_s)
+    return ProcessTransform(name, sources, processes=processes, deadline_s=deadline_s)
 
 
 def require_runnable(name: str) -> None:
@@ -64,7 +70,7 @@ def require_runnable(name: str) -> None:
         child.end()
 
 
-class Apart:
+class ProcessTransform:
     """Runs the transform ``module:function`` in ``processes`` child processes; close it.
 
     Processes start with the first samples, one for each thread of a pool. The constructor raises
@@ -85,7 +91,7 @@ class Apart:
         self._name, self._deadline_s = name, deadline_s
         self._local = threading.local()
         self._lock = threading.Lock()
-        self._children: list[Child] = []
+        self._children: list[ChildProcess] = []
         self._closed = False
         self._pool = ThreadPoolExecutor(processes, thread_name_prefix="transform")
 
@@ -117,7 +123,7 @@ class Apart:
         for each in children:
             each.end()
 
-    def __enter__(self) -> Apart:
+    def __enter__(self) -> ProcessTransform:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -147,8 +153,8 @@ class Apart:
             return unpacked(answer)
         raise AssertionError("unreachable")
 
-    def _child(self) -> Child:
-        child: Child | None = getattr(self._local, "child", None)
+    def _child(self) -> ChildProcess:
+        child: ChildProcess | None = getattr(self._local, "child", None)
         if child is None:
             with self._lock:
                 if self._closed:
@@ -159,7 +165,7 @@ class Apart:
             self._local.child = child
         return child
 
-    def _replace(self, child: Child, key: str, what: str) -> int:
+    def _replace(self, child: ChildProcess, key: str, what: str) -> int:
         """End an unusable process; return its exit code."""
         self._local.child = None
         code = child.end()
@@ -181,5 +187,7 @@ class Apart:
         return code
 
 
-def _started(name: str) -> Child:
-    return Child("a transform's process", "paceline.data.loading.process_transform_child", name)
+def _started(name: str) -> ChildProcess:
+    return ChildProcess(
+        "a transform's process", "paceline.data.loading.process_transform_child", name
+    )

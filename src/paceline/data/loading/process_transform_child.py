@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from paceline.data.child_process import DONE, FAILED, LENGTH_BYTES, Answers
+from paceline.data.child_process import DONE, FAILED, LENGTH_BYTES, RequestServer
 from paceline.data.loading.batch import packed, unpacked
 from paceline.data.loading.transform import KEY, Transform, TransformFailed, applied, load_transform
 from paceline.errors import InvalidInput
@@ -19,7 +19,7 @@ from paceline.errors import InvalidInput
 
 def main() -> None:
     """Serve one transform until standard input ends."""
-    answers = Answers()
+    answers = RequestServer()
     name = sys.argv[1]
     try:
         transform = load_transform(name, [name.partition(":")[0]])

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from paceline.data.loading.cache import DiskCache, Held
+from paceline.data.loading.cache import CachedFile, DiskCache
 from paceline.data.loading.fetch import Fetcher
 from paceline.data.snapshot import Shard, Snapshot, require_purpose, store_at
 from paceline.errors import CorruptData, SourceMissing, TemporaryError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from paceline.data.loading.samples import ShardSamples
-    from paceline.data.loading.transform import Tally, Transform, Transforms
+    from paceline.data.loading.transform import FailureTally, Transform, Transforms
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ OPEN_DEADLINE_S = 900.0  # for a shard that is being prefetched
 class Opened:
     """A verified shard: its bytes as memory, and its file in the cache."""
 
-    held: Held
+    held: CachedFile
     data: mmap.mmap | bytes
 
 
@@ -80,11 +80,11 @@ class ShardCache:
         self.verify_s = 0.0
         self._store = store_at(snapshot.url, store)
         self._transforms, self._max_bad_share = transforms, max_bad_share
-        self._tally: Tally | None = None
+        self._tally: FailureTally | None = None
         if transform is not None:
-            from paceline.data.loading.transform import Here
+            from paceline.data.loading.transform import InlineTransform
 
-            self._transforms = Here(transform)
+            self._transforms = InlineTransform(transform)
         self._ahead = ahead
         self._disk = DiskCache(directory, limit_bytes)
         self._fetcher = Fetcher(self._store, MOST_CONNECTIONS)
@@ -124,10 +124,10 @@ class ShardCache:
         samples = self._plain(shard)
         if self._transforms is None:
             return samples
-        from paceline.data.loading.transform import Tally, TransformedSamples
+        from paceline.data.loading.transform import FailureTally, TransformedSamples
 
         with self._lock:
-            self._tally = self._tally or Tally(self._max_bad_share)
+            self._tally = self._tally or FailureTally(self._max_bad_share)
 
         def bad(i: int, why: str) -> NoReturn:
             raise self._bad_sample(shard, i, why)
@@ -222,7 +222,7 @@ class ShardCache:
             self._disk.discard(held)
         url = self.snapshot.shard_url(shard)
         with self._disk.making(shard.name, shard.bytes) as part:
-            if isinstance(part, Held):  # another process wrote it meanwhile
+            if isinstance(part, CachedFile):  # another process wrote it meanwhile
                 opened = Opened(part, part.map())
                 if self._is(opened.data, shard.bytes, shard.sha256):
                     return opened
@@ -271,7 +271,7 @@ class ShardCache:
             self._disk.discard(held)
         url = f"{self.snapshot.shard_url(self.snapshot.shards[0]).rsplit('/', 1)[0]}/{name}"
         with self._disk.making(name, size) as part:
-            if isinstance(part, Held):
+            if isinstance(part, CachedFile):
                 data = bytes(part.map())
                 part.close()
                 return data if self._is(data, size, sha256) else None

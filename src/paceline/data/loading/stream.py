@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from paceline.config import DataSettings
-from paceline.data.batching import BucketedPlan, CarriedPlan, PackedPlan, Plan, Rows, WindowPlan
-from paceline.data.batching.fill import Filler
-from paceline.data.batching.open_shards import Reader, Shards
-from paceline.data.batching.prefetch import Ahead, Outlines
+from paceline.data.batching import BucketedPlan, PackedPlan, Plan, Rows, StatefulPlan, WindowPlan
+from paceline.data.batching.fill import RowFiller
+from paceline.data.batching.open_shards import ShardReader, ShardSource
+from paceline.data.batching.prefetch import GroupPlanner, SharedPlans
 from paceline.data.batching.rows import Lengths, identity
 from paceline.data.loading.batch import Batch, Position
 from paceline.data.loading.columns import columns_by, columns_read
@@ -45,7 +45,7 @@ CLOSE_DEADLINE_S = 60.0  # for the current batch: a user's transform may hang
 NEXT_DEADLINE_S = 1800.0  # for one batch; training's deadline of a step is far shorter
 MOST_AT_ONCE = 32  # maximum of small batches made at once
 Transform = Callable[[Batch], Batch]
-Batching = Callable[[Sequence[Shard], Lengths], Plan]
+PlanFactory = Callable[[Sequence[Shard], Lengths], Plan]
 
 
 class Stream(Protocol):
@@ -72,7 +72,7 @@ class Stream(Protocol):
 def open_stream(
     snapshot: Snapshot,
     split: Split,
-    cache: Shards,
+    cache: ShardSource,
     settings: DataSettings,
     *,
     context: int,
@@ -84,7 +84,7 @@ def open_stream(
     skip: Collection[int] = (),
     transform: Transform | None = None,
     readers: int = 1,
-    outlines: Outlines | None = None,
+    outlines: SharedPlans | None = None,
 ) -> PlannedStream:
     """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
 
@@ -136,14 +136,14 @@ def batching(
     seed: int,
     columns: int | None = None,
     readers: int = 1,
-) -> Batching:
+) -> PlanFactory:
     """Return the factory of the plan that ``settings.batching`` names, its rows read in
     ``columns``.
 
     ``columns``: 0 for as many as suit the data and its ``readers``, None for the settings' own.
     """
     kinds: dict[str, Callable[..., Plan]]
-    kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": CarriedPlan}
+    kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
     if columns is not None:
         settings = settings.model_copy(update={"columns": columns})
 
@@ -173,9 +173,9 @@ class PlannedStream:
 
     def __init__(
         self,
-        batching: Batching,
+        batching: PlanFactory,
         shards: Sequence[Shard],
-        cache: Shards,
+        cache: ShardSource,
         *,
         vocabulary: Vocabulary = BYTES,
         columns: Sequence[Column] = (),
@@ -188,9 +188,11 @@ class PlannedStream:
         prefetch_batches: int = 4,
         prefetch_shards: int = 4,
         max_bad_share: float = 0.5,
-        outlines: Outlines | None = None,
+        outlines: SharedPlans | None = None,
     ) -> None:
-        self._reader = Reader(shards, cache, threads=prefetch_shards, max_bad_share=max_bad_share)
+        self._reader = ShardReader(
+            shards, cache, threads=prefetch_shards, max_bad_share=max_bad_share
+        )
         plan = self.plan = batching(shards, self._reader.lengths)
         if not 1 <= world_size <= plan.global_batch:
             raise InvalidInput(
@@ -211,8 +213,8 @@ class PlannedStream:
         self._reader.plans_lengths = plan.needs_lengths
         # A skipped batch is listed with the samples of all ranks, which needs all lengths.
         self._outlines = None if skip else outlines
-        self._ahead = Ahead(plan, self.rows, self._rows)
-        self._filler = Filler(
+        self._ahead = GroupPlanner(plan, self.rows, self._rows)
+        self._filler = RowFiller(
             vocabulary, columns, lambda index: shards[index].sha256, token_features
         )
         self._skip = frozenset(skip)

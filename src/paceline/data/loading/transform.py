@@ -91,7 +91,7 @@ class Transforms(Protocol):
         ...
 
 
-class Here:
+class InlineTransform:
     """Runs transforms in this process, one at a time, each when its result is requested.
 
     They run on a daemon thread, so that the caller waits at most ``deadline_s``: a late one raises
@@ -159,7 +159,7 @@ def applied(transform: Transform, given: dict[str, Any]) -> dict[str, Array]:
         raise TransformFailed(why[:300]) from error
 
 
-class Tally:
+class FailureTally:
     """Counts transformed and bad samples; raises once more than the fraction ``most`` is bad."""
 
     def __init__(self, most: float) -> None:
@@ -199,13 +199,13 @@ class TransformedSamples:
         known: Mapping[int, str] | None = None,
         *,
         name: str = "",
-        tally: Tally | None = None,
+        tally: FailureTally | None = None,
     ) -> None:
         """``known``: samples already recorded as bad, with the reason; they are not tried."""
         self._samples, self._transforms, self._bad = samples, transforms, bad
         self._failed = dict(known or {})
         self._name = name
-        self._tally = tally or Tally(most=1.0)
+        self._tally = tally or FailureTally(most=1.0)
         self._coming: dict[int, Callable[[], dict[str, Array]]] = {}
         self._made: dict[int, tuple[Array, dict[str, Array]]] = {}
 

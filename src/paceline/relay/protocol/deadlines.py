@@ -7,14 +7,14 @@ from __future__ import annotations
 from random import Random
 
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
-from paceline.relay.protocol.source_selection import Feed, Work
+from paceline.relay.protocol.source_selection import PullTask, SourceStream
 from paceline.schemas.plan import Source
 
 PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
 SPARE_TIMES = 2  # a spare that holds the pieces, and serves others too, sends within these
 
 
-class Patience:
+class Deadlines:
     """Computes deadlines from ``piece_deadline_s``, which comes with each plan."""
 
     def __init__(self, limits: SessionLimits, piece_bytes: int, random: Random) -> None:
@@ -30,11 +30,11 @@ class Patience:
             return max(self._limits.origin_deadline_s, self.piece_deadline_s)
         return self.piece_deadline_s
 
-    def silent_at_s(self, feed: Feed) -> float:
+    def silent_at_s(self, feed: SourceStream) -> float:
         """Return when this stream counts as lost without a further sign of life."""
         return max(feed.heard_s + self.silence_s(feed.source), feed.vouched_s)
 
-    def hurry_s(self, work: Work) -> float:
+    def hurry_s(self, work: PullTask) -> float:
         """Return how long a spare may make no progress for ``work`` while others are left to try.
 
         Jittered: if two workers without a parent wait for each other, one leaves first and
@@ -51,7 +51,7 @@ class Patience:
         limits = self._limits
         return max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)
 
-    def standstill_at_s(self, work: Work, feed: Feed | None) -> float:
+    def standstill_at_s(self, work: PullTask, feed: SourceStream | None) -> float:
         """Return when the source of ``work`` counts as stalled.
 
         Late for the planned source: while a plan starts, the whole line waits for its head. Early
@@ -71,7 +71,7 @@ class Patience:
             at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.hurry_s)
         return max(at_s, feed.vouched_s)
 
-    def aside_ends_s(self, feed: Feed | None, asked_s: float) -> float:
+    def aside_ends_s(self, feed: SourceStream | None, asked_s: float) -> float:
         """Return when a side request times out; its pieces may be queued behind others."""
         if feed is None:
             return asked_s + self.piece_deadline_s
@@ -80,7 +80,7 @@ class Patience:
         vouched_s = min(feed.vouched_s, asked_s + 4 * silence_s)
         return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
 
-    def late_at_s(self, work: Work, asked_s: float) -> float:
+    def late_at_s(self, work: PullTask, asked_s: float) -> float:
         """Return when pieces that were requested at ``asked_s`` are late.
 
         At the planned rate: after twice the time of a whole window. Without a planned rate: when
@@ -93,7 +93,7 @@ class Patience:
 
 
 def size_window(
-    work: Work, feed: Feed | None, sharing: int, limits: SessionLimits, pieces: PieceMap
+    work: PullTask, feed: SourceStream | None, sharing: int, limits: SessionLimits, pieces: PieceMap
 ) -> None:
     """Set how much of ``work`` may be in flight from ``feed``: ``window_s`` at the planned rate,
     within the source's window, which ``sharing`` pull tasks share. A larger window keeps the pipe
@@ -111,7 +111,7 @@ def size_window(
     work.window_pieces = max(1, most_pieces // sharing)
 
 
-def is_half_full(work: Work) -> bool:
+def is_half_full(work: PullTask) -> bool:
     """Return whether more than half of the window is in flight: no further request is due."""
     return work.asked_pieces > 0 and (
         work.asked_bytes > work.window_bytes // 2 or work.asked_pieces > work.window_pieces // 2

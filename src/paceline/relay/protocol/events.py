@@ -76,7 +76,7 @@ class PiecesDurable:
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesRotten:
+class HeldPiecesCorrupt:
     """Held pieces that no longer match their digests on this disk."""
 
     extent: Extent
@@ -95,7 +95,7 @@ class Tick:
 
 
 @dataclass(frozen=True, slots=True)
-class Woke:
+class Resumed:
     """This process was suspended for ``slept_s``; every deadline moves by that time.
 
     ``replaced``: the pause was SLEPT_S or longer, so the coordinator may have replaced this worker.
@@ -106,7 +106,7 @@ class Woke:
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmed:
+class LanesConfirmed:
     """The coordinator answered after a suspension: the current lanes are still valid."""
 
 
@@ -125,11 +125,11 @@ SessionEvent = (
     | SourceAlive
     | SourceFailed
     | PiecesDurable
-    | PiecesRotten
+    | HeldPiecesCorrupt
     | LocalFailed
     | Tick
-    | Woke
-    | Confirmed
+    | Resumed
+    | LanesConfirmed
     | Cancelled
 )
 

@@ -10,31 +10,31 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from paceline.relay.protocol.deadlines import Patience
+from paceline.relay.protocol.deadlines import Deadlines
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.relay.protocol.recovery import Repairs
-from paceline.relay.protocol.source_selection import Feed, Work
+from paceline.relay.protocol.source_selection import PullTask, SourceStream
 from paceline.schemas.plan import Source, WorkerLanes
 
 
-class Works:
+class PullTasks:
     """A plan's lanes as pull tasks: disjoint runs that tile the model, in the order of pieces.
 
     Empty where no lane names a source.
     """
 
-    def __init__(self, works: list[Work]) -> None:
+    def __init__(self, works: list[PullTask]) -> None:
         self._all = sorted(works, key=lambda work: work.extent.first)
         self._starts = [work.extent.first for work in self._all]
 
     @classmethod
-    def of(cls, lanes: WorkerLanes, pieces: PieceMap) -> Works:
+    def of(cls, lanes: WorkerLanes, pieces: PieceMap) -> PullTasks:
         """Return the pull tasks of ``lanes``. Pieces that no lane names may come from any source of
         the lanes: this worker may hold fewer durable pieces than the planner assumed, and a held
         piece may become corrupt.
         """
-        works: list[Work] = []
+        works: list[PullTask] = []
         covered = Extents()
         sources: dict[str, Source] = {}
         for lane in lanes.lanes:
@@ -43,21 +43,21 @@ class Works:
             extent = pieces.chunk_range(lane.first_chunk, lane.last_chunk)
             if candidates and extent.size:
                 for run in list(covered.gaps(extent)):
-                    works.append(Work(run, candidates, lane.expected_bytes_s))
+                    works.append(PullTask(run, candidates, lane.expected_bytes_s))
                     covered.add(run)
         if sources:
             last_origin = tuple(sorted(sources.values(), key=lambda each: each.kind == "origin"))
             rest = covered.gaps(Extent(0, pieces.count))
-            works += [Work(run, last_origin) for run in rest]
+            works += [PullTask(run, last_origin) for run in rest]
         return cls(works)
 
-    def __iter__(self) -> Iterator[Work]:
+    def __iter__(self) -> Iterator[PullTask]:
         return iter(self._all)
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
-    def parts(self, extent: Extent) -> Iterator[tuple[Work, Extent]]:
+    def parts(self, extent: Extent) -> Iterator[tuple[PullTask, Extent]]:
         """Yield the pull tasks that overlap ``extent``, each with its part of it."""
         first, stop = extent
         for at in range(max(0, bisect_right(self._starts, first) - 1), len(self._all)):
@@ -71,7 +71,7 @@ class Works:
             if first < end:
                 yield work, Extent(max(first, begin), min(stop, end))
 
-    def sharing(self, work: Work) -> int:
+    def sharing(self, work: PullTask) -> int:
         """Return how many pull tasks share this one's source and still want pieces, with itself."""
         others = (each for each in self._all if each is not work and each.active == work.active)
         return 1 + sum(each.wanting > 0 for each in others)
@@ -103,7 +103,7 @@ class Hedge:
 class Hedging:
     """The current hedged request, if any, and the rest of this plan's allowance. Sends nothing."""
 
-    def __init__(self, limits: SessionLimits, pieces: PieceMap, patience: Patience) -> None:
+    def __init__(self, limits: SessionLimits, pieces: PieceMap, patience: Deadlines) -> None:
         self._limits = limits
         self._pieces = pieces
         self._patience = patience
@@ -122,12 +122,14 @@ class Hedging:
         """Return whether a hedged request may start now."""
         return self.hedge is None and self._left > 0
 
-    def oldest(self, feeds: Iterable[Feed], works: Works) -> tuple[Work, Extent] | None:
+    def oldest(
+        self, feeds: Iterable[SourceStream], works: PullTasks
+    ) -> tuple[PullTask, Extent] | None:
         """Return the pieces in flight from a worker that become late first; sets ``due_s``.
 
         Pieces from the origin are excluded: it retries by itself, and no other source has them.
         """
-        due: list[tuple[float, Work, Extent]] = []
+        due: list[tuple[float, PullTask, Extent]] = []
         for feed in feeds:
             if feed.source.kind == "worker" and (oldest := feed.oldest()) is not None:
                 asked_s, run = oldest
@@ -155,7 +157,7 @@ class Hedging:
                 self.hedge = None
 
 
-class Flights:
+class PullState:
     """The state of every piece: verified, in flight from one source, in a side request, or wanted.
 
     Also the pull tasks and the open streams of the session.
@@ -169,12 +171,12 @@ class Flights:
         self._repairs = repairs
         self._hedging = hedging
         self._streams = 0
-        self.works = Works([])
-        self.feeds: dict[str, Feed] = {}
+        self.works = PullTasks([])
+        self.feeds: dict[str, SourceStream] = {}
 
     # ── lanes and streams ────────────────────────────────────────────────────────────────────────
 
-    def follow(self, works: Works, now_s: float) -> None:
+    def follow(self, works: PullTasks, now_s: float) -> None:
         """Switch to the pull tasks of a new plan; streams that stay keep their requests."""
         self.works = works
         for work in works:
@@ -186,7 +188,7 @@ class Flights:
                     for run in repair.pieces:
                         feed.aside.add(run)
 
-    def _settle(self, work: Work, now_s: float) -> None:
+    def _settle(self, work: PullTask, now_s: float) -> None:
         """Count the pieces of ``work`` that are verified, in flight, or under repair."""
         held = list(self._verified.common(work.extent))
         work.missing = work.extent.size - sum(run.size for run in held)
@@ -211,25 +213,25 @@ class Flights:
         runs = (run for feed in origins for asked in (feed.in_flight, feed.aside) for run in asked)
         return sum(map(self._pieces.bytes_of, runs))
 
-    def feed(self, key: str, stream: int) -> Feed | None:
+    def feed(self, key: str, stream: int) -> SourceStream | None:
         """Return the stream, or None if it was abandoned."""
         feed = self.feeds.get(key)
         return feed if feed is not None and feed.stream == stream else None
 
-    def feed_of(self, work: Work) -> Feed | None:
+    def feed_of(self, work: PullTask) -> SourceStream | None:
         """Return the stream that ``work`` uses now."""
         return None if work.active is None else self.feeds.get(work.active)
 
-    def open(self, source: Source, now_s: float) -> Feed:
+    def open(self, source: Source, now_s: float) -> SourceStream:
         """Return the open stream from ``source``, or a new one."""
         feed = self.feeds.get(source.key)
         if feed is None:
             self._streams += 1
-            feed = Feed(source, self._streams, now_s, now_s)
+            feed = SourceStream(source, self._streams, now_s, now_s)
             self.feeds[source.key] = feed
         return feed
 
-    def close(self, feed: Feed) -> None:
+    def close(self, feed: SourceStream) -> None:
         """Remove a stream; its pieces in flight are wanted again."""
         key = feed.source.key
         del self.feeds[key]
@@ -246,7 +248,7 @@ class Flights:
             if work.away is not None and work.is_first_choice(key):
                 self.end_probe(work, takes_over=False)
 
-    def is_idle(self, feed: Feed) -> bool:
+    def is_idle(self, feed: SourceStream) -> bool:
         """Return whether nothing is in flight from ``feed`` and nothing more is wanted from it."""
         key = feed.source.key
         return not feed.waiting and not any(
@@ -255,7 +257,7 @@ class Flights:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, feed: Feed, extent: Extent, now_s: float, *, aside: bool = False) -> None:
+    def ask(self, feed: SourceStream, extent: Extent, now_s: float, *, aside: bool = False) -> None:
         """Record ``extent`` as requested from ``feed``; ``aside`` for a repair, hedge or probe."""
         if not feed.waiting:
             feed.heard_s = now_s
@@ -267,14 +269,14 @@ class Flights:
                 work.progress_s = now_s
             self._fly(feed, work, part, now_s)
 
-    def _fly(self, feed: Feed, work: Work, part: Extent, asked_s: float) -> None:
+    def _fly(self, feed: SourceStream, work: PullTask, part: Extent, asked_s: float) -> None:
         """Record ``part`` of ``work`` as in flight from ``feed``."""
         work.taken.add(part)
         work.asked_pieces += feed.in_flight.add(part)
         work.asked_bytes += self._pieces.bytes_of(part)
         feed.asked.append((asked_s, part))
 
-    def want_again(self, feed: Feed, extent: Extent) -> None:
+    def want_again(self, feed: SourceStream, extent: Extent) -> None:
         """Mark ``extent`` as no longer in flight; hedged pieces become in flight from the spare."""
         hedge = self._hedging.hedge
         other = self.feeds.get(hedge.key) if hedge is not None else None
@@ -289,14 +291,14 @@ class Flights:
                 self._fly(other, work, run, hedge.asked_s)
                 work.active, work.progress_s = hedge.key, hedge.asked_s
 
-    def leave(self, work: Work, key: str) -> None:
+    def leave(self, work: PullTask, key: str) -> None:
         """Stop using source ``key`` for ``work``; its pieces in flight are wanted again."""
         if (feed := self.feeds.get(key)) is not None:
             for run in list(feed.in_flight.common(work.extent)):
                 self.want_again(feed, run)
         work.active = None if work.active == key else work.active
 
-    def end_probe(self, work: Work, *, takes_over: bool) -> None:
+    def end_probe(self, work: PullTask, *, takes_over: bool) -> None:
         """End the failback probe of ``work``. With ``takes_over`` its piece counts as in flight
         from the planned source, otherwise it is wanted again.
         """
@@ -310,7 +312,7 @@ class Flights:
         elif not self._verified.covers(probe.piece):
             work.taken.remove(probe.piece)
 
-    def unask(self, feed: Feed, extent: Extent) -> None:
+    def unask(self, feed: SourceStream, extent: Extent) -> None:
         """Withdraw side requests of ``feed``, except pieces that another side request there needs:
         a piece that was hedged and then arrived corrupt is under repair at the same source.
         """
@@ -325,7 +327,7 @@ class Flights:
 
     # ── arrivals and losses ──────────────────────────────────────────────────────────────────────
 
-    def hold(self, extent: Extent, now_s: float, sender: Feed | None = None) -> int:
+    def hold(self, extent: Extent, now_s: float, sender: SourceStream | None = None) -> int:
         """Record pieces as verified and end every request for them; return how many are new."""
         if not self.works:
             return self._verified.add(extent)
@@ -352,7 +354,7 @@ class Flights:
                 work.taken.remove(run)
         self._verified.remove(extent)
 
-    def corrupt(self, feed: Feed, extent: Extent) -> Iterator[tuple[Work, Extent]]:
+    def corrupt(self, feed: SourceStream, extent: Extent) -> Iterator[tuple[PullTask, Extent]]:
         """Remove the pieces of ``extent`` requested from ``feed``; yield each part with its task.
 
         Only requested pieces count: the same report twice is one corrupt arrival.
@@ -377,7 +379,7 @@ class Flights:
             key for key, feed in self.feeds.items() if next(feed.in_flight.common(extent), None)
         }
 
-    def _drop(self, work: Work, part: Extent, sender: Feed | None) -> bool:
+    def _drop(self, work: PullTask, part: Extent, sender: SourceStream | None) -> bool:
         """Remove ``part`` of ``work`` from every stream; return whether all of it was in flight
         from ``sender`` (the usual case), and so nowhere else.
         """
@@ -390,7 +392,7 @@ class Flights:
         self._hedging.arrived(part)
         return False
 
-    def drop_from(self, feed: Feed, work: Work, part: Extent) -> bool:
+    def drop_from(self, feed: SourceStream, work: PullTask, part: Extent) -> bool:
         """Remove ``part`` from one stream; return whether all of it was in flight there."""
         if feed.aside:
             feed.aside.remove(part)

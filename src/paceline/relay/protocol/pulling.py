@@ -14,14 +14,19 @@ from collections.abc import Iterator
 from random import Random
 
 from paceline.errors import PacelineError, PeerLost, TemporaryError
-from paceline.relay.protocol.deadlines import Patience, is_half_full, size_window
+from paceline.relay.protocol.deadlines import Deadlines, is_half_full, size_window
 from paceline.relay.protocol.events import Abandon, ReportSourceLost, SessionAction
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
-from paceline.relay.protocol.pull_state import Flights, Hedging, Works
+from paceline.relay.protocol.pull_state import Hedging, PullState, PullTasks
 from paceline.relay.protocol.recovery import Repair, Repairs
-from paceline.relay.protocol.side_requests import Aside, Asking
-from paceline.relay.protocol.source_selection import Choice, Feed, OriginBudget, Work
+from paceline.relay.protocol.side_requests import RequestSender, SideRequests
+from paceline.relay.protocol.source_selection import (
+    OriginBudget,
+    PullTask,
+    SourceSelector,
+    SourceStream,
+)
 from paceline.schemas.plan import WorkerLanes
 
 
@@ -33,12 +38,12 @@ class Puller:
     ) -> None:
         self._pieces = pieces
         self._limits = limits
-        self._patience = Patience(limits, pieces.piece_bytes, random)
+        self._patience = Deadlines(limits, pieces.piece_bytes, random)
         repairs, hedging = Repairs(limits, random), Hedging(limits, pieces, self._patience)
-        self._choice = Choice(pieces, limits, random)
-        self._flights = Flights(pieces, verified, repairs, hedging)
-        self._asking = Asking(pieces, self._flights, self._choice)
-        self._aside = Aside(
+        self._choice = SourceSelector(pieces, limits, random)
+        self._flights = PullState(pieces, verified, repairs, hedging)
+        self._asking = RequestSender(pieces, self._flights, self._choice)
+        self._aside = SideRequests(
             pieces,
             limits,
             self._patience,
@@ -72,7 +77,7 @@ class Puller:
         """Switch to ``lanes``; streams whose source stays are kept with their requests.
         ``read`` is the number of bytes read from the origin so far.
         """
-        works, flights = Works.of(lanes, self._pieces), self._flights
+        works, flights = PullTasks.of(lanes, self._pieces), self._flights
         planned = {work.candidates[0].key: work.candidates[0] for work in works}
         for key, feed in list(flights.feeds.items()):
             if planned.get(key) != feed.source:
@@ -116,7 +121,7 @@ class Puller:
 
     # ── arrivals ─────────────────────────────────────────────────────────────────────────────────
 
-    def feed(self, key: str, stream: int) -> Feed | None:
+    def feed(self, key: str, stream: int) -> SourceStream | None:
         """Return the stream, or None if it was abandoned."""
         return self._flights.feed(key, stream)
 
@@ -144,7 +149,7 @@ class Puller:
 
     def rejected(
         self, key: str, stream: int, extent: Extent, now_s: float
-    ) -> tuple[Feed | None, bool]:
+    ) -> tuple[SourceStream | None, bool]:
         """Record corrupt pieces; return their stream if it is open, and whether its share of
         corrupt pieces is so high that it should be abandoned.
 
@@ -161,7 +166,7 @@ class Puller:
 
     def lose(
         self,
-        feed: Feed,
+        feed: SourceStream,
         error: PacelineError,
         now_s: float,
         actions: list[SessionAction],
@@ -178,7 +183,7 @@ class Puller:
         self._report_lost(key, error, actions)
 
     def broke(
-        self, feed: Feed, error: PacelineError, now_s: float, actions: list[SessionAction]
+        self, feed: SourceStream, error: PacelineError, now_s: float, actions: list[SessionAction]
     ) -> None:
         """Handle a stream that ended by itself.
 
@@ -205,12 +210,12 @@ class Puller:
         for feed in list(self._flights.feeds.values()):
             self._forget(feed, actions)
 
-    def _forget(self, feed: Feed, actions: list[SessionAction]) -> None:
+    def _forget(self, feed: SourceStream, actions: list[SessionAction]) -> None:
         """Close a stream; its pieces in flight are wanted again."""
         self._flights.close(feed)
         actions.append(Abandon(feed.source.key, feed.stream))
 
-    def _leave(self, work: Work, key: str, error: PacelineError, now_s: float) -> bool:
+    def _leave(self, work: PullTask, key: str, error: PacelineError, now_s: float) -> bool:
         """Detach ``work`` from a source that is alive but has nothing for it; return whether it is
         the planned source. Other pull tasks may continue to use it.
         """
@@ -251,7 +256,7 @@ class Puller:
             self._check_progress(work, now_s, actions)
         self._aside.check_deadlines(now_s)
 
-    def _check_progress(self, work: Work, now_s: float, actions: list[SessionAction]) -> None:
+    def _check_progress(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
         key, feed = work.active, self._flights.feed_of(work)
         if key is None or not work.asked_pieces:
             return
@@ -334,7 +339,7 @@ class Puller:
         self._repairing = self._aside.is_repairing
         return self.keep_full(extent, now_s, actions)
 
-    def _source_for(self, work: Work, now_s: float) -> Feed | None:
+    def _source_for(self, work: PullTask, now_s: float) -> SourceStream | None:
         if (feed := self._flights.feed_of(work)) is not None:
             return feed
         work.active = None
@@ -358,11 +363,13 @@ class Puller:
             work.away.absent = False
         return self._flights.open(best, now_s)
 
-    def _size_window(self, work: Work) -> None:
+    def _size_window(self, work: PullTask) -> None:
         sharing = self._flights.works.sharing(work)
         size_window(work, self._flights.feed_of(work), sharing, self._limits, self._pieces)
 
-    def _top_up(self, feed: Feed, work: Work, now_s: float, actions: list[SessionAction]) -> None:
+    def _top_up(
+        self, feed: SourceStream, work: PullTask, now_s: float, actions: list[SessionAction]
+    ) -> None:
         """Request more once half of the window has drained: few requests, never an empty pipe."""
         if is_half_full(work):
             return

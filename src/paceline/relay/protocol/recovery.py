@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from paceline.relay.protocol.deadlines import Patience
+from paceline.relay.protocol.deadlines import Deadlines
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import SessionLimits
-from paceline.relay.protocol.source_selection import Away, Probe, Work, backoff_s
+from paceline.relay.protocol.source_selection import FailbackState, Probe, PullTask, backoff_s
 from paceline.schemas.plan import Source
 
 
@@ -197,28 +197,28 @@ FALLING_BACK = 0.5  # of this worker's pace: a source whose lag grows faster is 
 WORTH = 2  # the missing pieces must be this many times the planned source's lag
 
 
-class Returning:
+class Failback:
     """Decides when to probe the planned source, and whether to go back to it."""
 
-    def __init__(self, limits: SessionLimits, patience: Patience) -> None:
+    def __init__(self, limits: SessionLimits, patience: Deadlines) -> None:
         self._limits = limits
         self._patience = patience
 
-    def stands_in(self, work: Work, now_s: float) -> None:
+    def stands_in(self, work: PullTask, now_s: float) -> None:
         """Record that a spare was chosen for ``work``."""
         away = work.away
         if away is None:
-            away = work.away = Away()
+            away = work.away = FailbackState()
         if not away.absent:
             away.absent = True
             self._later(away, now_s)
 
-    def is_due(self, work: Work, now_s: float) -> bool:
+    def is_due(self, work: PullTask, now_s: float) -> bool:
         """Return whether to send a probe to the planned source now."""
         at_s = self.due_s(work)
         return at_s is not None and now_s >= at_s
 
-    def due_s(self, work: Work) -> float | None:
+    def due_s(self, work: PullTask) -> float | None:
         """Return when to send the next probe; None if one is in flight or none is needed."""
         away = work.away
         if away is None or not away.absent or away.probe is not None:
@@ -226,7 +226,7 @@ class Returning:
         # Near the end a failback gains nothing, and the last pieces would wait for the probe.
         return away.next_s if work.wanting >= self._limits.return_pieces else None
 
-    def is_over(self, work: Work, now_s: float) -> bool:
+    def is_over(self, work: PullTask, now_s: float) -> bool:
         """Return whether the probe of ``work`` has timed out."""
         probe = work.away.probe if work.away is not None else None
         return probe is not None and now_s >= self.ends_s(probe)
@@ -235,7 +235,7 @@ class Returning:
         """Return when ``probe`` times out."""
         return probe.asked_s + self._patience.standstill_s()
 
-    def asked(self, work: Work, piece: Extent, now_s: float) -> None:
+    def asked(self, work: PullTask, piece: Extent, now_s: float) -> None:
         """Record that ``piece``, the first unrequested one, is requested as a probe."""
         if work.away is None:
             raise AssertionError("no spare stands in")
@@ -243,14 +243,14 @@ class Returning:
         work.away.probe = Probe(piece, now_s, work.held, work.taken.count)
         work.taken.add(piece)
 
-    def in_vain(self, work: Work, now_s: float) -> None:
+    def in_vain(self, work: PullTask, now_s: float) -> None:
         """Record that the probe failed."""
         if (away := work.away) is not None:
             away.probe = away.behind = None
             away.times += 1
             self._later(away, now_s)
 
-    def came(self, work: Work, now_s: float) -> bool:
+    def came(self, work: PullTask, now_s: float) -> bool:
         """Record that the probed piece arrived; return whether to go back now."""
         away = work.away
         if away is None or (probe := away.probe) is None:
@@ -273,7 +273,7 @@ class Returning:
         self._later(away, now_s)
         return False
 
-    def _later(self, away: Away, now_s: float) -> None:
+    def _later(self, away: FailbackState, now_s: float) -> None:
         limits = self._limits
         wait_s = min(limits.return_max_s, limits.return_s * LATER ** min(away.times, 16))
         away.next_s = now_s + wait_s

@@ -20,22 +20,22 @@ from paceline.manifest import Manifest
 from paceline.relay.protocol.events import (
     Cancelled,
     Complete,
-    Confirmed,
     Fail,
+    HeldPiecesCorrupt,
     LanesAssigned,
+    LanesConfirmed,
     LocalFailed,
     PieceRejected,
     PiecesDurable,
-    PiecesRotten,
     PieceVerified,
     ReportCorrupt,
+    Resumed,
     SessionAction,
     SessionEvent,
     SessionProgress,
     SourceAlive,
     SourceFailed,
     Tick,
-    Woke,
 )
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
@@ -125,7 +125,7 @@ class RelaySession:
                 self._source_failed(key, stream, error, now_s, actions)
             case LanesAssigned(lanes, read):
                 self._assign(lanes, read, now_s, actions)
-            case PiecesRotten(extent):
+            case HeldPiecesCorrupt(extent):
                 self._rot(extent, now_s)
             case LocalFailed(error):
                 self._fail(error, actions)
@@ -133,12 +133,12 @@ class RelaySession:
                 self._over = True
                 self._status = WorkerStatus.IDLE
                 self._pull.close_all(actions)
-            case Woke(slept_s, replaced):
+            case Resumed(slept_s, replaced):
                 self._slept_s += slept_s
                 now_s = self._woke_s = max(now_s - slept_s, self._woke_s)
                 if replaced:
                     self._pull.sleep(woke=True)
-            case Confirmed():
+            case LanesConfirmed():
                 self._pull.sleep(woke=False)
             case Tick():
                 pass

@@ -10,30 +10,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.relay.protocol.deadlines import Patience
+from paceline.relay.protocol.deadlines import Deadlines
 from paceline.relay.protocol.events import Fetch, SessionAction
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
-from paceline.relay.protocol.pull_state import Flights, Hedging
-from paceline.relay.protocol.recovery import Repair, Repairs, Returning
-from paceline.relay.protocol.source_selection import Choice, Feed, Work
+from paceline.relay.protocol.pull_state import Hedging, PullState
+from paceline.relay.protocol.recovery import Failback, Repair, Repairs
+from paceline.relay.protocol.source_selection import PullTask, SourceSelector, SourceStream
 from paceline.schemas.plan import Source
 
 
-class Asking:
+class RequestSender:
     """Sends requests: records them, charges the origin budget, returns ``Fetch`` actions.
 
     The callers (``pulling`` and ``Aside``) choose the source and the pieces.
     """
 
-    def __init__(self, pieces: PieceMap, flights: Flights, choice: Choice) -> None:
+    def __init__(self, pieces: PieceMap, flights: PullState, choice: SourceSelector) -> None:
         self._pieces = pieces
         self._flights = flights
         self._choice = choice
 
     def ask(
         self,
-        feed: Feed,
+        feed: SourceStream,
         extent: Extent,
         now_s: float,
         actions: list[SessionAction],
@@ -47,17 +47,17 @@ class Asking:
         actions.append(Fetch(feed.source, feed.stream, extent))
 
 
-class Aside:
+class SideRequests:
     """All side requests under the current lanes."""
 
     def __init__(
         self,
         pieces: PieceMap,
         limits: SessionLimits,
-        patience: Patience,
-        choice: Choice,
-        flights: Flights,
-        asking: Asking,
+        patience: Deadlines,
+        choice: SourceSelector,
+        flights: PullState,
+        asking: RequestSender,
         repairs: Repairs,
         hedging: Hedging,
     ) -> None:
@@ -68,7 +68,7 @@ class Aside:
         self._asking = asking
         self._repairs = repairs
         self._hedging = hedging
-        self._returning = Returning(limits, patience)
+        self._returning = Failback(limits, patience)
         self.hopeless: Repair | None = None  # pieces that arrived corrupt from every source
 
     def begin(self) -> None:
@@ -111,7 +111,7 @@ class Aside:
         elif self._hedging.due_s is not None:
             yield self._hedging.due_s
 
-    def _return_deadlines(self, work: Work) -> Iterator[float]:
+    def _return_deadlines(self, work: PullTask) -> Iterator[float]:
         if work.away is not None and work.away.probe is not None:
             yield self._returning.ends_s(work.away.probe)
         elif (due_s := self._returning.due_s(work)) is not None:
@@ -138,7 +138,7 @@ class Aside:
 
     # ── repairs ──────────────────────────────────────────────────────────────────────────────────
 
-    def rejected(self, feed: Feed, extent: Extent, now_s: float) -> None:
+    def rejected(self, feed: SourceStream, extent: Extent, now_s: float) -> None:
         """Create repairs for the requested pieces of ``extent`` that ``feed`` sent corrupt, as far
         as they are neither verified nor in flight from elsewhere.
         """
@@ -180,7 +180,7 @@ class Aside:
         repair.asked, repair.asked_s = source.key, now_s
         self._asking.ask(self._flights.open(source, now_s), part, now_s, actions, aside=True)
 
-    def _judge(self, repair: Repair, work: Work) -> None:
+    def _judge(self, repair: Repair, work: PullTask) -> None:
         if self._repairs.is_hopeless(repair, work.candidates, self._choice.is_gone):
             self.hopeless = repair
 
@@ -221,11 +221,11 @@ class Aside:
 
     # ── failback ─────────────────────────────────────────────────────────────────────────────────
 
-    def stands_in(self, work: Work, now_s: float) -> None:
+    def stands_in(self, work: PullTask, now_s: float) -> None:
         """Record that a spare was chosen for ``work``."""
         self._returning.stands_in(work, now_s)
 
-    def probe(self, work: Work, now_s: float, actions: list[SessionAction]) -> None:
+    def probe(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
         """Send a probe to the planned source of ``work`` if one is due."""
         if not self._returning.is_due(work, now_s):
             return
@@ -252,14 +252,14 @@ class Aside:
             if work.is_first_choice(key):
                 self.end_probe(work, now_s)
 
-    def end_probe(self, work: Work, now_s: float) -> None:
+    def end_probe(self, work: PullTask, now_s: float) -> None:
         """Abandon the probe of ``work``, if there is one."""
         if work.away is not None and work.away.probe is not None:
             self._flights.end_probe(work, takes_over=False)
             self._returning.in_vain(work, now_s)
 
 
-def _is_probed(work: Work, part: Extent) -> bool:
+def _is_probed(work: PullTask, part: Extent) -> bool:
     """Return whether ``part`` contains the probed piece of ``work``."""
     if work.away is None or (probe := work.away.probe) is None:
         return False

@@ -1,8 +1,8 @@
 """Chooses the source of a pull task: which sources are available now, and which of them is best.
 
 It records the failures and back-off of each source and the origin budget, and holds the state of
-one pull task (``Work``) and of one open stream (``Feed``). What to request is decided in
-``pulling``.
+one pull task (``PullTask``) and of one open stream (``SourceStream``). What to request is decided
+in ``pulling``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FORGIVEN_PIECES = 16  # verified in a row, after which a source's failures are f
 
 
 @dataclass(slots=True, eq=False)
-class Feed:
+class SourceStream:
     """One open stream from a source. A piece is ``in_flight`` from at most one stream; ``aside``
     are the pieces of side requests: repairs, hedges and failback probes.
     """
@@ -95,7 +95,7 @@ class Feed:
 
 
 @dataclass(slots=True)
-class Health:
+class SourceHealth:
     """The failures and back-off of a source that was abandoned."""
 
     failures: int = 0
@@ -120,7 +120,7 @@ class Probe:
 
 
 @dataclass(slots=True, eq=False)
-class Away:
+class FailbackState:
     """Failback state of a planned source that a spare replaces, or replaced before."""
 
     absent: bool = False  # a spare replaces the planned source now
@@ -132,7 +132,7 @@ class Away:
 
 
 @dataclass(slots=True, eq=False)
-class Work:
+class PullTask:
     """One pull task: a run of pieces and its candidate sources, best first."""
 
     extent: Extent
@@ -147,8 +147,10 @@ class Work:
     progress_s: float = 0.0  # last verified piece, or when waiting began
     active: str | None = None  # key of the source in use
     hurry_s: float = 0.0  # short stall limit of a spare while others are left; 0: none
-    behind: dict[str, Health] = field(default_factory=dict)  # sources that had nothing for the task
-    away: Away | None = None  # set once a spare has replaced the planned source
+    behind: dict[str, SourceHealth] = field(
+        default_factory=dict
+    )  # sources that had nothing for the task
+    away: FailbackState | None = None  # set once a spare has replaced the planned source
 
     @property
     def held(self) -> int:
@@ -199,14 +201,14 @@ class OriginBudget:
         )
 
 
-class Choice:
+class SourceSelector:
     """The availability of each source under the current lanes, and the choice among them."""
 
     def __init__(self, pieces: PieceMap, limits: SessionLimits, random: Random) -> None:
         self._pieces = pieces
         self._limits = limits
         self._random = random
-        self._health: dict[str, Health] = {}
+        self._health: dict[str, SourceHealth] = {}
         self._broken: set[str] = set()  # sources whose streams broke under the current lanes
         # This process was suspended or cut off, and its lanes have not been confirmed since.
         self.woke = False
@@ -235,7 +237,7 @@ class Choice:
 
     def failed(self, key: str, now_s: float, *, for_good: bool = False) -> None:
         """Back off from a source, longer each time, or ``for_good``."""
-        health = self._health.setdefault(key, Health())
+        health = self._health.setdefault(key, SourceHealth())
         health.failed(now_s, self._limits, self._random)
         if for_good:
             health.retry_at_s = float("inf")
@@ -244,13 +246,13 @@ class Choice:
         """Record that a stream of a source that delivered ended by itself."""
         self._broken.add(key)
 
-    def fell_behind(self, key: str, work: Work, now_s: float) -> None:
+    def fell_behind(self, key: str, work: PullTask, now_s: float) -> None:
         """Back off from a source for ``work`` only: it has nothing for it."""
-        work.behind.setdefault(key, Health()).failed(now_s, self._limits, self._random)
+        work.behind.setdefault(key, SourceHealth()).failed(now_s, self._limits, self._random)
 
     # ── availability and choice ──────────────────────────────────────────────────────────────────
 
-    def may_ask(self, source: Source, extent: Extent, work: Work, now_s: float) -> bool:
+    def may_ask(self, source: Source, extent: Extent, work: PullTask, now_s: float) -> bool:
         """Return whether the first piece of ``extent`` may be requested from ``source`` now."""
         return now_s >= self.rested_s(source, work) and self.may_afford(source, extent)
 
@@ -273,12 +275,12 @@ class Choice:
             )
         return self.budget.exceeded()
 
-    def rested_s(self, source: Source, work: Work) -> float:
+    def rested_s(self, source: Source, work: PullTask) -> float:
         """Return when the back-off of ``source`` ends."""
         rests = (self._health.get(source.key), work.behind.get(source.key))
         return max((rest.retry_at_s for rest in rests if rest is not None), default=0.0)
 
-    def retries(self, work: Work) -> Iterator[float]:
+    def retries(self, work: PullTask) -> Iterator[float]:
         """Yield the times at which the back-off of a candidate ends."""
         for rests in (self._health, work.behind):
             for source in work.candidates:
@@ -290,11 +292,11 @@ class Choice:
         health = self._health.get(source.key)
         return health is not None and health.retry_at_s == float("inf")
 
-    def was_given_up(self, source: Source, work: Work) -> bool:
+    def was_given_up(self, source: Source, work: PullTask) -> bool:
         """Return whether ``source`` broke or recently failed under the current lanes."""
         return source.key in self._broken or self.failures(source, work) > 0
 
-    def failures(self, source: Source, work: Work) -> int:
+    def failures(self, source: Source, work: PullTask) -> int:
         """Return the recent failures of a source, its rank in ``best``: untried sources come first.
 
         A planned origin ranks before the spares all the same: they get the pieces from this worker.
@@ -306,6 +308,6 @@ class Choice:
         vain = sum(self.failures(each, work) > 0 for each in work.candidates if each != source)
         return -1 if work.is_first_choice(source.key) or vain >= self._limits.spares_first else 0
 
-    def best(self, able: list[Source], work: Work) -> Source:
+    def best(self, able: list[Source], work: PullTask) -> Source:
         """Return the source of ``able`` with the fewest failures; of equals the first planned."""
         return min(able, key=lambda each: self.failures(each, work))

@@ -38,14 +38,14 @@ class StorePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class DiskSpace:
     """A filesystem's free bytes and size."""
 
     free: int
     size: int
 
     @classmethod
-    def at(cls, path: Path) -> Room:
+    def at(cls, path: Path) -> DiskSpace:
         """Return free bytes and size of the filesystem of ``path``."""
         status = os.statvfs(path)
         return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)

@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.config import load_runtime
 from paceline.errors import CorruptData
 from paceline.manifest import ACTIVE, parse_manifest, verify_directory
-from paceline.relay.store.disk_space import Room, held_files, reclaimable
+from paceline.relay.store.disk_space import DiskSpace, held_files, reclaimable
 from paceline.system.processes import holder_of
 
 
@@ -102,7 +102,7 @@ def missing_room(
     taken = sum(each.stat().st_blocks * 512 for each in staged if each.is_file())
     if not taken:
         taken = sum(size for sha256, size in (files or {}).items() if sha256 in held_files(store))
-    return max(0, total - taken - Room.at(store).free - reclaimable(store, manifest_digest))
+    return max(0, total - taken - DiskSpace.at(store).free - reclaimable(store, manifest_digest))
 
 
 def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:

@@ -15,7 +15,7 @@ from paceline.relay.store.staging import Staging
 from paceline.relay.store.store import Store, StoredVersion
 
 
-class Library:
+class OpenModels:
     """Opens, shares and closes the models of ``store``."""
 
     def __init__(self, store: Store) -> None:

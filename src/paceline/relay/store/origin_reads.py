@@ -28,7 +28,7 @@ _TOLD_AT = _READ_AT + _READ.size
 _OTHERS_AT = _TOLD_AT + _READ.size
 
 
-class Reading:
+class OriginReadCount:
     """The bytes read for one deployment. ``read`` counts from ``begun_bytes``, as this process
     reports it; byte threads call ``cover``, the agent the rest.
     """
@@ -125,26 +125,26 @@ class Reading:
         return lanes.model_copy(update=update)
 
 
-class Readings:
+class OriginReadCounts:
     """The counts of one node, by deployment; in files below ``directory``, or in memory only."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._lock = threading.Lock()
         self._directory = directory
-        self._open: dict[str, Reading] = {}
+        self._open: dict[str, OriginReadCount] = {}
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             known = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
             for path in known[:-MOST]:
                 path.unlink()
 
-    def of(self, deployment_id: str) -> Reading:
+    def of(self, deployment_id: str) -> OriginReadCount:
         """Return a deployment's count; raises StorageFull, StorageFailed or OSError."""
         with self._lock:
             found = self._open.get(deployment_id)
             if found is None:
                 path = self._path(deployment_id)
-                found = self._open[deployment_id] = Reading(path)
+                found = self._open[deployment_id] = OriginReadCount(path)
                 while len(self._open) > MOST:  # those of ended deployments first
                     over = (name for name, each in self._open.items() if each.is_closed)
                     self._open.pop(next(over, next(iter(self._open)))).close()

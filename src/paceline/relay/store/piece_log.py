@@ -19,7 +19,7 @@ _RUN = struct.Struct(">II")  # first piece, stop
 _MARK = struct.Struct(">III")  # and the CRC-32 of both
 
 
-class Marks:
+class PieceLog:
     """The log at ``path``, created if missing; raises OSError."""
 
     def __init__(self, path: Path) -> None:

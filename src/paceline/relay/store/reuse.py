@@ -28,14 +28,14 @@ THREADS = 8  # copying and hashing release the GIL
 
 
 @dataclass(slots=True)
-class Holdings:
+class LocalContent:
     """Where the versions of a disk hold files and pieces, by digest."""
 
     files: dict[str, Path] = field(default_factory=dict)
     pieces: dict[str, tuple[Path, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, copies: Iterable[tuple[Path, Manifest]], wanted: Manifest) -> Holdings:
+    def of(cls, copies: Iterable[tuple[Path, Manifest]], wanted: Manifest) -> LocalContent:
         """Return what ``copies`` hold of ``wanted``, later ones first choice; some of it may be
         corrupt.
         """
@@ -53,7 +53,7 @@ class Holdings:
         return held
 
 
-def bring_files(data: Path, manifest: Manifest, held: Holdings) -> None:
+def bring_files(data: Path, manifest: Manifest, held: LocalContent) -> None:
     """Link or clone the files of ``manifest`` that are ``held`` whole into ``data``, unless they
     exist.
     """
@@ -68,7 +68,7 @@ def bring_files(data: Path, manifest: Manifest, held: Holdings) -> None:
                 _link(source, target)
 
 
-def settle_files(staging: Staging, held: Holdings) -> None:
+def settle_files(staging: Staging, held: LocalContent) -> None:
     """Verify the files of ``bring_files``, from now or before a crash, and hold their pieces; a
     linked file with a wrong byte is replaced by a copy that can be repaired.
     """
@@ -90,7 +90,7 @@ def settle_files(staging: Staging, held: Holdings) -> None:
     _for_each_file(staging, settle)
 
 
-def copy_pieces(staging: Staging, held: Holdings) -> None:
+def copy_pieces(staging: Staging, held: LocalContent) -> None:
     """Copy every missing piece that is ``held``, neighbours together."""
 
     def copy(index: int) -> None:
@@ -115,7 +115,7 @@ def copy_pieces(staging: Staging, held: Holdings) -> None:
 
 
 def _claimed_runs(
-    staging: Staging, index: int, held: Holdings
+    staging: Staging, index: int, held: LocalContent
 ) -> Iterator[tuple[Path, int, list[Piece]]]:
     """Claim and yield missing pieces of a file that are adjacent in one held file."""
     manifest = staging.manifest

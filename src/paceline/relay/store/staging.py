@@ -20,9 +20,9 @@ from pathlib import Path
 from paceline.errors import Cancelled, StorageFailed, StorageFull
 from paceline.manifest import Manifest, Piece
 from paceline.relay.protocol.extents import Extent, Extents
-from paceline.relay.store.piece_log import Marks
+from paceline.relay.store.piece_log import PieceLog
 from paceline.relay.store.requests import RequestQueue
-from paceline.relay.store.traffic import Edges
+from paceline.relay.store.traffic import EdgeCounters
 from paceline.system.files import sync_directories, sync_directory
 
 _COPY = 4 * 1024 * 1024
@@ -78,7 +78,7 @@ class Staging:
         self.durable = Extents()
         self.pending_bytes = 0  # verified, not yet durable
         self.reused_pieces = self.reused_bytes = 0
-        self.edges = Edges()
+        self.edges = EdgeCounters()
         self.closed = False
         self.gave_up = False  # the missing pieces will not arrive: peers should use other sources
         self._mutex = threading.RLock()
@@ -93,7 +93,7 @@ class Staging:
         self._files: dict[int, int] = {}  # file index → descriptor, open until close()
         self._retired: list[int] = []  # descriptors of linked files that were replaced by copies
         self._dirty: set[int] = set()
-        self._marks: Marks | None = None
+        self._marks: PieceLog | None = None
         self._users = 0
         self.readers = 0  # peers that are being served
         if published:
@@ -153,7 +153,7 @@ class Staging:
         return before != file.size
 
     def _load_marks(self, *, trust: bool) -> None:
-        self._marks = Marks(self.directory / "marks")
+        self._marks = PieceLog(self.directory / "marks")
         if not trust:
             self._marks.clear()
             return
@@ -377,7 +377,7 @@ class Staging:
         with self._commit_lock, disk_errors(directory):
             with self._lock:
                 self.directory, self.published = directory, False
-            self._marks = Marks(directory / "marks")
+            self._marks = PieceLog(directory / "marks")
             self._marks.clear()
             self._marks.append(self.durable)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from paceline.errors import Conflict, InvalidInput, InvalidManifest, NotFound, StateLocked
 from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest, verify_directory
 from paceline.relay.store.disk_space import (
-    Room,
+    DiskSpace,
     StorePolicy,
     beyond_kept,
     leftovers,
@@ -28,7 +28,7 @@ from paceline.relay.store.disk_space import (
     room_lacking,
     set_aside,
 )
-from paceline.relay.store.reuse import Holdings, bring_files, copy_pieces, settle_files
+from paceline.relay.store.reuse import LocalContent, bring_files, copy_pieces, settle_files
 from paceline.relay.store.staging import READ_ONLY, Staging, disk_errors
 from paceline.system.files import create_durably, sync_directories, sync_directory
 
@@ -296,7 +296,7 @@ class Store:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
     def _is_short(self, needed: int) -> bool:
-        room, policy = Room.at(self.root), self._policy
+        room, policy = DiskSpace.at(self.root), self._policy
         left, watermark = room.free - needed, policy.free_share * room.size
         return (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
 
@@ -311,11 +311,11 @@ class Store:
             return None
         return manifest if sizes == [file.size for file in manifest.files] else None
 
-    def _held(self, manifest: Manifest) -> Holdings:
+    def _held(self, manifest: Manifest) -> LocalContent:
         # A copy that was set aside for one wrong byte still has its other pieces.
         copies = [*set_aside(self.root), *(each.path for each in self.versions())]
         found = ((each, self._published(each)) for each in copies)
-        return Holdings.of(((each, it) for each, it in found if it is not None), manifest)
+        return LocalContent.of(((each, it) for each, it in found if it is not None), manifest)
 
     def _trash(self, path: Path) -> None:
         """Remove a directory atomically: no process ever finds half of it."""

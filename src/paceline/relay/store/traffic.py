@@ -23,7 +23,7 @@ class _Count:
     corrupt: int = 0
 
 
-class Edges:
+class EdgeCounters:
     """Counts by ``(source key, reader)``; safe from any thread."""
 
     def __init__(self) -> None:

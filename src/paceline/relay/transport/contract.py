@@ -19,11 +19,11 @@ from paceline.relay.protocol.events import LocalFailed, SessionEvent, SourceFail
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.store.staging import Staging
 from paceline.relay.transport.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
-from paceline.relay.transport.pacing import Pacer, Rate, no_limit
+from paceline.relay.transport.pacing import Pacer, PlannedRate, no_limit
 from paceline.schemas.plan import Source
 
 
-class Counters:
+class TransferCounters:
     """Bytes of one deployment on this node, counted where they pass a socket; thread-safe.
 
     The callback receives each new count of origin bytes, which starts at ``origin_bytes``.
@@ -49,11 +49,11 @@ class Counters:
 
 log = logging.getLogger(__name__)
 
-Report = Callable[[SessionEvent], None]
+ReportEvent = Callable[[SessionEvent], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pull:
+class PullSpec:
     """The parameters of one pull stream; ``stream`` is its number in its session."""
 
     source: Source
@@ -61,10 +61,10 @@ class Pull:
     worker_id: str  # the requesting worker
     staging: Staging
     pacer: Pacer
-    counters: Counters
+    counters: TransferCounters
     keepalive_s: float  # how often the source sends WAITING
-    report: Report
-    portion: Rate = no_limit  # this stream's share of the worker's link
+    report: ReportEvent
+    portion: PlannedRate = no_limit  # this stream's share of the worker's link
 
     @property
     def key(self) -> str:
@@ -113,7 +113,7 @@ class Pull:
             self.report(SourceFailed(self.key, self.stream, lost))
 
 
-class Barred:
+class RevokedWorkers:
     """The workers whose identity is revoked: they are not served, whatever their certificate.
 
     An issued certificate stays valid and peers do not check revocation lists during a stream, so
@@ -144,8 +144,8 @@ class Barred:
             )
 
 
-Find = Callable[[str, float], Staging | None]  # (digest, wait_s): the open model, or None yet
-Rotten = Callable[[str, int], None]  # (digest, piece): a held piece is corrupt on disk
+FindModel = Callable[[str, float], Staging | None]  # (digest, wait_s): the open model, or None yet
+OnDiskCorruption = Callable[[str, int], None]  # (digest, piece): a held piece is corrupt on disk
 
 
 class Server(Protocol):
@@ -186,7 +186,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def barred(self) -> Barred:
+    def barred(self) -> RevokedWorkers:
         """Return the revoked workers; may be changed while servers run."""
         ...
 
@@ -196,14 +196,14 @@ class Transport(Protocol):
         host: str,
         port: int,
         worker_id: str,
-        find: Find,
+        find: FindModel,
         pacer: Pacer,
-        on_rotten: Rotten,
+        on_rotten: OnDiskCorruption,
     ) -> Server:
         """Bind a port and return its server, not started; raises PortInUse or InvalidInput."""
         ...
 
-    def pull(self, pull: Pull) -> PullStream:
+    def pull(self, pull: PullSpec) -> PullStream:
         """Open a stream from a worker and return it at once."""
         ...
 

@@ -17,7 +17,7 @@ import grpc
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.transport import intake
-from paceline.relay.transport.contract import Pull
+from paceline.relay.transport.contract import PullSpec
 from paceline.relay.transport.frames import (
     MAX_DATA,
     METHOD,
@@ -28,7 +28,7 @@ from paceline.relay.transport.frames import (
     proof,
     same,
 )
-from paceline.relay.transport.intake import Intake
+from paceline.relay.transport.intake import PieceReceiver
 from paceline.relay.transport.tls import TlsSettings, diagnose, worker_host_name
 
 CONNECT_S = 3.0
@@ -42,15 +42,15 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 )
 
 
-class GrpcStream:
+class GrpcPullStream:
     """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
 
-    def __init__(self, pull: Pull, token: str, tls: TlsSettings | None = None) -> None:
+    def __init__(self, pull: PullSpec, token: str, tls: TlsSettings | None = None) -> None:
         self._pull = pull
         self._token = token
         self._tls = tls
         self._hello = pull.hello()
-        self._intake = Intake(pull)
+        self._intake = PieceReceiver(pull)
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[ChunkRequest | None] = queue.SimpleQueue()
         self._backlog: list[ChunkRequest] = []  # until the source has authenticated

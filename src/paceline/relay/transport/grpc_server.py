@@ -35,7 +35,7 @@ from paceline.manifest import Piece
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.store.staging import Staging
 from paceline.relay.transport import serving
-from paceline.relay.transport.contract import Barred, Find, Pull, Rotten
+from paceline.relay.transport.contract import FindModel, OnDiskCorruption, PullSpec, RevokedWorkers
 from paceline.relay.transport.frames import (
     MAX_DATA,
     MAX_REQUEST,
@@ -51,16 +51,16 @@ from paceline.relay.transport.frames import (
     proof,
     same,
 )
-from paceline.relay.transport.grpc_client import GrpcStream
+from paceline.relay.transport.grpc_client import GrpcPullStream
 from paceline.relay.transport.pacing import Pacer
 from paceline.relay.transport.serving import (
     PLACES,
     WELCOME_S,
-    Asked,
-    Complaint,
-    Lobby,
-    Seats,
-    Serving,
+    CorruptReport,
+    PeerMessage,
+    PendingHandshakes,
+    ServedStream,
+    StreamSlots,
 )
 from paceline.relay.transport.tls import (
     TlsSettings,
@@ -112,9 +112,9 @@ class GrpcServer:
         pacer: Pacer,
         on_rotten: Callable[[str, int], None],
         tls: TlsSettings | None,
-        barred: Barred | None = None,
+        barred: RevokedWorkers | None = None,
     ) -> None:
-        self.barred = barred or Barred()
+        self.barred = barred or RevokedWorkers()
         self.worker_id = worker_id
         self.token = token
         self.find = find
@@ -122,8 +122,8 @@ class GrpcServer:
         self.on_rotten = on_rotten
         self.tls = tls is not None
         self.stopping = threading.Event()
-        self.lobby: Lobby[_Call] = Lobby(lambda call: call.turn_away())
-        self.seats = Seats()
+        self.lobby: PendingHandshakes[_Call] = PendingHandshakes(lambda call: call.turn_away())
+        self.seats = StreamSlots()
         most = MAX_STREAMS + PLACES + SPARE_THREADS
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="peer-serve")
         self._server = grpc.server(self._threads, options=_OPTIONS, maximum_concurrent_rpcs=most)
@@ -276,11 +276,11 @@ class _Call:
             self._ended = True
         return None
 
-    def _asked(self, wait_s: float) -> Iterator[Asked]:
+    def _asked(self, wait_s: float) -> Iterator[PeerMessage]:
         while (said := self._next(wait_s)) is not None:
             wait_s = 0.0
             if said.corrupt:
-                yield Complaint(said.first_piece)
+                yield CorruptReport(said.first_piece)
             elif said.piece_count:
                 yield Extent(said.first_piece, said.first_piece + said.piece_count)
             else:
@@ -357,7 +357,7 @@ class _Call:
                     yield from self._send_pieces(staging, first.worker_id, keepalive_s)
 
     def _send_pieces(self, staging: Staging, reader: str, keepalive_s: float) -> Iterator[bytes]:
-        peer = Serving(
+        peer = ServedStream(
             worker_id=self._server.worker_id,
             reader=reader,
             staging=staging,
@@ -442,7 +442,7 @@ class GrpcTransport:
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
         self._token = token
-        self.barred = Barred()
+        self.barred = RevokedWorkers()
         self._tls = tls
         if tls is not None:
             tls.context(server=True)  # check now: gRPC would report a vague error, and later
@@ -458,9 +458,9 @@ class GrpcTransport:
         host: str,
         port: int,
         worker_id: str,
-        find: Find,
+        find: FindModel,
         pacer: Pacer,
-        on_rotten: Rotten,
+        on_rotten: OnDiskCorruption,
     ) -> GrpcServer:
         """Bind a port; see Transport."""
         return GrpcServer(
@@ -475,9 +475,9 @@ class GrpcTransport:
             barred=self.barred,
         )
 
-    def pull(self, pull: Pull) -> GrpcStream:
+    def pull(self, pull: PullSpec) -> GrpcPullStream:
         """Open a stream; see Transport."""
-        return GrpcStream(pull, self._token, self._tls)
+        return GrpcPullStream(pull, self._token, self._tls)
 
     def reload(self) -> bool:
         """Check the credential files again; see Transport."""

@@ -21,13 +21,13 @@ from paceline.manifest import Piece
 from paceline.relay.protocol.events import PieceRejected, PieceVerified, SourceAlive
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.store.staging import CLAIM_S
-from paceline.relay.transport.contract import Pull
+from paceline.relay.transport.contract import PullSpec
 from paceline.relay.transport.pacing import Pacer
 
 SILENCE_S = 30.0  # a last bound for the byte threads; the session notices silence much earlier
 
 
-class _Arriving:
+class _ArrivingPiece:
     """A piece that is arriving or waits for verification; ``writing`` guards ``mine``."""
 
     __slots__ = ("descriptor", "digest", "done", "memory", "mine", "piece", "unhashed", "writing")
@@ -70,19 +70,19 @@ class _Arriving:
             yield os.pread(self.descriptor, self.piece.length, self.piece.file_offset)
 
 
-class Intake:
+class PieceReceiver:
     """The requested and the arriving pieces of one pull stream."""
 
-    def __init__(self, pull: Pull) -> None:
+    def __init__(self, pull: PullSpec) -> None:
         self._pull = pull
         self._key, self._staging = pull.key, pull.staging  # used in the hot loop
         self._lock = threading.Lock()
         self._asked = Extents()
         self._ever = Extents()  # a piece requested twice may arrive twice
         self._told_alive_s = 0.0
-        self._arriving: _Arriving | None = None
-        self._whole: list[_Arriving] = []  # complete, not verified
-        self._unhashed: deque[tuple[_Arriving, memoryview]] = deque()
+        self._arriving: _ArrivingPiece | None = None
+        self._whole: list[_ArrivingPiece] = []  # complete, not verified
+        self._unhashed: deque[tuple[_ArrivingPiece, memoryview]] = deque()
 
     def ask(self, extent: Extent) -> None:
         """Record that ``extent`` is requested."""
@@ -114,7 +114,7 @@ class Intake:
         piece = manifest.piece_of(index)
         if length != piece.length:
             raise InvalidFrame("piece of another length", got=length, wanted=piece.length)
-        arriving = _Arriving(piece, self._staging.descriptor(piece.file_index))
+        arriving = _ArrivingPiece(piece, self._staging.descriptor(piece.file_index))
         try:
             arriving.mine = self._staging.claim(index, wait_s=0.0)
         except TimeoutError:
@@ -179,8 +179,8 @@ class Intake:
         return wrong, free
 
     def _hash(self) -> list[memoryview]:
-        now: dict[int, tuple[_Arriving, memoryview]] = {}
-        later: deque[tuple[_Arriving, memoryview]] = deque()
+        now: dict[int, tuple[_ArrivingPiece, memoryview]] = {}
+        later: deque[tuple[_ArrivingPiece, memoryview]] = deque()
         for each in self._unhashed:
             if len(now) < hashing.LANES and now.setdefault(id(each[0]), each) is each:
                 continue
@@ -191,7 +191,7 @@ class Intake:
             arriving.unhashed -= 1
         return [block for _, block in now.values()]
 
-    def _judge(self, arriving: _Arriving) -> bool:
+    def _judge(self, arriving: _ArrivingPiece) -> bool:
         piece, staging = arriving.piece, self._staging
         judged = arriving.wanted
         matches = not judged or arriving.matches()
@@ -224,7 +224,7 @@ class Intake:
         while self._whole:
             self._drop(self._whole.pop())
 
-    def _drop(self, arriving: _Arriving) -> None:
+    def _drop(self, arriving: _ArrivingPiece) -> None:
         arriving.memory = None
         self._pull.counters.add(received=arriving.done)
         with arriving.writing:
@@ -233,7 +233,7 @@ class Intake:
                 self._staging.writers.pop(arriving.piece.index, None)
                 self._staging.release(arriving.piece.index)
 
-    def _write_whole(self, arriving: _Arriving, data: memoryview) -> bool:
+    def _write_whole(self, arriving: _ArrivingPiece, data: memoryview) -> bool:
         """Write a verified piece from memory; return False if it is held by now."""
         piece, staging = arriving.piece, self._staging
         end_s = time.monotonic() + CLAIM_S
@@ -276,7 +276,7 @@ PLACE_BYTES = 1024 * 1024
 PLACES = 6  # 4 MiB at once were faster than 2 MiB, and 8 MiB no faster
 
 
-class Shelf:
+class BufferPool:
     """Buffers to receive into; unused ones take no memory. For one thread."""
 
     def __init__(self, pacer: Pacer) -> None:

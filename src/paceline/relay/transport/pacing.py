@@ -79,7 +79,7 @@ HOLD_S = 0.035  # of its planned rate: more than a reader's sleep, less than a s
 LEAST_BYTES = 40_000  # the kernel doubles it, for its own overhead
 MOST_BYTES = 200_000  # the most that an unprivileged process may set
 
-Rate = Callable[[], float]  # planned bytes per second of one of several streams; 0: no limit
+PlannedRate = Callable[[], float]  # planned bytes per second of one of several streams; 0: no limit
 
 
 def no_limit() -> float:
@@ -87,10 +87,10 @@ def no_limit() -> float:
     return 0.0
 
 
-class Portion:
+class ReceiveWindow:
     """The receive windows of one stream's connections; call ``apply`` before each use of one."""
 
-    def __init__(self, rate: Rate) -> None:
+    def __init__(self, rate: PlannedRate) -> None:
         self._rate = rate
         self._windows: WeakKeyDictionary[socket.socket, int] = WeakKeyDictionary()
 

@@ -22,7 +22,7 @@ from paceline.errors import InvalidFrame, NotFound, PeerLost, ServiceUnavailable
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.store.requests import RequestQueue
 from paceline.relay.store.staging import Staging
-from paceline.relay.transport.contract import Barred
+from paceline.relay.transport.contract import RevokedWorkers
 
 log = logging.getLogger(__name__)
 
@@ -38,16 +38,16 @@ TALLY_S = 0.2  # the longest between two updates of an edge's byte count while a
 
 
 @dataclass(frozen=True, slots=True)
-class Complaint:
+class CorruptReport:
     """A peer's report that the bytes of ``piece`` that it received do not match the digest."""
 
     piece: int
 
 
-Asked = Extent | Complaint
+PeerMessage = Extent | CorruptReport
 
 
-class Serving:
+class ServedStream:
     """One stream to an authenticated peer, ``reader``, of the model in ``staging``; one thread."""
 
     def __init__(
@@ -58,7 +58,7 @@ class Serving:
         staging: Staging,
         keepalive_s: float,
         on_rotten: Callable[[str, int], None],
-        barred: Barred,
+        barred: RevokedWorkers,
         admission: str = "",
     ) -> None:
         self._worker_id = worker_id
@@ -71,7 +71,7 @@ class Serving:
         self._since_s = time.monotonic()
         self._counted = 0
 
-    def runs(self, asked: Callable[[float], Iterable[Asked]]) -> Generator[Extent | None]:
+    def runs(self, asked: Callable[[float], Iterable[PeerMessage]]) -> Generator[Extent | None]:
         """Yield the next run of pieces to send, or None when a keep-alive is due.
 
         ``asked(wait_s)`` returns the peer's messages and waits up to ``wait_s`` for the first.
@@ -85,7 +85,7 @@ class Serving:
             self._staging.edges.rests(self)  # the run that was being sent ended with the stream
 
     def _runs(
-        self, asked: Callable[[float], Iterable[Asked]], requests: RequestQueue
+        self, asked: Callable[[float], Iterable[PeerMessage]], requests: RequestQueue
     ) -> Iterator[Extent | None]:
         heard_s, frames = float("-inf"), 0
         while True:
@@ -127,9 +127,9 @@ class Serving:
             self._staging.edges.sent(self, self._counted, goes_on=not last)
             self._since_s, self._counted = now, 0
 
-    def _hear(self, asked: Asked, requests: RequestQueue) -> None:
+    def _hear(self, asked: PeerMessage, requests: RequestQueue) -> None:
         pieces = self._staging.manifest.piece_count
-        if isinstance(asked, Complaint):
+        if isinstance(asked, CorruptReport):
             self._look_at(asked.piece)
         elif asked.stop > pieces:
             raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
@@ -163,7 +163,7 @@ PEER_STREAMS = 32  # of one peer at once: it needs one for each model, and one t
 Caller = TypeVar("Caller")
 
 
-class Lobby(Generic[Caller]):
+class PendingHandshakes(Generic[Caller]):
     """Connections that have not authenticated yet, each with a deadline; bounded and thread-safe.
 
     The callback ends a connection from any thread; its serving thread then sees an error.
@@ -216,7 +216,7 @@ class Lobby(Generic[Caller]):
         self._turn_away(first)
 
 
-class Seats:
+class StreamSlots:
     """Slots of the streams being served, at most ``PEER_STREAMS`` of one peer."""
 
     def __init__(self) -> None:

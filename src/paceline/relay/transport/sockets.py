@@ -38,7 +38,7 @@ BLOCKED_S = 0.0004  # a read that took longer waited for the link
 LEAST_BYTES = 16 * 1024  # less is not worth a sleep
 
 
-class Lull:
+class ReadCoalescer:
     """Estimates how long one reader's next bytes take, and sleeps for it. For one thread."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class PlainChannel:
 
     def __init__(self, sock: socket.socket, timeout_s: float = IO_TIMEOUT_S) -> None:
         self._sock = sock
-        self._lull = Lull()
+        self._lull = ReadCoalescer()
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         sock.setblocking(True)

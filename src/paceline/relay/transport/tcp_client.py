@@ -17,7 +17,7 @@ from contextlib import suppress
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.transport import intake
-from paceline.relay.transport.contract import Pull
+from paceline.relay.transport.contract import PullSpec
 from paceline.relay.transport.frames import (
     HEADER,
     NONCE_BYTES,
@@ -29,8 +29,8 @@ from paceline.relay.transport.frames import (
     proof,
     same,
 )
-from paceline.relay.transport.intake import Intake, Shelf
-from paceline.relay.transport.pacing import Portion
+from paceline.relay.transport.intake import BufferPool, PieceReceiver
+from paceline.relay.transport.pacing import ReceiveWindow
 from paceline.relay.transport.sockets import Channel, PlainChannel, configure, read_frame, shut
 from paceline.relay.transport.tls import connect_tls
 
@@ -40,17 +40,17 @@ _LEAST_TIMEOUT_S = 0.05
 _NO_DESCRIPTOR_S = 0.05
 
 
-class PeerStream:
+class TcpPullStream:
     """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
 
-    def __init__(self, pull: Pull, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, pull: PullSpec, token: str, tls: ssl.SSLContext | None = None) -> None:
         self._pull = pull
         self._token = token
         self._tls = tls
         self._hello = pull.hello()
-        self._intake = Intake(pull)
-        self._portion = Portion(pull.portion)
-        self._shelf = Shelf(pull.pacer)
+        self._intake = PieceReceiver(pull)
+        self._portion = ReceiveWindow(pull.portion)
+        self._shelf = BufferPool(pull.pacer)
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None  # until the channel exists
         self._channel: Channel | None = None

@@ -24,7 +24,7 @@ from paceline.manifest import Piece
 from paceline.relay.protocol.extents import Extent
 from paceline.relay.store.staging import Staging
 from paceline.relay.transport import serving
-from paceline.relay.transport.contract import Barred, Find, Pull, Rotten
+from paceline.relay.transport.contract import FindModel, OnDiskCorruption, PullSpec, RevokedWorkers
 from paceline.relay.transport.frames import (
     HEADER,
     NONCE_BYTES,
@@ -37,9 +37,16 @@ from paceline.relay.transport.frames import (
     same,
 )
 from paceline.relay.transport.pacing import Pacer
-from paceline.relay.transport.serving import WELCOME_S, Asked, Complaint, Lobby, Seats, Serving
+from paceline.relay.transport.serving import (
+    WELCOME_S,
+    CorruptReport,
+    PeerMessage,
+    PendingHandshakes,
+    ServedStream,
+    StreamSlots,
+)
 from paceline.relay.transport.sockets import Channel, PlainChannel, configure, read_frame, shut
-from paceline.relay.transport.tcp_client import PeerStream
+from paceline.relay.transport.tcp_client import TcpPullStream
 from paceline.relay.transport.tls import (
     TlsChannel,
     TlsSettings,
@@ -57,7 +64,7 @@ NO_DESCRIPTOR_S = 0.1  # between two attempts to accept while no file descriptor
 _TLS_HANDSHAKE = b"\x16\x03"
 
 
-class PeerServer:
+class TcpServer:
     """Listens on ``host:port`` and serves the models that ``find(digest, wait_s)`` returns."""
 
     def __init__(
@@ -71,9 +78,9 @@ class PeerServer:
         pacer: Pacer,
         on_rotten: Callable[[str, int], None] = lambda _digest, _piece: None,
         tls: ssl.SSLContext | None = None,
-        barred: Barred | None = None,
+        barred: RevokedWorkers | None = None,
     ) -> None:
-        self._barred = barred or Barred()
+        self._barred = barred or RevokedWorkers()
         self._worker_id = worker_id
         self._token = token
         self._find = find
@@ -82,8 +89,8 @@ class PeerServer:
         self._tls = tls
         self._lock = threading.Lock()
         self._streams: set[socket.socket] = set()  # of authenticated peers
-        self._seats = Seats()
-        self._lobby: Lobby[socket.socket] = Lobby(shut)
+        self._seats = StreamSlots()
+        self._lobby: PendingHandshakes[socket.socket] = PendingHandshakes(shut)
         self._stopping = threading.Event()
         self._listener = listen(host, port)
         self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
@@ -218,7 +225,7 @@ class PeerServer:
         return staging
 
     def _send_all(self, channel: Channel, hello: Hello, staging: Staging) -> None:
-        peer = Serving(
+        peer = ServedStream(
             worker_id=self._worker_id,
             reader=hello.worker_id,
             staging=staging,
@@ -279,13 +286,13 @@ def _admission(channel: Channel) -> str:
     return channel.admission if isinstance(channel, TlsChannel) else ""
 
 
-def _asked(channel: Channel, wait_s: float) -> Iterator[Asked]:
+def _asked(channel: Channel, wait_s: float) -> Iterator[PeerMessage]:
     while channel.readable(wait_s):
         wait_s = 0.0
         deadline_s = time.monotonic() + FRAME_DEADLINE_S
         header, _ = read_frame(channel, deadline_s, Kind.REQUEST, Kind.CORRUPT)
         if header.kind is Kind.CORRUPT:
-            yield Complaint(header.first)
+            yield CorruptReport(header.first)
         else:
             yield Extent(header.first, header.first + header.second)
 
@@ -298,7 +305,7 @@ class TcpTransport:
 
     def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
         self._token = token
-        self.barred = Barred()
+        self.barred = RevokedWorkers()
         self._tls = tls
         self._server_tls = tls.context(server=True) if tls else None
         self._client_tls = tls.context(server=False) if tls else None
@@ -314,12 +321,12 @@ class TcpTransport:
         host: str,
         port: int,
         worker_id: str,
-        find: Find,
+        find: FindModel,
         pacer: Pacer,
-        on_rotten: Rotten,
-    ) -> PeerServer:
+        on_rotten: OnDiskCorruption,
+    ) -> TcpServer:
         """Bind a port; see Transport."""
-        return PeerServer(
+        return TcpServer(
             host=host,
             port=port,
             worker_id=worker_id,
@@ -331,9 +338,9 @@ class TcpTransport:
             barred=self.barred,
         )
 
-    def pull(self, pull: Pull) -> PeerStream:
+    def pull(self, pull: PullSpec) -> TcpPullStream:
         """Open a stream; see Transport."""
-        return PeerStream(pull, self._token, self._client_tls)
+        return TcpPullStream(pull, self._token, self._client_tls)
 
     def reload(self) -> bool:
         """Read the credential files again; see Transport."""

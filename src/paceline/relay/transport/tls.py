@@ -28,7 +28,13 @@ from typing import Any
 
 from paceline.config import one_certificate
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
-from paceline.relay.transport.sockets import IO_TIMEOUT_S, Lull, broken, shut, waiting_bytes
+from paceline.relay.transport.sockets import (
+    IO_TIMEOUT_S,
+    ReadCoalescer,
+    broken,
+    shut,
+    waiting_bytes,
+)
 from paceline.schemas.access import barred_admission
 from paceline.schemas.base import NAME
 
@@ -135,7 +141,7 @@ class TlsChannel:
         self._lock = threading.Lock()  # held for one non-blocking call
         self._sending = threading.Lock()  # held for one frame: records of two frames must not mix
         self._block = memoryview(bytearray(SEND_BLOCK))
-        self._lull = Lull()
+        self._lull = ReadCoalescer()
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable.register(sock, select.POLLOUT)

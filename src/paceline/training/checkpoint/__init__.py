@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from paceline.training.checkpoint.generations import Found, Generation, Generations
+from paceline.training.checkpoint.generations import FoundGenerations, Generation, Generations
 from paceline.training.checkpoint.records import (
     BEST_METRIC,
     COMMIT_FILE,
@@ -17,7 +17,7 @@ from paceline.training.checkpoint.records import (
     Commit,
     SavedFile,
 )
-from paceline.training.interval import Alert, Failures
+from paceline.training.interval import CheckpointAlert, FailureCount
 
 if TYPE_CHECKING:
     from paceline.training.checkpoint.exporting import export
@@ -47,11 +47,11 @@ __all__ = [
     "BEST_METRIC",
     "COMMIT_FILE",
     "REJECTED_FILE",
-    "Alert",
+    "CheckpointAlert",
     "Checkpointer",
     "Commit",
-    "Failures",
-    "Found",
+    "FailureCount",
+    "FoundGenerations",
     "Generation",
     "Generations",
     "Restored",

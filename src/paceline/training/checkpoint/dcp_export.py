@@ -68,14 +68,14 @@ from paceline.system.files import make_directories, sync_directory, sync_tree
 from paceline.training.checkpoint.generations import Generation, Generations, generation_at
 from paceline.training.checkpoint.layout import DTYPES
 from paceline.training.checkpoint.records import Commit, Index, StoredTensor, key_of
-from paceline.training.checkpoint.resume import Files, box_in
+from paceline.training.checkpoint.resume import VerifiedFiles, box_in
 from paceline.training.checkpoint.stateful import EXTRA, KEPT, MODEL
 
 _PREFIX = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)?")
 
 
 @dataclass(frozen=True)
-class Names:
+class DcpPrefixes:
     """Prefixes of weights and optimizer state in a DCP state; "" is the root of the state."""
 
     model: str = "model"
@@ -110,7 +110,7 @@ class Names:
 
 
 @dataclass(frozen=True)
-class Contents:
+class DcpContents:
     """The tensors and values of a generation, by their names in a DCP state."""
 
     commit: Commit
@@ -120,8 +120,12 @@ class Contents:
 
     @classmethod
     def of(
-        cls, generations: Generations, generation: Generation, names: Names, weights_only: bool
-    ) -> Contents:
+        cls,
+        generations: Generations,
+        generation: Generation,
+        names: DcpPrefixes,
+        weights_only: bool,
+    ) -> DcpContents:
         """Read marker and index of ``generation``; raises CorruptData where either is damaged."""
         commit = generations.commit_of(generation)
         index = generations.index_of(generation, commit)
@@ -146,7 +150,7 @@ class Contents:
             found._tell(index, names, [each for each in models if each in trained])
         return found
 
-    def _tell(self, index: Index, names: Names, trained: list[str]) -> None:
+    def _tell(self, index: Index, names: DcpPrefixes, trained: list[str]) -> None:
         self._value(("paceline", "step"), self.commit.step)
         self._value(("paceline", "job_id"), self.commit.job_id)
         if index.groups is None:
@@ -213,9 +217,9 @@ class PacelineReader(StorageReader):
         work_dir: Path | None = None,
     ) -> None:
         self._place, self._step = str(place), step
-        self._names = Names(model, optimizer)
+        self._names = DcpPrefixes(model, optimizer)
         self._store, self._work_dir = store, work_dir
-        self._contents: Contents | None = None
+        self._contents: DcpContents | None = None
         self._at: tuple[Generations, Generation] | None = None
 
     @property
@@ -233,7 +237,7 @@ class PacelineReader(StorageReader):
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return DCP's metadata; it names the generation, so that every rank reads the same."""
         generations, generation = self._found()
-        contents = Contents.of(generations, generation, self._names, weights_only=False)
+        contents = DcpContents.of(generations, generation, self._names, weights_only=False)
         return Metadata(
             state_dict_metadata=contents.metadata(),
             planner_data=dict(contents.paths),
@@ -250,7 +254,7 @@ class PacelineReader(StorageReader):
         chosen = Generation.named(str(metadata.storage_data))
         assert chosen is not None
         self._at = (generations, chosen)
-        self._contents = Contents.of(generations, chosen, self._names, weights_only=False)
+        self._contents = DcpContents.of(generations, chosen, self._names, weights_only=False)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return ``plan`` unchanged."""
@@ -268,7 +272,7 @@ class PacelineReader(StorageReader):
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 planner.load_bytes(item, saved_value(contents.values[item.storage_index.fqn]))
-        with Files(generations, generation, contents.commit, self._work_dir) as files:
+        with VerifiedFiles(generations, generation, contents.commit, self._work_dir) as files:
             for file, reads in _by_file(plan, contents).items():
                 opened = files.opened(file)
                 for item, key in reads:
@@ -290,7 +294,7 @@ class PacelineReader(StorageReader):
         return self._at
 
 
-def _by_file(plan: LoadPlan, contents: Contents) -> dict[str, list[tuple[ReadItem, str]]]:
+def _by_file(plan: LoadPlan, contents: DcpContents) -> dict[str, list[tuple[ReadItem, str]]]:
     """Return the reads of each file: the item, and the key of the box that contains it."""
     found: dict[str, list[tuple[ReadItem, str]]] = {}
     for item in plan.items:
@@ -317,7 +321,7 @@ def export_dcp(
     generation: Generation,
     directory: Path,
     *,
-    names: Names | None = None,
+    names: DcpPrefixes | None = None,
     weights_only: bool = False,
     config: bytes = b"",
 ) -> tuple[Commit, int]:
@@ -335,13 +339,16 @@ def export_dcp(
             wanted="a new or empty directory",
             do="Name another one.",
         )
-    contents = Contents.of(generations, generation, names or Names(), weights_only)
+    contents = DcpContents.of(generations, generation, names or DcpPrefixes(), weights_only)
     making = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         with _disk(directory):
             make_directories(directory.parent)
             making.mkdir()
-        with Files(generations, generation, contents.commit) as files, _translated(directory):
+        with (
+            VerifiedFiles(generations, generation, contents.commit) as files,
+            _translated(directory),
+        ):
             writer = FileSystemWriter(making)
             save({}, storage_writer=writer, planner=_Planner(contents, files), no_dist=True)
         with _disk(directory):
@@ -361,7 +368,7 @@ def export_dcp(
 class _Planner(SavePlanner):
     """Plans the write of a generation; reads each box when DCP requests it."""
 
-    def __init__(self, contents: Contents, files: Files) -> None:
+    def __init__(self, contents: DcpContents, files: VerifiedFiles) -> None:
         self._contents, self._files = contents, files
 
     def set_up_planner(

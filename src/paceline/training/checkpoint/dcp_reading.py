@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
 from paceline.training.checkpoint.dcp_export import SUMS_FILE
-from paceline.training.checkpoint.dcp_stored import METADATA_FILE, Stored, fill, read_metadata
+from paceline.training.checkpoint.dcp_stored import METADATA_FILE, DcpTensor, fill, read_metadata
 
 MAX_SUMS_BYTES = 64 * 1024 * 1024
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW; our optimizers have no others
@@ -27,7 +27,7 @@ _SUM = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]+)")
 
 
 @dataclass(frozen=True)
-class Imported:
+class ImportedCheckpoint:
     """Tensors read from a DCP directory."""
 
     weights: dict[str, Tensor]  # by name in our model
@@ -48,7 +48,7 @@ def is_dcp(directory: Path) -> bool:
 
 def read_dcp(
     directory: Path, wanted: Mapping[str, Tensor], *, weights_only: bool = False
-) -> Imported:
+) -> ImportedCheckpoint:
     """Return the weights that ``wanted`` names (its tensors may be on the meta device), in its
     dtypes, and AdamW's moments of the parameters that have all three.
 
@@ -81,10 +81,12 @@ def read_dcp(
     for name, tensor in state.items():
         fill(tensor, there[name], directory, name)
     cast = sum(there[prefix + n].dtype != each.dtype for n, each in weights.items())
-    return Imported(weights, moments, prefix, cast)
+    return ImportedCheckpoint(weights, moments, prefix, cast)
 
 
-def _states_in(there: Mapping[str, Stored], wanted: Mapping[str, Tensor]) -> dict[str, list[str]]:
+def _states_in(
+    there: Mapping[str, DcpTensor], wanted: Mapping[str, Tensor]
+) -> dict[str, list[str]]:
     """Return the names that end in ``state.<parameter>.<moment>``, by that end without state."""
     found: dict[str, list[str]] = {f"{name}.{each}": [] for name in wanted for each in MOMENTS}
     longest = max(map(len, found)) + len("state.")
@@ -98,7 +100,7 @@ def _states_in(there: Mapping[str, Stored], wanted: Mapping[str, Tensor]) -> dic
 def _moments_of(
     name: str,
     shape: tuple[int, ...],
-    there: Mapping[str, Stored],
+    there: Mapping[str, DcpTensor],
     endings: Mapping[str, list[str]],
     state: dict[str, Tensor],
 ) -> dict[str, Tensor]:

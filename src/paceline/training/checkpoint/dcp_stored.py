@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.errors import CorruptData, InvalidInput, StorageFailed
 from paceline.training.checkpoint.layout import DTYPES
-from paceline.training.checkpoint.pickled import PERSISTENT, Global, Object, parse
+from paceline.training.checkpoint.pickled import PERSISTENT, PickledCall, PickledGlobal, parse
 from paceline.training.checkpoint.records import Sizes, key_of
 
 METADATA_FILE = ".metadata"
@@ -69,7 +69,7 @@ _IN_TENSOR = _ALL_DTYPES | {
 
 
 @dataclass(frozen=True)
-class Box:
+class DcpBox:
     """A part of a tensor, and the bytes of the file that hold it."""
 
     offsets: Sizes
@@ -80,15 +80,15 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Stored:
+class DcpTensor:
     """A whole tensor of a DCP directory."""
 
     dtype: torch.dtype
     shape: Sizes
-    boxes: tuple[Box, ...]
+    boxes: tuple[DcpBox, ...]
 
 
-def read_metadata(directory: Path) -> dict[str, Stored]:
+def read_metadata(directory: Path) -> dict[str, DcpTensor]:
     """Return the tensors in ``directory`` by name; raises CorruptData, InvalidInput.
 
     Every file that a box refers to exists, and its name has no directory part.
@@ -125,7 +125,7 @@ def read_metadata(directory: Path) -> dict[str, Stored]:
     return tensors
 
 
-def fill(target: Tensor, stored: Stored, directory: Path, name: str) -> None:
+def fill(target: Tensor, stored: DcpTensor, directory: Path, name: str) -> None:
     """Read every box of ``stored`` into ``target``, which has its shape; ``name`` is for errors.
 
     Raises CorruptData unless the boxes tile the tensor and each matches the metadata.
@@ -168,7 +168,7 @@ def _damaged(got: str, wanted: str, where: Path) -> CorruptData:
 # ── metadata ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tensors(found: Any) -> dict[str, Stored]:
+def _tensors(found: Any) -> dict[str, DcpTensor]:
     described, stored = _fields(found, "Metadata", "state_dict_metadata", "storage_data")
     places: dict[str, tuple[str, int, int]] = {}
     for index, info in _items(stored):
@@ -194,25 +194,25 @@ def _tensors(found: Any) -> dict[str, Stored]:
             each, "TensorStorageMetadata", "properties", "size", "chunks"
         )
         boxes = tuple(_boxes(name, _sizes(size), _of(list, chunks), places))
-        tensors[name] = Stored(_dtype(properties), _sizes(size), boxes)
+        tensors[name] = DcpTensor(_dtype(properties), _sizes(size), boxes)
     return tensors
 
 
 def _boxes(
     name: str, shape: Sizes, chunks: list[Any], places: dict[str, tuple[str, int, int]]
-) -> Iterator[Box]:
+) -> Iterator[DcpBox]:
     for each in chunks:
         offsets, sizes = map(_sizes, _fields(each, "ChunkStorageMetadata", "offsets", "sizes"))
         inside = zip(offsets, sizes, shape, strict=True)
         if any(at + size > whole for at, size, whole in inside):
             raise ValueError(f"a box outside of {name[:100]}")
-        yield Box(offsets, sizes, *places[key_of(name, offsets)])
+        yield DcpBox(offsets, sizes, *places[key_of(name, offsets)])
 
 
 def _dtype(properties: Any) -> torch.dtype:
     if _kind(properties) != "TensorProperties":
         raise TypeError("no properties of a tensor")
-    found = _of(Global, _of(tuple, properties.state)[0])
+    found = _of(PickledGlobal, _of(tuple, properties.state)[0])
     if found not in _ALL_DTYPES:
         raise TypeError(f"{found.name[:100]} where a dtype belongs")
     dtype: torch.dtype = getattr(torch, found.name)
@@ -220,7 +220,7 @@ def _dtype(properties: Any) -> torch.dtype:
 
 
 def _kind(value: Any) -> str:
-    name: str = _of(Object, value).by.name
+    name: str = _of(PickledCall, value).by.name
     return name
 
 
@@ -250,7 +250,7 @@ def _count(value: Any) -> int:
 
 
 def _sizes(value: Any) -> Sizes:
-    if isinstance(value, Object) and value.by.name == "Size" and len(value.args) == 1:
+    if isinstance(value, PickledCall) and value.by.name == "Size" and len(value.args) == 1:
         (value,) = value.args
     if len(_of(tuple, value)) > MAX_AXES:
         raise ValueError(f"{len(value)} axes")
@@ -260,7 +260,7 @@ def _sizes(value: Any) -> Sizes:
 # ── a tensor ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _tensor_in(view: _View, dtype: torch.dtype, box: Box) -> Tensor:
+def _tensor_in(view: _View, dtype: torch.dtype, box: DcpBox) -> Tensor:
     """Return the tensor in ``view``, an archive that torch.save wrote."""
     with zipfile.ZipFile(view) as archive:
         entries = {each.filename: each for each in archive.infolist()}
@@ -283,16 +283,16 @@ def _tensor_in(view: _View, dtype: torch.dtype, box: Box) -> Tensor:
 
 def _layout(head: Any, dtype: torch.dtype, sizes: Sizes) -> tuple[str, int, Sizes]:
     """Return the entry that holds the tensor, its first element there, and its strides."""
-    args = _of(Object, head).args
+    args = _of(PickledCall, head).args
     untyped = head.by.name == "_rebuild_tensor_v3"
     if head.state is not None or not (untyped or head.by.name == "_rebuild_tensor_v2"):
         raise ValueError("no plain tensor")
-    if _of(Object, args[0]).by != PERSISTENT:
+    if _of(PickledCall, args[0]).by != PERSISTENT:
         raise TypeError("a tensor without its storage")
     word, storage, key, *_ = args[0].args
-    its = _STORAGES.get(_of(Global, storage).name)
+    its = _STORAGES.get(_of(PickledGlobal, storage).name)
     if untyped:
-        its = _DTYPES.get(_of(Global, args[6]).name)
+        its = _DTYPES.get(_of(PickledGlobal, args[6]).name)
     if word != "storage" or its != dtype or _sizes(args[2]) != sizes:
         raise ValueError(f"another tensor than the metadata say: {its}, not {dtype}, or its shape")
     strides = _sizes(args[3])

@@ -25,7 +25,7 @@ from paceline.system.files import write_durably
 from paceline.training.checkpoint.layout import (
     DTYPES,
     Chunk,
-    Held,
+    HeldChunks,
     chunks_of,
     local_of,
     name_of,
@@ -134,7 +134,7 @@ class _Rest(Exception):
         self.error, self.wholes = error, wholes
 
 
-def _wholes(held: Held) -> dict[str, _Whole]:
+def _wholes(held: HeldChunks) -> dict[str, _Whole]:
     """Return every tensor with the lowest rank that holds each box, so that rank 0 reads its own
     copy where it has one."""
     boxes: dict[str, dict[tuple[int, ...], tuple[int, Chunk]]] = {}

@@ -63,7 +63,7 @@ class Generation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundGenerations:
     """The generations below a job's URL."""
 
     committed: tuple[Generation, ...]  # newest first; none of them verified
@@ -82,7 +82,7 @@ class Generations:
 
     # ── listing ──────────────────────────────────────────────────────────────────────────────────
 
-    def find(self) -> Found:
+    def find(self) -> FoundGenerations:
         """Return all generations, each kind newest first."""
         files: dict[Generation, set[str]] = {}
         top = self.url.rstrip("/")
@@ -96,7 +96,7 @@ class Generations:
             each for each in newest if each not in committed and REJECTED_FILE in files[each]
         ]
         unfinished = [each for each in newest if each not in committed and each not in rejected]
-        return Found(tuple(committed), tuple(rejected), tuple(unfinished))
+        return FoundGenerations(tuple(committed), tuple(rejected), tuple(unfinished))
 
     def steps(self) -> list[int]:
         """Return the steps with a commit marker, newest first; none of them verified."""

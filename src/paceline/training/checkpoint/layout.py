@@ -100,21 +100,21 @@ def chunks_of(tensors: Mapping[str, Tensor]) -> list[Chunk]:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldChunks:
     """The boxes that every rank holds; replicas share one list."""
 
     lists: tuple[tuple[Chunk, ...], ...]
     of_rank: tuple[int, ...]  # index into ``lists``, by rank
 
     @classmethod
-    def of(cls, held: Sequence[Sequence[Chunk]]) -> Held:
+    def of(cls, held: Sequence[Sequence[Chunk]]) -> HeldChunks:
         """Return it from the boxes of each rank."""
         numbers: dict[tuple[Chunk, ...], int] = {}
         of_rank = tuple(numbers.setdefault(tuple(each), len(numbers)) for each in held)
         return cls(tuple(numbers), of_rank)
 
 
-def share_out(held: Held) -> list[list[Chunk]]:
+def share_out(held: HeldChunks) -> list[list[Chunk]]:
     """Return the boxes that each rank writes, so that every box is written once.
 
     A box that several ranks hold goes to the least loaded of them, the largest first. Raises
@@ -192,7 +192,7 @@ def _require_tiling(chunks: Mapping[Chunk, object]) -> None:
 
 
 @dataclass(frozen=True)
-class Read:
+class BoxRead:
     """Copy a part of a saved box to a part of a local one; offsets are relative to each box."""
 
     file: str
@@ -202,7 +202,7 @@ class Read:
     lengths: Sizes
 
 
-def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[Read]:
+def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[BoxRead]:
     """Yield the reads that fill the local part of ``wanted`` from the saved tensor."""
     if isinstance(wanted, DTensor) and wanted.device_mesh.get_coordinate() is None:
         return
@@ -220,7 +220,7 @@ def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[Read]
     for item in create_read_items_for_chunk_list(name, metadata, here):
         assert item.storage_index.index is not None
         chunk = stored.chunks[item.storage_index.index]
-        yield Read(
+        yield BoxRead(
             chunk.file,
             key_of(name, chunk.offsets),
             tuple(item.storage_offsets),

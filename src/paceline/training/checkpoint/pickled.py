@@ -1,10 +1,10 @@
 """A pickle parsed as data: names and values only; nothing is imported, constructed or called.
 
 ``parse`` interprets the opcodes that torch writes into ``.metadata`` and into a tensor's file, and
-no others. A global becomes a ``Global`` (two strings), a call or an instance an ``Object`` (the
-callable's name, its arguments, its state). A pickle cannot reach a class or function of this
-process, so it can neither run code nor leave state behind, whatever its opcodes. Time is linear in
-the bytes; memory is bounded by ``MAX_OBJECTS`` and the bytes themselves.
+no others. A global becomes a ``PickledGlobal`` (two strings), a call or an instance an
+``PickledCall`` (the callable's name, its arguments, its state). A pickle cannot reach a class or
+function of this process, so it can neither run code nor leave state behind, whatever its opcodes.
+Time is linear in the bytes; memory is bounded by ``MAX_OBJECTS`` and the bytes themselves.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ MAX_OBJECTS = 16_000_000  # strings, lists, dicts, tuples, objects: about 1.3 GB
 MAX_DEPTH = 64  # of nested marks; DCP needs six
 
 
-class Global(NamedTuple):
+class PickledGlobal(NamedTuple):
     """The name of a class or function."""
 
     module: str
     name: str
 
 
-class Object:
+class PickledCall:
     """A call that a pickle requests: ``by`` with ``args``, then ``state`` set on the result."""
 
     __slots__ = ("args", "by", "state")
 
-    def __init__(self, by: Global, args: tuple[Any, ...]) -> None:
+    def __init__(self, by: PickledGlobal, args: tuple[Any, ...]) -> None:
         self.by, self.args = by, args
         self.state: Any = None
 
 
-PERSISTENT = Global("", "persistent id")  # ``by`` of a reference to data outside the pickle
+PERSISTENT = PickledGlobal("", "persistent id")  # ``by`` of a reference to data outside the pickle
 
 
 def parse(data: bytes, names: Collection[tuple[str, str]], where: Path) -> Any:
@@ -186,7 +186,7 @@ class _Machine:
 
     def _set(self, into: dict[Any, Any], key: Any, value: Any) -> None:
         # Only keys of these types have a hash that a file cannot force to collide (or to recurse).
-        if type(key) not in (str, Object):
+        if type(key) not in (str, PickledCall):
             raise TypeError(f"{type(key).__name__} as a key")
         into[key] = value
 
@@ -211,18 +211,18 @@ class _Machine:
                 where=self._where,
                 do="Do not open it with other tools either, unless you know who made it.",
             )
-        self.make(Global(module, name))
+        self.make(PickledGlobal(module, name))
 
     def call(self) -> None:
-        args, by = self.pop(tuple), self.pop(Global)
-        self.make(Object(by, args))
+        args, by = self.pop(tuple), self.pop(PickledGlobal)
+        self.make(PickledCall(by, args))
 
     def persistent(self) -> None:
-        self.make(Object(PERSISTENT, self.pop(tuple)))
+        self.make(PickledCall(PERSISTENT, self.pop(tuple)))
 
     def build(self) -> None:
         state = self._stack.pop()
-        target = self.top(Object)
+        target = self.top(PickledCall)
         if state is None or target.state is not None:
             raise TypeError("an object is given its state twice, or none")
         target.state = state

@@ -27,8 +27,8 @@ from paceline.storage import DiskStore
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import (
     DTYPES,
-    Held,
-    Read,
+    BoxRead,
+    HeldChunks,
     chunks_of,
     file_of,
     index_of,
@@ -57,7 +57,7 @@ def seed_generation(
     ``source`` describes where the tensors come from. Raises TrainingFailed where a number is not
     finite.
     """
-    written = share_out(Held.of([chunks_of(tensors)]))
+    written = share_out(HeldChunks.of([chunks_of(tensors)]))
     staging = Staging(written[0])
     staging.fill(tensors)
     staging.require_finite(0)
@@ -80,7 +80,7 @@ def seed_generation(
     return generations.commit(generation, commit, index_of(written))
 
 
-class Files:
+class VerifiedFiles:
     """Verified files of one generation, one open at a time; a context manager.
 
     A file is verified whole before it is opened. A file from S3 is kept below ``work_dir`` until
@@ -101,7 +101,7 @@ class Files:
         self._opened: Any = None
         self._closing = contextlib.ExitStack()
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> VerifiedFiles:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -222,7 +222,7 @@ def resume_newest_healthy(
 class _Checked:
     commit: Commit
     files: dict[str, Path]
-    plan: list[tuple[Tensor, list[Read]]]
+    plan: list[tuple[Tensor, list[BoxRead]]]
     fresh: dict[tuple[str, str], Tensor]  # (parameter, moment) → the optimizer's new state
     kept: dict[str, Tensor]  # new state of ``TrainState.keeps``
 
@@ -297,7 +297,7 @@ def _room_to_keep(index: Index, state: TrainState) -> dict[str, Tensor]:
 
 def _plan(
     index: Index, state: TrainState, kept: dict[str, Tensor], where: str
-) -> tuple[list[tuple[Tensor, list[Read]]], dict[tuple[str, str], Tensor]]:
+) -> tuple[list[tuple[Tensor, list[BoxRead]]], dict[tuple[str, str], Tensor]]:
     """Return the reads of each target tensor, and the optimizer's new state."""
     targets: dict[str, Tensor] = {
         name: tensor for name, tensor in state.tensors().items() if name.startswith(MODEL)

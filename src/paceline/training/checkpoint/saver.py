@@ -27,8 +27,8 @@ from paceline.training.checkpoint.layout import chunks_of, index_of, share_out
 from paceline.training.checkpoint.records import Index
 from paceline.training.checkpoint.staging import Exchange, Staging, agree_on_held
 from paceline.training.checkpoint.stateful import TrainState
-from paceline.training.checkpoint.writer import Ended, Save, Writer
-from paceline.training.interval import Alert, Failures, Interval
+from paceline.training.checkpoint.writer import SaveRequest, SaveResult, Writer
+from paceline.training.interval import CheckpointAlert, CheckpointInterval, FailureCount
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +53,20 @@ class Checkpointer:
         config_digest: str,
         code_version: str,
         environment: Mapping[str, Any] | None = None,
-        failures: Failures | None = None,
+        failures: FailureCount | None = None,
         deadline_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``deadline_s``: for one save, from its first byte to its marker."""
         self.stall_s = 0.0  # time that saves blocked training
         self.put_off = 0  # saves that were due while another was in flight
-        self.alerts: list[Alert] = []
+        self.alerts: list[CheckpointAlert] = []
         self.saved: dict[int, CheckpointRef] = {}
         self._generations = generations
         self._state = state
         self._deadline_s = deadline_s
         self._clock = clock
-        self._interval = Interval(settings, failures or Failures())
+        self._interval = CheckpointInterval(settings, failures or FailureCount())
         self._exchange = Exchange(state.group, deadline_s)
         self._writer = Writer(
             generations,
@@ -89,7 +89,7 @@ class Checkpointer:
         )
         self._waiting = False  # a postponed save is due as soon as none is in flight
         self._thread: threading.Thread | None = None
-        self._ended: Ended | None = None
+        self._ended: SaveResult | None = None
         self._error: PacelineError | None = None
         self._failed_in_row = 0
         self._unreported: list[CheckpointRef] = []
@@ -165,7 +165,7 @@ class Checkpointer:
         self._waiting = False
         self._next = int(following)
         self._state.position = dict(position)
-        save = Save(
+        save = SaveRequest(
             Generation(step, int(number)),
             copy.deepcopy(dict(position)),  # it and ``extra`` change while the thread writes
             {name: value for name, value in metrics.items() if math.isfinite(value)},
@@ -237,7 +237,7 @@ class Checkpointer:
         self._staging = Staging(written[group.rank], pin=pin)
         self._signature = signature
 
-    def _write(self, save: Save, staging: Staging) -> None:
+    def _write(self, save: SaveRequest, staging: Staging) -> None:
         """Run one save; the target of the writer thread."""
         self._ended = self._writer.run(save, staging, self._index)
 
@@ -276,13 +276,13 @@ class Checkpointer:
                 del self.saved[step]
             return None
         self._failed_in_row += 1
-        self._note(Alert("checkpoint-failed", ended.step, str(ended.error)))
+        self._note(CheckpointAlert("checkpoint-failed", ended.step, str(ended.error)))
         most = MOST_UNANSWERED if ended.kind in ("temporary", "full") else MOST_FAILED
         if ended.kind == "final" or self._failed_in_row >= most:
             self._error = ended.error
         return ended.error
 
-    def _note(self, alert: Alert | None) -> None:
+    def _note(self, alert: CheckpointAlert | None) -> None:
         if alert is not None and len(self.alerts) < MOST_ALERTS:
             log.warning("%s step=%d %s", alert.kind, alert.step, alert.message)
             self.alerts.append(alert)

@@ -25,7 +25,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import PeerLost, TrainingFailed
-from paceline.training.checkpoint.layout import DTYPES, Chunk, Held, from_bytes, local_of, to_bytes
+from paceline.training.checkpoint.layout import (
+    DTYPES,
+    Chunk,
+    HeldChunks,
+    from_bytes,
+    local_of,
+    to_bytes,
+)
 from paceline.training.loop.group import Group
 
 log = logging.getLogger(__name__)
@@ -193,7 +200,7 @@ class Exchange:
             raise PeerLost("another rank is gone", got=str(error).splitlines()[0][:300]) from error
 
 
-def agree_on_held(exchange: Exchange, mine: Sequence[Chunk]) -> Held:
+def agree_on_held(exchange: Exchange, mine: Sequence[Chunk]) -> HeldChunks:
     """Return the boxes of every rank; of equal lists, only the first holder sends one."""
     raw = to_bytes(mine)
     digests = exchange.all(hashlib.sha256(raw).digest())
@@ -201,4 +208,4 @@ def agree_on_held(exchange: Exchange, mine: Sequence[Chunk]) -> Held:
     of_rank = tuple(numbers[digest] for digest in digests)
     sends = of_rank.index(of_rank[exchange.rank]) == exchange.rank
     told = exchange.all(raw if sends else b"")
-    return Held(tuple(from_bytes(each) for each in told if each), of_rank)
+    return HeldChunks(tuple(from_bytes(each) for each in told if each), of_rank)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Kept(Protocol):
+class Stateful(Protocol):
     """State beside model and optimizer that a checkpoint must contain; names are unique in a job.
 
     For example the rows of a recurrent task (``recurrent.Carried``), or gradients that a
@@ -44,34 +44,34 @@ class Kept(Protocol):
 
 
 @runtime_checkable
-class Spoilable(Protocol):
+class Discardable(Protocol):
     """A ``Kept`` whose state a bad batch could spoil for all later batches."""
 
     def let_go(self) -> None:
         """Discard the state of the batch since the last ``settle``: its update was not taken."""
 
 
-def keeps_of(*owners: object) -> list[Kept]:
+def keeps_of(*owners: object) -> list[Stateful]:
     """Return the ``Kept`` objects of ``owners`` and of the workloads that they wrap."""
-    found: list[Kept] = []
+    found: list[Stateful] = []
     for each in owners:
-        its: Sequence[Kept] = getattr(each, "keeps", ())
+        its: Sequence[Stateful] = getattr(each, "keeps", ())
         found += its
         if not its and (inner := getattr(each, "workload", None)) is not None:
             found += keeps_of(inner)
     return found
 
 
-def settle(keeps: Sequence[Kept]) -> None:
+def settle(keeps: Sequence[Stateful]) -> None:
     """Take a snapshot of each."""
     for each in keeps:
         each.settle()
 
 
-def let_go(keeps: Sequence[Kept]) -> None:
+def let_go(keeps: Sequence[Stateful]) -> None:
     """Discard the state of the last batch, in each that supports it."""
     for each in keeps:
-        if isinstance(each, Spoilable):
+        if isinstance(each, Discardable):
             each.let_go()
 
 
@@ -79,7 +79,7 @@ MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 
 
-class Parted(Protocol):
+class HasModules(Protocol):
     """The part of ``parallel.Parallel`` that is needed here: this rank's modules."""
 
     @property
@@ -102,13 +102,13 @@ class WholeModel:
 class TrainState:
     """All state on this rank that a checkpoint contains."""
 
-    parallel: Parted
+    parallel: HasModules
     optimizer: Optimizer
     group: Group
     mesh: Any = None  # its ``spec`` (dp, shard, tp, pp) is recorded
     position: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
-    keeps: Sequence[Kept] = ()
+    keeps: Sequence[Stateful] = ()
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor to save by name: the live tensors, not copies."""

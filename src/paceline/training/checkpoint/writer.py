@@ -41,7 +41,7 @@ _WORST_FIRST: tuple[Kind, ...] = ("final", "permanent", "full", "temporary")
 
 
 @dataclass(frozen=True)
-class Save:
+class SaveRequest:
     """The content of one save beside the tensors."""
 
     generation: Generation
@@ -52,7 +52,7 @@ class Save:
 
 
 @dataclass
-class Ended:
+class SaveResult:
     """The result of a save; the same on every rank."""
 
     step: int
@@ -118,22 +118,22 @@ class Writer:
         self._identity = dict(identity)
         self._keep, self._keep_best = keep, keep_best
 
-    def run(self, save: Save, staging: Staging, index: Index) -> Ended:
+    def run(self, save: SaveRequest, staging: Staging, index: Index) -> SaveResult:
         """Write ``save`` and return its result; raises nothing."""
         began = time.perf_counter()
         try:
             ended = self._write(save, staging, index)
         except PacelineError as error:  # another rank is gone: no agreement is possible
-            ended = Ended(save.generation.step, 0.0, error=error)
+            ended = SaveResult(save.generation.step, 0.0, error=error)
         except Exception as error:
             log.exception("checkpoint writer failed step=%d", save.generation.step)
             wrapped = TrainingFailed("checkpoint writer failed", got=repr(error))
             wrapped.__cause__ = error
-            ended = Ended(save.generation.step, 0.0, error=wrapped)
+            ended = SaveResult(save.generation.step, 0.0, error=wrapped)
         ended.seconds = time.perf_counter() - began
         return ended
 
-    def _write(self, save: Save, staging: Staging, index: Index) -> Ended:
+    def _write(self, save: SaveRequest, staging: Staging, index: Index) -> SaveResult:
         step = save.generation.step
         part = _Part()
         if staging.chunks:
@@ -153,10 +153,10 @@ class Writer:
             verdict = self._commit(save, parts, index)
         kind, *rest = json.loads(self._exchange.all(verdict)[0])
         if kind != "committed":
-            return _failure_of(step, [_Part(error=rest[0], kind=kind)]) or Ended(step, 0.0)
-        return Ended(step, 0.0, ref=CheckpointRef(**rest[0]), kept=rest[1])
+            return _failure_of(step, [_Part(error=rest[0], kind=kind)]) or SaveResult(step, 0.0)
+        return SaveResult(step, 0.0, ref=CheckpointRef(**rest[0]), kept=rest[1])
 
-    def _upload(self, save: Save, staging: Staging, part: _Part) -> None:
+    def _upload(self, save: SaveRequest, staging: Staging, part: _Part) -> None:
         group = self._state.group
         name = file_of(group.rank, group.world_size)
         saved = SavedFile(sha256=hashlib.sha256(staging.view).hexdigest(), bytes=staging.bytes)
@@ -167,7 +167,7 @@ class Writer:
             log.warning("checkpoint part failed step=%d error=%s", save.generation.step, error)
             part.failed(error, staging.bytes)
 
-    def _commit(self, save: Save, parts: Sequence[_Part], index: Index) -> bytes:
+    def _commit(self, save: SaveRequest, parts: Sequence[_Part], index: Index) -> bytes:
         """Write the marker and return the result as JSON."""
         generations, generation = self._generations, save.generation
         files = {name: saved for part in parts for name, saved in part.files.items()}
@@ -217,7 +217,7 @@ class Writer:
             log.warning("half a checkpoint was left generation=%s error=%s", generation, error)
 
 
-def _failure_of(step: int, parts: Sequence[_Part]) -> Ended | None:
+def _failure_of(step: int, parts: Sequence[_Part]) -> SaveResult | None:
     """Return the result of a save in which ranks failed (the worst failure); None without any."""
     errors = [(rank, part) for rank, part in enumerate(parts) if part.error]
     if not errors:
@@ -236,7 +236,7 @@ def _failure_of(step: int, parts: Sequence[_Part]) -> Ended | None:
         where=at if told["where"] is None else f"{told['where']}, {at}",
         do=told["do"],
     )
-    return Ended(step, 0.0, error=error, kind=worst.kind)
+    return SaveResult(step, 0.0, error=error, kind=worst.kind)
 
 
 def _text(value: object) -> str | None:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Cancelled, PacelineError
-from paceline.training.launcher.ports import GangMember, GangResult, OnLine
+from paceline.training.launcher.ports import GangMember, GangResult, LineHandler
 from paceline.training.loop.rank_process import STOPPED_EXIT, waits
 
 if TYPE_CHECKING:
-    from paceline.training.launcher.gang import Gangs
+    from paceline.training.launcher.gang import GangSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,11 @@ class Attempt:
     """One attempt, from its first order to the end of its last rank."""
 
     def __init__(
-        self, gangs: Gangs, ranks: dict[int, RankState], attempt: int, on_event: OnLine | None
+        self,
+        gangs: GangSupervisor,
+        ranks: dict[int, RankState],
+        attempt: int,
+        on_event: LineHandler | None,
     ) -> None:
         self._gangs = gangs
         self._nodes = gangs.nodes

@@ -27,27 +27,27 @@ from paceline.training.launcher.gang import (
     Deadlines,
     GangMember,
     GangResult,
-    Gangs,
+    GangSupervisor,
     Launcher,
-    OnLine,
+    LineHandler,
 )
-from paceline.training.launcher.independent_restart import Fell, Keeper
-from paceline.training.launcher.job_notes import History, Notes, read_history
-from paceline.training.launcher.job_tracker import Account, Restarting
+from paceline.training.launcher.independent_restart import RankExit, RestartPolicy
+from paceline.training.launcher.job_notes import HistoryWriter, JobHistory, read_history
+from paceline.training.launcher.job_tracker import EndedAttempt, JobTracker
 from paceline.training.launcher.local import launcher_argv
-from paceline.training.launcher.placement import Lineup, Roster, shrunk
+from paceline.training.launcher.placement import Assignment, NodePool, shrunk
 from paceline.training.parallel import readers_of
 from paceline.training.strategies import SERVING, is_asynchronous
 
 
-class Waiting(Protocol):
-    """The part of ``Gangs`` used for placing a restarted rank: ready nodes, and spares."""
+class ReadyNodes(Protocol):
+    """The part of ``GangSupervisor`` used for placing a restarted rank: ready nodes, and spares."""
 
     ready: set[str]
     spares: dict[str, str]
 
 
-class Replacing:
+class PlacementRestartPolicy:
     """Restart policy of one attempt with independent restart.
 
     A rank restarts in a waiting spare, else on its own node, else on the one with the fewest ranks;
@@ -59,19 +59,19 @@ class Replacing:
 
     def __init__(
         self,
-        roster: Roster,
-        account: Account,
-        gangs: Waiting,
+        roster: NodePool,
+        account: JobTracker,
+        gangs: ReadyNodes,
         environment: Callable[[str], Mapping[str, str]],
         most: int,
-        keep_stacks: Callable[[Fell], object] = lambda _fell: None,
+        keep_stacks: Callable[[RankExit], object] = lambda _fell: None,
     ) -> None:
         """``most``: restarts per rank; ``environment``: a rank's variables on a given node."""
         self._roster, self._account, self._gangs = roster, account, gangs
         self._environment, self._most, self._keep_stacks = environment, most, keep_stacks
         self._times: Counter[int] = Counter()
 
-    def replace(self, fell: Fell, living: Mapping[int, str]) -> GangMember | None:
+    def replace(self, fell: RankExit, living: Mapping[int, str]) -> GangMember | None:
         """Record the exit; return where the rank restarts, None to leave it out."""
         now, member = time.monotonic(), fell.member
         self._account.fell(member.rank, member.worker_id, fell.kind, fell.reason, now)
@@ -127,7 +127,7 @@ CANCEL_GRACE_S = 15.0
 
 
 class GangRunner(Protocol):
-    """The part of ``Gangs`` that the driver uses."""
+    """The part of ``GangSupervisor`` that the driver uses."""
 
     spares: dict[str, str]
     ready: set[str]
@@ -137,9 +137,9 @@ class GangRunner(Protocol):
         members: Sequence[GangMember],
         text: str,
         attempt: int,
-        on_event: OnLine | None,
+        on_event: LineHandler | None,
         *,
-        keeper: Keeper | None = None,
+        keeper: RestartPolicy | None = None,
     ) -> GangResult: ...
     def keep_spare(self, name: str, worker_id: str, env: dict[str, str], text: str) -> None: ...
     def call_back(self, worker_id: str) -> bool: ...
@@ -177,7 +177,9 @@ def run_job(
     with launcher.open_nodes(
         workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait
     ) as nodes:
-        gangs = Gangs(nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S))
+        gangs = GangSupervisor(
+            nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S)
+        )
         gangs.watch_for_preemption(guard.preemption, guard.grace_s, job.state_dir)
         if (finished := stored_result(job, store)) is not None:
             return finished  # by the driver that held the nodes before
@@ -192,8 +194,8 @@ def drive(
     on_event: Callable[[RankEvent], None] | None = None,
 ) -> TrainResult:
     """Run ``job`` on nodes already held; see ``run_job``."""
-    with Notes(job, store) as notes:
-        result = _Course(job, workers, gangs, read_history(job, store), notes, on_event).run()
+    with HistoryWriter(job, store) as notes:
+        result = _JobRun(job, workers, gangs, read_history(job, store), notes, on_event).run()
     store.put_bytes(_result_url(job), canonical_json(result))
     return result
 
@@ -221,7 +223,7 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
     return result.model_copy(update=learned_from(job))
 
 
-class _Course:
+class _JobRun:
     """The attempts of one job."""
 
     def __init__(
@@ -229,8 +231,8 @@ class _Course:
         job: TrainJob,
         workers: Sequence[str],
         gangs: GangRunner,
-        before: History,
-        notes: Notes,
+        before: JobHistory,
+        notes: HistoryWriter,
         on_event: Callable[[RankEvent], None] | None,
     ) -> None:
         self._job = job
@@ -238,10 +240,10 @@ class _Course:
         self._before = before
         self._notes = notes
         self._on_event = on_event
-        self._roster = Roster(workers, job.settings)
+        self._roster = NodePool(workers, job.settings)
         self._began = time.monotonic()
-        self._account = Account(job, self._began, self._before)
-        self._lineup: Lineup | None = None
+        self._account = JobTracker(job, self._began, self._before)
+        self._lineup: Assignment | None = None
         self._now_running = job
         self._spares_made = 0
         self._spare_due, self._spare_tries = 0.0, 0
@@ -304,8 +306,8 @@ class _Course:
         except TemporaryError as error:
             return GangResult(ok=False, exit_codes={}, reason=error.one_line())
 
-    def _keeper(self, job: TrainJob, attempt: int) -> Replacing:
-        return Replacing(
+    def _keeper(self, job: TrainJob, attempt: int) -> PlacementRestartPolicy:
+        return PlacementRestartPolicy(
             self._roster,
             self._account,
             self._gangs,
@@ -314,7 +316,7 @@ class _Course:
             lambda fell: self._notes.keep_stack(attempt, fell.member.rank, fell.stderr),
         )
 
-    def _line_up(self) -> Lineup:
+    def _line_up(self) -> Assignment:
         self._roster.forgive(time.monotonic())
         try:
             return self._roster.lineup(self._gangs.spares)
@@ -377,7 +379,7 @@ class _Course:
         now = time.monotonic()
         for worker in outcome.preempted:
             self._roster.taken_away(worker)
-        restarting = Restarting(outcome, now, preempted=bool(outcome.preempted))
+        restarting = EndedAttempt(outcome, now, preempted=bool(outcome.preempted))
         if outcome.hung:
             restarting.stacks_url = self._keep_stacks(outcome, attempt)
         try:
@@ -395,7 +397,7 @@ class _Course:
                 "resumes it.",
             )
 
-    def _blame(self, outcome: GangResult, ended: Restarting, now: float) -> None:
+    def _blame(self, outcome: GangResult, ended: EndedAttempt, now: float) -> None:
         for worker in sorted(outcome.lost - outcome.preempted):  # preempted: not a node failure
             self._roster.failed(worker, lost=True, now=now)
         failed = outcome.failed_worker

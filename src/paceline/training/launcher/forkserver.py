@@ -1,11 +1,11 @@
 """A node's rank launcher: a fork server with torch imported that starts a rank in 0.3 s.
 
-``python -m paceline.training.launcher.forkserver MODULE:FUNCTION`` reads orders from standard input
-and writes events to standard output, one JSON object a line (listed at ``Launcher``). It forks each
-rank into its own process group; ranks die with the launcher (parent-death signal), the launcher
-ends when its standard input closes, and it kills orphans of ranks as their subreaper. It is
-single-threaded and never blocks: forking a process with threads can deadlock, so everything that
-waits (rendezvous store, abort-key watch, preemption watcher) is a forked child, too.
+``python -m paceline.training.launcher.forkserver MODULE:FUNCTION`` reads orders from standard
+input and writes events to standard output, one JSON object a line (listed at ``ForkServer``). It
+forks each rank into its own process group; ranks die with the launcher (parent-death signal), the
+launcher ends when its standard input closes, and it kills orphans of ranks as their subreaper. It
+is single-threaded and never blocks: forking a process with threads can deadlock, so everything
+that waits (rendezvous store, abort-key watch, preemption watcher) is a forked child, too.
 
 MODULE is imported before the first fork; FUNCTION runs as the rank and reads its own standard input
 and environment. Does not depend on training code.
@@ -48,7 +48,7 @@ MAX_WAITING_BYTES = 4 * 1024 * 1024  # unsent output; above it the ranks' pipes 
 STOPPED = 143  # a rank's exit code: stopped on request, state saved; no reason to end the others
 
 
-class Launcher:
+class ForkServer:
     """The fork server's event loop.
 
     Orders received: ``store`` (host, job), ``start`` (attempt, ranks, input, host, port, loose),
@@ -379,7 +379,7 @@ def main(arguments: list[str]) -> int:
         preload()
     out = os.dup(1)
     os.dup2(2, 1)  # prints of imported modules go to standard error
-    return Launcher(getattr(found, function), os.dup(0), out).serve()
+    return ForkServer(getattr(found, function), os.dup(0), out).serve()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Gang scheduling of ranks: they start together on several nodes and end together.
 
-``Gangs`` runs one attempt after another on nodes whose launchers (forkserver.py) stay warm in
-between, and tracks which nodes are ready, lost, or preempted. Does not depend on training code.
+``GangSupervisor`` runs one attempt after another on nodes whose launchers (forkserver.py) stay
+warm in between, and tracks which nodes are ready, lost, or preempted. Does not depend on training
+code.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from typing import Any
 
 from paceline.errors import Cancelled, InvalidInput, WorkerLost
 from paceline.training.launcher.attempt import TICK_S, Attempt, RankState
-from paceline.training.launcher.independent_restart import Keeper, LooseAttempt
+from paceline.training.launcher.independent_restart import IndependentAttempt, RestartPolicy
 from paceline.training.launcher.ports import (
     Deadlines,
     GangMember,
     GangResult,
-    Heard,
     Launcher,
+    LineHandler,
+    NodeMessage,
+    NodeMessageLike,
     Nodes,
-    OnLine,
-    Word,
 )
 
 __all__ = [
     "Deadlines",
     "GangMember",
     "GangResult",
-    "Gangs",
-    "Heard",
+    "GangSupervisor",
     "Launcher",
+    "LineHandler",
+    "NodeMessage",
+    "NodeMessageLike",
     "Nodes",
-    "OnLine",
-    "Word",
 ]
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ RETURN_DEADLINE_S = 15.0  # for an unreachable node to return
 READY_DEADLINE_S = 120.0  # for a launcher to import torch on a busy machine
 
 
-class Gangs:
+class GangSupervisor:
     """Runs attempts on one set of nodes and tracks the nodes' state."""
 
     def __init__(
@@ -108,7 +109,7 @@ class Gangs:
     def lose(self, worker_id: str, why: str) -> None:
         """End the node's launcher and mark the node lost until it is started again."""
         self.nodes.drop(worker_id)
-        self.note(Heard(worker_id, lost=why))
+        self.note(NodeMessage(worker_id, lost=why))
 
     def call_back(self, worker_id: str) -> bool:
         """Restart a lost node's launcher where possible; return whether the node is ready now."""
@@ -139,9 +140,9 @@ class Gangs:
         members: Sequence[GangMember],
         text: str,
         attempt: int,
-        on_event: OnLine | None,
+        on_event: LineHandler | None,
         *,
-        keeper: Keeper | None = None,
+        keeper: RestartPolicy | None = None,
     ) -> GangResult:
         """Run one rank per member, each with ``text`` as its input; return how the gang ended.
 
@@ -155,7 +156,7 @@ class Gangs:
         self.preempted.clear()
         attempted = Attempt(self, ranks, attempt, on_event)
         if keeper is not None:
-            attempted = LooseAttempt(self, ranks, attempt, on_event, keeper)
+            attempted = IndependentAttempt(self, ranks, attempt, on_event, keeper)
         try:
             fault = attempted.start(text) or attempted.follow()
         except BaseException:
@@ -177,7 +178,7 @@ class Gangs:
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("cancelled by the caller", where="a gang of ranks")
 
-    def note(self, heard: Word) -> str:
+    def note(self, heard: NodeMessageLike) -> str:
         """Update the node's state from a message; return the message's kind ("": a rank's line)."""
         worker, line = heard.worker_id, heard.line
         if heard.lost:

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from paceline.training.launcher.attempt import TICK_S, Attempt, Fault, RankState, stop_order
-from paceline.training.launcher.ports import GangMember, GangResult, OnLine
+from paceline.training.launcher.ports import GangMember, GangResult, LineHandler
 from paceline.training.loop.rank_process import STOPPED_EXIT
 
 if TYPE_CHECKING:
-    from paceline.training.launcher.gang import Gangs
+    from paceline.training.launcher.gang import GangSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ Kind = Literal["failed", "hung", "lost", "preempted"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fell:
+class RankExit:
     """A rank that ended before the job did."""
 
     member: GangMember
@@ -47,27 +47,27 @@ class Fell:
     stderr: str = ""
 
 
-class Keeper(Protocol):
+class RestartPolicy(Protocol):
     """Decides whether and where a rank restarts after it ended early."""
 
     @property
     def keepers(self) -> int:
         """Return the number of ranks, counted from 0, that hold the state."""
 
-    def replace(self, fell: Fell, living: Mapping[int, str]) -> GangMember | None:
+    def replace(self, fell: RankExit, living: Mapping[int, str]) -> GangMember | None:
         """Return where the rank restarts, None to leave it out; ``living``: rank → node."""
 
 
-class LooseAttempt(Attempt):
+class IndependentAttempt(Attempt):
     """One attempt with independent restart of its ranks."""
 
     def __init__(
         self,
-        gangs: Gangs,
+        gangs: GangSupervisor,
         ranks: dict[int, RankState],
         attempt: int,
-        on_event: OnLine | None,
-        keeper: Keeper,
+        on_event: LineHandler | None,
+        keeper: RestartPolicy,
     ) -> None:
         super().__init__(gangs, ranks, attempt, on_event)
         self._keeper = keeper
@@ -172,7 +172,7 @@ class LooseAttempt(Attempt):
         reason = f"rank {member.rank} on {member.worker_id} {how}"
         if kind == "lost":
             self._told_lost.add(member.worker_id)
-        fell = Fell(member=member, kind=kind, reason=reason, stderr=fallen.stderr)
+        fell = RankExit(member=member, kind=kind, reason=reason, stderr=fallen.stderr)
         again = self._keeper.replace(fell, living)
         log.warning("rank fell: %s; again on %s", reason, again.worker_id if again else "no node")
         if again is None:

@@ -1,10 +1,10 @@
 """A job's history across drivers, and the background writer that stores it beside checkpoints.
 
-A restarted driver reads from ``History`` the failures (an ``auto`` checkpoint interval depends on
-their rate), the skipped batches and the attempt number. Allowances (restarts, failures per host)
-start anew with each driver, because a user decided to run it again. Writes are best effort, ordered
-and bounded, in a thread: a slow store can block for a minute, while the driver must poll every node
-within its lease (30 s). Does not depend on ranks.
+A restarted driver reads from ``JobHistory`` the failures (an ``auto`` checkpoint interval depends
+on their rate), the skipped batches and the attempt number. Allowances (restarts, failures per
+host) start anew with each driver, because a user decided to run it again. Writes are best effort,
+ordered and bounded, in a thread: a slow store can block for a minute, while the driver must poll
+every node within its lease (30 s). Does not depend on ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HISTORY_FILE = "history.json"
 MOST_BYTES = 4 * 1024 * 1024
 
 
-class History(Record):
+class JobHistory(Record):
     """Record of a job's earlier drivers."""
 
     attempts: int = Field(default=0, ge=0)
@@ -49,16 +49,16 @@ class History(Record):
         }
 
 
-def read_history(job: TrainJob, store: ObjectStore) -> History:
+def read_history(job: TrainJob, store: ObjectStore) -> JobHistory:
     """Return the stored history of ``job``; an empty one where none can be read."""
     url = history_url(job)
     try:
-        return History.model_validate_json(store.get_bytes(url, MOST_BYTES))
+        return JobHistory.model_validate_json(store.get_bytes(url, MOST_BYTES))
     except SourceMissing:
-        return History()
+        return JobHistory()
     except (PacelineError, ValidationError) as error:
         log.warning("a job's history cannot be read: counts begin at 0 url=%s why=%s", url, error)
-        return History()
+        return JobHistory()
 
 
 def history_url(job: TrainJob) -> str:
@@ -70,7 +70,7 @@ def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
     return {each: one.get(each, 0) + other.get(each, 0) for each in sorted({*one, *other})}
 
 
-def _keys(history: History, more: Mapping[str, int]) -> list[str]:
+def _keys(history: JobHistory, more: Mapping[str, int]) -> list[str]:
     return sorted({*history.shards, *more})
 
 
@@ -78,7 +78,7 @@ MOST_WAITING = 4096
 CLOSE_S = 5.0
 
 
-class Notes:
+class HistoryWriter:
     """Background writer of one job; a context manager that flushes for ``CLOSE_S`` at its end."""
 
     def __init__(self, job: TrainJob, store: ObjectStore) -> None:
@@ -87,7 +87,7 @@ class Notes:
         self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(MOST_WAITING)
         self._thread = threading.Thread(target=self._run, name="notes", daemon=True)
 
-    def __enter__(self) -> Notes:
+    def __enter__(self) -> HistoryWriter:
         self._thread.start()
         return self
 
@@ -109,7 +109,7 @@ class Notes:
         """Return the URL prefix of an attempt's stacks."""
         return join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
 
-    def keep_history(self, history: History) -> None:
+    def keep_history(self, history: JobHistory) -> None:
         """Store ``history`` for the job's next driver."""
         self._put(history_url(self._job), canonical_json(history))
 

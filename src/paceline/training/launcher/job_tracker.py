@@ -26,8 +26,8 @@ from paceline.schemas.training import (
 from paceline.storage import join_url
 from paceline.training.identity import learned_from
 from paceline.training.launcher.gang import GangResult
-from paceline.training.launcher.job_notes import History
-from paceline.training.launcher.placement import FORGOTTEN_S, Roster
+from paceline.training.launcher.job_notes import JobHistory
+from paceline.training.launcher.placement import FORGOTTEN_S, NodePool
 
 STEPS_KEPT = 100_000  # latest steps that a resume can move to ``lost_work``
 ACCOUNTS = (
@@ -51,7 +51,7 @@ class _Step(NamedTuple):
     stalled: float
 
 
-class Ledger:
+class TimeAccounts:
     """Time accounts of one job from ``now`` on (seconds of one monotonic clock).
 
     Work undone by a failure moves from ``productive`` to ``lost_work`` when the job resumes before
@@ -160,7 +160,7 @@ HOPELESS = {
 
 
 @dataclass
-class Restarting:
+class EndedAttempt:
     """An ended attempt, until the next one completes its first step."""
 
     outcome: GangResult
@@ -177,12 +177,12 @@ class Restarting:
         return self.kind in ("failed", "hung", "lost")
 
 
-class Account:
+class JobTracker:
     """Tracks the attempts of one job and builds its result."""
 
-    def __init__(self, job: TrainJob, now: float, before: History | None = None) -> None:
+    def __init__(self, job: TrainJob, now: float, before: JobHistory | None = None) -> None:
         self._job = job
-        self._before = before or History()
+        self._before = before or JobHistory()
         self._started = now
         self._attempt = self._ranks = 0
         self._step = self._reached = 0
@@ -190,12 +190,12 @@ class Account:
         self._first_resumed: int | None = None
         self._restarts: list[Restart] = []
         self._fallen: dict[int, tuple[int, float]] = {}  # rank → index in _restarts, exit time
-        self._open: Restarting | None = None
+        self._open: EndedAttempt | None = None
         self._said: dict[int, dict[str, Any]] = {}
         self._diverged_at: int | None = None
         self._asked: tuple[Kind, str] | None = None
         self._result: RankEvent | None = None
-        self._ledger = Ledger(now)
+        self._ledger = TimeAccounts(now)
         self._shards: Counter[str] = Counter()
         self._why: dict[str, str] = {}  # shard → reason of its quarantine
         self._stalled = self._waited = 0.0
@@ -290,7 +290,7 @@ class Account:
             self._step = max(self._step, event.step)
             self._result = event
 
-    def failed(self, ended: Restarting) -> None:
+    def failed(self, ended: EndedAttempt) -> None:
         """Record a failed attempt; raises TrainingFailed where another cannot succeed."""
         now = ended.seen_at
         self._close(now)
@@ -327,7 +327,7 @@ class Account:
         """Return whether ranks stopped on request but could not save."""
         return any(said.get("stopped") for said in self._said.values())
 
-    def _kind(self, ended: Restarting) -> Kind:
+    def _kind(self, ended: EndedAttempt) -> Kind:
         outcome = ended.outcome
         if any(said.get("code") == BAD_STEP for said in self._said.values()):
             return "bad-step"
@@ -376,9 +376,9 @@ class Account:
         """Return the job's running time in seconds, including earlier drivers."""
         return self._before.running_s + now - self._started
 
-    def history(self, now: float, roster: Roster) -> History:
+    def history(self, now: float, roster: NodePool) -> JobHistory:
         """Return the history for the next driver of this job."""
-        return History(
+        return JobHistory(
             attempts=max(self._before.attempts, self._attempt),
             failures=self.failures,
             running_s=self.running_s(now),
@@ -395,7 +395,7 @@ class Account:
         more = len(all_of_them) - len(told)
         return "; ".join([*([f"({more} before)"] if more else []), *told])
 
-    def result(self, now: float, roster: Roster, ranks: int) -> TrainResult:
+    def result(self, now: float, roster: NodePool, ranks: int) -> TrainResult:
         """Return the job's result; raises TrainingFailed where rank 0 sent none."""
         if self._result is None:
             raise TrainingFailed("rank 0 ended without a result", where=self._job.job_id)

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from paceline.errors import WorkerLost
-from paceline.training.launcher.gang import Heard
+from paceline.training.launcher.gang import NodeMessage
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,8 @@ class LocalLauncher:
         self.pids: dict[int, int] = {}
         self.launcher_pids: dict[str, int] = {}
         self._running: dict[str, _Node] = {}
-        self._lines: queue.Queue[Heard] = queue.Queue(MAX_LINES)
-        self._ready_again: list[Heard] = []
+        self._lines: queue.Queue[NodeMessage] = queue.Queue(MAX_LINES)
+        self._ready_again: list[NodeMessage] = []
         self._argv: tuple[str, ...] = ()
         self._kept = False
 
@@ -73,7 +73,7 @@ class LocalLauncher:
         cancel: threading.Event | None,  # noqa: ARG002
         on_wait: Callable[[str], None] | None,  # noqa: ARG002
     ) -> Iterator[LocalLauncher]:
-        """Run ``argv`` once for each of ``workers``; see ``Launcher`` (it never waits)."""
+        """Run ``argv`` once for each of ``workers``; see ``ForkServer`` (it never waits)."""
         if tuple(argv) != self._argv:
             self._end_all()
             self._argv = tuple(argv)
@@ -103,7 +103,7 @@ class LocalLauncher:
                 untold[worker_id] = why
         return untold
 
-    def hear(self, timeout_s: float) -> list[Heard]:
+    def hear(self, timeout_s: float) -> list[NodeMessage]:
         """Return the received messages; see ``Nodes``."""
         found, self._ready_again = self._ready_again, []
         with contextlib.suppress(queue.Empty):
@@ -126,7 +126,7 @@ class LocalLauncher:
         node = self._running.get(worker_id)
         if node is not None and node.process.poll() is None:
             if node.is_ready:
-                self._ready_again.append(Heard(worker_id, {"launcher": "ready"}))
+                self._ready_again.append(NodeMessage(worker_id, {"launcher": "ready"}))
             return True
         try:
             node = _Node(worker_id, self._argv, self._lines)
@@ -163,7 +163,9 @@ class LocalLauncher:
 class _Node:
     """A launcher process and the thread that reads it."""
 
-    def __init__(self, worker_id: str, argv: Sequence[str], lines: queue.Queue[Heard]) -> None:
+    def __init__(
+        self, worker_id: str, argv: Sequence[str], lines: queue.Queue[NodeMessage]
+    ) -> None:
         self.worker_id = worker_id
         self.is_ready = False
         self._lines = lines
@@ -231,11 +233,11 @@ class _Node:
                     continue
                 if isinstance(line, dict):
                     self.is_ready = self.is_ready or line.get("launcher") == "ready"
-                    self._say(Heard(self.worker_id, line))
+                    self._say(NodeMessage(self.worker_id, line))
         code = self.process.wait()
-        self._say(Heard(self.worker_id, lost=f"its launcher ended with {code}"))
+        self._say(NodeMessage(self.worker_id, lost=f"its launcher ended with {code}"))
 
-    def _say(self, heard: Heard) -> None:
+    def _say(self, heard: NodeMessage) -> None:
         while not self._unheard:
             with contextlib.suppress(queue.Full):
                 self._lines.put(heard, timeout=0.5)

@@ -20,7 +20,7 @@ FORGOTTEN_S = 86_400.0  # older failures of a node or a job are ignored
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """A rank's assignment: its node, and the spare there that becomes the rank ("": none)."""
 
     rank: int
@@ -29,10 +29,10 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Lineup:
+class Assignment:
     """The assignment of all ranks for the next attempt."""
 
-    seats: tuple[Seat, ...]
+    seats: tuple[Slot, ...]
     reduced: bool  # fewer ranks, or more ranks per node, than with all nodes
 
     @property
@@ -41,7 +41,7 @@ class Lineup:
         return len(self.seats)
 
 
-class Roster:
+class NodePool:
     """The nodes of a job, their failures and availability."""
 
     def __init__(self, workers: Sequence[str], settings: TrainingSettings) -> None:
@@ -97,7 +97,7 @@ class Roster:
             each for each in self.workers if each not in self.left_out and each not in self.away
         ]
 
-    def lineup(self, spares: Mapping[str, str]) -> Lineup:
+    def lineup(self, spares: Mapping[str, str]) -> Assignment:
         """Return the assignment of the next attempt; ``spares``: name → node of waiting spares.
 
         Raises TrainingFailed where fewer ranks remain than ``guard.min_ranks``.
@@ -112,10 +112,10 @@ class Roster:
         if vacant and floor:
             kept = [each for each in homes if each is not None]
             size = self._size(len(kept), floor)
-            return Lineup(_seated(kept[:size], waiting), reduced=True)
+            return Assignment(_seated(kept[:size], waiting), reduced=True)
         nodes = iter(good[number % len(good)] for number in range(vacant))
         full = [each if each is not None else next(nodes) for each in homes]
-        return Lineup(_seated(full, waiting), reduced=vacant > 0)
+        return Assignment(_seated(full, waiting), reduced=vacant > 0)
 
     def spare_nodes(self, count: int) -> list[str]:
         """Return nodes for ``count`` spares, those with the fewest ranks first."""
@@ -138,13 +138,13 @@ class Roster:
         return size
 
 
-def _seated(homes: Sequence[str], waiting: Mapping[str, str]) -> tuple[Seat, ...]:
+def _seated(homes: Sequence[str], waiting: Mapping[str, str]) -> tuple[Slot, ...]:
     left = dict(waiting)
     seats = []
     for rank, worker in enumerate(homes):
         spare = next((name for name, at in left.items() if at == worker), "")
         left.pop(spare, None)
-        seats.append(Seat(rank, worker, spare))
+        seats.append(Slot(rank, worker, spare))
     return tuple(seats)
 
 

@@ -17,11 +17,11 @@ from paceline.training.loop.rank_process import STOPPED_EXIT
 
 LONG_PHASES = ("saving", "exporting", "evaluating")
 
-OnLine = Callable[[dict[str, Any]], None]
+LineHandler = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Heard:
+class NodeMessage:
     """A message of a node: a line of its launcher or ranks, or the reason why it is ``lost``."""
 
     worker_id: str
@@ -29,8 +29,8 @@ class Heard:
     lost: str = ""
 
 
-class Word(Protocol):
-    """The message type of ``Nodes``: anything shaped like ``Heard``."""
+class NodeMessageLike(Protocol):
+    """The message type of ``Nodes``: anything shaped like ``NodeMessage``."""
 
     @property
     def worker_id(self) -> str: ...
@@ -49,7 +49,7 @@ class Nodes(Protocol):
     def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
         """Send each node its order in parallel; return the reason by node for each failure."""
 
-    def hear(self, timeout_s: float) -> Sequence[Word]:
+    def hear(self, timeout_s: float) -> Sequence[NodeMessageLike]:
         """Return messages as soon as there are any, [] after ``timeout_s``."""
 
     def host(self, worker_id: str) -> str:

@@ -22,7 +22,7 @@ from paceline.training.parallel import Parallel
 
 
 @runtime_checkable
-class Apart(Protocol):
+class DivergingReplicas(Protocol):
     """A ``Parallel`` whose ranks may hold different weights."""
 
     def together(self) -> AbstractContextManager[None]:
@@ -30,11 +30,11 @@ class Apart(Protocol):
 
 
 def _together(parallel: Parallel) -> AbstractContextManager[None]:
-    return parallel.together() if isinstance(parallel, Apart) else nullcontext()
+    return parallel.together() if isinstance(parallel, DivergingReplicas) else nullcontext()
 
 
 @dataclass(frozen=True)
-class HeldOut:
+class HeldOutLoss:
     """The result of one evaluation."""
 
     loss: float  # mean nats per token
@@ -76,7 +76,7 @@ class Evaluator:
 
     def evaluate(
         self, parallel: Parallel, workload: Workload, group: Group, device: torch.device
-    ) -> HeldOut:
+    ) -> HeldOutLoss:
         """Return the held-out loss; a collective call of all ranks at the same step."""
         found: list[LossSums] = []
         # A task with carried state recognises an evaluation by the disabled gradients.
@@ -88,4 +88,4 @@ class Evaluator:
         loss_total, counted = group.sums([float(sums.loss), sums.weight])
         loss = loss_total / counted if counted else math.nan
         bits = loss / math.log(2) / self.bytes_per_token if self.bytes_per_token else None
-        return HeldOut(loss, counted, bits)
+        return HeldOutLoss(loss, counted, bits)

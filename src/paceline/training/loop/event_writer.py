@@ -35,7 +35,7 @@ PRINTED_A_MINUTE = 120  # printed lines per rank; further lines are only counted
 
 
 @dataclass(frozen=True)
-class Place:
+class RankIdentity:
     """This rank's identity and rendezvous address, as set by the launcher."""
 
     rank: int
@@ -48,7 +48,7 @@ class Place:
     gang_key: str = field(default="", repr=False)  # secret of an independent-restart gang
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> RankIdentity:
         """Return the identity from the environment; raises InvalidInput for a missing variable."""
         if "PACELINE_SPARE" in os.environ:  # a spare is assigned its rank later
             os.environ.setdefault("RANK", "0")
@@ -72,7 +72,7 @@ class Place:
             ) from error
 
 
-class Voice:
+class EventWriter:
     """Writes this rank's events, one line each, and its heartbeat: phase, step, seconds since.
 
     The heartbeat runs in a thread: a frozen process stops sending, while a process with a hung main
@@ -81,7 +81,7 @@ class Voice:
 
     _phase, _step, _since = "loading", 0, 0.0
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankIdentity) -> None:
         self._place = place
         self._lock = threading.Lock()
         self._since = time.monotonic()
@@ -94,13 +94,13 @@ class Voice:
         """
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
-        sys.stdout = Printed(self)
+        sys.stdout = StdoutCapture(self)
 
     def beat(self) -> None:
         """Start the heartbeat thread."""
         threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
 
-    def take(self, place: Place) -> None:
+    def take(self, place: RankIdentity) -> None:
         """Use ``place`` in all further events (a spare that was assigned a rank)."""
         self._place = place
 
@@ -141,10 +141,10 @@ class Voice:
             self._out.flush()
 
 
-class Printed(io.TextIOBase):
+class StdoutCapture(io.TextIOBase):
     """Replaces ``sys.stdout`` in a rank: each printed line becomes an event, rate-limited."""
 
-    def __init__(self, voice: Voice, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, voice: EventWriter, clock: Callable[[], float] = time.monotonic) -> None:
         self._voice, self._clock = voice, clock
         self._lock = threading.Lock()
         self._line = ""
@@ -187,7 +187,7 @@ class Printed(io.TextIOBase):
 FOLLOWER_BEAT_S = 0.5  # minimum time between step reports of ranks other than 0
 
 
-class News:
+class QuarantineReporter:
     """Tracks which quarantined shards and samples were reported: each is reported once."""
 
     def __init__(self) -> None:
@@ -210,7 +210,7 @@ class News:
         }
 
 
-class Teller:
+class StepReporter:
     """Reports every step of rank 0 and a sample of the other ranks' steps.
 
     Each step also updates the Prometheus exporter.
@@ -218,7 +218,7 @@ class Teller:
 
     def __init__(
         self,
-        voice: Voice,
+        voice: EventWriter,
         saver: Checkpointer,
         progress: Progress,
         rank: int,
@@ -233,7 +233,7 @@ class Teller:
         self._stream = stream
         self._said_at = 0.0
         self._alerts = 0
-        self._news = News()
+        self._news = QuarantineReporter()
 
     def __call__(self, report: StepReport) -> None:
         self._voice.enter("step", report.step)

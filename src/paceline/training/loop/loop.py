@@ -26,9 +26,9 @@ from paceline.training.checkpoint.stateful import keeps_of, let_go, settle
 from paceline.training.loop.evaluating import Evaluator
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, learning_rate, take_step
-from paceline.training.loop.step_guard import Guard, Verdict
+from paceline.training.loop.step_guard import StepGuard, Verdict
 from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload, Workload
-from paceline.training.metrics import AlertChange, Numbers, Straggler
+from paceline.training.metrics import AlertChange, StepMetrics, Straggler
 from paceline.training.parallel import Parallel, parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
 
@@ -134,8 +134,8 @@ def train(
     device: torch.device = CPU,
     saver: Saver | None = None,
     evaluator: Evaluator | None = None,
-    guard: Guard | None = None,
-    numbers: Numbers | None = None,
+    guard: StepGuard | None = None,
+    numbers: StepMetrics | None = None,
     on_step: Callable[[StepReport], None] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Progress:
@@ -147,10 +147,10 @@ def train(
     """
     if progress.step >= settings.steps:
         return progress
-    guard = guard or Guard.of(settings.guard)
+    guard = guard or StepGuard.of(settings.guard)
     scaler = LossScale.of(settings)
     _restore(progress.extra, guard, scaler)
-    numbers = numbers or Numbers.of(settings, parallel, group, device)
+    numbers = numbers or StepMetrics.of(settings, parallel, group, device)
     keeps = keeps_of(parallel, workload)
     started, owed = time.perf_counter(), False
     while progress.step < settings.steps:
@@ -282,7 +282,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _judge(
-    guard: Guard,
+    guard: StepGuard,
     scaler: LossScale | None,
     step: int,
     batch: Batch,
@@ -331,7 +331,7 @@ def _evaluate(
     return progress.held_out
 
 
-def _kept(guard: Guard, scaler: LossScale | None) -> dict[str, Any]:
+def _kept(guard: StepGuard, scaler: LossScale | None) -> dict[str, Any]:
     """Return the guard and loss-scale state that a checkpoint stores."""
     kept: dict[str, Any] = {"guard": guard.state}
     if scaler:
@@ -339,7 +339,7 @@ def _kept(guard: Guard, scaler: LossScale | None) -> dict[str, Any]:
     return kept
 
 
-def _restore(extra: dict[str, Any], guard: Guard, scaler: LossScale | None) -> None:
+def _restore(extra: dict[str, Any], guard: StepGuard, scaler: LossScale | None) -> None:
     if "guard" in extra:
         guard.restore(extra["guard"])
     if scaler and "loss_scale" in extra:

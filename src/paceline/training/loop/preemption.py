@@ -1,9 +1,9 @@
 """Preemption notices: detect that a cloud provider is about to reclaim this machine.
 
-A ``Watcher`` runs in its own process on each node; it returns from ``wait`` when there is a notice.
-(SIGTERM is handled elsewhere.) ``MetadataWatcher`` fits the large clouds: it polls the machine's
-metadata service, which answers 404 (or FALSE) until a notice exists. Does not depend on ranks or
-checkpoints.
+A ``PreemptionWatcher`` runs in its own process on each node; it returns from ``wait`` when there
+is a notice. (SIGTERM is handled elsewhere.) ``MetadataWatcher`` fits the large clouds: it polls
+the machine's metadata service, which answers 404 (or FALSE) until a notice exists. Does not depend
+on ranks or checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADERS = {"Metadata-Flavor": "Google", "Metadata": "true"}  # each cloud ignore
 _NOT_YET = {"", "FALSE", "NONE"}
 
 
-class Watcher(Protocol):
+class PreemptionWatcher(Protocol):
     """Detects that this machine is about to be reclaimed."""
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | Non
     return ref
 
 
-def open_watcher(named: str, sources: Sequence[str], cache: Path) -> Watcher:
+def open_watcher(named: str, sources: Sequence[str], cache: Path) -> PreemptionWatcher:
     """Return the watcher for ``named``: a metadata URL, or a code reference that returns a watcher.
 
     A reference must be pinned and from one of ``sources``; it is fetched into ``cache`` and called
@@ -115,5 +115,5 @@ def open_watcher(named: str, sources: Sequence[str], cache: Path) -> Watcher:
             wanted="an object with wait()",
             where=ref.where,
         )
-    found: Watcher = watcher
+    found: PreemptionWatcher = watcher
     return found

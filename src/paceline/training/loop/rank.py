@@ -25,7 +25,7 @@ from paceline.schemas.training import TrainJob
 from paceline.text import log_to_stderr
 from paceline.training.checkpoint.stateful import keeps_of
 from paceline.training.loop import rank_setup as outfit
-from paceline.training.loop.event_writer import LOOPBACK, Place, Teller, Voice
+from paceline.training.loop.event_writer import LOOPBACK, EventWriter, RankIdentity, StepReporter
 from paceline.training.loop.rank_process import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
 from paceline.training.loop.starting_state import load
 from paceline.training.strategies import is_asynchronous
@@ -44,8 +44,8 @@ def main() -> int:
     stop.install()
     die_with_parent()
     share_cores()
-    place = Place.from_environment()
-    voice = Voice(place)
+    place = RankIdentity.from_environment()
+    voice = EventWriter(place)
     voice.have_to_itself()
     voice.beat()
     try:
@@ -89,13 +89,13 @@ def preload() -> None:
     current()  # caches the git calls, once per launcher
 
 
-def wait_for_place(job: TrainJob, voice: Voice) -> tuple[Place, TrainJob]:
+def wait_for_place(job: TrainJob, voice: EventWriter) -> tuple[RankIdentity, TrainJob]:
     """Preload as a spare, then block until a rank is assigned; return identity and job."""
-    place = Place.from_environment()
+    place = RankIdentity.from_environment()
     load(job, place.worker_id, place.rank).cache.close()  # verifies and fills this node's caches
     voice.enter("spare")
     os.environ.update(json.loads(_line()))
-    place = Place.from_environment()
+    place = RankIdentity.from_environment()
     voice.take(place)
     voice.enter("loading")
     return place, TrainJob.model_validate_json(_line())
@@ -109,12 +109,12 @@ def _line() -> str:
     return line
 
 
-def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
+def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
     """Train as rank ``place`` of ``job``; return the exit code."""
     from paceline.training.checkpoint import TrainState
     from paceline.training.loop.loop import train
     from paceline.training.loop.optimizer import new_optimizer
-    from paceline.training.loop.step_guard import Guard
+    from paceline.training.loop.step_guard import StepGuard
     from paceline.training.parallel.mesh import MeshSpec, open_mesh
     from paceline.training.reproducibility import current
 
@@ -147,7 +147,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
         stack.callback(checkpointer.close)
         saver = outfit.saver_of(checkpointer, parallel)
         stream = stack.enter_context(outfit.stream_of(its, mesh, position))
-        teller = Teller(voice, checkpointer, progress, place.rank, stream, exporter)
+        teller = StepReporter(voice, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
         voice.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
         train(
@@ -161,7 +161,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
             device=device,
             saver=saver,
             evaluator=outfit.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
-            guard=Guard.of(settings.guard, bad_before=len(job.skip_batches)),
+            guard=StepGuard.of(settings.guard, bad_before=len(job.skip_batches)),
             numbers=outfit.numbers_of(its, parallel, group, device, place.rank, voice),
             on_step=teller,
             should_stop=stop,
@@ -190,7 +190,7 @@ def run_rank(job: TrainJob, place: Place, voice: Voice, stop: StopFlag) -> int:
     return 0
 
 
-def _join(place: Place, guard: GuardSettings) -> contextlib.AbstractContextManager[Group]:
+def _join(place: RankIdentity, guard: GuardSettings) -> contextlib.AbstractContextManager[Group]:
     from paceline.training.loop.group import join_group
 
     return join_group(

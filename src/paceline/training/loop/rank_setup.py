@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import InvalidInput, PacelineError, SourceMissing
 from paceline.schemas.training import TrainJob
-from paceline.training.loop.event_writer import Voice
-from paceline.training.loop.starting_state import Loaded
+from paceline.training.loop.event_writer import EventWriter
+from paceline.training.loop.starting_state import RankContext
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.training.loop.evaluating import Evaluator
     from paceline.training.loop.group import Group
     from paceline.training.loop.loop import Progress
-    from paceline.training.metrics import Exporter, Numbers, Tracer, Uploaded
+    from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
     from paceline.training.parallel import Parallel
     from paceline.training.parallel.mesh import Mesh
 
@@ -66,7 +66,7 @@ def own_device() -> torch.device:
     return device
 
 
-def spread(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:
+def spread(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
     """Return the parallelised model, and a function ``(optimizer, step)`` to call after resuming.
 
     The function attaches the optimiser to local SGD; otherwise it does nothing.
@@ -84,15 +84,15 @@ def spread(its: Loaded, mesh: Mesh) -> tuple[Parallel, Any]:
 
 def saver_of(saver: Checkpointer, parallel: Parallel) -> Any:
     """Return the loop's saver; for local SGD, one that averages the replicas first."""
-    from paceline.training.strategies.local_sgd import Averaged, AveragingSaver
+    from paceline.training.strategies.local_sgd import AveragingSaver, LocalSgd
 
-    return AveragingSaver(saver, parallel) if isinstance(parallel, Averaged) else saver
+    return AveragingSaver(saver, parallel) if isinstance(parallel, LocalSgd) else saver
 
 
-def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
+def stream_of(its: RankContext, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
     """Return this rank's share of the training split, starting at ``position``."""
     from paceline.data import open_stream
-    from paceline.data.batching.prefetch import Outlines
+    from paceline.data.batching.prefetch import SharedPlans
     from paceline.data.loading.columns import reading
     from paceline.training.identity import stream_seed
 
@@ -101,8 +101,8 @@ def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Plann
     train, readers = its.snapshot.of_split("train"), mesh.data_world
     found = reading(job.data, train, its.context, settings.batch_sequences, readers)
     if found.shares_outlines:
-        kept = KeptObjects(its.store, f"{job.checkpoint_url}/{job.job_id}/outlines")
-        outlines = Outlines(kept, f"{job.snapshot_digest} train", mesh.data_rank, readers)
+        kept = SharedPlanObjects(its.store, f"{job.checkpoint_url}/{job.job_id}/outlines")
+        outlines = SharedPlans(kept, f"{job.snapshot_digest} train", mesh.data_rank, readers)
     return open_stream(
         its.snapshot,
         "train",
@@ -121,7 +121,7 @@ def stream_of(its: Loaded, mesh: Mesh, position: dict[str, Any] | None) -> Plann
 
 
 @dataclass(frozen=True)
-class KeptObjects:
+class SharedPlanObjects:
     """Small objects below a URL; the store of ``data.batching.prefetch``."""
 
     store: ObjectStore
@@ -144,7 +144,7 @@ class KeptObjects:
 
 
 def evaluator_of(
-    its: Loaded,
+    its: RankContext,
     mesh: Mesh,
     during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Evaluator | None:
@@ -178,15 +178,20 @@ def evaluator_of(
 
 
 def numbers_of(
-    its: Loaded, parallel: Parallel, group: Group, device: torch.device, rank: int, voice: Voice
-) -> Numbers:
+    its: RankContext,
+    parallel: Parallel,
+    group: Group,
+    device: torch.device,
+    rank: int,
+    voice: EventWriter,
+) -> StepMetrics:
     """Return this rank's step metrics, with a profiler (``tracer_of``)."""
     from paceline.data.loading.columns import tokens_seen
-    from paceline.training.metrics import Numbers
+    from paceline.training.metrics import StepMetrics
 
     tracer = tracer_of(its, device, rank, uploaded_traces(its, voice))
     seen = tokens_seen(its.job.data, its.snapshot.of_split("train"), its.context)
-    return Numbers.of(
+    return StepMetrics.of(
         its.job.settings,
         parallel,
         group,
@@ -198,7 +203,7 @@ def numbers_of(
 
 
 def tracer_of(
-    its: Loaded, device: torch.device, rank: int, on_trace: Callable[[int, Path], None]
+    its: RankContext, device: torch.device, rank: int, on_trace: Callable[[int, Path], None]
 ) -> Tracer:
     """Return a profiler for the job's ``profile_steps``, and for the next step after each touch of
     ``<state>/trace``."""
@@ -214,13 +219,13 @@ def tracer_of(
     )
 
 
-def uploaded_traces(its: Loaded, voice: Voice) -> Uploaded:
+def uploaded_traces(its: RankContext, voice: EventWriter) -> TraceUploader:
     """Return a callback that uploads traces beside the checkpoints and emits "trace" events."""
     from paceline.storage import join_url
-    from paceline.training.metrics import Uploaded
+    from paceline.training.metrics import TraceUploader
 
     url = join_url(its.job.checkpoint_url, its.job.job_id, "traces")
-    return Uploaded(its.store, url, lambda step, where: voice.say("trace", step, url=where))
+    return TraceUploader(its.store, url, lambda step, where: voice.say("trace", step, url=where))
 
 
 def exporter_of(job: TrainJob, rank: int) -> Exporter:
@@ -235,7 +240,9 @@ def exporter_of(job: TrainJob, rank: int) -> Exporter:
     )
 
 
-def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dict[str, Any] | None]:
+def resumed(
+    its: RankContext, state: TrainState, voice: EventWriter
+) -> tuple[Progress, dict[str, Any] | None]:
     """Restore the newest healthy checkpoint, if any; return progress and data position.
 
     The position is None for a fresh start.
@@ -257,9 +264,11 @@ def resumed(its: Loaded, state: TrainState, voice: Voice) -> tuple[Progress, dic
     return progress, restored.position or None  # None: an imported state at step 0
 
 
-def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any]) -> Checkpointer:
+def checkpointer_of(
+    its: RankContext, state: TrainState, environment: dict[str, Any]
+) -> Checkpointer:
     """Return the checkpointer of ``state`` per the job's settings; the caller closes it."""
-    from paceline.training.checkpoint import Checkpointer, Failures
+    from paceline.training.checkpoint import Checkpointer, FailureCount
     from paceline.training.identity import code_version
 
     job = its.job
@@ -271,12 +280,12 @@ def checkpointer_of(its: Loaded, state: TrainState, environment: dict[str, Any])
         config_digest=its.config_digest,
         code_version=code_version(),
         environment=environment,
-        failures=Failures(job.failures, job.running_s),
+        failures=FailureCount(job.failures, job.running_s),
         deadline_s=job.settings.guard.checkpoint_deadline_s,
     )
 
 
-def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: Voice) -> int:
+def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: EventWriter) -> int:
     """Save the final state; return 0, or the error's exit code where a stop was requested.
 
     That code is never 143, which means "state saved". Without a stop request the error is raised.
@@ -295,7 +304,7 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: V
     return 0
 
 
-def exported(its: Loaded, state: TrainState, rank: int) -> dict[str, Any]:
+def exported(its: RankContext, state: TrainState, rank: int) -> dict[str, Any]:
     """Export the whole model (a collective call); return URL and digest on rank 0, {} elsewhere."""
     from paceline.training.checkpoint import export
 
@@ -306,7 +315,7 @@ def exported(its: Loaded, state: TrainState, rank: int) -> dict[str, Any]:
 
 
 def result_of(
-    its: Loaded,
+    its: RankContext,
     progress: Progress,
     saver: Checkpointer,
     *,
@@ -335,7 +344,7 @@ def result_of(
     }
 
 
-def upload(its: Loaded, directory: Any) -> dict[str, Any]:
+def upload(its: RankContext, directory: Any) -> dict[str, Any]:
     """Upload the exported model and delete the directory; return URL and weights digest."""
     from paceline.models import weights_digest
     from paceline.storage import join_url

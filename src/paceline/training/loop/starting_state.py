@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     from paceline.data import ShardCache, Snapshot
     from paceline.models import ModelConfig, Transformer
-    from paceline.training.checkpoint.dcp_reading import Imported
+    from paceline.training.checkpoint.dcp_reading import ImportedCheckpoint
     from paceline.training.loop.workload import Workload
 
 
 @dataclass
-class Loaded:
+class RankContext:
     """The loaded parts of a job on one rank."""
 
     job: TrainJob
@@ -59,7 +59,7 @@ class Loaded:
         return self.config.context
 
 
-def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
+def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
     """Return base model, snapshot and workload, each verified against the job.
 
     Also configures this process: torch threads, malloc, determinism. Raises InvalidInput where
@@ -108,7 +108,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> Loaded:
         purpose=job.purpose,
         project=job.data.project,
     )
-    return Loaded(
+    return RankContext(
         job=job,
         runtime=runtime,
         node=node,
@@ -228,7 +228,7 @@ def model_of_dcp(
     tokenizer_digest: str = "",
     cuts: dict[str, Any] | None = None,
     weights_only: bool = False,
-) -> tuple[Transformer, ModelConfig, Imported]:
+) -> tuple[Transformer, ModelConfig, ImportedCheckpoint]:
     """Return the model with the weights of the DCP directory ``source``, its config, and the state.
 
     The shape comes from ``source``'s config.json, else from ``settings`` and the vocabulary. Raises
@@ -265,7 +265,7 @@ def model_of_dcp(
 
 
 @dataclass(frozen=True)
-class Start:
+class ImportedState:
     """Imported weights and optimiser state, under the tensor names of ``TrainState``."""
 
     source: str
@@ -274,7 +274,9 @@ class Start:
     of: int  # all parameters
 
     @classmethod
-    def of_import(cls, source: Path, model: Transformer, found: Imported) -> Start | None:
+    def of_import(
+        cls, source: Path, model: Transformer, found: ImportedCheckpoint
+    ) -> ImportedState | None:
         """Return the state to start from; None where ``found`` has no optimiser state."""
         if not found.moments:
             return None

@@ -58,7 +58,7 @@ class Verdict(Enum):
 
 
 @dataclass
-class Guard:
+class StepGuard:
     """Judges steps; every rank has one, all in the same state.
 
     ``bad`` counts the bad steps of the whole job, including those before a roll-back.
@@ -71,7 +71,7 @@ class Guard:
         self._recent: deque[float] = deque(maxlen=self.settings.spike_window)
 
     @classmethod
-    def of(cls, settings: GuardSettings, bad_before: int = 0) -> Guard:
+    def of(cls, settings: GuardSettings, bad_before: int = 0) -> StepGuard:
         """Return a guard for a job with ``bad_before`` bad steps in earlier attempts."""
         return cls(settings, bad_before)
 

@@ -80,7 +80,7 @@ def _open_nvml(device: torch.device) -> tuple[Any, Any]:
         return None, None
 
 
-class Busy:
+class ForwardTimer:
     """Seconds of forward passes in training: a rank's own work before it waits for another.
 
     Measured by hooks around the modules' forward; on a GPU by CUDA events. Backward passes are left

@@ -20,7 +20,13 @@ from paceline.config import TrainingSettings
 from paceline.models import ModelConfig
 from paceline.training.loop.group import Group
 from paceline.training.metrics.alerts import AlertChange, Alerts, Straggler, Window
-from paceline.training.metrics.device import Busy, Utilisation, flops_per_token, matmul_peak, memory
+from paceline.training.metrics.device import (
+    ForwardTimer,
+    Utilisation,
+    flops_per_token,
+    matmul_peak,
+    memory,
+)
 from paceline.training.metrics.tracing import Tracer
 from paceline.training.parallel import Parallel
 
@@ -39,7 +45,7 @@ class _Step:
 
 
 @dataclass
-class Numbers:
+class StepMetrics:
     """The metrics of one rank.
 
     ``flops_per_token`` is 0 where it is unknown (a ``codeRef``'s model); then there is no MFU.
@@ -58,7 +64,7 @@ class Numbers:
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
-        self._busy = Busy(self.modules, self.device)
+        self._busy = ForwardTimer(self.modules, self.device)
         self._window = Window()
         self._recent: deque[_Step] = deque(maxlen=RECENT)
         self._utilisation = Utilisation(self.device, torch.get_num_threads())
@@ -80,7 +86,7 @@ class Numbers:
         config: ModelConfig | None = None,
         seen: int | None = None,
         tracer: Tracer | None = None,
-    ) -> Numbers:
+    ) -> StepMetrics:
         """Return the metrics of one rank of a job. ``config`` is given for our transformer only;
         ``seen`` is the number of tokens that each token may attend to (None: the context).
 

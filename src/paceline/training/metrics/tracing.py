@@ -104,7 +104,7 @@ class Tracer:
 
 
 @dataclass(frozen=True)
-class Uploaded:
+class TraceUploader:
     """Uploads traces below ``url``, beside the job's checkpoints, and deletes the local files.
 
     ``told`` is called with the step and the URL of each.
@@ -126,7 +126,7 @@ class Uploaded:
         self.told(step, where)
 
 
-class Aside:
+class BackgroundUpload:
     """Runs ``taker`` on a thread, one trace at a time, because the caller may hold a lock."""
 
     def __init__(self, taker: Callable[[int, Path], None]) -> None:

@@ -14,11 +14,11 @@ from paceline.training.loop.workload import Workload
 from paceline.training.parallel import tensor
 from paceline.training.parallel.base import Parallel, compile_blocks, recompute_blocks
 from paceline.training.parallel.checks import require_layout, require_ours
-from paceline.training.parallel.data import Sent, replicate
+from paceline.training.parallel.data import SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
 from paceline.training.parallel.pipeline import Pipelined, stages, take_apart
 from paceline.training.parallel.sharded import shard
-from paceline.training.parallel.straight import Straight
+from paceline.training.parallel.straight import SingleStage
 
 
 def parallelise(
@@ -63,11 +63,11 @@ def parallelise(
         return Pipelined(
             [each for each in parts if isinstance(each, Transformer)], mesh, settings, workload
         )
-    sent = Sent()
+    sent = SentBytes()
     if spec.dp == 1 or spread:
-        return Straight(model, model, mesh, settings, workload, sent)
+        return SingleStage(model, model, mesh, settings, workload, sent)
     run, memory = replicate(model, mesh, settings.mesh, sent)
-    return Straight(model, run, mesh, settings, workload, sent, memory)
+    return SingleStage(model, run, mesh, settings, workload, sent, memory)
 
 
 def _is_meta(model: nn.Module) -> bool:
@@ -75,7 +75,9 @@ def _is_meta(model: nn.Module) -> bool:
 
 
 def _cast_products(stage: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
-    """Run ``stage`` under autocast: a pipeline schedule calls it directly, without ``Straight``."""
+    """Run ``stage`` under autocast: a pipeline schedule calls it directly, without
+    ``SingleStage``.
+    """
     forward = stage.forward
 
     @functools.wraps(forward)

@@ -125,14 +125,14 @@ _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass
-class Sent:
+class SentBytes:
     """The bytes of gradients that this rank has handed to the replicas' all-reduce."""
 
     bytes: int = 0
 
 
 def replicate(
-    model: torch.nn.Module, mesh: Mesh, settings: MeshSettings, sent: Sent
+    model: torch.nn.Module, mesh: Mesh, settings: MeshSettings, sent: SentBytes
 ) -> tuple[DistributedDataParallel, CompressionMemory | None]:
     """Return ``model`` with its gradients averaged over replicas, and the state of its hook.
 
@@ -145,7 +145,7 @@ def replicate(
         model, process_group=group, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True
     )
     if settings.hook in _HALVES:
-        halved = Halved(group, _HALVES[settings.hook], sent)
+        halved = HalfPrecisionHook(group, _HALVES[settings.hook], sent)
         replica.register_comm_hook(halved, halve)
     elif settings.hook == "powersgd":
         state = PowerSGDState(
@@ -154,22 +154,22 @@ def replicate(
             start_powerSGD_iter=POWERSGD_DENSE_STEPS,
             orthogonalization_epsilon=1e-8,  # else a layer without a gradient yet becomes NaN
         )
-        replica.register_comm_hook(Thin(state, sent), thin)
+        replica.register_comm_hook(PowerSgdHook(state, sent), thin)
         device = next(model.parameters()).device
         memory = CompressionMemory(state, mesh.data_rank, mesh.data_world, device)
     return replica, memory
 
 
 @dataclass
-class Halved:
+class HalfPrecisionHook:
     """The state of the hook ``halve``."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype
-    sent: Sent
+    sent: SentBytes
 
 
-def halve(state: Halved, bucket: GradBucket) -> Future[torch.Tensor]:
+def halve(state: HalfPrecisionHook, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average a bucket in a dtype of half the size (torch's own hook for bf16 needs NCCL)."""
     whole = bucket.buffer()
     half = (whole / state.group.size()).to(state.dtype)  # divided first: fp16 overflows at 65504
@@ -181,14 +181,14 @@ def halve(state: Halved, bucket: GradBucket) -> Future[torch.Tensor]:
 
 
 @dataclass
-class Thin:
+class PowerSgdHook:
     """The state of the hook ``thin``."""
 
     state: PowerSGDState
-    sent: Sent
+    sent: SentBytes
 
 
-def thin(state: Thin, bucket: GradBucket) -> Future[torch.Tensor]:
+def thin(state: PowerSgdHook, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average a bucket with PowerSGD."""
     before = state.state.total_numel_after_compression
     future: Future[torch.Tensor] = powerSGD_hook(state.state, bucket)

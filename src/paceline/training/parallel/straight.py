@@ -12,15 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
-from paceline.training.checkpoint.stateful import Kept
+from paceline.training.checkpoint.stateful import Stateful
 from paceline.training.loop.optimizer import autocast
 from paceline.training.loop.workload import Inputs, LossSums, Workload
 from paceline.training.parallel import clipping, sharded, tensor
-from paceline.training.parallel.data import CompressionMemory, Sent
+from paceline.training.parallel.data import CompressionMemory, SentBytes
 from paceline.training.parallel.mesh import Mesh
 
 
-class Straight:
+class SingleStage:
     """A ``Parallel`` without stages: this rank runs the module from end to end.
 
     ``run`` is ``module``, or the DDP wrapper that synchronises its gradients.
@@ -33,10 +33,10 @@ class Straight:
         mesh: Mesh,
         settings: TrainingSettings,
         workload: Workload,
-        sent: Sent,
+        sent: SentBytes,
         memory: CompressionMemory | None = None,
     ) -> None:
-        self.keeps: Sequence[Kept] = () if memory is None else (memory,)
+        self.keeps: Sequence[Stateful] = () if memory is None else (memory,)
         self._memory = memory
         self.modules: Sequence[nn.Module] = (module,)
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world

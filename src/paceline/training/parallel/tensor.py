@@ -31,7 +31,7 @@ from paceline.training.loop.workload import Workload
 from paceline.training.parallel.mesh import Mesh
 
 
-class Copied(ParallelStyle):
+class ReplicatedModule(ParallelStyle):
     """Style of a module that every rank runs on the same input with the same parameters."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -50,7 +50,7 @@ def cut(model: Transformer, mesh: Mesh, *, sequence: bool) -> None:
     """Cut ``model``, a whole model or a stage, in place over ``tp``."""
     device_mesh = mesh.of("tp")
     between = Shard(1) if sequence else Replicate()
-    norm: ParallelStyle = SequenceParallel() if sequence else Copied()
+    norm: ParallelStyle = SequenceParallel() if sequence else ReplicatedModule()
     plan: dict[str, ParallelStyle] = {}
     if hasattr(model.model, "embed_tokens"):
         plan["model.embed_tokens"] = RowwiseParallel(

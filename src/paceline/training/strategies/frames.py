@@ -31,7 +31,7 @@ MAX_BODY_BYTES = 8 << 30  # callers pass a smaller bound that fits the model
 DTYPES = {"float32": "<f4", "float64": "<f8"}
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """Type of a frame; arrows: → to the server, ← from it."""
 
     HELLO = 1  # → role, rank, worker (the share it requests), key
@@ -53,7 +53,7 @@ class Kind(IntEnum):
 class Frame:
     """One message."""
 
-    kind: Kind
+    kind: FrameKind
     head: dict[str, Any] = field(default_factory=dict)
     body: bytes | bytearray | memoryview = b""
 
@@ -97,7 +97,7 @@ def receive(
         )
     try:
         said = json.loads(bytes(_exactly(connection, head_bytes, until)))
-        found = Kind(kind)
+        found = FrameKind(kind)
     except (ValueError, RecursionError) as error:
         raise InvalidFrame("frame cannot be read", got=str(error)[:200]) from error
     if not isinstance(said, dict):
@@ -105,7 +105,7 @@ def receive(
     return Frame(found, said, _exactly(connection, body_bytes, until))
 
 
-def of_numbers(kind: Kind, numbers: npt.NDArray[Any], **head: Any) -> Frame:
+def of_numbers(kind: FrameKind, numbers: npt.NDArray[Any], **head: Any) -> Frame:
     """Return a frame whose body is a flat array of float32 or float64."""
     dtype = str(numbers.dtype)
     assert dtype in DTYPES and numbers.ndim == 1, "one flat array of floats travels"
@@ -148,7 +148,7 @@ def greeting(connection: socket.socket, key: str, within_s: float) -> Frame:
 def require_key(frame: Frame, key: str) -> None:
     """Raise AccessDenied where a HELLO does not carry the gang's key."""
     said = frame.head.get("key")
-    if frame.kind is not Kind.HELLO or not isinstance(said, str):
+    if frame.kind is not FrameKind.HELLO or not isinstance(said, str):
         raise AccessDenied("a caller of the parameter server did not greet", got=frame.kind.name)
     if not hmac.compare_digest(said.encode(), key.encode()):
         raise AccessDenied("a caller of the parameter server has another key")

@@ -20,35 +20,46 @@ import numpy.typing as npt
 from paceline.data import PlannedStream, open_stream
 from paceline.errors import CorruptData
 from paceline.training.identity import stream_seed
-from paceline.training.loop.event_writer import FOLLOWER_BEAT_S, News, Place, Voice
+from paceline.training.loop.event_writer import (
+    FOLLOWER_BEAT_S,
+    EventWriter,
+    QuarantineReporter,
+    RankIdentity,
+)
 from paceline.training.loop.loop import StepReport
 from paceline.training.loop.rank_process import StopFlag
 from paceline.training.loop.rank_setup import device_of, exporter_of, tracer_of, uploaded_traces
-from paceline.training.loop.starting_state import Loaded
-from paceline.training.metrics import Aside, Exporter, Tracer
+from paceline.training.loop.starting_state import RankContext
+from paceline.training.metrics import BackgroundUpload, Exporter, Tracer
 from paceline.training.strategies import SERVING, require_ranks
 from paceline.training.strategies.leader import ServingRank
-from paceline.training.strategies.protocol import Note, Terms
-from paceline.training.strategies.rendezvous import Meeting
-from paceline.training.strategies.worker import Gradients, Task, Worker
+from paceline.training.strategies.protocol import BatchReport, ServerTerms
+from paceline.training.strategies.rendezvous import RendezvousStore
+from paceline.training.strategies.worker import BatchTask, GradientComputer, Worker
 
 
-def run_part(its: Loaded, place: Place, voice: Voice, stop: StopFlag) -> int:
+def run_part(its: RankContext, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
     """Run the role of ``place`` in an asynchronous job; return the exit code."""
     settings = its.job.settings
     workers = require_ranks(settings, place.world_size)
     voice.enter("joining")
-    meeting = Meeting(place)
-    terms = Terms(meeting.key, workers, settings.steps, settings.synchrony.max_staleness)
+    meeting = RendezvousStore(place)
+    terms = ServerTerms(meeting.key, workers, settings.steps, settings.synchrony.max_staleness)
     if place.rank < SERVING:
         return ServingRank(its, place, voice, stop, meeting, terms).run()
     return _work(its, place, voice, meeting, terms)
 
 
-def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Terms) -> int:
+def _work(
+    its: RankContext,
+    place: RankIdentity,
+    voice: EventWriter,
+    meeting: RendezvousStore,
+    terms: ServerTerms,
+) -> int:
     job, workers = its.job, terms.workers
 
-    def opened(task: Task) -> PlannedStream:
+    def opened(task: BatchTask) -> PlannedStream:
         if task.sequence > 1 and task.position is None:
             raise CorruptData("share has no position to go on from", got=f"batch {task.sequence}")
         return open_stream(
@@ -69,13 +80,13 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
     with contextlib.ExitStack() as stack:
         exporter = stack.enter_context(exporter_of(job, place.rank))
         device = device_of()
-        compute = Gradients(its.model, its.workload, job.settings, workers, opened, device)
+        compute = GradientComputer(its.model, its.workload, job.settings, workers, opened, device)
         stack.callback(compute.close)
-        uploaded = Aside(uploaded_traces(its, voice))
+        uploaded = BackgroundUpload(uploaded_traces(its, voice))
         stack.callback(uploaded.close)
         tracer = tracer_of(its, device, place.rank, uploaded)
         stack.callback(tracer.close)
-        telling = _WorkerTelling(voice, exporter, compute, its.cache.quarantined, tracer)
+        telling = _WorkerReporter(voice, exporter, compute, its.cache.quarantined, tracer)
         worker = Worker(
             place.rank - SERVING,
             meeting.servers,
@@ -91,20 +102,20 @@ def _work(its: Loaded, place: Place, voice: Voice, meeting: Meeting, terms: Term
     return 0
 
 
-class _WorkerTelling:
+class _WorkerReporter:
     """Reports a worker's pushes at intervals and its contact with the server; traces steps."""
 
     def __init__(
         self,
-        voice: Voice,
+        voice: EventWriter,
         exporter: Exporter,
-        compute: Gradients,
+        compute: GradientComputer,
         quarantined: Mapping[str, str],
         tracer: Tracer,
     ) -> None:
         self._voice, self._exporter, self._compute = voice, exporter, compute
         self._tracer = tracer
-        self._quarantined, self._news = quarantined, News()
+        self._quarantined, self._news = quarantined, QuarantineReporter()
         self._said_at = 0.0
         self._pushed_at = time.perf_counter()
         self._stepping = False
@@ -114,12 +125,14 @@ class _WorkerTelling:
         if self._stepping:
             self._voice.enter("step")
 
-    def compute(self, task: Task, weights: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Note]:
+    def compute(
+        self, task: BatchTask, weights: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[Any], BatchReport]:
         """Return gradient and note of the task; its trace continues until they are applied."""
         self._tracer.begin(task.sequence)
         return self._compute(task, weights)
 
-    def __call__(self, task: Task) -> None:
+    def __call__(self, task: BatchTask) -> None:
         """Record that the task's gradient is applied."""
         self._tracer.end(task.sequence)
         self._stepping = True

@@ -23,7 +23,7 @@ from paceline.config import TrainingSettings
 from paceline.errors import CorruptData, PacelineError, PeerLost, TemporaryError
 from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
 from paceline.training.loop.evaluating import Evaluator
-from paceline.training.loop.event_writer import News, Place, Voice
+from paceline.training.loop.event_writer import EventWriter, QuarantineReporter, RankIdentity
 from paceline.training.loop.group import Group
 from paceline.training.loop.loop import CPU, Progress, StepReport
 from paceline.training.loop.optimizer import master_dtype
@@ -39,32 +39,32 @@ from paceline.training.loop.rank_setup import (
     tracer_of,
     uploaded_traces,
 )
-from paceline.training.loop.starting_state import Loaded
-from paceline.training.metrics import Aside, Exporter, Tracer
+from paceline.training.loop.starting_state import RankContext
+from paceline.training.metrics import BackgroundUpload, Exporter, Tracer
 from paceline.training.parallel import parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec
 from paceline.training.reproducibility import current
 from paceline.training.strategies.follower import follow
 from paceline.training.strategies.learner import Learner, put
-from paceline.training.strategies.protocol import Terms
-from paceline.training.strategies.rendezvous import Meeting
-from paceline.training.strategies.saver import POSITION, JobSteward, position_of
-from paceline.training.strategies.server import Server, Serving
-from paceline.training.strategies.update_ledger import Ledger
+from paceline.training.strategies.protocol import ServerTerms
+from paceline.training.strategies.rendezvous import RendezvousStore
+from paceline.training.strategies.saver import POSITION, JobUpdatePolicy, position_of
+from paceline.training.strategies.server import ParameterServer, ServerThread
+from paceline.training.strategies.update_ledger import UpdateLedger
 
 log = logging.getLogger(__name__)
 
 Weights = npt.NDArray[Any]
 
 
-class Beside:
+class BackgroundEvaluation:
     """Evaluates held-out loss on a copy of the server's weights, while they continue to change.
 
     One evaluation runs at a time; one that is due meanwhile is skipped. The last one, of the final
     weights, is waited for. Without an ``evaluator`` nothing is evaluated.
     """
 
-    def __init__(self, evaluator: Evaluator | None, model: nn.Module, its: Loaded) -> None:
+    def __init__(self, evaluator: Evaluator | None, model: nn.Module, its: RankContext) -> None:
         self._evaluator, self._workload, self._settings = evaluator, its.workload, its.job.settings
         self._thread: threading.Thread | None = None
         self._found: dict[str, float] = {}
@@ -136,22 +136,22 @@ class ServingRank:
 
     def __init__(
         self,
-        its: Loaded,
-        place: Place,
-        voice: Voice,
+        its: RankContext,
+        place: RankIdentity,
+        voice: EventWriter,
         stop: StopFlag,
-        meeting: Meeting,
-        terms: Terms,
+        meeting: RendezvousStore,
+        terms: ServerTerms,
     ) -> None:
         self._its, self._place, self._voice, self._stop = its, place, voice, stop
         self._meeting, self._terms = meeting, terms
         self._job, self._settings = its.job, its.job.settings
         self._model = its.model.to(master_dtype(self._settings))
-        self._uploaded = Aside(uploaded_traces(its, voice))
+        self._uploaded = BackgroundUpload(uploaded_traces(its, voice))
         self._tracer = tracer_of(its, CPU, place.rank, self._uploaded)
         self._learner = _Traced(self._model, self._settings, terms.workers, self._tracer)
-        self._steward = JobSteward(self._settings, terms.workers, len(self._job.skip_batches))
-        self._server = Server(
+        self._steward = JobUpdatePolicy(self._settings, terms.workers, len(self._job.skip_batches))
+        self._server = ParameterServer(
             self._learner,
             terms,
             meeting.claims,
@@ -167,7 +167,9 @@ class ServingRank:
         """Serve to the end of the job; return the exit code."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._uploaded.close)
-            serving = stack.enter_context(Serving(self._server, (self._meeting.host, 0), math.inf))
+            serving = stack.enter_context(
+                ServerThread(self._server, (self._meeting.host, 0), math.inf)
+            )
             self._meeting.publish(self._place.rank, serving.address)
             if not self._begin() and self._follow() == "released":
                 return 0
@@ -211,7 +213,7 @@ class ServingRank:
                 where=self._its.generations.url,
             )
         before, workers = int(position["workers"]), self._terms.workers
-        saved = Ledger.from_json(position["ledger"], self._terms.max_staleness)
+        saved = UpdateLedger.from_json(position["ledger"], self._terms.max_staleness)
         ledger = self._server.ledger = saved.of_workers(before, workers)
         if before != workers:
             log.warning(
@@ -223,7 +225,7 @@ class ServingRank:
         self._steward.guard.restore(progress.extra["guard"])
         self._steward.quarantined = set(progress.extra["quarantined"])
 
-    def _lead(self, serving: Serving) -> int:
+    def _lead(self, serving: ServerThread) -> int:
         its, job, settings = self._its, self._job, self._settings
         voice, server, steward = self._voice, self._server, self._steward
         voice.take(dataclasses.replace(self._place, rank=0))
@@ -235,9 +237,9 @@ class ServingRank:
             self._state.extra = progress.extra
             saver = checkpointer_of(its, self._state, environment)
             stack.callback(saver.close)
-            beside = Beside(evaluator_of(its, Mesh(MeshSpec())), self._model, its)
+            beside = BackgroundEvaluation(evaluator_of(its, Mesh(MeshSpec())), self._model, its)
             stack.callback(beside.close)
-            telling = _LeaderTelling(voice, saver, steward, exporter, beside, self._learner)
+            telling = _LeaderReporter(voice, saver, steward, exporter, beside, self._learner)
             voice.say(
                 "resumed",
                 resumed_from,
@@ -274,7 +276,7 @@ class ServingRank:
             self._voice.enter("step", self._steward.progress.step)
         return self._stop()
 
-    def _stopped(self, serving: Serving, saver: Checkpointer, telling: _LeaderTelling) -> int:
+    def _stopped(self, serving: ServerThread, saver: Checkpointer, telling: _LeaderReporter) -> int:
         progress = self._steward.progress
         progress.stopped = True
         with self._server.changed:  # no update from here on
@@ -286,7 +288,7 @@ class ServingRank:
         self._voice.say("failed", step, code="Stopped", message="stopped, state saved")
         return STOPPED_EXIT
 
-    def _save_last(self, saver: Checkpointer, telling: _LeaderTelling) -> int:
+    def _save_last(self, saver: Checkpointer, telling: _LeaderReporter) -> int:
         """Save the present state; the ledger records the finished part of a step."""
         position = position_of(self._server.ledger, self._terms.workers)
         unsaved = save_last(saver, self._steward.progress, position, self._voice)
@@ -316,21 +318,21 @@ class _Traced(Learner):
             self._tracer.end(step)
 
 
-class _LeaderTelling:
+class _LeaderReporter:
     """Reports each step of the job and starts its evaluations; called under the server's lock."""
 
     def __init__(
         self,
-        voice: Voice,
+        voice: EventWriter,
         saver: Checkpointer,
-        steward: JobSteward,
+        steward: JobUpdatePolicy,
         exporter: Exporter,
-        beside: Beside,
+        beside: BackgroundEvaluation,
         learner: Learner,
     ) -> None:
         self._voice, self._saver, self._steward = voice, saver, steward
         self._exporter, self._beside, self._learner = exporter, beside, learner
-        self._alerts, self._news = 0, News()
+        self._alerts, self._news = 0, QuarantineReporter()
 
     def __call__(self, report: StepReport) -> None:
         progress = self._steward.progress

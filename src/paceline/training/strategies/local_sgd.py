@@ -26,7 +26,7 @@ from paceline.training.parallel import Parallel, parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec
 
 
-class Averaged:
+class LocalSgd:
     """A ``Parallel`` whose ranks step alone; ``follow`` attaches it to the optimizer.
 
     ``step`` is the present step: averages fall on multiples of ``local_steps``, whatever was
@@ -152,7 +152,7 @@ class Averaged:
 
 def local_sgd(
     model: nn.Module, mesh: Mesh, settings: TrainingSettings, workload: Workload
-) -> Averaged:
+) -> LocalSgd:
     """Return ``model`` as a replica that steps alone ``settings.synchrony.local_steps`` times.
 
     Raises InvalidInput for a mesh that is not of whole replicas only.
@@ -172,7 +172,7 @@ def local_sgd(
             wanted="none",
         )
     alone = parallelise(model, Mesh(MeshSpec(), 0, mesh.device_type), settings, workload)
-    return Averaged(alone, mesh, settings.synchrony.local_steps)
+    return LocalSgd(alone, mesh, settings.synchrony.local_steps)
 
 
 class Savable(Protocol):
@@ -188,7 +188,7 @@ class Savable(Protocol):
 class AveragingSaver:
     """A saver that averages when a save is due, so that all ranks continue from the saved state."""
 
-    def __init__(self, saver: Any, averaged: Averaged) -> None:
+    def __init__(self, saver: Any, averaged: LocalSgd) -> None:
         self._saver, self._averaged = saver, averaged
 
     def __getattr__(self, name: str) -> Any:

@@ -25,7 +25,7 @@ Address = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerTerms:
     """The parameters that server, standby and workers share."""
 
     key: str  # of the gang; "" only in tests
@@ -37,7 +37,7 @@ class Terms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Note:
+class BatchReport:
     """What a worker reports about the batch of a gradient."""
 
     loss: float = 0.0  # mean nats a token; not finite after divergence
@@ -53,7 +53,7 @@ class Note:
         return said | {"loss": self.loss if math.isfinite(self.loss) else None}
 
     @classmethod
-    def from_head(cls, said: object) -> Note:
+    def from_head(cls, said: object) -> BatchReport:
         """Return the note that ``to_head`` wrote; raises InvalidFrame for anything else."""
         try:
             if not isinstance(said, dict):
@@ -76,24 +76,25 @@ class Note:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Applied:
+class AppliedUpdate:
     """A counted update."""
 
     update: Update
-    note: Note
+    note: BatchReport
     norm: float  # of its gradient; not finite after divergence
     taken: bool  # it changed the weights
     leads: bool  # this server decided it
 
 
-class Steward:
+class UpdatePolicy:
     """Judges gradients before they change weights, and is notified of those that were counted.
 
-    Called under the server's lock, in the order of versions, in server and standby alike. This base
-    class only rejects values that are not finite; ``JobSteward`` also guards, counts and saves.
+    Called under the server's lock, in the order of versions, in server and standby alike. This
+    base class only rejects values that are not finite; ``JobUpdatePolicy`` also guards, counts and
+    saves.
     """
 
-    def judge(self, note: Note, norm: float) -> bool:  # noqa: ARG002 - used by JobSteward
+    def judge(self, note: BatchReport, norm: float) -> bool:  # noqa: ARG002 - used by JobSteward
         """Return whether the next update may change the weights; called by the leading server only.
 
         Raises InvalidInput to refuse the gradient, TrainingFailed to end the server.
@@ -102,7 +103,7 @@ class Steward:
             raise InvalidInput("gradient is not finite", do="Lower training.learning_rate.")
         return True
 
-    def applied(self, applied: Applied) -> None:
+    def applied(self, applied: AppliedUpdate) -> None:
         """Record a counted update."""
 
     def state(self) -> dict[str, Any]:
@@ -121,7 +122,7 @@ class Holder:
     line: Any
 
 
-class Seats:
+class ShareAssignment:
     """Assignment of shares of the batches to ranks; pure, the caller passes the clock.
 
     The share of a lost rank waits for that rank to return; after ``vacant_s`` a worker that has

@@ -22,11 +22,17 @@ from paceline.training.loop.workload import Workload
 from paceline.training.strategies import SERVING, require_ranks
 from paceline.training.strategies.follower import follow
 from paceline.training.strategies.learner import Learner
-from paceline.training.strategies.protocol import SILENCE_S, Address, Applied, Steward, Terms
+from paceline.training.strategies.protocol import (
+    SILENCE_S,
+    Address,
+    AppliedUpdate,
+    ServerTerms,
+    UpdatePolicy,
+)
 from paceline.training.strategies.rendezvous import Claims
-from paceline.training.strategies.server import Server, Serving
+from paceline.training.strategies.server import ParameterServer, ServerThread
 from paceline.training.strategies.update_ledger import Update
-from paceline.training.strategies.worker import Gradients, Task, Told, Worker
+from paceline.training.strategies.worker import BatchTask, GradientComputer, Worker, WorkerCounts
 
 Role = Literal["server", "standby", "worker"]
 OpenShare = Callable[[int, int, int], Iterator[Batch]]  # share, shares, first step (from 0)
@@ -40,7 +46,7 @@ class Outcome:
     led: bool  # it held the weights at the end
     version: int
     model: nn.Module | None = None  # of the server, and of a standby
-    told: Told | None = None  # counts of a worker
+    told: WorkerCounts | None = None  # counts of a worker
 
 
 def role_of(rank: int) -> Role:
@@ -48,19 +54,19 @@ def role_of(rank: int) -> Role:
     return ("server", "standby")[rank] if rank < SERVING else "worker"
 
 
-class Telling(Steward):
+class CallbackPolicy(UpdatePolicy):
     """A steward that calls ``on_update`` for each update."""
 
     def __init__(self, on_update: Callable[[Update, float], None]) -> None:
         self._on_update = on_update
 
-    def applied(self, applied: Applied) -> None:
+    def applied(self, applied: AppliedUpdate) -> None:
         """Call ``on_update`` with the update and its loss."""
         self._on_update(applied.update, applied.note.loss)
 
 
-class Iterated:
-    """A ``Source`` of batches from an iterator; it has no position."""
+class IteratorSource:
+    """A ``BatchSource`` of batches from an iterator; it has no position."""
 
     data_wait_s = 0.0
     position: dict[str, Any] | None = None
@@ -98,24 +104,26 @@ def run_asynchronous(
     or another rank took over; TrainingFailed where values are no longer finite.
     """
     workers = require_ranks(settings, ranks)
-    terms = Terms(key, workers, settings.steps, settings.synchrony.max_staleness, silence_s)
+    terms = ServerTerms(key, workers, settings.steps, settings.synchrony.max_staleness, silence_s)
     model = (start_model or workload.build()).to(master_dtype(settings))
     role = role_of(rank)
     try:
         if role == "worker":
             share = rank - SERVING
 
-            def opened(task: Task) -> Iterated:
-                return Iterated(open_share(task.worker, workers, task.sequence - 1))
+            def opened(task: BatchTask) -> IteratorSource:
+                return IteratorSource(open_share(task.worker, workers, task.sequence - 1))
 
-            compute = Gradients(model, workload, settings, workers, opened)
+            compute = GradientComputer(model, workload, settings, workers, opened)
             count, dtype = compute.count, compute.dtype
             worker = Worker(share, lambda: addresses, terms, count, dtype, rank=rank)
             return Outcome(role, led=False, version=0, told=worker.run(compute))
-        steward = Telling(on_update) if on_update is not None else None
+        steward = CallbackPolicy(on_update) if on_update is not None else None
         owner = f"rank-{rank}"
-        server = Server(Learner(model, settings, workers), terms, claims, owner, steward=steward)
-        with Serving(server, addresses[rank], deadline_s) as serving:
+        server = ParameterServer(
+            Learner(model, settings, workers), terms, claims, owner, steward=steward
+        )
+        with ServerThread(server, addresses[rank], deadline_s) as serving:
             if role == "server":
                 server.lead()
                 led = True

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.errors import InvalidInput, PeerLost
-from paceline.training.loop.event_writer import Place
+from paceline.training.loop.event_writer import RankIdentity
 from paceline.training.strategies import SERVING
 from paceline.training.strategies.protocol import Address
 
@@ -85,10 +85,10 @@ STORE_TIMEOUT_S = 10.0
 FRESH_S = 0.25  # lifetime of a cached answer of the store
 
 
-class Meeting:
+class RendezvousStore:
     """A rank's client of the gang's store, for one attempt."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: RankIdentity) -> None:
         """Raises PeerLost where the store is unreachable, InvalidInput without the gang's key."""
         from torch._C._distributed_c10d import PrefixStore, TCPStore
 

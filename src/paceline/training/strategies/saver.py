@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from paceline.config import TrainingSettings
 from paceline.errors import PacelineError
 from paceline.training.loop.loop import Progress, StepReport
-from paceline.training.loop.step_guard import Guard, Verdict
-from paceline.training.strategies.protocol import Applied, Note, Steward
-from paceline.training.strategies.update_ledger import Ledger, Update
+from paceline.training.loop.step_guard import StepGuard, Verdict
+from paceline.training.strategies.protocol import AppliedUpdate, BatchReport, UpdatePolicy
+from paceline.training.strategies.update_ledger import Update, UpdateLedger
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class _Step:
     taken: int = 0
 
 
-class JobSteward(Steward):
+class JobUpdatePolicy(UpdatePolicy):
     """Judges, counts and saves; ``progress`` is the progress of the job.
 
     ``led_by`` attaches a saver and a callback for steps.
@@ -58,9 +58,9 @@ class JobSteward(Steward):
         self.settings, self.workers = settings, workers
         self.progress = Progress()
         self.quarantined: set[str] = set()
-        self.guard = Guard.of(settings.guard, bad_before)
+        self.guard = StepGuard.of(settings.guard, bad_before)
         self._rate: Callable[[int], float] = lambda _version: 0.0
-        self._ledger: Callable[[], Ledger] | None = None
+        self._ledger: Callable[[], UpdateLedger] | None = None
         self._saver: Saver | None = None
         self._on_step: Callable[[StepReport], None] | None = None
         self._owed = False
@@ -70,7 +70,7 @@ class JobSteward(Steward):
     def led_by(
         self,
         saver: Saver,
-        ledger: Callable[[], Ledger],
+        ledger: Callable[[], UpdateLedger],
         rate: Callable[[int], float],
         on_step: Callable[[StepReport], None],
     ) -> None:
@@ -82,7 +82,7 @@ class JobSteward(Steward):
 
     # -- Steward
 
-    def judge(self, note: Note, norm: float) -> bool:
+    def judge(self, note: BatchReport, norm: float) -> bool:
         """Return whether to apply the gradient; write a due save before it changes anything."""
         if not note.tokens:  # every sample of it is in quarantine
             return False
@@ -96,7 +96,7 @@ class JobSteward(Steward):
             self.progress.stall_s, self._owed = self._saver.stall_s, False
         return True
 
-    def applied(self, applied: Applied) -> None:
+    def applied(self, applied: AppliedUpdate) -> None:
         """Count the update; at the end of a step report it, and check whether a save is due."""
         if not applied.leads and applied.note.tokens:
             self._follow_guard(applied)
@@ -125,11 +125,11 @@ class JobSteward(Steward):
 
     # -- internal
 
-    def _verdict(self, step: int, note: Note, norm: float) -> Verdict:
+    def _verdict(self, step: int, note: BatchReport, norm: float) -> Verdict:
         loss = note.loss if math.isfinite(norm) else math.nan
         return self.guard.judge(step=step, batch=note.batch, loss=loss, norm=norm)
 
-    def _follow_guard(self, applied: Applied) -> None:
+    def _follow_guard(self, applied: AppliedUpdate) -> None:
         step = (applied.update.version - 1) // self.workers
         try:
             self._verdict(step, applied.note, applied.norm)
@@ -137,7 +137,7 @@ class JobSteward(Steward):
             # Guards differ if bad steps were counted before this rank joined; the leader decides.
             log.info("the leader counted what this guard would not: %s", error)
 
-    def _count(self, applied: Applied) -> None:
+    def _count(self, applied: AppliedUpdate) -> None:
         update, note = applied.update, applied.note
         step, progress = self._step, self.progress
         self.quarantined.update(note.quarantined)
@@ -192,6 +192,6 @@ class JobSteward(Steward):
         return {"guard": self.guard.state, "quarantined": sorted(self.quarantined)}
 
 
-def position_of(ledger: Ledger, workers: int) -> dict[str, Any]:
+def position_of(ledger: UpdateLedger, workers: int) -> dict[str, Any]:
     """Return the position for a checkpoint: the number of workers, and the ledger."""
     return {"kind": POSITION, "workers": workers, "ledger": ledger.to_json()}

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from paceline.errors import InvalidFrame, InvalidInput, PacelineError, PeerLost, TemporaryError
 from paceline.training.strategies.frames import (
     Frame,
-    Kind,
+    FrameKind,
     greeting,
     numbers_of,
     of_numbers,
@@ -39,14 +39,14 @@ from paceline.training.strategies.protocol import (
     TURN_S,
     WORKER_SILENCE_S,
     Address,
-    Applied,
-    Note,
-    Seats,
-    Steward,
-    Terms,
+    AppliedUpdate,
+    BatchReport,
+    ServerTerms,
+    ShareAssignment,
+    UpdatePolicy,
 )
 from paceline.training.strategies.rendezvous import Claims
-from paceline.training.strategies.update_ledger import Ledger, Update, Verdict
+from paceline.training.strategies.update_ledger import PushVerdict, Update, UpdateLedger
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 
 
-class Server:
+class ParameterServer:
     """Serves weights while it leads; otherwise it answers NOT_LEADING and follows the leader.
 
     ``changed`` is the lock over all of the server's state.
@@ -63,11 +63,11 @@ class Server:
     def __init__(
         self,
         learner: Learner,
-        terms: Terms,
+        terms: ServerTerms,
         claims: Claims,
         owner: str,
         *,
-        steward: Steward | None = None,
+        steward: UpdatePolicy | None = None,
         ready: bool = True,
     ) -> None:
         """``owner`` claims epochs; it must be unique among processes.
@@ -75,8 +75,8 @@ class Server:
         Without ``ready`` it answers no caller, leading or not, until ``open`` is called.
         """
         self.learner, self.terms = learner, terms
-        self.steward = steward or Steward()
-        self.ledger = Ledger(terms.max_staleness)
+        self.steward = steward or UpdatePolicy()
+        self.ledger = UpdateLedger(terms.max_staleness)
         self.epoch = 0  # 0: it does not lead
         self.done = threading.Event()  # every share is complete
         self.released = threading.Event()  # and the weights are no longer needed
@@ -85,7 +85,7 @@ class Server:
         self.body_bytes = learner.count * 8 + (1 << 20)
         self.state_bytes = learner.count * 8 * 4 + (16 << 20)
         self._claims, self._owner, self._ready = claims, owner, ready
-        self._seats = Seats(terms.workers, terms.vacant_s, time.monotonic())
+        self._seats = ShareAssignment(terms.workers, terms.vacant_s, time.monotonic())
         self._standby: socket.socket | None = None
         self._threads = threading.BoundedSemaphore(2 * terms.workers + 8)
 
@@ -97,7 +97,7 @@ class Server:
             raise PeerLost("another parameter server leads", got=f"epoch {epoch}", do="End.")
         with self.changed:
             self.epoch = epoch
-            self._seats = Seats(self.terms.workers, self.terms.vacant_s, time.monotonic())
+            self._seats = ShareAssignment(self.terms.workers, self.terms.vacant_s, time.monotonic())
             self._check_done()
             self.changed.notify_all()
         log.warning("parameter server leads owner=%s epoch=%d version=%d", self._owner, epoch,
@@ -153,7 +153,7 @@ class Server:
                 hello = greeting(connection, self.terms.key, GREET_S)
                 connection.settimeout(GREET_S)
                 if self.epoch == 0 or not self._ready:
-                    send(connection, Frame(Kind.NOT_LEADING, {"version": self.ledger.version}))
+                    send(connection, Frame(FrameKind.NOT_LEADING, {"version": self.ledger.version}))
                 elif hello.head.get("role") == "standby":
                     self._keep_standby(connection)
                 else:
@@ -176,7 +176,7 @@ class Server:
                 self._answer(connection, worker)
             except (InvalidInput, InvalidFrame) as error:
                 with contextlib.suppress(PeerLost):
-                    send(connection, Frame(Kind.REFUSED, {"message": error.one_line()}))
+                    send(connection, Frame(FrameKind.REFUSED, {"message": error.one_line()}))
                 raise
             except PacelineError as error:
                 if not isinstance(error, TemporaryError):
@@ -187,7 +187,7 @@ class Server:
                     self._seats.leave(worker, connection, time.monotonic())
                     self.ledger.release(worker)
                     self.changed.notify_all()
-        send(connection, Frame(Kind.RELEASED))
+        send(connection, Frame(FrameKind.RELEASED))
 
     def _seat(self, connection: socket.socket, rank: int, wanted: int) -> int | None:
         """Wait until there is work for ``rank`` and return its share; None once all is done."""
@@ -210,9 +210,9 @@ class Server:
                     }  # fmt: skip
                     break
                 self.changed.wait(BEAT_S)
-            send(connection, Frame(Kind.BEAT))
+            send(connection, Frame(FrameKind.BEAT))
         try:
-            send(connection, Frame(Kind.WELCOME, head))
+            send(connection, Frame(FrameKind.WELCOME, head))
         except PeerLost:
             with self.changed:
                 self._seats.leave(worker, connection, time.monotonic())
@@ -223,13 +223,13 @@ class Server:
         connection.settimeout(WORKER_SILENCE_S)
         while True:
             frame = receive(connection, self.body_bytes)
-            if frame.kind is Kind.PULL:
+            if frame.kind is FrameKind.PULL:
                 send(connection, self._weights(worker))
-            elif frame.kind is Kind.PUSH:
+            elif frame.kind is FrameKind.PUSH:
                 send(connection, self._push(worker, frame, connection))
-            elif frame.kind is Kind.RELEASED:
+            elif frame.kind is FrameKind.RELEASED:
                 return
-            elif frame.kind is not Kind.BEAT:
+            elif frame.kind is not FrameKind.BEAT:
                 raise InvalidFrame("worker said what workers do not", got=frame.kind.name)
 
     def _weights(self, worker: int) -> Frame:
@@ -237,25 +237,25 @@ class Server:
             self._require_leading()
             version = self.ledger.pull(worker)
             weights = self.learner.weights()
-        return of_numbers(Kind.WEIGHTS, weights, version=version, epoch=self.epoch)
+        return of_numbers(FrameKind.WEIGHTS, weights, version=version, epoch=self.epoch)
 
     def _push(self, worker: int, frame: Frame, connection: socket.socket) -> Frame:
         gradient = numbers_of(frame, self.learner.count, self.learner.dtype)
         sequence, base = whole(frame, "sequence"), whole(frame, "base")
-        note = Note.from_head(frame.head.get("note"))
+        note = BatchReport.from_head(frame.head.get("note"))
         norm = norm_of(gradient)  # outside the lock
         until = time.monotonic() + TURN_S
         with self.changed:
             while True:
                 self._require_leading()
                 verdict = self.ledger.judge(worker, sequence, base)
-                if verdict is not Verdict.WAIT:
+                if verdict is not PushVerdict.WAIT:
                     break
                 if not self.changed.wait(BEAT_S):
-                    send(connection, Frame(Kind.BEAT))
+                    send(connection, Frame(FrameKind.BEAT))
                 if time.monotonic() > until:
                     self.ledger.give_up_turn()  # that worker is late: the others continue
-            if verdict is Verdict.APPLY:
+            if verdict is PushVerdict.APPLY:
                 update = Update(worker, sequence, base, self.ledger.version + 1)
                 taken = self.steward.judge(note, norm)
                 # The lock is held throughout, so no thread sees a partial update.
@@ -263,18 +263,25 @@ class Server:
                 self.take(update, gradient, note, norm, taken)
                 self._check_done()
         return Frame(
-            Kind.ANSWER,
+            FrameKind.ANSWER,
             {"verdict": verdict.value, "version": self.ledger.version, "epoch": self.epoch},
         )
 
     def take(
-        self, update: Update, gradient: npt.NDArray[Any], note: Note, norm: float, taken: bool
+        self,
+        update: Update,
+        gradient: npt.NDArray[Any],
+        note: BatchReport,
+        norm: float,
+        taken: bool,
     ) -> None:
         """Count ``update``, and change the weights if ``taken``; the lock is held."""
         self.ledger.follow(update, note.position)
         if taken:
             self.learner.apply(gradient, update.version, norm)
-        applied = Applied(update=update, note=note, norm=norm, taken=taken, leads=self.epoch > 0)
+        applied = AppliedUpdate(
+            update=update, note=note, norm=norm, taken=taken, leads=self.epoch > 0
+        )
         self.steward.applied(applied)
         self.changed.notify_all()
 
@@ -290,7 +297,7 @@ class Server:
     # ---------------------------------------------------------------------------- replicating
 
     def _replicate(
-        self, update: Update, gradient: npt.NDArray[Any], note: Note, taken: bool
+        self, update: Update, gradient: npt.NDArray[Any], note: BatchReport, taken: bool
     ) -> None:
         if self._standby is None:
             return
@@ -299,7 +306,7 @@ class Server:
                 "worker": update.worker, "sequence": update.sequence, "base": update.base,
                 "version": update.version, "note": note.to_head(), "taken": taken,
             }  # fmt: skip
-            send(self._standby, of_numbers(Kind.UPDATE, gradient, **head))
+            send(self._standby, of_numbers(FrameKind.UPDATE, gradient, **head))
             self._expect_followed(self._standby, update.version)
         except (PeerLost, InvalidFrame) as error:
             self._lose_standby(error)
@@ -308,7 +315,7 @@ class Server:
         # Under the lock: a standby that sends byte by byte must not hold it for long.
         frame = receive(standby, 0, within_s=self.terms.silence_s)
         standby.settimeout(self.terms.silence_s)
-        if frame.kind is not Kind.FOLLOWED or whole(frame, "version") != version:
+        if frame.kind is not FrameKind.FOLLOWED or whole(frame, "version") != version:
             raise InvalidFrame("standby did not follow", got=frame.kind.name, wanted=version)
 
     def _lose_standby(self, error: PacelineError) -> None:
@@ -330,7 +337,7 @@ class Server:
             connection.settimeout(self.terms.silence_s)
             said = {"ledger": self.ledger.to_json(), "steward": self.steward.state()}
             state = self.learner.to_bytes(said)
-            send(connection, Frame(Kind.STATE, {"epoch": self.epoch}, state))
+            send(connection, Frame(FrameKind.STATE, {"epoch": self.epoch}, state))
             self._expect_followed(connection, self.ledger.version)
             self._standby = connection
         try:
@@ -340,11 +347,11 @@ class Server:
                     if self._standby is not connection:
                         return
                     if self.released.is_set():
-                        send(connection, Frame(Kind.RELEASED))
+                        send(connection, Frame(FrameKind.RELEASED))
                         self._standby = None
                         return
                     try:
-                        send(connection, Frame(Kind.BEAT, {"epoch": self.epoch}))
+                        send(connection, Frame(FrameKind.BEAT, {"epoch": self.epoch}))
                     except PeerLost as error:
                         self._lose_standby(error)
                         return
@@ -362,13 +369,13 @@ def listen(host: str, port: int = 0) -> socket.socket:
 LAST_WORDS_S = 30.0  # for callers to receive RELEASED
 
 
-class Serving:
+class ServerThread:
     """Runs ``server.serve`` in a thread for the duration of a ``with``, and waits for its end.
 
     It answers from the start, so that workers learn at once that it does not lead.
     """
 
-    def __init__(self, server: Server, address: Address, deadline_s: float) -> None:
+    def __init__(self, server: ParameterServer, address: Address, deadline_s: float) -> None:
         self.server, self._deadline_s = server, deadline_s
         self._listener = listen(*address)
         host, port = self._listener.getsockname()[:2]
@@ -377,7 +384,7 @@ class Serving:
         self._abandoned = False
         self._thread = threading.Thread(target=self._serve, name="serve", daemon=True)
 
-    def __enter__(self) -> Serving:
+    def __enter__(self) -> ServerThread:
         self._thread.start()
         return self
 

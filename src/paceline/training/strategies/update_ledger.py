@@ -22,7 +22,7 @@ from typing import Any
 from paceline.errors import CorruptData, InvalidInput
 
 
-class Verdict(Enum):
+class PushVerdict(Enum):
     """The decision about a pushed gradient."""
 
     APPLY = "apply"
@@ -42,7 +42,7 @@ class Update:
 
 
 @dataclass
-class Ledger:
+class UpdateLedger:
     """Versions, the last push of each worker, and the order of turns."""
 
     max_staleness: int
@@ -57,14 +57,14 @@ class Ledger:
         self._pulled[worker] = self.version
         return self.version
 
-    def judge(self, worker: int, sequence: int, base: int) -> Verdict:
+    def judge(self, worker: int, sequence: int, base: int) -> PushVerdict:
         """Return the decision about a push, and record a refusal.
 
         Raises InvalidInput for a version that does not exist or a sequence that skips some.
         """
         done = self.applied.get(worker, 0)
         if 1 <= sequence <= done:
-            return Verdict.KNOWN
+            return PushVerdict.KNOWN
         if sequence != done + 1:
             raise InvalidInput("gradient out of order", got=sequence, wanted=done + 1)
         if not 0 <= base <= self.version:
@@ -72,10 +72,10 @@ class Ledger:
         if self.version - base > self.max_staleness:
             if worker not in self._turns:
                 self._turns.append(worker)
-            return Verdict.STALE
+            return PushVerdict.STALE
         if self._must_wait(worker):
-            return Verdict.WAIT
-        return Verdict.APPLY
+            return PushVerdict.WAIT
+        return PushVerdict.APPLY
 
     def apply(self, worker: int, sequence: int, base: int) -> Update:
         """Record the gradient as the next version; only after ``judge`` returned APPLY."""
@@ -121,7 +121,7 @@ class Ledger:
         }
 
     @classmethod
-    def from_json(cls, said: Mapping[str, Any], max_staleness: int) -> Ledger:
+    def from_json(cls, said: Mapping[str, Any], max_staleness: int) -> UpdateLedger:
         """Return the ledger that ``to_json`` wrote; turns and pulls start empty.
 
         Raises CorruptData for anything else.
@@ -133,7 +133,7 @@ class Ledger:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CorruptData("ledger of a parameter server is unusable", got=repr(said)) from error
 
-    def of_workers(self, before: int, workers: int) -> Ledger:
+    def of_workers(self, before: int, workers: int) -> UpdateLedger:
         """Return the ledger for another number of workers than the ``before`` that wrote it.
 
         Shares are cut anew, so all continue from the slowest worker: data that faster ones had read
@@ -144,7 +144,7 @@ class Ledger:
         slowest = min(range(before), key=lambda worker: self.applied.get(worker, 0))
         steps = self.applied.get(slowest, 0)
         at = self.positions.get(slowest)
-        return Ledger(
+        return UpdateLedger(
             self.max_staleness,
             steps * workers,
             dict.fromkeys(range(workers), steps),

@@ -29,7 +29,7 @@ from paceline.training.parallel import parallelise
 from paceline.training.parallel.mesh import Mesh, MeshSpec
 from paceline.training.strategies.frames import (
     Frame,
-    Kind,
+    FrameKind,
     numbers_of,
     of_numbers,
     receive,
@@ -37,7 +37,7 @@ from paceline.training.strategies.frames import (
     whole,
 )
 from paceline.training.strategies.learner import flat_gradients, put
-from paceline.training.strategies.protocol import BEAT_S, TURN_S, Address, Note, Terms
+from paceline.training.strategies.protocol import BEAT_S, TURN_S, Address, BatchReport, ServerTerms
 
 RETRY_S = 0.05
 SILENCES = 2  # times ``silence_s``, before a worker looks for another server
@@ -45,7 +45,7 @@ ANSWER_S = TURN_S + 15.0  # a push may wait for another worker's turn first
 
 
 @dataclass(frozen=True)
-class Task:
+class BatchTask:
     """The batch to compute: the ``sequence``-th (from 1) of a share.
 
     ``position`` is where the share's data stream continues; None: at its beginning, or directly
@@ -57,11 +57,11 @@ class Task:
     position: dict[str, Any] | None = None
 
 
-Compute = Callable[[Task, npt.NDArray[Any]], tuple[npt.NDArray[Any], Note]]
+Compute = Callable[[BatchTask, npt.NDArray[Any]], tuple[npt.NDArray[Any], BatchReport]]
 
 
 @dataclass
-class Told:
+class WorkerCounts:
     """Counts of one worker."""
 
     pushed: int = 0
@@ -73,7 +73,7 @@ class Told:
     staleness: list[int] = field(default_factory=list)
 
 
-class _Moved(Exception):
+class _ShareReassigned(Exception):
     """Another worker has our share now; we were assigned another task, or none (all is done)."""
 
 
@@ -84,7 +84,7 @@ class Worker:
         self,
         worker: int,
         addresses: Callable[[], Sequence[Address]],
-        terms: Terms,
+        terms: ServerTerms,
         count: int,
         dtype: str,
         *,
@@ -98,25 +98,27 @@ class Worker:
         self._count, self._dtype, self._away_s = count, dtype, away_s
         self._on_word = on_word
         self._connection: socket.socket | None = None
-        self._task: Task | None = None  # the task assigned last
-        self.told = Told()
+        self._task: BatchTask | None = None  # the task assigned last
+        self.told = WorkerCounts()
 
-    def run(self, compute: Compute, on_push: Callable[[Task], None] | None = None) -> Told:
+    def run(
+        self, compute: Compute, on_push: Callable[[BatchTask], None] | None = None
+    ) -> WorkerCounts:
         """Push gradients until every share has ``terms.pushes`` of them; return the counts.
 
         ``compute(task, weights)`` returns gradient and note of the task's batch.
         """
         try:
             while (task := self._next_share()) is not None:
-                with contextlib.suppress(_Moved):
+                with contextlib.suppress(_ShareReassigned):
                     self._work_off(task, compute, on_push)
         finally:
             self._close()
         return self.told
 
-    def _next_share(self) -> Task | None:
+    def _next_share(self) -> BatchTask | None:
         if self._connection is None:
-            with contextlib.suppress(_Moved):
+            with contextlib.suppress(_ShareReassigned):
                 self._again(lambda connection: connection)
         task = self._task
         if task is not None and task.worker != self._own:
@@ -124,7 +126,7 @@ class Worker:
         return task
 
     def _work_off(
-        self, task: Task, compute: Compute, on_push: Callable[[Task], None] | None
+        self, task: BatchTask, compute: Compute, on_push: Callable[[BatchTask], None] | None
     ) -> None:
         while task.sequence <= self._terms.pushes:
             base, weights = self._again(self._pull)
@@ -134,16 +136,18 @@ class Worker:
                 continue
             if on_push is not None:
                 on_push(task)
-            task = Task(task.worker, task.sequence + 1)
+            task = BatchTask(task.worker, task.sequence + 1)
         self._task = self._again(self._ask_on)
 
-    def _deliver(self, task: Task, base: int, gradient: npt.NDArray[Any], note: Note) -> str:
+    def _deliver(
+        self, task: BatchTask, base: int, gradient: npt.NDArray[Any], note: BatchReport
+    ) -> str:
         started = time.monotonic()
 
         def push(connection: socket.socket) -> Frame:
             head = {"sequence": task.sequence, "base": base, "note": note.to_head()}
-            send(connection, of_numbers(Kind.PUSH, gradient, **head))
-            return self._expect(connection, Kind.ANSWER, 0)
+            send(connection, of_numbers(FrameKind.PUSH, gradient, **head))
+            return self._expect(connection, FrameKind.ANSWER, 0)
 
         answer = self._again(push)
         self.told.waited_s += time.monotonic() - started
@@ -156,8 +160,8 @@ class Worker:
         return verdict
 
     def _pull(self, connection: socket.socket) -> tuple[int, npt.NDArray[Any]]:
-        send(connection, Frame(Kind.PULL))
-        frame = self._expect(connection, Kind.WEIGHTS, self._count * 8 + 1024)
+        send(connection, Frame(FrameKind.PULL))
+        frame = self._expect(connection, FrameKind.WEIGHTS, self._count * 8 + 1024)
         return whole(frame, "version"), numbers_of(frame, self._count, self._dtype)
 
     def _again(self, ask: Callable[[socket.socket], Any]) -> Any:
@@ -185,10 +189,10 @@ class Worker:
             self._connection, self._task = self._find()
             now = self._task
             if now is None or (before is not None and before.worker != now.worker):
-                raise _Moved
+                raise _ShareReassigned
         return self._connection
 
-    def _find(self) -> tuple[socket.socket, Task | None]:
+    def _find(self) -> tuple[socket.socket, BatchTask | None]:
         said: Any = "nobody answers"
         for address in self._addresses():
             try:
@@ -204,46 +208,46 @@ class Worker:
         self.told.lost += 1
         raise PeerLost("no parameter server leads", got=said)
 
-    def _greet(self, connection: socket.socket) -> Task | None:
+    def _greet(self, connection: socket.socket) -> BatchTask | None:
         """Return the assigned task; None where all is done."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         # A live server sends heartbeats while we wait for our turn; a frozen one does not.
         connection.settimeout(max(SILENCES * self._terms.silence_s, 2 * BEAT_S))
         wanted = self._own if self._task is None else self._task.worker
         hello = {"role": "worker", "rank": self._rank, "worker": wanted, "key": self._terms.key}
-        send(connection, Frame(Kind.HELLO, hello))
+        send(connection, Frame(FrameKind.HELLO, hello))
         return self._given(connection)
 
-    def _ask_on(self, connection: socket.socket) -> Task | None:
+    def _ask_on(self, connection: socket.socket) -> BatchTask | None:
         """End this share and return a task of a free one, once there is one."""
-        send(connection, Frame(Kind.RELEASED))
+        send(connection, Frame(FrameKind.RELEASED))
         return self._given(connection)
 
-    def _given(self, connection: socket.socket) -> Task | None:
-        while (frame := receive(connection, 0)).kind is Kind.BEAT:
+    def _given(self, connection: socket.socket) -> BatchTask | None:
+        while (frame := receive(connection, 0)).kind is FrameKind.BEAT:
             self._on_word()
         self._on_word()
-        if frame.kind is Kind.RELEASED:
+        if frame.kind is FrameKind.RELEASED:
             return None
-        if frame.kind is not Kind.WELCOME:
+        if frame.kind is not FrameKind.WELCOME:
             raise PeerLost("parameter server does not lead", got=frame.kind.name)
         position = frame.head.get("position")
-        return Task(
+        return BatchTask(
             whole(frame, "worker"),
             whole(frame, "applied") + 1,
             position if isinstance(position, dict) else None,
         )
 
-    def _expect(self, connection: socket.socket, wanted: Kind, max_body_bytes: int) -> Frame:
+    def _expect(self, connection: socket.socket, wanted: FrameKind, max_body_bytes: int) -> Frame:
         until = time.monotonic() + ANSWER_S
         while True:
             frame = receive(connection, max_body_bytes)
             self._on_word()
-            if frame.kind is Kind.REFUSED:
+            if frame.kind is FrameKind.REFUSED:
                 raise InvalidInput("parameter server refused", got=frame.head.get("message"))
             if frame.kind is wanted:
                 return frame
-            if frame.kind is not Kind.BEAT:
+            if frame.kind is not FrameKind.BEAT:
                 raise InvalidFrame("parameter server said something else", got=frame.kind.name)
             if time.monotonic() > until:
                 raise PeerLost("parameter server does not answer", wanted=f"in {ANSWER_S:.0f} s")
@@ -254,7 +258,7 @@ class Worker:
             self._connection = None
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """The batches of a share, in order."""
 
     @property
@@ -278,7 +282,7 @@ class _Held:
     note: dict[str, Any]
 
 
-class Gradients:
+class GradientComputer:
     """Computes the gradients that ``Worker.run`` pushes; ``open_share`` opens a share's data.
 
     A gradient that was too stale is computed again from the same batch, and from the state that a
@@ -292,7 +296,7 @@ class Gradients:
         workload: Workload,
         settings: TrainingSettings,
         workers: int,
-        open_share: Callable[[Task], Source],
+        open_share: Callable[[BatchTask], BatchSource],
         device: torch.device = CPU,
     ) -> None:
         self._workload, self._settings, self._workers = workload, settings, workers
@@ -305,11 +309,13 @@ class Gradients:
         self.count = sum(each.numel() for each in self._parameters)
         self.dtype = str(self._parameters[0].dtype).removeprefix("torch.")
         self._keeps = keeps_of(self._parallel, workload)
-        self.note = Note()  # of the last gradient
-        self._source: Source | None = None
+        self.note = BatchReport()  # of the last gradient
+        self._source: BatchSource | None = None
         self._held: _Held | None = None
 
-    def __call__(self, task: Task, weights: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], Note]:
+    def __call__(
+        self, task: BatchTask, weights: npt.NDArray[Any]
+    ) -> tuple[npt.NDArray[Any], BatchReport]:
         """Return gradient and note of the task's batch under ``weights``."""
         held = self._take(task)
         put(self._parameters, weights)
@@ -320,7 +326,7 @@ class Gradients:
         loss = float(sums.loss) / sums.weight if sums.weight else 0.0
         if not math.isfinite(loss):  # the server will not apply it
             let_go(self._keeps)
-        self.note = Note(loss=loss, tokens=sums.weight, **held.note)
+        self.note = BatchReport(loss=loss, tokens=sums.weight, **held.note)
         return flat_gradients(self._parameters), self.note
 
     def close(self) -> None:
@@ -329,7 +335,7 @@ class Gradients:
             self._source.close()
             self._source = None
 
-    def _take(self, task: Task) -> _Held:
+    def _take(self, task: BatchTask) -> _Held:
         held = self._held
         if held is not None and (held.worker, held.sequence) == (task.worker, task.sequence):
             return held

@@ -6,7 +6,7 @@
     git+https://host/repository.git@<40 hex digits>#task:make   a commit
 
 Every reference is pinned and its source must be listed in ``security.code_sources``; both are
-checked before any of it runs. The function is called with a ``Task`` and returns the workload.
+checked before any of it runs. The function is called with a ``BatchTask`` and returns the workload.
 ``training.guard.preemption`` may be a reference of the same kinds.
 
 What is guarded: which code runs (allow-list and pin), changes to it (the digest is checked at each

@@ -188,7 +188,7 @@ class Compacted(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class EtcdAccess:
     """Endpoints and credentials of a cluster; certificates and keys as PEM bytes."""
 
     endpoints: tuple[str, ...]
@@ -205,7 +205,7 @@ class Access:
 class EtcdClient:
     """Connections to all members; safe to use from many threads."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: EtcdAccess) -> None:
         self._access = access
         self.where = ", ".join(access.endpoints)
         self._lock = threading.Lock()
@@ -280,7 +280,7 @@ class EtcdClient:
             request_serializer=lambda each: each.SerializeToString(),
             response_deserializer=answer.FromString,
         )
-        said = _Once(message)
+        said = _SingleMessage(message)
         stream = call(said, metadata=self._metadata())
         stream.add_callback(said.end)
         return channel, stream
@@ -375,7 +375,7 @@ class EtcdClient:
         )
 
 
-class _Once:
+class _SingleMessage:
     """A request stream of one message that stays open until the call ends."""
 
     def __init__(self, message: Any) -> None:

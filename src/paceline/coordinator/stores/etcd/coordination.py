@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from paceline.coordinator.ledger import LedgerLine
-from paceline.coordinator.state.messages import Answer, Effect, Kept, Observed
+from paceline.coordinator.ledger import LedgerEntry
+from paceline.coordinator.state.messages import Answer, Effect, EmitEvent, LoadedState
 from paceline.coordinator.stores.audit import numbered
 from paceline.coordinator.stores.contracts import (
     OUTBOX_EVENTS,
@@ -33,7 +33,7 @@ from paceline.coordinator.stores.contracts import (
 )
 from paceline.coordinator.stores.etcd.client import (
     CALL_S,
-    Access,
+    EtcdAccess,
     EtcdClient,
     changed_at,
     created_at,
@@ -42,12 +42,12 @@ from paceline.coordinator.stores.etcd.client import (
     put,
     request,
 )
-from paceline.coordinator.stores.etcd.election import Election, Held
+from paceline.coordinator.stores.etcd.election import Election, HeldTerm
 from paceline.coordinator.stores.etcd.layout import (
     Blob,
     Change,
     Delete,
-    Layout,
+    KeyLayout,
     Put,
     Tip,
     batches,
@@ -59,7 +59,7 @@ from paceline.coordinator.stores.etcd.layout import (
     unpack,
     write_journal,
 )
-from paceline.coordinator.stores.etcd.mirror import Mirror, Watcher
+from paceline.coordinator.stores.etcd.mirror import StateCache, Watcher
 from paceline.errors import PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.schemas.events import Event
 from paceline.schemas.records import StageRecord
@@ -71,10 +71,10 @@ log = logging.getLogger(__name__)
 NAMES_A_PAGE = 1_000
 
 
-class Blobs:
+class BlobStore:
     """The blobs of one installation, written and collected by the leader of one term."""
 
-    def __init__(self, client: EtcdClient, layout: Layout, mirror: Mirror) -> None:
+    def __init__(self, client: EtcdClient, layout: KeyLayout, mirror: StateCache) -> None:
         self._client, self._layout, self._mirror = client, layout, mirror
         self._written: set[str] = set()  # in this term, since the last collection
 
@@ -127,19 +127,19 @@ class EtcdCoordination:
 
     standbys = True
 
-    def __init__(self, access: Access, prefix: str, *, lease_s: float) -> None:
+    def __init__(self, access: EtcdAccess, prefix: str, *, lease_s: float) -> None:
         self._client = EtcdClient(access)
-        self._layout = Layout(prefix)
+        self._layout = KeyLayout(prefix)
         self._where = f"{self._client.where} {prefix}"
         self._boot = boot_id()
         self._lock = threading.RLock()  # one decision at a time; never held by a campaign
-        self._held: Held | None = None
+        self._held: HeldTerm | None = None
         self._lost = False  # a write of the held term was refused
         self._unsure = False  # a decision failed, and nothing was loaded since
         self._tip = Tip()
         self._shipped = 0
-        self._mirror = Mirror(self._client, self._layout, self._boot)
-        self._blobs = Blobs(self._client, self._layout, self._mirror)
+        self._mirror = StateCache(self._client, self._layout, self._boot)
+        self._blobs = BlobStore(self._client, self._layout, self._mirror)
         self._watcher = Watcher(self._client, *self._layout.below("meta"), self._look)
         self._election = Election(self._client, self._layout, self._watcher, lease_s)
         self._version = ""
@@ -175,7 +175,7 @@ class EtcdCoordination:
         held = self._election.stand(candidate, give_up, self._take)
         return None if held is None else held.term
 
-    def _take(self, held: Held) -> None:
+    def _take(self, held: HeldTerm) -> None:
         with self._lock:
             tip, shipped = self._read_tip()
             self._held, self._lost, self._unsure = held, False, False
@@ -207,15 +207,15 @@ class EtcdCoordination:
         kept = [each for each in effects if not isinstance(each, Answer)]
         if not kept:
             return []
-        told = [each for each in kept if isinstance(each, Observed)]
-        rest = [each for each in kept if not isinstance(each, Observed)]
+        told = [each for each in kept if isinstance(each, EmitEvent)]
+        rest = [each for each in kept if not isinstance(each, EmitEvent)]
         with self._lock:
             held = self._leading(term)
             made = itertools.count(self._tip.made + 1)
             changes = list(self._layout.changes(rest, self._boot, made))
             return self._decide(held, changes, told, made=next(made) - 1)
 
-    def load(self, now_s: float) -> Kept:
+    def load(self, now_s: float) -> LoadedState:
         """Return everything, as of one revision."""
         with self._lock:
             held = self._held
@@ -246,7 +246,7 @@ class EtcdCoordination:
         found = self._client.call("Range", request("RangeRequest", key=key)).kvs
         return StageRecord.model_validate_json(unpack(found[0].value)) if found else None
 
-    def ledger(self) -> Iterator[LedgerLine]:
+    def ledger(self) -> Iterator[LedgerEntry]:
         """Yield the size and age of each ledger record."""
         start, end = self._layout.below("ledger")
         more = True
@@ -254,11 +254,11 @@ class EtcdCoordination:
             message = request("RangeRequest", key=start, range_end=end, limit=LEDGER_KEYS)
             answer = self._client.call("Range", message)
             for kv in answer.kvs:
-                yield LedgerLine.of(StageRecord.model_validate_json(unpack(kv.value)))
+                yield LedgerEntry.of(StageRecord.model_validate_json(unpack(kv.value)))
                 start = kv.key + b"\0"
             more = answer.more
 
-    def keep_stage(self, term: Term, record: StageRecord, told: Observed) -> list[Event]:
+    def keep_stage(self, term: Term, record: StageRecord, told: EmitEvent) -> list[Event]:
         """Put ``record`` into the ledger and return the numbered event."""
         value = pack(record.model_dump_json())
         change = Put(self._layout.key("ledger", record.stage, record.input_digest), value)
@@ -315,7 +315,7 @@ class EtcdCoordination:
 
     # --- inside: deciding ------------------------------------------------------------------------
 
-    def _leading(self, term: Term, *, sure: bool = True) -> Held:
+    def _leading(self, term: Term, *, sure: bool = True) -> HeldTerm:
         held = self._held
         if held is None or held.term != term or self._lost:
             newest = self.leader() or term
@@ -325,7 +325,7 @@ class EtcdCoordination:
         return held
 
     def _decide(
-        self, held: Held, changes: Sequence[Change], told: Sequence[Observed], **fields: int
+        self, held: HeldTerm, changes: Sequence[Change], told: Sequence[EmitEvent], **fields: int
     ) -> list[Event]:
         """Commit ``changes`` and the events in ``told``; after an error the outcome is unknown."""
         try:
@@ -352,7 +352,7 @@ class EtcdCoordination:
         self._tidy(held)
         return events
 
-    def _move_tip(self, held: Held, tip: Tip, ops: Sequence[Any] = ()) -> None:
+    def _move_tip(self, held: HeldTerm, tip: Tip, ops: Sequence[Any] = ()) -> None:
         """Run ``ops`` in one transaction with the change from the known tip to ``tip``."""
         layout = self._layout
         message = request(
@@ -380,7 +380,7 @@ class EtcdCoordination:
             self._tip = found
         self._watcher.note(self._tip.revision)
 
-    def _bar(self, held: Held) -> None:
+    def _bar(self, held: HeldTerm) -> None:
         """Move the tip, so that every earlier request has taken effect or never will."""
         while True:
             self._tip, self._shipped = self._read_tip()
@@ -390,7 +390,7 @@ class EtcdCoordination:
                 if self._read_tip()[0].revision == self._tip.revision:
                     raise  # no late request moved the tip: etcd is unavailable
 
-    def _carry_out(self, held: Held) -> None:
+    def _carry_out(self, held: HeldTerm) -> None:
         """Apply a pending journal; applying it twice does no harm."""
         if self._tip.pending is None:
             return
@@ -398,7 +398,7 @@ class EtcdCoordination:
             self._fenced(held, ops_of(some))
         self._move_tip(held, self._tip.next(pending=None))
 
-    def _tidy(self, held: Held) -> None:
+    def _tidy(self, held: HeldTerm) -> None:
         """Run the follow-up work of a commit; the commit is done whatever happens here."""
         try:
             self._carry_out(held)
@@ -408,20 +408,20 @@ class EtcdCoordination:
             self._unsure = True  # of the tip: the caller loads before the next commit
             log.warning("to be done later: %s", error)
 
-    def _collect(self, held: Held) -> None:
+    def _collect(self, held: HeldTerm) -> None:
         """Delete unreferenced blobs; with the tip, so that a late deletion is ruled out too."""
         for some in batches(self._blobs.unnamed()):
             self._move_tip(held, self._tip.next(), ops_of(some))
 
     # --- inside: etcd ----------------------------------------------------------------------------
 
-    def _fenced(self, held: Held, ops: Sequence[Any]) -> None:
+    def _fenced(self, held: HeldTerm, ops: Sequence[Any]) -> None:
         compare = [created_at(self._layout.leader, held.created)]
         message = request("TxnRequest", compare=compare, success=ops)
         if not self._client.call("Txn", message).succeeded:
             self._require_leading(held)
 
-    def _require_leading(self, held: Held) -> None:
+    def _require_leading(self, held: HeldTerm) -> None:
         found = self._election.standing()
         if found.leader is None or found.leader.create_revision != held.created:
             self._lost = True

@@ -24,7 +24,7 @@ from paceline.coordinator.stores.etcd.client import (
     put,
     request,
 )
-from paceline.coordinator.stores.etcd.layout import Layout
+from paceline.coordinator.stores.etcd.layout import KeyLayout
 from paceline.coordinator.stores.etcd.mirror import Watcher
 from paceline.errors import PacelineError
 
@@ -95,7 +95,7 @@ ASK_S = 0.2  # interval at which a candidate checks whether to give up
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTerm:
     """The term that this process won, and the key that proves it."""
 
     term: Term
@@ -104,7 +104,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class LeaderKeys:
     """The leader's key and the epoch's key, as read from etcd."""
 
     leader: Any | None
@@ -124,21 +124,21 @@ class Election:
     """Campaigns for leadership; one candidate at a time."""
 
     def __init__(
-        self, client: EtcdClient, layout: Layout, watcher: Watcher, lease_s: float
+        self, client: EtcdClient, layout: KeyLayout, watcher: Watcher, lease_s: float
     ) -> None:
         self._client, self._layout = client, layout
         self._watcher, self._lease_s = watcher, lease_s
 
-    def standing(self) -> Standing:
+    def standing(self) -> LeaderKeys:
         """Return the leader's and the epoch's key as they are now."""
         gets = [get(self._layout.leader), get(self._layout.epoch)]
         answer = self._client.call("Txn", request("TxnRequest", success=gets))
         leader, epoch = (each.response_range.kvs for each in answer.responses)
-        return Standing(leader[0] if leader else None, epoch[0] if epoch else None)
+        return LeaderKeys(leader[0] if leader else None, epoch[0] if epoch else None)
 
     def stand(
-        self, candidate: Candidate, give_up: Callable[[], bool], take: Callable[[Held], None]
-    ) -> Held | None:
+        self, candidate: Candidate, give_up: Callable[[], bool], take: Callable[[HeldTerm], None]
+    ) -> HeldTerm | None:
         """Wait until there is no leader, and claim leadership; ``take`` is called after success.
 
         Any PacelineError, also in ``take``, is retried until ``give_up()``.
@@ -159,7 +159,7 @@ class Election:
                     leader, term = found.leader, found.term()
                     if lease is not None and leader is not None and term is not None:
                         if leader.lease == lease.lease_id:
-                            held = Held(term, lease, leader.create_revision)
+                            held = HeldTerm(term, lease, leader.create_revision)
                             take(held)
                             lease.keep()
                             lease = None
@@ -179,7 +179,7 @@ class Election:
             if lease is not None:
                 lease.end(revoke=True)
 
-    def _claim(self, candidate: Candidate, lease: Lease, found: Standing) -> None:
+    def _claim(self, candidate: Candidate, lease: Lease, found: LeaderKeys) -> None:
         layout, number = self._layout, found.newest + 1
         fields = {"epoch": number, "replica_id": candidate.replica_id, "url": candidate.url}
         message = request(

@@ -32,12 +32,12 @@ from paceline.coordinator.state.messages import (
     DropToken,
     DropWorker,
     Effect,
-    KeepDeployment,
-    KeepKey,
-    KeepPlan,
-    KeepReceipt,
-    KeepToken,
-    KeepWorker,
+    SaveDeployment,
+    SaveIdempotencyKey,
+    SavePlan,
+    SaveReceipt,
+    SaveToken,
+    SaveWorker,
 )
 from paceline.coordinator.stores.contracts import write_memo
 from paceline.coordinator.stores.etcd.client import after_prefix, delete, put
@@ -117,7 +117,7 @@ def unpack(value: bytes) -> bytes:
     return zlib.decompress(value[1:]) if value[:1] == _PACKED else value
 
 
-class Layout:
+class KeyLayout:
     """The keys of one installation."""
 
     def __init__(self, prefix: str) -> None:
@@ -155,7 +155,7 @@ class Layout:
         """
         for effect in effects:
             match effect:
-                case KeepDeployment(deployment, memo, manifest):
+                case SaveDeployment(deployment, memo, manifest):
                     identity = deployment.deployment_id
                     record = {"record": deployment.model_dump(mode="json"), "boot_id": boot}
                     record["memo"] = write_memo(memo)
@@ -164,20 +164,20 @@ class Layout:
                         where = ("state", "deployments", identity)
                         yield self._put(json.dumps({"number": next(made)}), *where, "made")
                         yield self._put(manifest.to_bytes(), *where, "manifest")
-                case KeepPlan(plan):
+                case SavePlan(plan):
                     where = ("state", "plans", plan.deployment_id)
                     yield self._put(plan.model_dump_json(), *where, f"{plan.epoch:010d}")
                     oldest = max(0, plan.epoch - KEPT_PLANS + 1)
                     yield Delete(self.key(*where, ""), self.key(*where, f"{oldest:010d}"))
-                case KeepReceipt(receipt):
+                case SaveReceipt(receipt):
                     whose = (receipt.deployment_id, receipt.worker_id)
                     yield self._put(receipt.model_dump_json(), "state", "receipts", *whose)
-                case KeepWorker(worker):
+                case SaveWorker(worker):
                     yield self._put(worker.model_dump_json(), "state", "workers", worker.worker_id)
-                case KeepKey(key, body_digest, deployment_id):
+                case SaveIdempotencyKey(key, body_digest, deployment_id):
                     value = json.dumps({"body_digest": body_digest})
                     yield self._put(value, "state", "keys", deployment_id, key)
-                case KeepToken(token):
+                case SaveToken(token):
                     yield self._put(token.model_dump_json(), "state", "tokens", token.token_id)
                 case DropStage(stage, input_digest):
                     yield self._gone("ledger", stage, input_digest)

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import grpc
 
-from paceline.coordinator.state.messages import KeepKey, Kept, KeptDeployment
+from paceline.coordinator.state.messages import LoadedDeployment, LoadedState, SaveIdempotencyKey
 from paceline.coordinator.stores.contracts import read_memo
 from paceline.coordinator.stores.etcd.client import Compacted, EtcdClient, get, request
 from paceline.coordinator.stores.etcd.layout import (
-    Layout,
+    KeyLayout,
     Put,
     Tip,
     blob_named,
@@ -42,7 +42,7 @@ TRIES = 5  # a blob may be deleted, or a revision compacted, during a read
 Parsed = TypeVar("Parsed")
 
 
-class Moved(ServiceUnavailable):
+class BlobMissing(ServiceUnavailable):
     """A referenced value was deleted during the read: read again."""
 
 
@@ -55,20 +55,20 @@ class Entry:
     parsed: Any = None
 
 
-class Mirror:
+class StateCache:
     """The copy; not thread-safe, so its owner locks."""
 
-    def __init__(self, client: EtcdClient, layout: Layout, boot: str) -> None:
+    def __init__(self, client: EtcdClient, layout: KeyLayout, boot: str) -> None:
         self._client, self._layout, self._boot = client, layout, boot
         self._range = layout.below("state")
         self._entries: dict[bytes, Entry] = {}
 
-    def load(self, now_s: float) -> Kept:
+    def load(self, now_s: float) -> LoadedState:
         """Return everything; raises ServiceUnavailable."""
         for _ in range(TRIES):
             try:
                 return self._kept(self._overlaid(self._refresh()), now_s)
-            except (Compacted, Moved):
+            except (Compacted, BlobMissing):
                 continue
         raise ServiceUnavailable(
             "etcd's state changes faster than it can be read", where=self._client.where
@@ -93,7 +93,7 @@ class Mirror:
             message = request("RangeRequest", key=self._layout.part(digest, number))
             answer = self._client.call("Range", message)
             if not answer.kvs:
-                raise Moved("a blob is not in etcd", wanted=digest, where=self._client.where)
+                raise BlobMissing("a blob is not in etcd", wanted=digest, where=self._client.where)
             found.append(answer.kvs[0].value)
         return joined(digest, found)
 
@@ -157,7 +157,7 @@ class Mirror:
                 entries[change.key] = Entry(tip.revision, change.value)
         return entries
 
-    def _kept(self, entries: dict[bytes, Entry], now_s: float) -> Kept:
+    def _kept(self, entries: dict[bytes, Entry], now_s: float) -> LoadedState:
         tables: dict[str, dict[tuple[str, ...], Entry]] = {}
         for key, entry in entries.items():
             _, table, *names = self._layout.parts_of(key)
@@ -182,7 +182,7 @@ class Mirror:
             record = self._parsed(found[deployment_id, "record"], json.loads)
             plan = plans.get(deployment_id)
             deployments.append(
-                KeptDeployment(
+                LoadedDeployment(
                     deployment=Deployment.model_validate(record["record"]),
                     memo=read_memo(
                         record["memo"], now_s, same_boot=record["boot_id"] == self._boot
@@ -193,10 +193,10 @@ class Mirror:
                 )
             )
         keys = [
-            KeepKey(key, self._parsed(entry, json.loads)["body_digest"], deployment_id)
+            SaveIdempotencyKey(key, self._parsed(entry, json.loads)["body_digest"], deployment_id)
             for (deployment_id, key), entry in rows("keys")
         ]
-        return Kept(
+        return LoadedState(
             deployments=tuple(deployments),
             workers=tuple(self._parsed(e, Worker.model_validate_json) for _, e in rows("workers")),
             keys=tuple(sorted(keys, key=lambda each: each.key)),
