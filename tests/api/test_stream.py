@@ -204,6 +204,7 @@ def test_one_deployment_alone_hears_of_itself_and_its_workers() -> None:
         stand.happens(deployment_id=d)
         await reader.until(lambda: len(reader.ids) == 2)
         assert reader.ids == [3, 4]
+        await reader.until(lambda: reader.of(Moment))
         moment = reader.of(Moment)[0]
         assert [each.deployment_id for each in moment.deployments] == [d]
         assert [each.worker_id for each in moment.workers] == ["node-0"]
