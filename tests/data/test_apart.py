@@ -262,8 +262,8 @@ def test_closing_ends_a_process_that_hangs_and_whoever_waits_is_told() -> None:
 def test_a_process_does_not_outlive_its_rank() -> None:
     code = f"""
 import numpy as np, time
-from paceline.data.loading.process_transform import Apart
-apart = Apart("{MODULE}:hang", ["{MODULE}"], processes=1, deadline_s=600)
+from paceline.data.loading.process_transform import ProcessTransform
+apart = ProcessTransform("{MODULE}:hang", ["{MODULE}"], processes=1, deadline_s=600)
 apart.start({{"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}})
 while not apart._children:
     time.sleep(0.005)

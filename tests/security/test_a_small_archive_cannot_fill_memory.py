@@ -30,14 +30,14 @@ END = b"\0" * 1024
 READ = """
 import json, resource, sys
 from pathlib import Path
-from paceline.data.formats import Fields, Unusable, open_reader
+from paceline.data.formats import Fields, UnusableSample, open_reader
 from paceline.errors import InvalidInput
 
 samples, left_out, error = [], [], None
 try:
     with open_reader(sys.argv[1]) as read:
         for each in read(Path(sys.argv[2]), "all", Fields()):
-            if isinstance(each, Unusable):
+            if isinstance(each, UnusableSample):
                 left_out = [*left_out, each.reason][-50:]
             else:
                 samples = [*samples, each.key][-50:]
@@ -212,10 +212,10 @@ def test_a_dictionary_of_parquet_that_stands_for_gigabytes_is_bounded(tmp_path: 
 LIMITED = """
 import sys
 from pathlib import Path
-from paceline.data.formats import Unusable, parquet
+from paceline.data.formats import UnusableSample, parquet
 parquet.limit_memory(160 << 20)
 for each in parquet.read_parquet(Path(sys.argv[1]), "all", "text", "key"):
-    print(each.key, "left out" if isinstance(each, Unusable) else "read")
+    print(each.key, "left out" if isinstance(each, UnusableSample) else "read")
 """
 
 

@@ -311,7 +311,7 @@ def test_a_job_learns_by_its_own_code_and_one_that_cannot_is_refused_before_rank
     for settings, kind, why in (
         ({"code_ref": "json:loads@sha256:" + "a" * 64}, AccessDenied, "not allowed"),
         ({"code_ref": "json:loads"}, InvalidInput, "not pinned"),
-        ({"code_ref": f"{OURS.partition(':')[0]}:Carried"}, TrainingFailed, "raised"),
+        ({"code_ref": f"{OURS.partition(':')[0]}:CarriedState"}, TrainingFailed, "raised"),
         ({"synchrony": {"kind": "parameter-server"}}, InvalidInput, "too few ranks"),
     ):
         with pytest.raises(kind, match=why):

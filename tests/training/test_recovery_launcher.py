@@ -232,7 +232,7 @@ def test_a_frozen_launcher_takes_no_orders_within_a_deadline_and_can_be_replaced
 def test_a_killed_driver_leaves_nothing(tmp_path) -> None:
     code = (
         "import json, sys\n"
-        "from paceline.training import Deadlines, GangMember, Gangs, LocalLauncher\n"
+        "from paceline.training import Deadlines, GangMember, GangSupervisor, LocalLauncher\n"
         "argv = json.loads(sys.argv[1])\n"
         "orders = json.dumps({'all': {'child': True, 'wait_s': 600, 'steps': 0}})\n"
         "with LocalLauncher().open_nodes(['a'], argv, wait_s=0, cancel=None, on_wait=None) as n:\n"

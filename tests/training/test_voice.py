@@ -18,8 +18,8 @@ from paceline.training.loop.event_writer import (
 
 PROGRAM = """
 import os
-from paceline.training.loop.event_writer import Place, Voice
-voice = Voice(Place(1, 2, "127.0.0.1", 0, 3, "node-1"))
+from paceline.training.loop.event_writer import RankIdentity, EventWriter
+voice = EventWriter(RankIdentity(1, 2, "127.0.0.1", 0, 3, "node-1"))
 voice.have_to_itself()
 print("loading", end="")
 voice.say("started")

@@ -367,9 +367,9 @@ if kind == "sqlite":
     from paceline.coordinator.stores.sqlite import SqliteCoordination
     store = SqliteCoordination(Path(where))
 else:
-    from paceline.coordinator.stores.etcd.client import Access
+    from paceline.coordinator.stores.etcd.client import EtcdAccess
     from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
-    store = EtcdCoordination(Access(endpoints=tuple(endpoints)), where, lease_s=2.0)
+    store = EtcdCoordination(EtcdAccess(endpoints=tuple(endpoints)), where, lease_s=2.0)
 term = store.campaign(Candidate("process", "http://127.0.0.1:1"), lambda: False)
 print(term.epoch, flush=True)
 for line in sys.stdin:
