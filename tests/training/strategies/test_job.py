@@ -21,7 +21,7 @@ from tests.training.test_recovery import reference, trusting
 
 __all__ = ["trusting"]  # a fixture
 
-STEPS = 60
+STEPS = 120  # a worker that is replaced midway still has steps left to trace
 SERVED = {"kind": "parameter-server", "max_staleness": 3}
 
 
