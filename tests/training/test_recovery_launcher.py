@@ -236,7 +236,8 @@ def test_a_killed_driver_leaves_nothing(tmp_path) -> None:
         "argv = json.loads(sys.argv[1])\n"
         "orders = json.dumps({'all': {'child': True, 'wait_s': 600, 'steps': 0}})\n"
         "with LocalLauncher().open_nodes(['a'], argv, wait_s=0, cancel=None, on_wait=None) as n:\n"
-        "    GangSupervisor(n, Deadlines()).run_gang([GangMember('a', 0), GangMember('a', 1)], orders, 1,\n"
+        "    members = [GangMember('a', 0), GangMember('a', 1)]\n"
+        "    GangSupervisor(n, Deadlines()).run_gang(members, orders, 1,\n"
         "        lambda e: print(json.dumps([e['data'].get('pid'), *n.launcher_pids.values()]),\n"
         "                        flush=True))\n"
     )
