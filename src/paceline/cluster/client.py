@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
 RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
-PRESENCE_EVERY_S = 0.5
 AGENT = (sys.executable, "-m", "paceline.cli.main", "agent")
 
 

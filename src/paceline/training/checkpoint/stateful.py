@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.training.checkpoint.records import Groups
 from paceline.training.loop.group import Group
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Stateful(Protocol):
