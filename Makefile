@@ -7,19 +7,19 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PACELINE_TORCH_INDEX PYTHON
-LOCKS := requirements/runtime.lock requirements/dev.lock
+LOCKS := $(patsubst %,requirements/%.lock,base train flows stores hf gpu dev torch)
 UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test check format bench bench-links peers chaos schemas lock clean distclean
+.PHONY: help setup setup-services demo test test-nightly journeys check format bench bench-links peers chaos schemas lock wheel clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
 
 setup: $(VENV)/.ready ## install Paceline and its locked dependencies into .venv
 
-$(VENV)/.ready: $(wildcard requirements/*) pyproject.toml hatch_build.py src/paceline/hashing/_lanes.c
+$(VENV)/.ready: $(wildcard requirements/*) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "paceline needs Python 3.11 or later: got $$($(PYTHON) --version); set PYTHON=python3.11"; exit 2; }
 	requirements/install.sh $(VENV) $(LOCKS)
@@ -34,8 +34,14 @@ setup-services: ## add Debian's servers and browser for the tests that use them 
 demo: setup ## bucket → relay → verify → train → evaluate → promote → roll out, on this machine
 	@$(BIN)/paceline demo $(ARGS)
 
-test: setup ## the whole test suite
+test: setup ## every promise once
 	$(BIN)/python -m pytest $(ARGS)
+
+test-nightly: setup ## the tests that show a promise again on slower, larger or rarer ways
+	$(BIN)/python -m pytest -m 'nightly and not chaos' $(ARGS)
+
+journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
+	$(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
 
 check: setup ## what CI checks before the tests: format, lint, types, import layers
 	$(BIN)/ruff format --check .
@@ -59,7 +65,7 @@ bench-links: setup ## Paceline and its peers on hosts with limited links (root; 
 peers: .venv-peers/.ready ## the trainers that benchmarks compare with, in .venv-peers
 
 .venv-peers/.ready: benchmarks/peers/requirements-training.lock
-	requirements/install.sh .venv-peers $<
+	requirements/install.sh .venv-peers $< requirements/torch.lock
 	@touch $@
 
 chaos: setup ## the long fault runs
@@ -70,6 +76,9 @@ schemas: setup ## write docs/schemas anew from the records
 
 lock: setup ## write requirements/*.lock anew: today's versions, or the newest with ARGS=--upgrade
 	UV=$(UV) $(BIN)/python requirements/write_locks.py $(ARGS)
+
+wheel: setup ## build dist/paceline-*.whl, what nodes and container images install
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist .
 
 clean: ## remove caches and results
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist benchmarks/results

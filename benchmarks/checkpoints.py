@@ -44,11 +44,8 @@ from paceline.training.checkpoint import (
     TrainState,
     resume_newest_healthy,
 )
-from paceline.training.loop.group import Group, join_group
-from paceline.training.loop.optimizer import new_optimizer
-from paceline.training.loop.workload import Inputs, TransformerWorkload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import MeshSpec, open_mesh
+from paceline.training.loop import Group, Inputs, TransformerWorkload, join_group, new_optimizer
+from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "checkpoints.json"

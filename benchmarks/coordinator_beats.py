@@ -34,14 +34,14 @@ from urllib.request import Request, urlopen
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.manifest import build_manifest, write_manifest
-from paceline.schemas.calls import (
+from paceline.schemas import (
     CreateDeployment,
     DeploymentBeat,
     EdgeTally,
     Heartbeat,
     RegisterWorker,
+    WorkerStatus,
 )
-from paceline.schemas.records import WorkerStatus
 
 PROCESS = """
 import sys

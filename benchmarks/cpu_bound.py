@@ -38,7 +38,6 @@ if __name__ == "__main__":  # run as a file: its directory is the path, not the 
 
 from benchmarks.cpu import aria2, dask_scatter, floor, gloo, relay, torrent
 from benchmarks.cpu.stage import TIMEOUT_S, Order, session_anonymous_mb, session_cpu_s
-from paceline import hashing
 
 MEMORY = Path("/dev/shm")
 CONTENDERS: dict[str, Callable[[Order], None]] = {
@@ -53,7 +52,7 @@ CONTENDERS: dict[str, Callable[[Order], None]] = {
     "dask-scatter": dask_scatter.conduct,
     "gloo-broadcast": gloo.conduct,
 }
-# How the peers were tuned: each of these beside the peer as it is above; see docs/LOG.md.
+# How the peers were tuned: each of these beside the peer as it is above (docs/measurements).
 SWEEP: dict[str, Callable[[Order], None]] = {
     "libtorrent-256k": lambda order: torrent.conduct(order, piece_kib=256),
     "libtorrent-4m": lambda order: torrent.conduct(order, piece_kib=4096),
@@ -137,7 +136,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "receivers": options.receivers,
         "piece_kib": options.piece_kib,
         "directory": str(place),
-        "sha256": hashing.ENGINE,
         "cpus": os.cpu_count(),
         "date": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime()),
         "summary": summary(runs),

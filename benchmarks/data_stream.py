@@ -193,14 +193,14 @@ def wait(at: Site, kind: str, latency_s: float) -> dict[str, Any]:
 
     from paceline.config import TrainingSettings
     from paceline.models import config_for, new_model
-    from paceline.training.loop.group import Group
-    from paceline.training.loop.loop import Progress, train_model
-    from paceline.training.loop.optimizer import new_optimizer
+    from paceline.training.loop import Group, Progress, TransformerWorkload, new_optimizer, train
+    from paceline.training.parallel import Mesh, MeshSpec, parallelise
 
     torch.set_num_threads(1)
     size = at.size
     settings = TrainingSettings(steps=size.steps, batch_sequences=size.batch)
-    model = new_model(config_for(size.parameters, size.context), 0)
+    workload = TransformerWorkload(config_for(size.parameters, size.context))
+    parallel = parallelise(new_model(workload.config, 0), Mesh(MeshSpec()), settings, workload)
     waits: list[float] = []
     port = urlsplit(at.s3.endpoint_url).port
     assert port is not None
@@ -209,14 +209,15 @@ def wait(at: Site, kind: str, latency_s: float) -> dict[str, Any]:
         at.stream(kind, at.cache(f"wait-{kind}", far.port)) as stream,
     ):
         started = time.perf_counter()
-        train_model(
-            model,
-            new_optimizer(model, settings),
+        train(
+            parallel,
+            workload,
+            new_optimizer(parallel.modules, settings),
             stream,
             settings,
             Group(),
             progress=Progress(),
-            on_step=lambda report: waits.append(report.data_wait_s),
+            on_step=lambda report: waits.append(report.figures["data_wait_s"]),
         )
         seconds = time.perf_counter() - started
         opened = len(list((at.root / "caches" / f"wait-{kind}").rglob("*.*")))

@@ -35,8 +35,7 @@ from benchmarks.leaders.cluster import Cluster, Said, ask, cluster, make_model
 from benchmarks.leaders.history import violations
 from benchmarks.leaders.load import Load, final_of
 from benchmarks.leaders.wire import WireWatch
-from paceline.schemas.calls import CreateDeployment, RegisterWorker
-from paceline.schemas.records import DeploymentStatus
+from paceline.schemas import CreateDeployment, DeploymentStatus, RegisterWorker
 
 RESULT = Path(__file__).parent / "results" / "failover.json"
 ROUND_S = 60.0  # a round that takes longer is a failure of its own

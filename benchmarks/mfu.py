@@ -31,13 +31,16 @@ import torch.nn.functional as F  # noqa: N812
 from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import ModelConfig, config_for, count_parameters, new_model
-from paceline.training.loop.group import Group
-from paceline.training.loop.loop import Progress, StepReport, train
-from paceline.training.loop.optimizer import new_optimizer
-from paceline.training.loop.workload import TransformerWorkload
+from paceline.training.loop import (
+    Group,
+    Progress,
+    StepReport,
+    TransformerWorkload,
+    new_optimizer,
+    train,
+)
 from paceline.training.metrics import StepMetrics, flops_per_token, matmul_peak
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec
+from paceline.training.parallel import Mesh, MeshSpec, parallelise
 
 RESULT = Path(__file__).resolve().parent / "results" / "mfu.json"
 VOCABULARY = 50_304

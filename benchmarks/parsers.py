@@ -173,16 +173,14 @@ def read_config(directory: Path) -> object:
 
 
 def read_index(directory: Path) -> object:
-    from paceline.models.files import read_index as read
+    from paceline.models import read_index as read
 
     return read(directory)
 
 
 def safetensors_header(make: Callable[[int], bytes]) -> Callable[[int], Path]:
     def write(size: int) -> Path:
-        from paceline.models.config import ModelConfig
-        from paceline.models.files import INDEX_FILE
-        from paceline.models.transformer import Transformer
+        from paceline.models import INDEX_FILE, ModelConfig, Transformer
 
         header = make(size - 8)
         directory = directory_with("w.safetensors", lambda _: struct.pack("<Q", len(header)))(0)
@@ -232,19 +230,19 @@ case(
 
 
 def checkpoint_index(raw: bytes) -> object:
-    from paceline.training.checkpoint.records import Index
+    from paceline.training.checkpoint import Index
 
     return Index.model_validate_json(raw)
 
 
 def checkpoint_commit(raw: bytes) -> object:
-    from paceline.training.checkpoint.records import Commit
+    from paceline.training.checkpoint import Commit
 
     return Commit.model_validate_json(raw)
 
 
 def exchanged_layout(raw: bytes) -> object:
-    from paceline.training.checkpoint.layout import from_bytes
+    from paceline.training.checkpoint import from_bytes
 
     return from_bytes(raw)
 
@@ -277,9 +275,10 @@ def file_of(suffix: str, make: Callable[[int], bytes]) -> Callable[[int], Path]:
 
 def read_data(format_: Any) -> Callable[[Path], object]:
     def read(path: Path) -> object:
-        from paceline.data.formats import Fields, reader
+        from paceline.data.formats import Fields, open_reader
 
-        return sum(1 for _ in reader(format_)(path, "data", Fields()))
+        with open_reader(format_) as read_format:
+            return sum(1 for _ in read_format(path, "data", Fields()))
 
     return read
 
@@ -364,7 +363,7 @@ case(
 
 def frames(raw: bytes) -> object:
     from paceline.errors import InvalidFrame
-    from paceline.relay.transport.frames import HEADER, decode
+    from paceline.relay.transport import HEADER, decode
 
     bad = 0
     for at in range(0, len(raw) - HEADER.size + 1, HEADER.size):
@@ -376,19 +375,19 @@ def frames(raw: bytes) -> object:
 
 
 def hello(raw: bytes) -> object:
-    from paceline.relay.transport.frames import decode_hello
+    from paceline.relay.transport import decode_hello
 
     return decode_hello(raw)
 
 
 def grpc_request(raw: bytes) -> object:
-    from paceline.relay.transport.frames import decode_request
+    from paceline.relay.transport import decode_request
 
     return decode_request(raw)
 
 
 def gang_frame(raw: bytes) -> object:
-    from paceline.training.strategies.frames import HEADER, FrameKind, receive
+    from paceline.training.strategies import HEADER, FrameKind, receive
 
     ours, theirs = socket.socketpair()
     start = HEADER.pack(b"PLW1", FrameKind.PUSH, len(raw), 0)
@@ -443,20 +442,20 @@ case("REST: StageRecord", body("StageRecord"), JSON_KINDS, 4 * MB)
 
 
 def token(text: bytes) -> object:
-    from paceline.coordinator.tokens import TokenRegistry
+    from paceline.coordinator import TokenRegistry
 
     return TokenRegistry().recognise(text.decode("latin-1"), 0.0)
 
 
 def host(text: bytes) -> object:
-    from paceline.api.limits import host_of
+    from paceline.api import host_of
 
     return host_of(text.decode("latin-1"))
 
 
 def source_url(text: bytes) -> object:
     from paceline.config import Endpoints, Profile, Runtime, Secrets
-    from paceline.relay.sources import allowed_source
+    from paceline.relay import allowed_source
 
     runtime = Runtime(
         profile=Profile(), state_dir=Path("/x"), endpoints=Endpoints(), secrets=Secrets()
@@ -465,13 +464,13 @@ def source_url(text: bytes) -> object:
 
 
 def quantity(text: bytes) -> object:
-    from paceline.cli.options import size_bytes
+    from paceline.cli import size_bytes
 
     return size_bytes(text.decode("latin-1"))
 
 
 def code_reference(text: bytes) -> object:
-    from paceline.training.user_code.reference import parse
+    from paceline.training.user_code import parse
 
     return parse(text.decode("latin-1"))
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from random import Random
 
 from paceline.manifest import build_manifest
-from paceline.relay.standalone import distribute
-from paceline.schemas.command_results import Distribution
+from paceline.schemas import Distribution
+from paceline.standalone import distribute
 
 BLOCK = 1024 * 1024
 

@@ -40,9 +40,8 @@ from benchmarks.layouts.layouts import (
 from benchmarks.layouts.ranks import Job, run_jobs
 from paceline.config import TrainingSettings
 from paceline.models import new_model
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import MeshSpec, open_mesh
+from paceline.training.loop import TransformerWorkload
+from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 
 LIMITS = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}  # first 10 steps, all
 QUICK = ("dp2", "shard2", "tp2", "pp2", "shard2 x pp2", "local SGD, step 1")

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.schemas.plan import Topology
+from paceline.schemas import Topology
 from paceline.simulation import Scenario, simulate
 
 FAIL, CORRUPT = 0.05, 0.01

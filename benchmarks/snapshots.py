@@ -121,15 +121,13 @@ def _latency(snapshot: Snapshot, root: Path, latency_s: float, work_s: float) ->
         store = Late(latency_s, stuck_share)
         wait_s = 0.0
         try:
-            with ShardCache(snapshot, store, root / name, ahead=max(ahead, 1)) as cache:
-                for number, shard in enumerate(some):
-                    if ahead:
-                        cache.prefetch(some[number : number + 1 + ahead])
-                    began_s = time.perf_counter()
-                    cache.samples(shard).close()
+            with ShardCache(snapshot, store, root / name) as cache:
+                began_s = time.perf_counter()
+                for number, _ in enumerate(cache.opened(some, ahead)):
                     if number >= 10:  # the first are waited for whatever is done
                         wait_s += time.perf_counter() - began_s
                     time.sleep(work_s)
+                    began_s = time.perf_counter()
                 return wait_s, cache.hedges
         finally:
             store.freed.set()

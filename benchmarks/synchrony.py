@@ -14,41 +14,49 @@ On one machine the network is loopback: bytes travel to a slower one, seconds do
 from __future__ import annotations
 
 import argparse
-import contextlib
+import faulthandler
+import functools
 import json
 import math
 import os
+import socket
 import statistics
 import sys
 import sysconfig
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import config_for, count_parameters
-from paceline.training.loop.group import join_group
-from paceline.training.loop.loop import Progress, train
-from paceline.training.loop.optimizer import new_optimizer
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
-from paceline.training.strategies import SERVING
-from paceline.training.strategies.local_sgd import LocalSgd, local_sgd
-from paceline.training.strategies.ranks import run_asynchronous
-from paceline.training.strategies.rendezvous import FileClaims
-from paceline.training.strategies.server import listen
+from paceline.training.loop import Progress, TransformerWorkload, join_group, new_optimizer, train
+from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise
+from paceline.training.strategies import (
+    SERVING,
+    BatchReport,
+    GradientComputer,
+    Learner,
+    LocalSgd,
+    ParameterServer,
+    Rendezvous,
+    Task,
+    Terms,
+    Update,
+    Worker,
+)
+from paceline.training.strategies.local_sgd import local_sgd
 
 RESULTS = Path(__file__).parent / "results"
 REPLICAS = 2
-DEADLINE_S = 1800.0
 Settings = dict[str, Any]
 METHODS: dict[str, Settings] = {
     "every step": {},
@@ -139,7 +147,7 @@ def replica(rank: int, port: int, asked: argparse.Namespace, method: str) -> dic
     """Train as one of two replicas that go step by step (or some steps alone)."""
     settings = settings_of(asked, method)
     workload = TransformerWorkload(config_for(asked.parameters, asked.context))
-    with join_group(rank, REPLICAS, "127.0.0.1", port, 1, 600.0) as group:
+    with join_group(rank, REPLICAS, "127.0.0.1", port, 1, asked.deadline_s) as group:
         mesh = open_mesh(MeshSpec(dp=REPLICAS))
         spread = local_sgd if settings.synchrony.kind == "local-sgd" else parallelise
         parallel = spread(workload.build(), mesh, settings, workload)
@@ -161,51 +169,69 @@ def replica(rank: int, port: int, asked: argparse.Namespace, method: str) -> dic
     }
 
 
-def asynchronous(
-    rank: int,
-    addresses: list[tuple[str, int]],
-    scratch: str,
-    asked: argparse.Namespace,
-    method: str,
-) -> dict[str, Any]:
+class Timing:
+    """A policy that takes every gradient and notes when."""
+
+    def __init__(self) -> None:
+        self.moments: list[float] = []
+
+    def judge(self, report: BatchReport, norm: float) -> bool:  # noqa: ARG002
+        """Take it."""
+        return True
+
+    def applied(self, update: Update) -> None:  # noqa: ARG002
+        """Note when."""
+        self.moments.append(time.perf_counter())
+
+    def state(self) -> dict[str, Any]:
+        """Nothing needs to be shared with the standby."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Nothing was shared."""
+
+
+class Share(Text):
+    """A worker's share of the text from a task on."""
+
+    def __init__(self, asked: argparse.Namespace, task: Task) -> None:
+        super().__init__(asked, task.worker, REPLICAS)
+        self._step = task.sequence - 1
+
+
+def asynchronous(rank: int, port: int, asked: argparse.Namespace, method: str) -> dict[str, Any]:
     """Run one rank of the parameter server's job: 0 serves, 1 stands by, the others work."""
     settings = settings_of(asked, method)
     workload = TransformerWorkload(config_for(asked.parameters, asked.context))
-
-    def share(number: int, shares: int, first: int) -> Iterator[Batch]:
-        text, step = Text(asked, number, shares), first
-        while True:
-            yield text.batch(step)
-            step += 1
-
-    moments: list[float] = []
-    outcome = run_asynchronous(
-        rank,
-        REPLICAS + SERVING,
-        workload,
-        settings,
-        share,
-        addresses=addresses,
-        claims=FileClaims(Path(scratch) / "claims"),
-        key="benchmark",
-        deadline_s=DEADLINE_S,
-        silence_s=30.0,
-        on_update=lambda *_: moments.append(time.perf_counter()),
-    )
-    if outcome.told is not None:
-        told = outcome.told
-        tries = told.pushed + told.refused
-        count = sum(each.numel() for each in workload.build().parameters())
+    timeout = timedelta(seconds=asked.deadline_s)
+    meeting = Rendezvous(TCPStore("127.0.0.1", port, None, False, timeout, wait_for_workers=False))
+    bound = settings.synchrony.max_staleness
+    terms = Terms("benchmark", REPLICAS, settings.steps, bound, silence_s=30.0)
+    model = workload.build()
+    if rank >= SERVING:
+        open_share = functools.partial(Share, asked)
+        compute = GradientComputer(model, workload, settings, REPLICAS, open_share)
+        worker = Worker(rank - SERVING, meeting.servers, terms, compute)
+        worker.run(compute)
+        counts = worker.counts
         return {
-            "bytes": tries * 2 * 4 * count,  # weights one way, a gradient the other
-            "refused": told.refused,
-            "staleness": statistics.fmean(told.staleness) if told.staleness else 0.0,
+            "bytes": counts.computed * 2 * 4 * compute.count,  # weights one way, gradient back
+            "staleness": statistics.fmean(counts.staleness),
         }
-    if not outcome.led:
-        return {}
+    timing = Timing()
+    server = ParameterServer(Learner(model, settings, REPLICAS), terms, meeting, timing)
+    with server.listening("127.0.0.1") as address:
+        meeting.publish(rank, address)
+        if rank == 0:
+            server.lead()
+        elif server.follow(meeting.servers, asked.deadline_s) == "released":
+            return {}
+        server.open()
+        server.until_done()
     # From the first update, so that starting processes does not count; the first is added back.
+    moments = timing.moments
     seconds = (moments[-1] - moments[0]) * len(moments) / (len(moments) - 1)
-    return {"seconds": seconds, "bits_per_byte": score(asked, workload, outcome.model)}
+    return {"seconds": seconds, "bits_per_byte": score(asked, workload, model)}
 
 
 def score(asked: argparse.Namespace, workload: TransformerWorkload, model: Any) -> float:
@@ -222,23 +248,24 @@ def score(asked: argparse.Namespace, workload: TransformerWorkload, model: Any) 
 # ---------------------------------------------------------------------------------- the processes
 
 
-def together(bodies: list[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]:
+def together(bodies: list[Callable[[], dict[str, Any]]], deadline_s: float) -> list[dict[str, Any]]:
     """Run each body in a forked process of its own; return what they return.
 
-    Exits with their tracebacks where one fails.
+    Exits with their tracebacks where one fails; one that is not done in time prints its stacks.
     """
     sys.stdout.flush()
     with tempfile.TemporaryDirectory(prefix="synchrony-") as scratch:
         files = [Path(scratch) / str(number) for number in range(len(bodies))]
-        pids = [_fork(body, file) for body, file in zip(bodies, files, strict=True)]
+        pids = [_fork(body, file, deadline_s) for body, file in zip(bodies, files, strict=True)]
         failed = False
-        for pid in pids:
-            _, status = os.waitpid(pid, 0)
+        running = set(pids)
+        while running:  # in the order they end: the others may wait for one that failed
+            pid, status = os.wait()
+            running.discard(pid)
             if status and not failed:
                 failed = True
-                for other in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(other, 15)
+                for other in running:
+                    os.kill(other, 15)
         found = [json.loads(each.read_text()) if each.exists() else {} for each in files]
     errors = [each["error"] for each in found if "error" in each]
     if failed or errors:
@@ -246,11 +273,12 @@ def together(bodies: list[Callable[[], dict[str, Any]]]) -> list[dict[str, Any]]
     return found
 
 
-def _fork(body: Callable[[], dict[str, Any]], file: Path) -> int:
+def _fork(body: Callable[[], dict[str, Any]], file: Path, deadline_s: float) -> int:
     pid = os.fork()
     if pid:
         return pid
     code = 1
+    faulthandler.dump_traceback_later(deadline_s + 5, exit=True)
     try:
         file.write_text(json.dumps(body()))
         code = 0
@@ -261,27 +289,15 @@ def _fork(body: Callable[[], dict[str, Any]], file: Path) -> int:
 
 def once(asked: argparse.Namespace, method: str) -> dict[str, Any]:
     """Run ``method`` once, and return its figures."""
-    with tempfile.TemporaryDirectory(prefix="synchrony-") as scratch:
-        held = [listen("127.0.0.1") for _ in range(2)]
-        addresses = [each.getsockname()[:2] for each in held]
-        for each in held:
-            each.close()
-        if METHODS[method].get("synchrony", {}).get("kind") == "parameter-server":
-            ranks = REPLICAS + SERVING
-            said = together(
-                [
-                    lambda rank=rank: asynchronous(rank, addresses, scratch, asked, method)  # type: ignore[misc]
-                    for rank in range(ranks)
-                ]
-            )
-        else:
-            port = addresses[0][1]
-            said = together(
-                [
-                    lambda rank=rank: replica(rank, port, asked, method)  # type: ignore[misc]
-                    for rank in range(REPLICAS)
-                ]
-            )
+    timeout = timedelta(seconds=asked.deadline_s)
+    if METHODS[method].get("synchrony", {}).get("kind") == "parameter-server":
+        store = TCPStore("127.0.0.1", 0, None, True, timeout, wait_for_workers=False)
+        body, ranks, port = asynchronous, REPLICAS + SERVING, store.port
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as held:
+            body, ranks, port = replica, REPLICAS, held.getsockname()[1]
+    calls = [functools.partial(body, rank, port, asked, method) for rank in range(ranks)]
+    said = together(calls, asked.deadline_s)
     first = next(each for each in said if "seconds" in each)
     tokens = asked.steps * asked.batch * asked.context
     working = [each for each in said if "bytes" in each]
@@ -291,7 +307,7 @@ def once(asked: argparse.Namespace, method: str) -> dict[str, Any]:
         "bytes_a_step": statistics.fmean(each["bytes"] for each in working) / asked.steps,
     } | {
         name: statistics.fmean(each[name] for each in working)
-        for name in ("refused", "staleness")
+        for name in ("staleness",)
         if name in working[0]
     }
 
@@ -341,6 +357,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if asked.plot:
         plot(asked.results)
         return {}
+    asked.deadline_s = 80.0 if asked.quick else 1800.0
     if asked.quick:
         asked.parameters, asked.context, asked.batch = 10_000, 16, 4
         asked.steps, asked.held_out, asked.repeats = 4, 1, 1

@@ -40,7 +40,7 @@ from paceline.config import (
     Profile,
     TrainingSettings,
 )
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.training import LocalLauncher, run_job, single
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -27,7 +27,7 @@ def distribute_model(
     deployment_id: str | None = None,
     allow_older: bool = False,
 ) -> dict[str, Any]:
-    """Fetch the manifest, plan, relay to ``target_workers`` (default: every node), verify on every
+    """Fetch the manifest, relay to ``target_workers`` (default: every node), verify on every
     node, and activate. Run twice, it moves nothing twice.
 
     The coordinator starts it with the ``deployment_id`` of the record that it is to drive; without
@@ -38,7 +38,6 @@ def distribute_model(
         url = source_url or published_url(run, model_id, version)
         manifest = stages.fetch_model_manifest(run, url)
         targets = stages.start_agents(run, target_workers or None)
-        plan = stages.plan_relay(run, manifest, url, targets)
         relayed = stages.relay(
             run,
             manifest,
@@ -68,7 +67,7 @@ def distribute_model(
             "manifest_digest": manifest.digest,
             "url": url,
             "targets": targets,
-            "plan": plan,
+            "plan": relayed.output.get("plan"),
             "relay": relayed.output | {"reused_result": relayed.reused},
             "verify": verified,
             "activate": activated,
@@ -80,11 +79,13 @@ def distribute_model(
 def verify_model(
     model_id: str,
     version: str,
+    full: bool = False,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Have every node read its copy again and check every byte against the published manifest."""
+    """Have every node read its copy again and check every byte against the published manifest;
+    ``full`` also by the SHA-256 of files and chunks."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "verify-model"):
         manifest = stages.fetch_model_manifest(run, published_url(run, model_id, version))
-        return stages.verify_on_nodes(run, manifest, stages.start_agents(run))
+        return stages.verify_on_nodes(run, manifest, stages.start_agents(run), full=full)

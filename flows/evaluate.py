@@ -6,7 +6,7 @@ from typing import Any
 
 from prefect import flow
 
-from paceline.schemas.training import TrainResult
+from paceline.schemas import TrainResult
 from paceline.tasks import distribute, sealed
 from paceline.tasks.cancelling import cancellable
 from paceline.tasks.evaluate import evaluate, trained_on

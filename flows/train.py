@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from prefect import flow
 
-from paceline.tasks import distribute, validate
+from paceline.tasks import distribute
 from paceline.tasks.cancelling import cancellable
 from paceline.tasks.lineage import recorded
-from paceline.tasks.prepare import published_url, snapshot_reference
+from paceline.tasks.prepare import published_url, snapshot_reference, validate_data
 from paceline.tasks.run import Run
 from paceline.tasks.train import train
 
@@ -34,6 +34,6 @@ def train_model(
     with recorded(run, "train-model"):
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
         snapshot = snapshot_reference(run, snapshot_url)
-        validate.validate_data(run, snapshot)
+        validate_data(run, snapshot)
         nodes = distribute.start_agents(run)
         return train(run, manifest, snapshot, nodes, labels=labels, steps=steps).output

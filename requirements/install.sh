@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install into a virtual environment the wheels that lock files name, and nothing else:
-#   requirements/install.sh VENV LOCK...        (then torch; `make setup` and `make peers` call it)
+#   requirements/install.sh VENV LOCK...        (`make setup`, `make peers` and Containerfile call it)
 #
+# torch.lock stands for torch as this machine gets it: see below.
 # Every wheel must match a SHA-256 of its lock, whichever index serves it; source distributions are
 # refused, because building one runs its code. All but torch comes from one index: uv's, else pip's
 # configured one, else the default. Torch alone may come from elsewhere: PACELINE_TORCH_INDEX, or a
@@ -36,9 +37,12 @@ install() {
     fail "a wheel is not to be had, or is none of those that requirements/*.lock name (see above)"
 }
 
-locks=()
-for lock in "$@"; do locks+=(-r "$lock"); done
+locks=() torch=
+for lock in "$@"; do
+  if [ "$(basename "$lock")" = torch.lock ]; then torch=yes; else locks+=(-r "$lock"); fi
+done
 install "${locks[@]}"
+[ -n "$torch" ] || exit 0
 
 cpu=$here/torch-cpu.lock
 if [ -n "${PACELINE_TORCH_INDEX:-}" ]; then

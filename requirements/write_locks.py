@@ -4,8 +4,9 @@ Run it with ``make lock`` (keeps today's versions where pyproject.toml allows) o
 ARGS=--upgrade``. uv resolves for every platform and every Python that pyproject.toml admits:
 
 =================  ===============================================================================
-runtime.lock       what Paceline imports, without torch
-dev.lock           what its tests and checks import besides
+base.lock          what a node needs: the distribution without extras
+EXTRA.lock         what that extra adds (train.lock: without torch); two may name the same wheel
+dev.lock           what tests and checks import besides
 torch.lock         torch as the default index serves it (CUDA builds on Linux)
 torch-cpu.lock     the same version's CPU builds, from ``PACELINE_TORCH_INDEX`` or uv's find-links
 cuda.lock          the NVIDIA libraries that torch.lock's builds need
@@ -26,12 +27,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 PEERS = ROOT / "benchmarks" / "peers" / "requirements-training.txt"
-CUDA = re.compile(r"(nvidia-|cuda-|triton$)")
+CUDA = re.compile(r"(nvidia-(?!ml-py)|cuda-|triton$)")  # nvidia-ml-py is the extra gpu
+FIND_LINKS = "UV_FIND_LINKS"  # a folder for ``write_cpu`` alone
 HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
 
 Blocks = dict[str, str]  # project name → its lines: pin, marker, hashes
@@ -43,24 +46,38 @@ def main() -> int:
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions allowed")
     upgrade = ["--upgrade"] if parser.parse_args().upgrade else []
     project = str(ROOT / "pyproject.toml")
-    pinned = [] if upgrade else _constraints("runtime", "dev", "torch", "cuda")
+    known = [] if upgrade else _constraints()
 
-    found = resolve([project, "--all-extras", *pinned, *upgrade])
-    torch = {"torch": found.pop("torch")}
-    cuda = {name: found.pop(name) for name in list(found) if CUDA.match(name)}
-    write("runtime", found)
+    found = resolve([project, "--all-extras", "--group", "dev", *known, *upgrade])
+    with tempfile.TemporaryDirectory() as folder:
+        pinned = Path(folder, "all.lock")  # every part below takes its versions from one resolution
+        pinned.write_text("".join(found.values()))
+
+        def part(*words: str) -> Blocks:
+            return resolve([project, *words, "-c", str(pinned)])
+
+        base = part()
+        everything = part("--all-extras")
+        extras = tomllib.loads(Path(project).read_text())["project"]["optional-dependencies"]
+        torch = {"torch": everything["torch"]}
+        cuda = {name: block for name, block in everything.items() if CUDA.match(name)}
+        write("base", base)
+        for extra in set(extras) - {"all"}:
+            write(extra, _without(part("--extra", extra), base, torch, cuda))
     write("torch", torch)
     write("cuda", cuda)
-    everything = ["-c", str(HERE / "runtime.lock"), "-c", str(HERE / "torch.lock"), *pinned]
-    dev = resolve([project, "--all-extras", "--group", "dev", *everything, *upgrade])
-    known = {*found, *torch, *cuda}
-    write("dev", {name: block for name, block in dev.items() if name not in known})
+    write("dev", _without(found, everything))
     write("bootstrap", resolve(["-"], given="uv\n"))
     write_cpu(re.search(r"torch==([0-9.]+)", torch["torch"]))
     peers = resolve([str(PEERS), "--no-deps"])
     peers.pop("torch")  # the trainers run on the torch of torch.lock or torch-cpu.lock
     PEERS.with_suffix(".lock").write_text("".join(peers.values()))
     return 0
+
+
+def _without(blocks: Blocks, *others: Blocks) -> Blocks:
+    """Return the projects of ``blocks`` that none of ``others`` has."""
+    return {name: block for name, block in blocks.items() if not any(name in x for x in others)}
 
 
 def resolve(words: list[str], given: str = "") -> Blocks:
@@ -70,7 +87,8 @@ def resolve(words: list[str], given: str = "") -> Blocks:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.lock")
         command = [uv(), "pip", "compile", *words, *fixed, *printed, str(out)]
-        subprocess.run(command, check=True, input=given, text=True)
+        environment = {name: value for name, value in os.environ.items() if name != FIND_LINKS}
+        subprocess.run(command, check=True, input=given, text=True, env=environment)
         return blocks_of(out.read_text())
 
 
@@ -83,7 +101,7 @@ def write_cpu(version: re.Match[str] | None) -> None:
     if index := os.environ.get("PACELINE_TORCH_INDEX"):
         served = resolve(["-", "--no-deps", "--default-index", index], given=pin)
         hashes |= set(HASH.findall(served.get("torch", "")))
-    for folder in os.environ.get("UV_FIND_LINKS", "").split():
+    for folder in os.environ.get(FIND_LINKS, "").split():
         for wheel in Path(folder).glob(f"torch-{version[1]}+cpu-*.whl"):
             hashes.add(f"sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}")
     if not hashes:
@@ -108,11 +126,14 @@ def uv() -> str:
     return os.environ.get("UV") or str(Path(sys.executable).with_name("uv"))
 
 
-def _constraints(*names: str) -> list[str]:
+def _constraints() -> list[str]:
+    """Return the arguments that keep the versions of the locks as they are."""
     return [
-        word for name in names if (file := HERE / f"{name}.lock").is_file()
+        word
+        for file in sorted(HERE.glob("*.lock"))
+        if file.stem not in {"torch-cpu", "bootstrap"}
         for word in ("-c", str(file))
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

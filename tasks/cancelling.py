@@ -64,10 +64,13 @@ def stop_if_cancelled() -> None:
 
 def cancelled_flow_run() -> str | None:
     """Return which flow run, ours or the outermost, somebody cancelled in Prefect; None if none."""
-    if not flow_run.get_id():
-        return None
+    return _cancelled_of(ids) if (ids := _ids()) else None
+
+
+def _ids() -> list[str]:
+    """Return the ids of this flow run and of the outermost one; none outside a flow run."""
     mine = flow_run.get_id(), flow_run.get_root_flow_run_id()
-    return _cancelled_of(sorted({str(each) for each in mine if each}))
+    return sorted({str(each) for each in mine if each})
 
 
 def _cancelled_of(ids: list[str]) -> str | None:
@@ -121,8 +124,7 @@ def noticed() -> Iterator[threading.Event]:
     not answer for a while cancels nothing.
     """
     cancelled, over = threading.Event(), threading.Event()
-    mine = flow_run.get_id(), flow_run.get_root_flow_run_id()
-    ids = sorted({str(each) for each in mine if each})  # here: the context is this thread's
+    ids = _ids()  # here: the context is this thread's
     ending = False
 
     def ends() -> bool:

@@ -24,17 +24,24 @@ from paceline.errors import (
     TemporaryError,
 )
 from paceline.manifest import Manifest
-from paceline.schemas import digest_of
-from paceline.schemas.calls import CreateDeployment, DeploymentView
-from paceline.schemas.events import Event, EventName
-from paceline.schemas.records import Deployment, DeploymentStatus
+from paceline.schemas import (
+    CreateDeployment,
+    Deployment,
+    DeploymentStatus,
+    DeploymentView,
+    Event,
+    EventName,
+    digest_of,
+)
 from paceline.tasks import artifacts
 from paceline.tasks.cancelling import cancelled_flow_run
 from paceline.tasks.run import BRIEFLY_S, Run
+from paceline.text import shortened
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
+PLANNED_NAMED = 32  # workers that the line of a plan names
 AWAY_S = 60.0  # how long the coordinator may be away: the data flows on without it
 
 # What of a deployment's events a person wants to read in the end.
@@ -143,9 +150,13 @@ def _watch(
 ) -> DeploymentView:
     began = time.monotonic()
     away_since: float | None = None
+    planned = False
     while True:
         try:
             view = run.coordinator.deployment(deployment_id)
+            if not planned and view.status is not DeploymentStatus.INIT:
+                _show_plan(run, view, stage)
+                planned = True
             seen = _read_events(run, deployment_id, seen)
             away_since = None
         except PacelineError as error:
@@ -179,6 +190,19 @@ def _watch(
                 do="Read the agents' logs; raise relay.deadline_s if the link is that slow.",
             )
         time.sleep(POLL_S)
+
+
+def _show_plan(run: Run, view: DeploymentView, stage: str) -> None:
+    plan = run.coordinator.plan(view.deployment_id)
+    line = shortened([each.worker_id for each in plan.workers], PLANNED_NAMED)
+    seconds = f"predicted {plan.predicted_seconds:.2f} s, bound {plan.bound_seconds:.2f} s"
+    run.tell(stage, view.progress, f"{plan.topology} {line}: {seconds}")
+    artifacts.markdown(
+        f"plan {view.deployment.model_id}",
+        f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n{seconds}, "
+        f"{plan.cross_rack_bytes} bytes cross racks, {plan.origin_bytes} bytes from the source",
+        "Who feeds whom",
+    )
 
 
 def _cancel_with_us(run: Run, deployment_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Bring a published model to every node: plan, relay, verify, activate.
+"""Bring a published model to every node: relay, verify, activate.
 
 Prefect sees one task a stage. The bytes travel between the nodes' agents; this process only asks
 the coordinator for a deployment and watches it.
@@ -6,8 +6,8 @@ the coordinator for a deployment and watches it.
 
 from __future__ import annotations
 
-import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -16,39 +16,23 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from paceline.cluster import node_names
-from paceline.errors import (
-    Conflict,
-    CorruptData,
-    NotFound,
-    NotReady,
-    StorageFull,
-    TemporaryError,
-    WorkerLost,
-)
-from paceline.manifest import Manifest, TrustPolicy, fetch_manifest
-from paceline.plan import PlanWorker, make_plan
-from paceline.relay.sources import allowed_source
-from paceline.relay.store.inspection import active_version, missing_room, shows_version, verify_copy
-from paceline.schemas import digest_of
-from paceline.schemas.calls import CreateDeployment, DeploymentView, SwitchPhase
-from paceline.schemas.plan import Topology
-from paceline.schemas.records import WorkerProgress
+from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
+from paceline.manifest import Manifest
+from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
+from paceline.schemas import CreateDeployment, DeploymentView, Topology, WorkerProgress, digest_of
 from paceline.tasks import artifacts, deployment
 from paceline.tasks.cancelling import stop_if_cancelled
 from paceline.tasks.lineage import log_relay
 from paceline.tasks.run import BRIEFLY_S, Run, StageResult
 
 POLL_S = 0.2
-NAMED = 32  # workers that a sentence names
 SWITCH_S = 60.0  # how long the fleet may take to switch
 
 
 @task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)
 def fetch_model_manifest(run: Run, url: str) -> Manifest:
     """Return the manifest published at ``url``; a page shows its sizes."""
-    security = run.runtime.profile.security
-    trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
-    manifest = fetch_manifest(allowed_source(url, run.runtime), run.store, trust)
+    manifest = run.manifest(url)
     artifacts.table(
         f"manifest {manifest.model_id}",
         [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],
@@ -64,10 +48,10 @@ def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 6
     missing. An agent that is resident is taken as it is, whether Dask reaches its node or not.
     Raises NotFound for a node that neither Dask nor the coordinator knows."""
     wanted = set(node_names(run.runtime.profile) if nodes is None else nodes)
-    ours, resident = _reachable(run, sorted(wanted, key=_natural))
-    if resident:
+    ours = run.reachable(sorted(wanted, key=_natural))
+    if resident := wanted - set(ours):
         known = {each.worker_id for each in run.patiently(run.coordinator.workers, BRIEFLY_S)}
-        if strangers := [each for each in resident if each not in known]:
+        if strangers := sorted(resident - known, key=_natural):
             raise NotFound(
                 "no such node",
                 got=", ".join(strangers),
@@ -91,58 +75,6 @@ def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 6
                 do=f"Read agent.log under {run.runtime.state_dir / 'nodes'}.",
             )
         time.sleep(POLL_S)
-
-
-@task(name="plan", cache_policy=NO_CACHE)
-def plan_relay(run: Run, manifest: Manifest, url: str, targets: list[str]) -> dict[str, Any]:
-    """Say before a byte moves who would feed whom, how long it takes, and what the bound is."""
-    began = time.monotonic()
-    profile = run.runtime.profile
-    _require_room(run, manifest, targets)
-    workers = [each for each in run.coordinator.workers() if each.worker_id in targets]
-    plan = make_plan(
-        Topology(profile.relay.topology),
-        deployment_id="preview",
-        epoch=1,
-        manifest=manifest,
-        workers=[
-            PlanWorker(
-                worker_id=each.worker_id,
-                labels=each.labels,
-                address=each.address,
-                link_mbit=each.link_mbit,
-            )
-            for each in workers
-        ],
-        source_url=url,
-        seed=0,
-        external_mbit=profile.cluster.external_mbit,
-        oversubscription=profile.cluster.oversubscription,
-    )
-    shown = [each.worker_id for each in plan.workers[:NAMED]]
-    more = len(plan.workers) - len(shown)
-    line = " → ".join(shown) + (f" and {more} more" if more else "")
-    artifacts.markdown(
-        f"plan {manifest.model_id}",
-        f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n"
-        f"predicted {plan.predicted_seconds:.2f} s, bound {plan.bound_seconds:.2f} s, "
-        f"{plan.cross_rack_bytes} bytes cross racks, {plan.origin_bytes} bytes from the source",
-        "Who feeds whom",
-    )
-    message = (
-        f"{plan.topology} {line}: predicted {plan.predicted_seconds:.2f} s, "
-        f"bound {plan.bound_seconds:.2f} s"
-    )
-    run.did("plan", began, message)
-    return {
-        "topology": str(plan.topology),
-        "line": [each.worker_id for each in plan.workers],
-        "predicted_seconds": plan.predicted_seconds,
-        "bound_seconds": plan.bound_seconds,
-        "cross_rack_bytes": plan.cross_rack_bytes,
-        "origin_bytes": plan.origin_bytes,
-        "depth": plan.depth,
-    }
 
 
 @task(name="relay", cache_policy=NO_CACHE)
@@ -169,6 +101,7 @@ def relay(
             f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes"
         )
         stop_if_cancelled()
+        _require_space(run, manifest, targets)
         seen = run.patiently(lambda: deployment.last_event(run), BRIEFLY_S)
         if deployment_id is not None:
             driven = deployment.take_up(run, deployment_id, manifest).deployment_id
@@ -205,29 +138,27 @@ def relay(
 
 @task(name="verify", cache_policy=NO_CACHE)
 def verify_on_nodes(
-    run: Run, manifest: Manifest, targets: list[str], stage: str = "verify"
+    run: Run, manifest: Manifest, targets: list[str], stage: str = "verify", full: bool = False
 ) -> dict[str, Any]:
-    """Have every node read its own copy again and check every byte against the manifest.
+    """Have every node read its own copy again and check every byte against the manifest; ``full``
+    also by the SHA-256 of files and chunks.
 
     A node that Dask does not reach is vouched for by its resident agent, which checked every byte
     before it showed the model.
     """
     began = time.monotonic()
-    targets, resident = _reachable(run, targets)
-    with run.fleet() if targets else contextlib.nullcontext() as fleet:
-        answers = (
-            {}
-            if fleet is None
-            else fleet.map_nodes(
-                verify_copy,
-                targets,
-                run.state_dir,
-                manifest.model_id,
-                manifest.version,
-                manifest.digest,
-                timeout_s=run.runtime.profile.relay.deadline_s,
-            )
-        )
+    asked = run.reachable(targets)
+    resident = [each for each in targets if each not in asked]
+    targets = asked
+    answers = run.map_nodes(
+        verify_copy,
+        targets,
+        manifest.model_id,
+        manifest.version,
+        manifest.digest,
+        full,
+        timeout_s=run.runtime.profile.relay.deadline_s,
+    )
     wrong = {node: answer for node, answer in answers.items() if isinstance(answer, BaseException)}
     away = {node: error for node, error in wrong.items() if isinstance(error, TemporaryError)}
     rows = [
@@ -281,97 +212,34 @@ def activate(
     *,
     allow_older: bool = False,
 ) -> dict[str, Any]:
-    """Switch every node of a complete deployment to its version, and wait until each node's own
-    disk says so."""
+    """Switch every node of a complete deployment to its version, and wait until each has."""
     began = time.monotonic()
     stop_if_cancelled()
     client = run.coordinator
     run.patiently(lambda: client.activate(deployment_id, allow_older=allow_older), BRIEFLY_S)
-    deadline = began + deadline_s
-    _await_switch(run, deployment_id, deadline)
-    ours, _resident = _reachable(run, targets)
-    with run.fleet() if ours else contextlib.nullcontext() as fleet:
-        while fleet is not None:
-            answers = fleet.map_nodes(
-                active_version, ours, run.state_dir, manifest.model_id, timeout_s=30.0
-            )
-            waiting = [node for node in ours if answers.get(node) != manifest.version]
-            if not waiting:
-                break
-            if time.monotonic() > deadline:
-                raise _not_switched(
-                    ", ".join(f"{node} on {answers.get(node)}" for node in waiting),
-                    manifest.version,
-                    deployment_id,
-                )
-            time.sleep(POLL_S)
+    client.await_switch(deployment_id, deadline_s, targets)
     seconds = run.did(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
     return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
 
 
-def _await_switch(run: Run, deployment_id: str, deadline: float) -> None:
-    """Return once the coordinator says that the fleet has switched."""
-    while True:
-        view = run.patiently(lambda: run.coordinator.switch(deployment_id))
-        if view.phase is SwitchPhase.SWITCHED:
-            return
-        why = view.failure.message if view.failure else f"{view.ready} of {view.quorum} ready"
-        if view.phase is SwitchPhase.REFUSED or view.phase is SwitchPhase.SUPERSEDED:
-            raise Conflict(
-                f"the switch was {view.phase}",
-                got=why,
-                wanted=f"{view.quorum} workers that hold the version",
-                where=f"deployment {deployment_id}",
-                do="See `paceline status`, mend what is named, and activate again.",
-            )
-        if time.monotonic() > deadline:
-            raise _not_switched(why, "the new version", deployment_id)
-        time.sleep(POLL_S)
-
-
-def _not_switched(got: str, wanted: str, deployment_id: str) -> WorkerLost:
-    return WorkerLost(
-        "not every node switched to the new version",
-        got=got,
-        wanted=wanted,
-        where=f"deployment {deployment_id}",
-        do="Run the same command again: activation is safe to repeat.",
-    )
-
-
-def _reachable(run: Run, nodes: list[str]) -> tuple[list[str], list[str]]:
-    """Return which of ``nodes`` Dask reaches, and which have a resident agent or nothing."""
-    profile, endpoints = run.runtime.profile, run.runtime.endpoints
-    known = set(node_names(profile)) if endpoints.scheduler_address else set()
-    return [each for each in nodes if each in known], [each for each in nodes if each not in known]
-
-
-def _require_room(run: Run, manifest: Manifest, targets: list[str]) -> None:
+def _require_space(run: Run, manifest: Manifest, targets: list[str]) -> None:
     """Raise StorageFull before a byte moves where a target's disk cannot hold the model; a resident
-    agent says so itself."""
-    targets, _resident = _reachable(run, targets)
-    if not targets:
-        return
-    with run.fleet() as fleet:
-        answers = fleet.map_nodes(
-            missing_room,
-            targets,
-            run.state_dir,
-            manifest.model_id,
-            manifest.version,
-            manifest.digest,
-            manifest.total_size,
-            {file.sha256: file.size for file in manifest.files},
-            timeout_s=60.0,
-        )
+    agent reports that itself."""
+    answers = run.map_nodes(
+        missing_bytes_on_node,
+        run.reachable(targets),
+        manifest.digest,
+        [replace(file, pieces=()) for file in manifest.files],
+        timeout_s=60.0,
+    )
     short = {node: lacking for node, lacking in answers.items() if isinstance(lacking, int)}
     if full := [f"{node} lacks {lacking} bytes" for node, lacking in short.items() if lacking]:
         raise StorageFull(
             "the model does not fit on every target",
             got=", ".join(full),
-            wanted=f"{manifest.total_size} bytes of room on each",
+            wanted=f"{manifest.total_size} free bytes on each",
             where=f"{manifest.model_id} v{manifest.version}",
-            do="Free room there, or leave the node out with --to.",
+            do="Free space there, or leave the node out with --to.",
         )
 
 
@@ -384,26 +252,35 @@ def _relay_report(run: Run, view: DeploymentView) -> dict[str, Any]:
         "What each node received, reused, sent and confirmed",
     )
     plan = run.coordinator.plan(view.deployment_id)
-    deployment = view.deployment
+    record = view.deployment
     return {
         "deployment_id": view.deployment_id,
         "workers": len(view.workers_complete),
         "workers_failed": list(view.workers_failed),
-        "topology": str(deployment.topology),
+        "topology": str(record.topology),
         "slow": [each.worker_id for each in progress if each.standing == "tail"],
         "quarantined": [each.worker_id for each in progress if each.standing == "quarantined"],
-        "epoch": deployment.epoch,
-        "seconds": float(deployment.seconds or 0.0),
-        "predicted_seconds": deployment.predicted_seconds,
-        "bound_seconds": deployment.bound_seconds,
-        "total_bytes": deployment.total_bytes,
+        "epoch": record.epoch,
+        "seconds": float(record.seconds or 0.0),
+        "predicted_seconds": record.predicted_seconds,
+        "bound_seconds": record.bound_seconds,
+        "total_bytes": record.total_bytes,
         "origin_bytes": int(frame["origin_bytes"].sum()),
         "received_bytes": int(frame["received_bytes"].sum()),
         "refetched_bytes": int(frame["refetched_bytes"].sum()),
         "pieces_reused": int(frame["reused_pieces"].sum()),
         "bytes_reused": int(frame["reused_bytes"].sum()),
-        # at most: what reuse spared the plan, nobody counted by rack
+        # an upper bound: reused bytes are not counted by rack
         "cross_rack_bytes": min(plan.cross_rack_bytes, int(frame["received_bytes"].sum())),
+        "plan": {
+            "topology": str(plan.topology),
+            "line": [each.worker_id for each in plan.workers],
+            "predicted_seconds": plan.predicted_seconds,
+            "bound_seconds": plan.bound_seconds,
+            "cross_rack_bytes": plan.cross_rack_bytes,
+            "origin_bytes": plan.origin_bytes,
+            "depth": plan.depth,
+        },
         "receipts_digest": digest_of(
             [each.receipt.model_dump(mode="json") for each in progress if each.receipt]
         ),
@@ -425,13 +302,11 @@ def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
 
     A resident agent is asked by way of another deployment, which moves nothing where all is there.
     """
-    if _reachable(run, targets)[1]:
+    if run.reachable(targets) != targets:
         return False
-    with run.fleet() as fleet:
-        answers = fleet.map_nodes(
-            shows_version, targets, run.state_dir, manifest.model_id, manifest.version,
-            manifest.digest, timeout_s=60.0,
-        )  # fmt: skip
+    answers = run.map_nodes(
+        has_published, targets, manifest.model_id, manifest.version, manifest.digest, timeout_s=60.0
+    )
     return all(answers.get(node) is True for node in targets)
 
 

@@ -13,7 +13,7 @@ from paceline.errors import Conflict, InvalidInput, WorkerLost
 from paceline.evaluation import as_markdown, plot_report
 from paceline.manifest import Manifest
 from paceline.registry import lineage
-from paceline.schemas.training import (
+from paceline.schemas import (
     Evaluated,
     Evaluation,
     EvaluationReport,

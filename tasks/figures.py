@@ -1,8 +1,8 @@
-"""Figures of a training job on their way to MLflow and Prefect's page, by a thread of their own.
+"""A training job in MLflow: its parameters, its steps' figures and its result. No Prefect.
 
-Whoever follows the ranks must hear every node within its lease (30 s), and a server that hangs can
-keep a caller for as long. So the follower only leaves figures here, and never waits: what a server
-does not take waits within bounds, the oldest is lost first, and that is told.
+The thread that follows the ranks must read every node within its lease (30 s), and a server that
+hangs can block a caller for as long. So it only queues figures here: they are sent by a thread of
+their own, the queue is bounded, and the oldest are lost first, with a warning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from paceline.errors import PacelineError, TemporaryError
-from paceline.registry import MetricPoint
+from paceline.registry import MetricPoint, Registry, lineage
+from paceline.schemas import RankEvent, TrainJob, TrainResult, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,3 +103,37 @@ class Figures:
             with self._changed:
                 self._refused = error.one_line()
                 self._lost += len(points)
+
+
+def points_of(event: RankEvent) -> list[MetricPoint]:
+    """Return the figures of one step."""
+    return [
+        MetricPoint(f"train.{key}", float(value), event.step)
+        for key, value in event.data.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
+def record_job(registry: Registry, mlflow_run: str, job: TrainJob) -> None:
+    """Log what ``job`` trains, from what, with which code and environment."""
+    from paceline.training import code_version, config_digest, reproducibility
+
+    registry.log_params(mlflow_run, lineage.training_params(job))
+    registry.log_artifact_text(mlflow_run, job.model_dump_json(), lineage.JOB_FILE)
+    environment = reproducibility.current_environment(job.settings.threads_per_rank)
+    tags = lineage.training_tags(
+        job,
+        config_digest=config_digest(job),
+        code_version=code_version(),
+        environment_digest=digest_of(environment),
+    )
+    registry.log_tags(mlflow_run, tags)
+    registry.log_dataset(
+        mlflow_run, name=job.data.project, url=job.snapshot_url, digest=job.snapshot_digest
+    )
+
+
+def record_result(registry: Registry, mlflow_run: str, result: TrainResult) -> None:
+    """Log how ``result``'s training ended."""
+    registry.log_metrics(mlflow_run, lineage.training_metrics(result))
+    registry.log_artifact_text(mlflow_run, result.model_dump_json(), lineage.RESULT_FILE)

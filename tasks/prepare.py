@@ -6,9 +6,14 @@ model of its own publishes its directory.
 
 from __future__ import annotations
 
+import contextvars
+import logging
 import shutil
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +22,39 @@ from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 
 from paceline.config import DataSettings
-from paceline.data import Snapshot, build_snapshot, load_snapshot
-from paceline.data.source import STDLIB
+from paceline.data import (
+    STDLIB,
+    Snapshot,
+    build_snapshot,
+    load_snapshot,
+    require_valid,
+    validate_snapshot,
+)
 from paceline.errors import InvalidInput, TrainingFailed
-from paceline.manifest import fetch_manifest, publish_model
-from paceline.manifest.progress import in_units
-from paceline.schemas import digest_of
+from paceline.manifest import (
+    DIGEST,
+    Manifest,
+    ProgressFormatter,
+    PublishProgress,
+    fetch_manifest,
+    format_bytes,
+    publish_model,
+)
+from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore
-from paceline.tasks.publishing import told
+from paceline.tasks import artifacts
+from paceline.tasks.cancelling import noticed, stop_if_cancelled
 from paceline.tasks.run import Run, StageResult
-from paceline.training.base import BaseResult, BaseSpec
+from paceline.training import BaseResult, BaseSpec
+
+logger = logging.getLogger(__name__)
 
 BASE_DEADLINE_S = 1800.0
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
+
+LOOK_S = 1.0
+LOG_S = 10.0
+STAGES = 2  # digest, upload
 
 # Of the training settings, those that decide which base comes out; its steps are the model's own.
 BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay", "clip_norm"}
@@ -74,6 +99,53 @@ def build_data_snapshot(
     return result
 
 
+@task(name="validate-data", cache_policy=NO_CACHE)
+def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
+    """Run the Great Expectations suite over the snapshot; refuse it where it fails.
+
+    Raises DataRejected naming the failed expectations, InvalidSnapshot for another purpose.
+    """
+
+    def work() -> dict[str, Any]:
+        report = validate_snapshot(
+            load_snapshot(snapshot["url"], run.store),
+            run.store,
+            run.work_dir / "cache",
+            purpose=run.runtime.profile.data.purpose,
+            project=run.runtime.profile.data.project,
+        )
+        (run.work_dir / "validation.json").write_bytes(canonical_json(report.to_dict()))
+        artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
+        artifacts.table("data columns", report.columns, "What the snapshot's samples hold")
+        if report.quarantined:
+            artifacts.table("data quarantine", report.quarantined, "Shards that are passed over")
+        require_valid(report)
+        if report.needs_review:
+            reasons = sorted({each["reason"] for each in report.quarantined})
+            run.note(
+                f"{len(report.quarantined)} data shards are in quarantine: needs review "
+                f"({'; '.join(reasons)[:200]})"
+            )
+        return {
+            "documents": report.documents,
+            "checks": len(report.checks),
+            "quarantined": report.quarantined,
+            "needs_review": report.needs_review,
+            "columns": report.columns,
+            "report": str(run.work_dir / "validation.json"),
+        }
+
+    return run.stage(
+        "validate-data",
+        {"snapshot": snapshot["digest"]},
+        work,
+        describe=lambda o: (
+            f"{o['checks']} expectations on {o['documents']} samples, "
+            f"{len(o['quarantined'])} shards quarantined"
+        ),
+    )
+
+
 @task(name="publish-base-model", cache_policy=NO_CACHE)
 def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     """Train the base model up to its recorded budget and publish it as version 1.
@@ -93,16 +165,7 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
         directory: Path = run.work_dir / "base"
         shutil.rmtree(directory, ignore_errors=True)  # what an attempt that died left of another
         trained = _train_base(run, snapshot, directory)
-        manifest = publish_model(
-            directory,
-            published_url(run, model_id, "1"),
-            model_id=model_id,
-            version="1",
-            store=run.store,
-            link_mbit=profile.cluster.link_mbit,
-            piece_bytes=profile.relay.piece_bytes,
-            chunk_bytes=profile.relay.chunk_bytes,
-        )
+        manifest = _publish(run, directory, model_id, "1")
         return {
             "model_id": model_id,
             "version": "1",
@@ -130,21 +193,10 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
     """Digest the model in ``directory`` and upload it with its manifest; the same bytes twice are
     uploaded once. Raises Conflict where the version already has other bytes, and Cancelled where
     the run is cancelled before the version is there."""
-    profile = run.runtime.profile
     url = published_url(run, model_id, version)
     began = time.monotonic()
-    with told(run, f"{model_id} {version}") as telling:
-        manifest = publish_model(
-            Path(directory),
-            url,
-            model_id=model_id,
-            version=version,
-            store=run.store,
-            link_mbit=profile.cluster.link_mbit,
-            piece_bytes=profile.relay.piece_bytes,
-            chunk_bytes=profile.relay.chunk_bytes,
-            **telling,
-        )
+    with publish_progress(run, f"{model_id} {version}") as progress:
+        manifest = _publish(run, Path(directory), model_id, version, **progress)
     output = {
         "model_id": model_id,
         "version": version,
@@ -154,9 +206,25 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
         "chunks": len(manifest.chunks),
         "pieces": manifest.piece_count,
     }
-    said = f"{in_units(manifest.total_size)} in {len(manifest.files)} files at {url}"
+    said = f"{format_bytes(manifest.total_size)} in {len(manifest.files)} files at {url}"
     seconds = run.did("publish", began, said)
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
+
+
+def _publish(run: Run, directory: Path, model_id: str, version: str, **more: Any) -> Manifest:
+    profile = run.runtime.profile
+    return publish_model(
+        directory,
+        published_url(run, model_id, version),
+        model_id=model_id,
+        version=version,
+        store=run.store,
+        link_mbit=profile.cluster.link_mbit,
+        piece_bytes=profile.relay.piece_bytes,
+        chunk_bytes=profile.relay.chunk_bytes,
+        piece_hash=profile.security.piece_hash,
+        **more,
+    )
 
 
 def published_url(run: Run, model_id: str, version: str) -> str:
@@ -253,3 +321,68 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "skipped_examples": list(snapshot.record.skipped_examples[:SKIPPED_NAMED]),
         "cut_at_bytes": snapshot.record.cut_at_bytes,
     }
+
+
+# How far a publish is, for a terminal, Prefect's page and its log: worker threads store their
+# progress, and a thread of ours shows it once a second. So a page that is slow to answer delays no
+# upload, and a cancel in Prefect ends a publish in its middle.
+
+
+@contextmanager
+def publish_progress(run: Run, name: str) -> Iterator[dict[str, Any]]:
+    """Yield the keywords of ``publish_model`` that show its progress and stop it.
+
+    Raises Cancelled where the flow run was cancelled in Prefect, before or meanwhile.
+    """
+    stop_if_cancelled()
+    shown = _ShownProgress(run, name)
+    over = threading.Event()
+    context = contextvars.copy_context()  # Prefect's: the page and the log are the task's
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            shown.look()
+
+    thread = threading.Thread(
+        target=context.run, args=(look,), name="publish-progress", daemon=True
+    )
+    thread.start()
+    try:
+        with noticed() as stopping:
+            yield {"tell": shown, "stopping": stopping}
+    finally:
+        over.set()
+        thread.join(10.0)
+    shown.look(is_over=True)
+
+
+class _ShownProgress:
+    """Stores each step of the worker threads; ``look`` shows each stage's newest."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self._run = run
+        self._page = artifacts.Progress(f"publish {name}", f"publish {name}")
+        self._format = ProgressFormatter()
+        self._newest: dict[str, PublishProgress] = {}  # by stage, in their order
+        self._done: set[str] = set()
+        self._logged_s = time.monotonic()
+
+    def __call__(self, moved: PublishProgress) -> None:
+        self._newest[moved.stage] = moved
+
+    def look(self, *, is_over: bool = False) -> None:
+        """Show how far it is by now."""
+        stages = list(self._newest.items())
+        for number, (stage, moved) in enumerate(stages):
+            if stage in self._done:
+                continue
+            is_done = is_over or moved.is_over or number + 1 < len(stages)
+            text, share = self._format.said(moved, time.monotonic()), moved.share
+            self._run.tell(stage, 1.0 if is_done else share, text, done=is_done)
+            before = 0 if stage == DIGEST else 1
+            self._page.show(1.0 if is_over else (before + share) / STAGES, f"{stage}: {text}")
+            if is_done:
+                self._done.add(stage)
+            elif time.monotonic() - self._logged_s >= LOG_S:
+                self._logged_s = time.monotonic()
+                logger.info("%s: %s", stage, text)

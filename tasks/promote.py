@@ -2,7 +2,7 @@
 
 The order keeps I10: the digest that the gate saw is bound as evidence, the bytes are published
 under exactly that digest, and only then does the registry's alias move: a champion always has its
-bytes (docs/decisions/0004).
+bytes (docs/decisions/0021-registry-and-gate.md).
 """
 
 from __future__ import annotations
@@ -18,14 +18,12 @@ from prefect.cache_policies import NO_CACHE
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
 from paceline.evaluation import EXCEPTED, decide
 from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
-from paceline.registry.lineage import gate_metrics
-from paceline.schemas import digest_of
-from paceline.schemas.training import Evaluation, Evidence, GateDecision, TrainResult
+from paceline.registry import gate_metrics
+from paceline.schemas import Evaluation, Evidence, GateDecision, TrainResult, digest_of
 from paceline.tasks import artifacts, sealed
 from paceline.tasks.cancelling import stop_if_cancelled
-from paceline.tasks.code_version import code_version
-from paceline.tasks.prepare import published_url
-from paceline.tasks.publishing import told
+from paceline.tasks.lineage import code_version
+from paceline.tasks.prepare import publish_progress, published_url
 from paceline.tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
@@ -72,6 +70,7 @@ def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageRe
             "manifest_digest": manifest.digest,
             "bytes": manifest.total_size,
             "piece_bytes": manifest.piece_bytes,
+            "piece_hash": manifest.piece_hash,
             "chunk_bytes": manifest.chunk_bytes,
         }
 
@@ -208,6 +207,7 @@ def publish_candidate(
             # as judged: another link since then must not cut the same bytes another way
             "piece_bytes": packaged["piece_bytes"],
             "chunk_bytes": packaged["chunk_bytes"],
+            "piece_hash": packaged.get("piece_hash", "sha256"),
         }
         # before the first byte is uploaded: a published version never changes
         if (got := build_manifest(directory, **name).digest) != packaged["manifest_digest"]:
@@ -219,9 +219,9 @@ def publish_candidate(
                 do="Delete that directory and run the same command again.",
             )
         # a candidate that trained for long may be judged after a later one was published
-        with told(run, f"{base.model_id} {packaged['version']}") as telling:
+        with publish_progress(run, f"{base.model_id} {packaged['version']}") as progress:
             manifest = publish_model(
-                directory, url, store=run.store, allow_older=True, **name, **telling
+                directory, url, store=run.store, allow_older=True, **name, **progress
             )
         return {"url": url, "manifest_digest": manifest.digest, "version": packaged["version"]}
 
@@ -386,6 +386,7 @@ def _named(run: Run, base: Manifest, directory: Path) -> Manifest:
             link_mbit=profile.cluster.link_mbit,
             piece_bytes=profile.relay.piece_bytes,
             chunk_bytes=profile.relay.chunk_bytes,
+            piece_hash=profile.security.piece_hash,
         )
 
     version = next_version(base.version)

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.client import CoordinatorClient
+from paceline.cluster import Fleet, node_names
 from paceline.config import Runtime, load_runtime
 from paceline.errors import Conflict, InvalidInput, PacelineError, TemporaryError
-from paceline.schemas import digest_of, new_run_id
-from paceline.schemas.base import RUN_ID
-from paceline.schemas.records import StageRecord
+from paceline.manifest import Manifest
+from paceline.relay import fetch_allowed_manifest
+from paceline.schemas import RUN_ID, StageRecord, digest_of, new_run_id
 from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
-    from paceline.cluster import Fleet
     from paceline.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -56,10 +56,14 @@ class StageUpdate:
     seconds: float = 0.0
 
 
-def listen(listener: Listener) -> Callable[[], None]:
-    """Call ``listener`` with every StageUpdate of this process; return what ends it."""
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Within the ``with``, call ``listener`` with every StageUpdate of this process."""
     _listeners.append(listener)
-    return lambda: _listeners.remove(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class Run:
         self.summary = Summary()
         self.depth = 0  # how many flows of this run are open in this process
         self.driving: list[str] = []  # deployments under way because of this run
+        self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
 
     @classmethod
@@ -159,9 +164,29 @@ class Run:
 
     def fleet(self) -> Fleet:
         """Return a connection to the machines; use it in a ``with``."""
-        from paceline.cluster import Fleet
-
         return Fleet.connect(self.runtime)
+
+    def reachable(self, nodes: list[str]) -> list[str]:
+        """Return those of ``nodes`` that Dask reaches; others have a resident agent or nothing."""
+        if not self.runtime.endpoints.scheduler_address:
+            return []
+        known = set(node_names(self.runtime.profile))
+        return [each for each in nodes if each in known]
+
+    def map_nodes(
+        self, call: Callable[..., Any], nodes: list[str], *args: Any, timeout_s: float
+    ) -> dict[str, Any]:
+        """Return the result of ``call`` on each node, or the error that it raised there."""
+        if not nodes:
+            return {}
+        with self.fleet() as fleet:
+            return fleet.map_nodes(call, nodes, self.state_dir, *args, timeout_s=timeout_s)
+
+    def manifest(self, url: str) -> Manifest:
+        """Return the manifest published at ``url``, read once in this run."""
+        if url not in self._manifests:
+            self._manifests[url] = fetch_allowed_manifest(url, self.runtime, self.store)
+        return self._manifests[url]
 
     def patiently(self, call: Callable[[], Answer], away_s: float = AWAY_S) -> Answer:
         """Return what ``call`` gives, asking again while a server is away for at most ``away_s``.

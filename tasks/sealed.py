@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
-from paceline.schemas.base import SHA256_HEX, Record, canonical_json, digest_of
+from paceline.schemas import SHA256_HEX, Record, canonical_json, digest_of
 from paceline.tasks.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
@@ -90,7 +90,7 @@ def found(run: Run, digest: object, kind: str, record_type: type[Kept]) -> Kept 
 
 
 def _seal(runtime: Runtime, kind: str, digest: str) -> str:
-    key = runtime.secrets.for_records
+    key = runtime.secrets.records_key
     if not key:
         raise AccessDenied(
             "results are recorded and found with the installation's own token",

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paceline.schemas.command_results import (
+from paceline.schemas import (
     DataFigures,
     DistributionSummary,
+    Evaluated,
     EvaluationFigures,
+    EvaluationReport,
+    GateDecision,
     ModelFigures,
     RegistryFigures,
     RunSummary,
     StageLine,
-    TrainingFigures,
-)
-from paceline.schemas.training import (
-    Evaluated,
-    EvaluationReport,
-    GateDecision,
     Trained,
+    TrainingFigures,
     TrainResult,
 )
 from paceline.tasks import artifacts
@@ -69,21 +68,49 @@ def summarise(
 
 
 def as_markdown(summary: RunSummary) -> str:
-    """Return the summary as a page."""
-    stages = "\n".join(
-        f"| {each.stage} | {each.seconds:.1f} | {'already done' if each.already_done else 'done'} |"
+    """Return the summary as a page: stages, distribution, scores, champion, notes."""
+    stages = [
+        (each.stage, f"{each.seconds:.1f}", "already done" if each.already_done else "done")
         for each in summary.stages
+    ]
+    moved = [
+        (
+            name,
+            str(each.workers),
+            *(f"{s:.2f} s" for s in (each.bound_seconds, each.predicted_seconds, each.seconds)),
+            f"{each.origin_bytes / 1e6:.1f} MB",
+            f"{each.pieces_reused} pieces",
+        )
+        for name, each in (("distribution", summary.distribution), ("rollout", summary.rollout))
+    ]
+    scores = [
+        (name, f"{each.value:.3f}", f"{each.low:.3f} to {each.high:.3f}")
+        for name, each in sorted(
+            summary.evaluation.bits_per_byte.items(), key=lambda item: item[1].value
+        )
+    ]
+    model, registry = summary.model, summary.registry
+    return "\n\n".join(
+        (
+            f"# {model.model_id} v{model.version} is {registry.alias}",
+            f"Run `{summary.run_id}`"
+            + (": everything was already done" if summary.already_done else ""),
+            _table("stage | seconds | ", stages),
+            f"Distribution ({summary.distribution.topology})",
+            _table(" | nodes | bound | predicted | measured | from S3 | reused", moved),
+            f"Held-out files: {summary.evaluation.documents}, {summary.evaluation.bytes} bytes",
+            _table("model | bits per byte | 95 % interval", scores),
+            f"**{registry.alias}**: {registry.model_id} version {registry.version} in the "
+            f"registry (previous: {registry.previous or 'none'}), evidence "
+            f"{registry.evidence_digest[:16]}…",
+            "\n".join(f"- {note}" for note in summary.notes),
+        )
     )
-    bits = "\n".join(
-        f"| {name} | {each.value:.3f} | {each.low:.3f} to {each.high:.3f} |"
-        for name, each in summary.evaluation.bits_per_byte.items()
-    )
-    notes = "\n".join(f"- {note}" for note in summary.notes)
-    return (
-        f"# {summary.model.model_id} v{summary.model.version} is {summary.registry.alias}\n\n"
-        f"Run `{summary.run_id}`\n\n| stage | seconds | |\n|---|---|---|\n{stages}\n\n"
-        f"| model | bits per byte | interval |\n|---|---|---|\n{bits}\n\n{notes}\n"
-    )
+
+
+def _table(head: str, rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {head} |", "|" + "---|" * (head.count("|") + 1)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def _pick(record: Any, values: dict[str, Any]) -> Any:

@@ -12,20 +12,17 @@ from prefect.cache_policies import NO_CACHE
 
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
-from paceline.registry import MetricPoint, lineage
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.tasks import artifacts, cancelling, sealed
-from paceline.tasks.figures import Figures
+from paceline.tasks.figures import Figures, points_of, record_job, record_result
 from paceline.tasks.run import Run, StageResult
 from paceline.training import (
-    code_version,
+    code_ref_task_size,
     config_digest,
-    data_numbers,
-    own_task,
+    result_data_settings,
     run_job,
-    with_own_id,
+    with_derived_id,
 )
-from paceline.training import reproducibility as environment
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +57,9 @@ def train(
         "snapshot": snapshot["digest"],
         "settings": settings.model_dump(mode="json", exclude={"guard"}),
         "labels": labels,
-        "data": data_numbers(profile.data),
+        "data": result_data_settings(profile.data),
     }
-    if (task := own_task(profile)) is not None:
+    if (task := code_ref_task_size(profile)) is not None:
         inputs["task"] = task.model_dump(mode="json")
     job = TrainJob(
         job_id="job",
@@ -80,24 +77,10 @@ def train(
         labels="shuffled" if labels == "shuffled" else "true",
         task=task,
     )
-    job = with_own_id(job)
+    job = with_derived_id(job)
 
     def work() -> dict[str, Any]:
-        run.registry.log_params(run.mlflow_run, lineage.training_params(job))
-        run.registry.log_artifact_text(run.mlflow_run, job.model_dump_json(), lineage.JOB_FILE)
-        tags = lineage.training_tags(
-            job,
-            config_digest=config_digest(job),
-            code_version=code_version(),
-            environment_digest=environment.current(settings.threads_per_rank).digest,
-        )
-        run.registry.log_tags(run.mlflow_run, tags)
-        run.registry.log_dataset(
-            run.mlflow_run,
-            name=profile.data.project,
-            url=snapshot["url"],
-            digest=snapshot["digest"],
-        )
+        record_job(run.registry, run.mlflow_run, job)
         page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
         sending = Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show)
         with run.fleet() as fleet, cancelling.noticed() as cancel, sending as figures:
@@ -111,10 +94,7 @@ def train(
                 on_wait=run.note,
             )
         _report(run, result)
-        run.registry.log_metrics(run.mlflow_run, lineage.training_metrics(result))
-        run.registry.log_artifact_text(
-            run.mlflow_run, result.model_dump_json(), lineage.RESULT_FILE
-        )
+        record_result(run.registry, run.mlflow_run, result)
         trained = result.model_dump(mode="json")
         return trained | {"training_digest": sealed.keep(run, result, "training")}
 
@@ -146,35 +126,22 @@ def _is_recorded(run: Run, output: dict[str, Any], config: str) -> bool:
 
 def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], None]:
     """Return what takes in a job's events; it never waits for a server (see figures.py)."""
-    noted: set[object] = set()
-
-    def note_once(about: object, text: str) -> None:
-        if about not in noted:
-            noted.add(about)
-            run.note(text)
+    stragglers: set[str] = set()
 
     def on_event(event: RankEvent) -> None:
         if event.event == "step":
-            for text in alerts_of(event):
+            for text in (*alerts_of(event), *checkpoint_alerts_of(event)):
                 run.note(text)
-            for text in checkpoint_alerts_of(event):
-                run.note(text)
-            if event.rank == 0:
-                for rank, text in stragglers_of(event).items():
-                    note_once(("straggler", rank), text)
+            named = stragglers_of(event) if event.rank == 0 else {}
+            for rank in named.keys() - stragglers:  # each is noted once
+                run.note(named[rank])
+            stragglers.update(named)
         if event.event == "step" and event.rank == 0:
             fraction = event.step / max(steps, 1)
             loss = event.data.get("loss")
             shown = f", loss {loss:.3f}" if isinstance(loss, float) else ""
             run.tell("train", fraction, f"step {event.step}/{steps}{shown}")
-            figures.take(
-                [
-                    MetricPoint(f"train.{key}", float(value), event.step)
-                    for key, value in event.data.items()
-                    if isinstance(value, int | float) and not isinstance(value, bool)
-                ],
-                fraction,
-            )
+            figures.take(points_of(event), fraction)
         elif event.event == "resumed" and event.step > 0 and event.rank == 0:
             run.note(f"training resumed at step {event.step} (attempt {event.attempt})")
         elif event.event == "failed" and event.data.get("code") != "Stopped":
@@ -219,7 +186,7 @@ def _report(run: Run, result: TrainResult) -> None:
             f"{restart.lost_steps} steps lost, {restart.seconds:.1f} s to the first new step"
         )
     if result.quarantined_shards:
-        named = "; ".join(result.passed_over[:5])
+        named = "; ".join(result.quarantine_lines[:5])
         run.note(
             f"{len(result.quarantined_shards)} data shards or samples were passed over: "
             f"the job needs review ({named})"

@@ -9,7 +9,13 @@ import pytest
 
 from tests.support import reaper, servers
 from tests.support.rclone import RcloneS3, rclone_s3
-from tests.support.shared import lifecycle, small_disk, stack  # noqa: F401 - fixtures
+from tests.support.shared import (  # noqa: F401 - fixtures
+    demonstrated,
+    lifecycle,
+    rejected,
+    small_disk,
+    stack,
+)
 
 
 @pytest.fixture(scope="session")
@@ -19,27 +25,44 @@ def s3() -> Iterator[RcloneS3]:
         yield server
 
 
-def pytest_configure() -> None:
-    """Have what this process starts end with it (each process of the run comes here)."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Start this process's reaper (each process of the run comes here)."""
     reaper.start()
+    config.option.loadscopereorder = False  # xdist keeps the order of the groups below
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests in one process: their module fixtures (gangs, servers) are expensive."""
+    """Run a file's tests in one process, and the groups with the longest time limit first.
+
+    The fixtures of a module (gangs, servers) are expensive. A long group that starts last leaves
+    the other process idle.
+    """
+    groups: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
+        mark = item.get_closest_marker("xdist_group")
+        assert mark is not None
+        groups.setdefault(mark.args[0], []).append(item)
+
+    def limit(group: list[pytest.Item]) -> float:
+        marks = (each.get_closest_marker("timeout") for each in group)
+        return max((float(mark.args[0]) for mark in marks if mark is not None), default=0.0)
+
+    ordered = sorted(groups.values(), key=lambda group: (-limit(group), -len(group)))
+    items[:] = [item for group in ordered for item in group]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Tell the process that writes the report which servers were started here."""
+    """Send the servers started here to the process that writes the report."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["servers"] = servers.STARTED
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Hear which servers another process started."""
+    """Collect the servers that another process started."""
     servers.STARTED.extend(getattr(node, "workeroutput", {}).get("servers", []))
 
 

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from benchmarks.cpu.stage import Nodes, Order, delivery, hear, say
 
-# The cheapest of a sweep on loopback; see docs/LOG.md.
+# The cheapest of a sweep on loopback.
 TUNED = ("--split=4", "--max-connection-per-server=4", "--file-allocation=none")
 
 

@@ -1,8 +1,7 @@
-"""The least a Python relay could do for each byte: recv_into → SHA-256 → pwrite → sendfile.
+"""The least a Python relay could do for each byte: recv_into → BLAKE3 → pwrite → sendfile.
 
-One process a node, a chain, 1 MiB pieces, no protocol, no marks, no verdicts; as many pieces hashed
-side by side as ``paceline.hashing`` has lanes for (PACELINE_HASHING=hashlib: one). ``--tls`` is the
-same with Python's ssl: recv_into → SHA-256 → pwrite, pread → sendall.
+One process a node, a chain, 1 MiB pieces, no protocol, no piece log. ``--tls`` is the same with
+Python's ssl: recv_into → BLAKE3 → pwrite, pread → sendall.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ import sys
 import threading
 from pathlib import Path
 
+from blake3 import blake3
+
 from benchmarks.cpu.stage import BLOCK, Nodes, Order, delivery, hear, say
-from paceline import hashing
-from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.relay.transport.tls import TlsSettings
+from paceline.relay.transport import TlsSettings, issue_identity, make_authority
 
 PIECE = 1024 * 1024
 
@@ -63,22 +62,16 @@ def node(name: str, pki: str) -> None:
     sock = socket.create_connection(("127.0.0.1", port))
     if settings:
         sock = settings.context(server=False).wrap_socket(sock)
-    room = memoryview(bytearray(hashing.LANES * PIECE))
-    for start in range(0, order.size, len(room)):
-        here = room[: min(len(room), order.size - start)]
-        hashes = [hashing.sha256() for _ in range(0, len(here), PIECE)]
-        for at in range(0, len(here), BLOCK):
-            view = here[at : at + BLOCK]
+    block = memoryview(bytearray(BLOCK))
+    for start in range(0, order.size, PIECE):
+        piece, stop = blake3(), min(order.size, start + PIECE)
+        for at in range(start, stop, BLOCK):
+            view = block[: stop - at]
             _fill(sock, view)
-            if hashing.LANES == 1:
-                hashes[at // PIECE].update(view)
-            os.pwrite(descriptor, view, start + at)
-        if hashing.LANES > 1:
-            cut = [here[at : at + PIECE] for at in range(0, len(here), PIECE)]
-            hashing.update_each(list(zip(hashes, cut, strict=True)))
-        for each in hashes:
-            each.digest()
-            ready.release()
+            piece.update(view)
+            os.pwrite(descriptor, view, at)
+        piece.digest()
+        ready.release()
     os.fdatasync(descriptor)
     say(finished=True)
     hear()

@@ -8,7 +8,7 @@ import sys
 
 from benchmarks.cpu.stage import Nodes, Order, delivery, hear, say
 
-BLOCK = 16 * 1024 * 1024  # 64 MiB cost as much, 4 MiB a third more; see docs/LOG.md
+BLOCK = 16 * 1024 * 1024  # 64 MiB cost as much, 4 MiB a third more
 
 
 def conduct(order: Order, block: int = BLOCK) -> None:

@@ -8,13 +8,10 @@ from pathlib import Path
 
 from benchmarks.cpu.stage import TIMEOUT_S, Nodes, Order, delivery, hear, say
 from paceline.manifest import build_manifest, parse_manifest, write_manifest
-from paceline.relay.node import RelayDriver
-from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import Transport
-from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.relay.transport.tls import TlsSettings
-from paceline.schemas.plan import Lane, Source, WorkerLanes
-from paceline.schemas.records import WorkerStatus
+from paceline.relay import RelayDriver
+from paceline.relay.store import Store
+from paceline.relay.transport import TlsSettings, Transport, issue_identity, make_authority
+from paceline.schemas import Lane, Source, WorkerLanes, WorkerStatus
 from tests.support.local_fleet import open_directory
 
 ID, VERSION = "bench", "v1"
@@ -92,10 +89,10 @@ def node(name: str, kind: str, mtls: str) -> None:
 
 def _transport(kind: str, tls: TlsSettings | None) -> Transport:
     if kind == "grpc":
-        from paceline.relay.transport.grpc_server import GrpcTransport
+        from paceline.relay.transport import GrpcTransport
 
         return GrpcTransport("bench", tls)
-    from paceline.relay.transport.tcp_server import TcpTransport
+    from paceline.relay.transport import TcpTransport
 
     return TcpTransport("bench", tls)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from benchmarks.cpu.stage import Nodes, Order, delivery
 
-# The cheapest of a sweep on loopback; see docs/LOG.md.
+# The cheapest of a sweep on loopback.
 TUNED = {"piece_kib": 1024, "super_seeding": True, "sequential": False, "settings": {}}
 
 

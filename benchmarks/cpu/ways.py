@@ -4,14 +4,13 @@ of both ends, median (worst) of interleaved rounds.
 
     python benchmarks/cpu/ways.py --rounds 7
 
-Sendfile on one side in every row; the other receives, hashes (SHA-256) and keeps pieces of 1 MiB.
+Sendfile on one side in every row; the other receives, hashes (BLAKE3) and keeps pieces of 1 MiB.
 """
 
 from __future__ import annotations
 
 import argparse
 import fcntl
-import hashlib
 import mmap
 import os
 import resource
@@ -21,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline import hashing
+from blake3 import blake3
 
 SIZE, PIECE = 512 << 20, 1 << 20
 MOVE, F_SETPIPE_SZ = 1, 1031  # of splice(2) and fcntl(2)
@@ -42,7 +41,7 @@ def copied(step: int, *, hashes: bool = True, keeps: bool = True) -> Way:
     def way(peer: socket.socket, file: int) -> None:
         buffer = memoryview(bytearray(step))
         for piece in range(0, SIZE, PIECE):
-            digest = hashlib.sha256()
+            digest = blake3()
             for at in range(piece, piece + PIECE, step):
                 _fill(peer, buffer)
                 if hashes:
@@ -59,7 +58,7 @@ def waited(peer: socket.socket, file: int) -> None:
     buffer = memoryview(bytearray(PIECE))
     for piece in range(0, SIZE, PIECE):
         assert peer.recv_into(buffer, PIECE, socket.MSG_WAITALL) == PIECE
-        hashlib.sha256(buffer).digest()
+        blake3(buffer).digest()
         os.pwrite(file, buffer, piece)
 
 
@@ -69,7 +68,7 @@ def mapped(peer: socket.socket, file: int) -> None:
     for piece in range(0, SIZE, PIECE):
         part = room[piece : piece + PIECE]
         _fill(peer, part)
-        hashlib.sha256(part).digest()
+        blake3(part).digest()
 
 
 def spliced(peer: socket.socket, file: int) -> None:
@@ -84,31 +83,13 @@ def spliced(peer: socket.socket, file: int) -> None:
             while inside:
                 moved = os.splice(reads, file, inside, offset_dst=at, flags=MOVE)
                 at, inside = at + moved, inside - moved
-        hashlib.sha256(room[piece : piece + PIECE]).digest()
+        blake3(room[piece : piece + PIECE]).digest()
     os.close(reads)
     os.close(writes)
 
 
-def gathered(count: int, piece_bytes: int = PIECE, step: int = PIECE // 2) -> Way:
-    """Receive and write ``count`` pieces, ``step`` bytes at a time, and hash them side by side."""
-
-    def way(peer: socket.socket, file: int) -> None:
-        room = memoryview(bytearray(count * piece_bytes))
-        pieces = [room[at : at + piece_bytes] for at in range(0, len(room), piece_bytes)]
-        for first in range(0, SIZE, len(room)):
-            for at in range(0, len(room), step):
-                _fill(peer, room[at : at + step])
-                os.pwrite(file, room[at : at + step], first + at)
-            hashing.digests(pieces)
-
-    return way
-
-
 WAYS: dict[str, Way] = {
     "floor: recv, hash, write, 1 MiB": copied(PIECE),
-    "2 pieces hashed at once": gathered(2),
-    "4 pieces hashed at once": gathered(4),
-    "2 pieces of 4 MiB hashed at once": gathered(2, 4 * PIECE),
     "512 KiB at a time": copied(PIECE // 2),
     "256 KiB at a time": copied(PIECE // 4),
     "MSG_WAITALL, 1 MiB": waited,
@@ -162,7 +143,7 @@ def main() -> None:
     for name, each in costs.items():
         median = statistics.median(each)
         print(f"{name:34} {median:.2f} ({max(each):.2f})  {median / floor:.3f} of the floor")
-    print("load", os.getloadavg(), "hashing with", hashing.ENGINE)
+    print("load", os.getloadavg())
 
 
 if __name__ == "__main__":

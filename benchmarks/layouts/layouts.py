@@ -14,10 +14,10 @@ import torch.distributed as dist
 from paceline.config import MeshSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.models import ModelConfig
-from paceline.training.loop.workload import Inputs, TransformerWorkload
-from paceline.training.parallel import Parallel, parallelise
-from paceline.training.parallel.mesh import MeshSpec, open_mesh
-from paceline.training.strategies.local_sgd import LocalSgd, local_sgd
+from paceline.training.loop import Inputs, TransformerWorkload
+from paceline.training.parallel import MeshSpec, Parallel, open_mesh, parallelise
+from paceline.training.strategies import LocalSgd
+from paceline.training.strategies.local_sgd import local_sgd
 
 CONFIG = ModelConfig(
     hidden_size=32,

@@ -22,7 +22,7 @@ from pathlib import Path
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.manifest import build_manifest, write_manifest
-from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
+from paceline.schemas import EPOCH_HEADER, LEADER_HEADER
 
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
 READY_S = 60.0

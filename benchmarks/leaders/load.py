@@ -13,13 +13,17 @@ from collections.abc import Callable
 
 from benchmarks.leaders.cluster import Cluster
 from benchmarks.leaders.history import Final, History, Invocation, Kind
-from paceline.client import CoordinatorClient
-from paceline.client.calls import AccessClient
+from paceline.client import AccessClient, CoordinatorClient
 from paceline.errors import NotFound, PacelineError, TemporaryError
-from paceline.schemas import digest_of
-from paceline.schemas.calls import CreateDeployment, Heartbeat, RegisterWorker
-from paceline.schemas.events import EventName
-from paceline.schemas.records import StageRecord, WorkerStatus
+from paceline.schemas import (
+    CreateDeployment,
+    EventName,
+    Heartbeat,
+    RegisterWorker,
+    StageRecord,
+    WorkerStatus,
+    digest_of,
+)
 
 PAUSE_S = (0.05, 0.25)
 RETRY_S = (0.02, 0.12)

@@ -14,7 +14,7 @@ from benchmarks.testbed.bed import ORIGIN_ADDRESS
 
 NODE = Path(__file__).with_name("torrent_node.py")
 KIB = 1024
-# The best of the sweep below, 8 hosts at 50 Mbit/s; see docs/LOG.md.
+# The best of the sweep below, 8 hosts at 50 Mbit/s; see docs/measurements/relay-links.md.
 TUNED = {"piece_kib": 256, "super_seeding": True, "sequential": False, "settings": {}}
 SWEEP = (
     {},

@@ -194,17 +194,19 @@ def ours(load: Load, beat: Beat) -> None:
 
     from paceline.config import DataSettings, TrainingSettings
     from paceline.data import PlannedStream, Shard
-    from paceline.data.loading.stream import batching
-    from paceline.training.loop.group import Group, join_group
-    from paceline.training.loop.loop import Progress, train
-    from paceline.training.loop.optimizer import new_optimizer
-    from paceline.training.loop.rank_process import keep_memory
-    from paceline.training.loop.workload import TransformerWorkload
+    from paceline.training.loop import (
+        Group,
+        Progress,
+        TransformerWorkload,
+        join_group,
+        new_optimizer,
+        retain_freed_memory,
+        train,
+    )
     from paceline.training.metrics import StepMetrics, flops_per_token, matmul_peak
-    from paceline.training.parallel import parallelise
-    from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
+    from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise
 
-    keep_memory()  # as every rank does (training.loading)
+    retain_freed_memory()  # as every rank does (training.loading)
     text = np.random.default_rng(0).integers(0, 255, 4 * load.context * load.batch, dtype=np.uint8)
     digest = hashlib.sha256(text.tobytes()).hexdigest()
     size = len(text)
@@ -224,9 +226,12 @@ def ours(load: Load, beat: Beat) -> None:
         parallel = parallelise(workload.build(), mesh, settings, workload)
         stream = stack.enter_context(
             PlannedStream(
-                batching(DataSettings(), context=load.context, global_batch=load.batch, seed=0),
                 [shard],
                 Resident(text.tobytes()),
+                DataSettings(),
+                context=load.context,
+                global_batch=load.batch,
+                seed=0,
                 rank=parallel.data_rank,
                 world_size=parallel.data_world,
             )
@@ -263,12 +268,14 @@ class Resident:
         return np.array([len(self._text)], dtype=np.int32)
 
     def samples(self, _: object) -> object:
-        from paceline.data.loading.samples import TextSamples
+        import numpy as np
 
-        return TextSamples(["random"], [self._text])
+        from paceline.data.formats import ShardSamples
 
-    def prefetch(self, _: object) -> None:
-        """Nothing is far away."""
+        key = np.frombuffer(b"random", np.uint8)
+        columns = {"tokens": np.frombuffer(self._text, np.uint8), "keys": key}
+        ends = {f"{name}.ends": np.array([len(each)]) for name, each in columns.items()}
+        return ShardSamples({**columns, **ends}, 1)
 
 
 def main() -> None:

@@ -26,10 +26,8 @@ from benchmarks.testbed.watcher import NETNS
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import DeploymentFailed, NotReady, PacelineError
-from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.schemas.calls import CreateDeployment
-from paceline.schemas.events import EventName
-from paceline.schemas.plan import Topology
+from paceline.relay.transport import issue_identity, make_authority
+from paceline.schemas import CreateDeployment, EventName, Topology
 
 PEER_PORT = 7000
 COORDINATOR_PORT = 8080

@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from benchmarks.testbed import shaping
-from paceline.schemas.plan import Topology
+from paceline.schemas import Topology
 from paceline.simulation import Fault, Scenario, Simulation
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.data import Batch
-from paceline.training.loop.workload import Inputs
+from paceline.training.loop import Inputs
 from paceline.training.user_code import Task
 
 WIDTH_STEP, KERNEL, LAYERS = 16, 8, 2

@@ -5,6 +5,9 @@ This package does not import Prefect; ``tasks`` and ``flows`` wrap it as Prefect
 
 from importlib.metadata import PackageNotFoundError, version
 
+from paceline.extras import report_missing_extras
+
+report_missing_extras()
 try:
     __version__ = version("paceline")
 except PackageNotFoundError:  # a source tree that was never installed

@@ -39,6 +39,7 @@ PacelineError
     ├── GateRefused                 a candidate did not pass the promotion gate
     ├── NotReproducible             a dependency of a training run changed or is missing
     └── MissingTool                 a required program is not installed
+        └── MissingExtra            a library of one of Paceline's extras is not installed
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ def _rebuild(
     return kind(what, got=got, wanted=wanted, where=where, do=do)
 
 
-def shown(value: object, most: int = 1000) -> str:
+def short_repr(value: object, most: int = 1000) -> str:
     """Return the repr of an untrusted ``value``, cut to ``most`` characters, for error messages."""
     try:
         return repr(value)[:most]
@@ -262,3 +263,9 @@ class NotReproducible(PermanentError):
 
 class MissingTool(PermanentError):
     """A required program is not installed."""
+
+
+class MissingExtra(MissingTool, ModuleNotFoundError):
+    """A library of one of Paceline's extras is not installed; the message names the extra."""
+
+    exit_code = 2

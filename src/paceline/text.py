@@ -6,6 +6,7 @@ Call ``printable`` where such text enters the process; ``OneLine`` is the format
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 LONGEST = 4000  # characters of one value in an error message
 
@@ -25,7 +26,13 @@ def printable(text: str, longest: int = LONGEST) -> str:
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
 
 
-def quoted(text: str) -> str:
+def shortened(names: Sequence[str], most: int = 10) -> str:
+    """Return ``names`` joined by commas; beyond ``most``, how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def indented(text: str) -> str:
     """Return ``text`` with each line made ``printable`` and indented by two spaces.
 
     For tracebacks: the indentation keeps a line from being mistaken for a log event.
@@ -53,4 +60,4 @@ class OneLine(logging.Formatter):
 
     def formatException(self, ei: object) -> str:  # noqa: N802 (logging's name)
         """Return the traceback indented, with control characters escaped."""
-        return quoted(super().formatException(ei))  # type: ignore[arg-type]
+        return indented(super().formatException(ei))  # type: ignore[arg-type]

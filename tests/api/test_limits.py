@@ -2,31 +2,30 @@
 
 import asyncio
 import contextlib
-import logging
 import queue
 import socket
-import sys
 import threading
 import time
-import warnings
 
 import pytest
 import uvicorn
 
-from paceline.api import limits
-from paceline.api.app import create_app, serve
-from paceline.api.limits import MOST, HttpProtocol, SizeGuard, TokenBuckets, host_of
-from paceline.api.serving import OneLine, names_of, protection_of
+from paceline.api import (
+    MOST,
+    HttpProtocol,
+    TokenBuckets,
+    allowed_hosts,
+    bounded_body,
+    host_of,
+    limits,
+    port_protection,
+    serve,
+)
 from paceline.config import Secrets
 from paceline.errors import InvalidInput, InvalidProfile
-from paceline.schemas.calls import Problem
-from tests.api.conftest import make_runtime
+from paceline.schemas import Problem
+from tests.api.conftest import app_client, bearer, make_runtime
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)
-    from starlette.testclient import TestClient
-
-BASE = "http://127.0.0.1"
 LONG = 24 * 1024 * 1024  # more than loopback's sockets hold
 
 
@@ -48,14 +47,8 @@ def rest(tmp_path_factory):
         calls_per_s=5,
         beats_per_s=10,
     )
-    with TestClient(create_app(runtime), BASE, raise_server_exceptions=False) as client:
-        client.owner = runtime.secrets.coordinator_token
-        client.agents = runtime.secrets.for_agents
+    with app_client(runtime) as client:
         yield client
-
-
-def bearer(token):
-    return {"Authorization": f"Bearer {token}"}
 
 
 # --- by which name -------------------------------------------------------------------------------
@@ -94,7 +87,7 @@ def test_a_forwarded_address_is_not_believed(rest):
     assert last.status_code == 429, "the failures count for who really called"
 
 
-def test_hosts_are_read_as_the_rfc_says():
+def test_hosts_are_parsed_as_the_rfc_requires():
     assert host_of("A.example:80") == "a.example"
     assert host_of("[::1]:8") == "::1"
     for bad in ("", ":80", "a:", "a:x", "a:123456", "[::1]x", "[::1]:x"):
@@ -120,32 +113,21 @@ def test_headers_that_are_too_many_or_too_long_are_refused(rest):
 
 def test_a_body_that_never_ends_is_given_up(monkeypatch):
     monkeypatch.setattr(limits, "BODY_S", 0.05)
-    sent = []
-
-    async def app(scope, receive, send):
-        await receive()
-        await receive()  # raises what the app's handlers answer with 408
 
     async def receive():
-        if not sent:
-            sent.append(1)
-            return {"type": "http.request", "body": b"x", "more_body": True}
         await asyncio.sleep(60)
         raise AssertionError("the deadline comes first")
 
-    scope = {"type": "http", "headers": [], "query_string": b"", "raw_path": b"/", "path": "/"}
+    async def story():
+        await bounded_body(receive)()
+
     with pytest.raises(limits.HTTPException) as caught:
-        asyncio.run(SizeGuard(app)(scope, receive, None))
+        asyncio.run(story())
     assert caught.value.status_code == 408
 
 
 def test_a_long_poll_is_no_slow_body(monkeypatch):
     monkeypatch.setattr(limits, "BODY_S", 0.01)
-
-    async def app(scope, receive, send):
-        assert (await receive())["body"] == b"x"
-        assert (await receive())["type"] == "http.disconnect"
-
     messages = [
         {"type": "http.request", "body": b"x", "more_body": False},
         {"type": "http.disconnect"},
@@ -156,9 +138,12 @@ def test_a_long_poll_is_no_slow_body(monkeypatch):
             await asyncio.sleep(0.05)
         return messages.pop(0)
 
-    scope = {"type": "http", "headers": [], "query_string": b"", "raw_path": b"/", "path": "/"}
-    asyncio.run(SizeGuard(app)(scope, receive, None))
-    assert messages == []
+    async def story():
+        bounded = bounded_body(receive)
+        assert (await bounded())["body"] == b"x"
+        assert (await bounded())["type"] == "http.disconnect"
+
+    asyncio.run(story())
 
 
 class _Impatient(HttpProtocol):
@@ -233,7 +218,7 @@ def test_a_slow_answer_and_a_kept_connection_are_fine(slow_server):
 
 
 class _Untiring(HttpProtocol):
-    taken_s = 1.0
+    read_s = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -263,9 +248,8 @@ def test_who_stops_reading_loses_the_connection(long_answers):
 def test_who_reads_slowly_gets_everything(long_answers):
     address, _ = long_answers
     with socket.create_connection(address, 20) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         sock.sendall(b"GET / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        assert _read_on(sock, pause_s=0.06) > LONG
+        assert _read_on(sock, pause_s=0.08) > LONG
 
 
 def _read_on(sock, pause_s=0.0):
@@ -276,20 +260,6 @@ def _read_on(sock, pause_s=0.0):
             count += len(some)
             time.sleep(pause_s)
     return count
-
-
-def test_a_log_line_is_one_line_whoever_chose_the_words():
-    said = "gone\n2026-01-01 INFO leads epoch=99 \x1b]0;title\x07 ü → \ud800"
-    record = logging.LogRecord("a", logging.INFO, "f", 1, "failed: %s", (said,), None)
-    line = OneLine("%(levelname)s %(message)s").format(record)
-    assert line.splitlines() == [line]
-    assert line.isprintable()
-    assert "ü → " in line
-    try:
-        raise ValueError("x")
-    except ValueError:
-        record = logging.LogRecord("a", 40, "f", 1, "broke", (), sys.exc_info())
-    assert "Traceback" in OneLine("%(message)s").format(record).splitlines()[1]
 
 
 # --- how often -----------------------------------------------------------------------------------
@@ -323,7 +293,7 @@ def until_refused(rest, most, method, path, token, **more):
     raise AssertionError(f"{most} calls and never refused")
 
 
-def test_too_many_calls_of_one_token_are_told_when_to_come_again(rest):
+def test_too_many_calls_of_one_token_get_a_retry_after(rest):
     count, answer = until_refused(rest, 2000, "GET", "/workers", rest.owner)
     assert count >= 20, "the burst of four seconds"
     assert int(answer.headers["Retry-After"]) >= 1
@@ -337,21 +307,13 @@ def test_too_many_calls_of_one_token_are_told_when_to_come_again(rest):
     assert answer.status_code == 200
 
 
-def test_guessing_is_slowed_down_while_a_good_token_passes_from_the_same_address(rest):
+def test_token_guessing_is_throttled_and_a_good_token_still_passes(rest):
     _, answer = until_refused(rest, 500, "GET", "/metrics", "guess")
     assert answer.json()["code"] == "TooManyCalls"
     beat = {"worker_id": "w", "status": "idle"}
     for _ in range(20):
         answer = rest.post("/workers/heartbeat", json=beat, headers=bearer(rest.agents))
         assert answer.status_code == 200
-
-
-def test_client_reads_too_many_calls_as_try_again():
-    from paceline.client.failover import _error_of
-    from paceline.errors import TemporaryError
-
-    error = _error_of(429, b"", "GET /")
-    assert isinstance(error, TemporaryError)
 
 
 # --- where to listen -----------------------------------------------------------------------------
@@ -393,17 +355,17 @@ def test_without_any_token_nothing_is_served_anywhere(tmp_path):
 def test_certificate_files_that_are_not_there_are_named(tmp_path):
     files = {"rest_tls": "files", "rest_cert": "no.pem", "rest_key": "no-key.pem"}
     with pytest.raises(InvalidProfile) as caught:
-        protection_of(with_security(make_runtime(tmp_path), **files), "127.0.0.1")
+        port_protection(with_security(make_runtime(tmp_path), **files), "127.0.0.1")
     assert "no.pem" in str(caught.value.where)
 
 
-def test_loopback_is_plain_by_default_and_plain_elsewhere_is_said_aloud(tmp_path):
+def test_loopback_is_plain_by_default_and_plain_elsewhere_is_explicit(tmp_path):
     runtime = make_runtime(tmp_path)
-    assert protection_of(runtime, "127.0.0.1").tls is None
+    assert port_protection(runtime, "127.0.0.1").tls is None
     aloud = with_security(runtime, rest_tls="plaintext-anywhere", rest_hosts=("n.example",))
-    protection = protection_of(aloud, "192.0.2.1")
+    protection = port_protection(aloud, "192.0.2.1")
     assert (protection.tls, protection.names) == (None, ("192.0.2.1", "n.example"))
-    assert names_of(aloud, "0.0.0.0") == ("n.example",)
+    assert allowed_hosts(aloud, "0.0.0.0") == ("n.example",)
 
 
 def test_with_a_certificate_of_the_installation_any_address_may_be_served(tmp_path):
@@ -412,7 +374,7 @@ def test_with_a_certificate_of_the_installation_any_address_may_be_served(tmp_pa
     secure = with_security(
         make_runtime(tmp_path), rest_tls="installation", rest_hosts=("n.example", "192.0.2.7")
     )
-    assert protection_of(secure, "0.0.0.0").tls is not None
+    assert port_protection(secure, "0.0.0.0").tls is not None
     served = x509.load_pem_x509_certificate(
         (tmp_path / "tls" / "coordinator" / "server.pem").read_bytes()
     )

@@ -2,18 +2,13 @@
 
 import contextlib
 import time
-import warnings
 
 import pytest
 
-from paceline.api.app import create_app
+from paceline.api import create_app
 from paceline.config import Profile
-from tests.api.conftest import make_runtime
+from tests.api.conftest import TestClient, make_runtime
 from tests.support.etcd import etcd
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)
-    from starlette.testclient import TestClient
 
 __all__ = ["etcd"]
 pytestmark = pytest.mark.services
@@ -58,7 +53,7 @@ def call(rest, method, path, token, **more):
     return rest.request(method, path, headers={"Authorization": f"Bearer {token}"}, **more)
 
 
-def test_a_token_made_and_revoked_at_the_leader_opens_and_closes_the_standby(replicas):
+def test_a_token_made_or_revoked_at_the_leader_counts_at_the_standby(replicas):
     leader, standby = replicas
     body = {"name": "both", "scopes": ["read"]}
     made = call(leader, "POST", "/tokens", leader.owner, json=body).json()

@@ -3,14 +3,19 @@
 import signal
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from paceline.client import CoordinatorClient
-from paceline.client.calls import AccessClient
-from paceline.coordinator import tokens as module
-from paceline.coordinator.state.messages import (
+from paceline.client import AccessClient, CoordinatorClient
+from paceline.coordinator import (
+    KEEP_ENDED_S,
+    MAX_UNUSED,
+    TokenRegistry,
+    new_token,
+    sha256_of,
+    tokens as module,
+)
+from paceline.coordinator.state import (
     AdmitWorker,
     Answer,
     DropToken,
@@ -20,16 +25,9 @@ from paceline.coordinator.state.messages import (
     TokenFirstUsed,
     TokensUsed,
 )
-from paceline.coordinator.tokens import REMEMBERED_S, UNUSED_AT_MOST, TokenRegistry, draw, sha256_of
 from paceline.errors import AccessDenied, Conflict, NotFound
-from paceline.relay.transport.identity import new_request
-from paceline.schemas.access import (
-    CreateJoinToken,
-    CreateToken,
-    JoinWorker,
-    Scope,
-    barred_admission,
-)
+from paceline.relay.transport import new_request
+from paceline.schemas import CreateJoinToken, CreateToken, JoinWorker, Scope, revoked_admission
 
 WORKERS = st.sampled_from(["w-1", "w-2"])
 
@@ -64,13 +62,13 @@ class Tokens(RuleBasedStateMachine):
         known = list(self.ends)  # in the order of their making: the ids themselves are random
         return known[data.draw(st.integers(0, len(known) - 1))]
 
-    @rule(seconds=st.sampled_from([0.0, 1.0, 3600.0, REMEMBERED_S + 1]))
+    @rule(seconds=st.sampled_from([0.0, 1.0, 3600.0, KEEP_ENDED_S + 1]))
     def time_passes(self, seconds):
         self.now += seconds
 
     @rule(ttl=st.sampled_from([None, 60.0, 7200.0]))
     def issue(self, ttl):
-        drawn = draw()
+        drawn = new_token()
         call = CreateToken(name="x", scopes=(Scope.READ,), ttl_seconds=ttl)
         self.take(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=self.now))
         self.texts[drawn.token_id] = drawn.text
@@ -78,7 +76,7 @@ class Tokens(RuleBasedStateMachine):
 
     @rule(worker=WORKERS, ttl=st.sampled_from([60.0, 7200.0]))
     def issue_join(self, worker, ttl):
-        drawn = draw("0" * 64)
+        drawn = new_token("0" * 64)
         call = CreateJoinToken(worker_id=worker, ttl_seconds=ttl)
         self.take(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=self.now))
         self.texts[drawn.token_id] = drawn.text
@@ -90,7 +88,7 @@ class Tokens(RuleBasedStateMachine):
     def admit(self, data, worker, key):
         shown = self.one_of_them(data)
         mine = self.join_of.get(shown) or self.access_of.get(shown)
-        drawn, end = draw(), self.now + 5000.0
+        drawn, end = new_token(), self.now + 5000.0
         event = AdmitWorker(
             spends=shown,
             worker_id=worker,
@@ -121,7 +119,7 @@ class Tokens(RuleBasedStateMachine):
                 unused.append(token_id)
         # Of one age, the ids decide.
         unused.sort(key=lambda each: (self.kept_at[each], each))
-        for token_id in unused[: 1 - UNUSED_AT_MOST]:
+        for token_id in unused[: 1 - MAX_UNUSED]:
             self.ends[token_id] = self.now
         self.texts[drawn.token_id], self.ends[drawn.token_id] = drawn.text, end
         self.access_of[drawn.token_id], self.kept_at[drawn.token_id] = worker, self.now
@@ -191,7 +189,7 @@ class Tokens(RuleBasedStateMachine):
         barred = set(self.book.barred())
         assert not barred & good
         held = {self.admission_of.get(each) for each in self.access_of if self.alive(each)}
-        assert not barred & {barred_admission(each) for each in held if each}
+        assert not barred & {revoked_admission(each) for each in held if each}
         for worker in set(self.access_of.values()) - good:
             mine = [
                 self.kept[e]
@@ -215,7 +213,7 @@ class Tokens(RuleBasedStateMachine):
             for each in mine:
                 kept, admission = self.kept.get(each), self.admission_of.get(each)
                 if kept and kept.revoked_at and admission and admission not in held:
-                    assert barred & {worker, barred_admission(admission)}, each
+                    assert barred & {worker, revoked_admission(admission)}, each
 
     @invariant()
     def the_store_and_the_book_agree_and_no_secret_is_in_them(self):
@@ -225,7 +223,7 @@ class Tokens(RuleBasedStateMachine):
 
 
 TestTokens = Tokens.TestCase
-TestTokens.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestTokens.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 
 
 def test_there_are_so_many_tokens_and_no_more(monkeypatch):
@@ -233,7 +231,7 @@ def test_there_are_so_many_tokens_and_no_more(monkeypatch):
     book, call = TokenRegistry(), CreateToken(name="x", scopes=(Scope.READ,), ttl_seconds=10)
 
     def issue(at):
-        drawn = draw()
+        drawn = new_token()
         book.handle(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=at))
 
     for _ in range(3):
@@ -241,7 +239,7 @@ def test_there_are_so_many_tokens_and_no_more(monkeypatch):
     with pytest.raises(Conflict) as caught:
         issue(0.0)
     assert caught.value.do
-    issue(REMEMBERED_S + 11)  # what opens nothing is forgotten, and makes room
+    issue(KEEP_ENDED_S + 11)  # what opens nothing is forgotten, and makes room
     assert len(book.tokens()) == 1
 
 
@@ -253,7 +251,7 @@ def test_any_text_may_be_asked_about(text):
 
 
 def test_tokens_are_never_alike():
-    drawn = {draw().text for _ in range(200)}
+    drawn = {new_token().text for _ in range(200)}
     assert len(drawn) == 200
     assert all(len(each.split("_", 2)[2]) == 43 for each in drawn), "256 bits"
 

@@ -14,7 +14,8 @@ import pytest
 
 from paceline.manifest import build_manifest, verify_directory, write_manifest
 from paceline.plan import origin_cap_bytes
-from paceline.schemas.command_results import Distribution
+from paceline.schemas import Distribution
+from tests.support.command import Ended, paceline
 
 PACELINE = [sys.executable, "-m", "paceline.cli.main", "distribute"]
 
@@ -26,16 +27,8 @@ def model_of(directory: Path, size: int) -> Path:
     return directory
 
 
-def run(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*PACELINE, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-        cwd=cwd,
-        env={**os.environ, "PACELINE_STATE": str(cwd / "state")},
-    )
+def run(*words: str | Path, cwd: Path) -> Ended:
+    return paceline("distribute", *words, PACELINE_STATE=str(cwd / "state"))
 
 
 def test_one_command_brings_a_directory_to_workers(tmp_path: Path) -> None:

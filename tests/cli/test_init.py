@@ -13,16 +13,15 @@ import jsonschema
 import pytest
 
 from paceline.config import load_runtime
-from paceline.schemas.json_schemas import schema_text
+from paceline.schemas import schema_text
+from tests.support.command import paceline
 
 DEADLINE_S = 60.0
 TLS = ("--set", 'security.rest_tls="installation"', "--profile", "ci")
 
 
-def paceline(*words, state=None):
-    argv = [sys.executable, "-m", "paceline.cli.main", *words]
-    argv += ["--state", str(state)] if state else []
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+def command(*words, state):
+    return paceline(*words, "--state", state)
 
 
 def free_port():
@@ -60,7 +59,7 @@ def end(processes):
 def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     port, state = free_port(), tmp_path / "coordinator"
     url = f"https://localhost:{port}"
-    made = paceline("init", *TLS, "--coordinator", url, "--json", state=state)
+    made = command("init", *TLS, "--coordinator", url, "--json", state=state)
     assert made.returncode == 0, made.stderr
     jsonschema.validate(json.loads(made.stdout), json.loads(schema_text("init")))
     assert stat.S_IMODE((state / "runtime.json").stat().st_mode) == 0o600
@@ -68,22 +67,22 @@ def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     words = ["coordinator", "--state", str(state), "--host", "127.0.0.1", "--port", str(port)]
     running = [started(tmp_path / "coordinator.log", *words, "--advertise", url)]
     try:
-        until(lambda: paceline("status", "--json", state=state).returncode == 0, "it answers")
-        token = paceline("tokens", "join", "--worker-id", "node-1", state=state).stdout.strip()
+        until(lambda: command("status", "--json", state=state).returncode == 0, "it answers")
+        token = command("tokens", "join", "--worker-id", "node-1", state=state).stdout.strip()
         node = tmp_path / "node"
         agent = ["agent", "--state", str(node), "--worker-id", "node-1", "--join", token]
         running.append(started(tmp_path / "agent.log", *agent, "--coordinator", url))
 
         def joined():
-            report = json.loads(paceline("status", "--json", state=state).stdout)
+            report = json.loads(command("status", "--json", state=state).stdout)
             return [each["worker_id"] for each in report["workers"]] == ["node-1"]
 
         until(joined, "the node is in the fleet")
         assert load_runtime(node).secrets.coordinator_token == "", "it got a token of its own"
-        again = paceline("init", *TLS, "--coordinator", url, state=state)
+        again = command("init", *TLS, "--coordinator", url, state=state)
         assert again.returncode != 0
         assert "installation's already" in again.stderr
-        assert paceline("status", "--json", state=state).returncode == 0, "nothing has changed"
+        assert command("status", "--json", state=state).returncode == 0, "nothing has changed"
     finally:
         end(running)
     assert list((state / "authority").iterdir()), "the authority outlives its coordinator"
@@ -101,7 +100,7 @@ def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     ],
 )
 def test_what_would_not_be_safe_is_refused_and_leaves_nothing(tmp_path: Path, words, wanted):
-    done = paceline("init", *words, state=tmp_path / "state")
+    done = command("init", *words, state=tmp_path / "state")
     assert done.returncode == 2
     assert wanted in done.stderr
     assert not (tmp_path / "state").exists()
@@ -110,7 +109,7 @@ def test_what_would_not_be_safe_is_refused_and_leaves_nothing(tmp_path: Path, wo
 def test_the_thousand_machines_profile_names_every_replica(tmp_path):
     urls = [f"https://c{n}.example:8443" for n in range(3)]
     words = [word for url in urls for word in ("--coordinator", url)]
-    done = paceline("init", "--profile", "fleet-1000", *words, state=tmp_path / "state")
+    done = command("init", "--profile", "fleet-1000", *words, state=tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("paceline coordinator --state") == 3
     runtime = load_runtime(tmp_path / "state")

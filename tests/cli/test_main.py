@@ -9,14 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACELINE = [sys.executable, "-m", "paceline.cli.main"]
-
-
-def paceline(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Return what `paceline WORDS` printed and how it ended."""
-    return subprocess.run(
-        [*PACELINE, *words], capture_output=True, text=True, cwd=cwd, timeout=60, check=False
-    )
+from tests.support.command import paceline
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -36,7 +29,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_a_mistyped_command_names_the_right_one() -> None:
-    done = paceline("dmeo")
+    words = [sys.executable, "-m", "paceline.cli.main", "dmeo"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "Did you mean 'demo'?" in done.stderr
 

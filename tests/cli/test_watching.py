@@ -20,22 +20,24 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from paceline.cli.board import Board, cells, duration, render, size, told
-from paceline.cli.main import cli
+from paceline.cli import Board, cells, cli, duration, render, size, told
 from paceline.config import Endpoints, save_runtime
 from paceline.errors import Conflict, NotFound
-from paceline.schemas.command_results import Changed, StatusReport
-from paceline.schemas.events import (
+from paceline.schemas import (
+    Changed,
     DeploymentMoment,
+    DeploymentStatus,
     Event,
     EventItem,
+    Failure,
     LeaderView,
     Moment,
     Outcome,
     PartMoment,
+    StatusReport,
     WatchLine,
+    WorkerStatus,
 )
-from paceline.schemas.records import DeploymentStatus, Failure, WorkerStatus
 from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
 
 DEADLINE_S = 30.0

@@ -4,18 +4,15 @@ import json
 import socket
 import threading
 import time
-from contextlib import ExitStack, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 
 import pytest
 
-from paceline.client import CoordinatorClient
-from paceline.client.connection import Endpoint
-from paceline.client.failover import SUSPECT_S, Replicas
+from paceline.client import SUSPECT_S, CoordinatorClient, Replicas
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
-from paceline.schemas.calls import Heartbeat, Problem
-from paceline.schemas.records import WorkerStatus
+from paceline.schemas import EPOCH_HEADER, LEADER_HEADER, Heartbeat, Problem, WorkerStatus
+from paceline.system import Endpoint
+from tests.support.web import Call, serving
 
 BEAT = Heartbeat(worker_id="w", status=WorkerStatus.IDLE)
 A, B, C = "http://a:1", "http://b:2", "http://c:3"
@@ -24,85 +21,41 @@ A, B, C = "http://a:1", "http://b:2", "http://c:3"
 class Played:
     """One replica that the test plays: what it answers is set by assigning ``answer``."""
 
-    def __init__(self) -> None:
-        self.seen: list[tuple[str, str, str | None]] = []
-        self.epoch, self.leader = 1, ""
-        self.redirect_to = ""
+    def __init__(self, *, closes: bool = False) -> None:
+        self.epoch, self.leader, self.redirect_to = 1, "", ""
         self.problem: Problem | None = None
-        self.gate: threading.Event | None = None  # closed: the process is frozen
-        self.closes, self.delay_s = False, 0.0
-        played = self
+        self.delay_s: dict[str, float] = {}
+        self.serving = serving(self._answer, closes=closes)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    def __enter__(self) -> "Played":
+        self.web = self.serving.__enter__()
+        self.url = self.web.url
+        return self
 
-            def handle_any(self):
-                if played.gate is not None:
-                    played.gate.wait(20)
-                self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                played.seen.append((self.command, self.path, self.headers["Authorization"]))
-                time.sleep(played.delay_s)
-                self.close_connection = played.closes
-                self.answer()
-
-            do_GET = do_POST = do_PUT = do_DELETE = handle_any
-
-            def answer(self):
-                body = {"continue": True, "epoch": played.epoch, "next_beat_s": 0.5, "commands": []}
-                status, raw = 200, json.dumps(body).encode()
-                if played.redirect_to:
-                    status, raw = 307, b""
-                elif played.problem is not None:
-                    status, raw = played.problem.status, played.problem.model_dump_json().encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(raw)))
-                self.send_header(EPOCH_HEADER, str(played.epoch))
-                if played.closes:
-                    self.send_header("Connection", "close")
-                if played.leader:
-                    self.send_header(LEADER_HEADER, played.leader)
-                if played.redirect_to:
-                    self.send_header("Location", played.redirect_to + self.path)
-                self.end_headers()
-                self.wfile.write(raw)
-
-            def log_message(self, *args):
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-            request_queue_size = 64  # with 5, one of many callers at once waits a second and leaves
-
-            def handle_error(self, *args):
-                pass  # clients that give up are what these tests are about
-
-        self.server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
+    def __exit__(self, *_: object) -> None:
+        self.serving.__exit__(None, None, None)
 
     @property
     def beats(self) -> int:
-        return sum(method == "POST" for method, _, _ in self.seen)
+        return sum(call.method == "POST" for call in self.web.calls)
 
-
-@contextmanager
-def played():
-    made = Played()
-    thread = threading.Thread(target=made.server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield made
-    finally:
-        made.server.shutdown()
-        thread.join()
-        made.server.server_close()
-        if made.gate is not None:
-            made.gate.set()
+    def _answer(self, call: Call) -> tuple[int, bytes, dict[str, str]]:
+        time.sleep(self.delay_s.get(call.method, 0.0))
+        headers = {EPOCH_HEADER: str(self.epoch)}
+        if self.leader:
+            headers[LEADER_HEADER] = self.leader
+        if self.redirect_to:
+            return 307, b"", headers | {"Location": self.redirect_to + call.path}
+        if self.problem is not None:
+            return self.problem.status, self.problem.model_dump_json().encode(), headers
+        body = {"continue": True, "epoch": self.epoch, "next_beat_s": 0.5, "commands": []}
+        return 200, json.dumps(body).encode(), headers
 
 
 @pytest.fixture
 def three():
     with ExitStack() as stack:
-        yield [stack.enter_context(played()) for _ in range(3)]
+        yield [stack.enter_context(Played()) for _ in range(3)]
 
 
 @pytest.fixture
@@ -116,7 +69,7 @@ def client_of(urls, **more):
     return CoordinatorClient(urls, "t0ken", 5.0, **more)
 
 
-def test_standbys_answer_leads_to_the_leader_and_the_next_call_goes_straight_there(three):
+def test_standby_redirects_to_the_leader_and_the_next_call_goes_there(three):
     leader, *standbys = three
     for each in standbys:
         each.redirect_to = leader.url
@@ -125,12 +78,13 @@ def test_standbys_answer_leads_to_the_leader_and_the_next_call_goes_straight_the
         assert client.heartbeat(BEAT, wait_s=0.25).go_on
     assert leader.beats == 3
     assert [each.beats for each in standbys] == [1, 0]
-    assert standbys[0].seen[0][1] == leader.seen[0][1] == "/workers/heartbeat?wait_s=0.25"
+    paths = [each.web.calls[0].path for each in (standbys[0], leader)]
+    assert paths == ["/workers/heartbeat?wait_s=0.25"] * 2
     assert client.base_url == leader.url
     client.close()
 
 
-def test_read_of_a_standby_is_believed_and_the_leader_it_names_is_asked_next(three):
+def test_standby_read_is_accepted_and_its_named_leader_is_asked_next(three):
     leader, standby, _ = three
     standby.problem = Problem(title="t", status=404, detail="no", code="NotFound")
     client = client_of([standby.url, leader.url])
@@ -160,7 +114,7 @@ def test_answer_of_an_older_epoch_is_refused_and_another_replica_asked(three):
     client.close()
 
 
-def test_frozen_leader_is_left_for_another_long_before_a_long_call_would_time_out(three, deaf):
+def test_frozen_leader_is_left_long_before_a_long_call_times_out(three, deaf):
     living = three[0]
     client = CoordinatorClient([deaf, living.url], "t0ken", 3600.0)
     assert client.heartbeat(BEAT).go_on  # the test's own limit is 120 s
@@ -168,41 +122,29 @@ def test_frozen_leader_is_left_for_another_long_before_a_long_call_would_time_ou
     client.close()
 
 
-def test_slow_answer_of_a_living_server_is_waited_for(three):
+def test_a_slow_leader_that_answers_its_health_check_is_not_left(three, monkeypatch):
+    monkeypatch.setattr("paceline.client.failover.LATE_S", 0.1)
     slow, other, _ = three
-
-    first: list[threading.Thread] = []
-    asked = threading.Event()
-
-    class Gate(threading.Event):
-        def wait(self, timeout=None):
-            if not first:
-                first.append(threading.current_thread())
-                return super().wait(timeout)
-            asked.set()  # a probe: the server is alive
-            self.set()
-            return True
-
-    slow.gate = Gate()
+    slow.delay_s = {"POST": 0.5}
     client = client_of([slow.url, other.url])
     assert client.heartbeat(BEAT).go_on
-    assert asked.is_set()
-    assert (slow.beats, other.beats) == (1, 0)
+    assert slow.beats >= 1
+    assert other.beats == 0
     client.close()
 
 
-def test_server_that_closes_after_each_answer_may_still_be_slow(three, monkeypatch):
-    monkeypatch.setattr("paceline.client.connection.CONNECT_S", 0.3)
-    slow, other, _ = three
-    slow.closes, slow.delay_s = True, 0.6
-    client = client_of([slow.url, other.url])
-    for _ in range(2):
-        assert client.heartbeat(BEAT).go_on
-    assert (slow.beats, other.beats) == (2, 0)
-    client.close()
+def test_server_that_closes_after_each_answer_may_still_be_slow(monkeypatch):
+    monkeypatch.setattr("paceline.client.failover.CONNECT_S", 0.3)
+    with Played(closes=True) as slow, Played() as other:
+        slow.delay_s = {"POST": 0.6}
+        client = client_of([slow.url, other.url])
+        for _ in range(2):
+            assert client.heartbeat(BEAT).go_on
+        assert (slow.beats, other.beats) == (2, 0)
+        client.close()
 
 
-def test_all_replicas_away_is_told_after_one_round_and_waited_for_with_patience(three):
+def test_absent_replicas_raise_after_one_round_or_are_waited_for(three):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         dead = f"http://127.0.0.1:{taken.getsockname()[1]}"
     client = client_of([dead, "http://127.0.0.1:9"])
@@ -230,7 +172,7 @@ def test_refusal_for_good_is_no_reason_to_ask_another(three):
     client.close()
 
 
-def test_token_does_not_follow_a_redirect_to_somebody_unknown(three):
+def test_token_does_not_follow_a_redirect_to_an_unknown_server(three):
     standby, stranger, _ = three
     standby.redirect_to = stranger.url
     client = client_of([standby.url])
@@ -238,7 +180,7 @@ def test_token_does_not_follow_a_redirect_to_somebody_unknown(three):
         client.heartbeat(BEAT)
     assert caught.value.got.startswith(stranger.url)
     assert "coordinator_urls" in caught.value.do
-    assert stranger.seen == []
+    assert stranger.web.calls == []
     client.close()
 
 
@@ -257,7 +199,7 @@ def order(replicas):
     return [each.url for each in replicas.order()]
 
 
-def test_whoever_did_not_answer_is_asked_last_for_a_while():
+def test_silent_replica_is_asked_last_for_a_while():
     clock = Clock()
     replicas = Replicas([A, B, C], clock)
     assert order(replicas) == [A, B, C]
@@ -271,7 +213,7 @@ def test_whoever_did_not_answer_is_asked_last_for_a_while():
     assert order(replicas) == [B, C, A]
 
 
-def test_leader_that_a_standby_names_is_not_believed_in_while_it_is_silent():
+def test_leader_named_by_a_standby_is_not_preferred_while_it_is_silent():
     clock = Clock()
     replicas = Replicas([A, B, C], clock)
     a, b, _ = replicas.endpoints
@@ -287,7 +229,7 @@ def test_leader_that_a_standby_names_is_not_believed_in_while_it_is_silent():
 
 def test_epochs_only_rise():
     replicas = Replicas([A])
-    assert [replicas.believe(each) for each in (3, 3, 2, None, 4, 3)] == [
+    assert [replicas.accept_epoch(each) for each in (3, 3, 2, None, 4, 3)] == [
         True, True, False, True, True, False,
     ]  # fmt: skip
     assert replicas.epoch == 4

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -40,7 +41,7 @@ def processes_of(state_dir: Path) -> list[psutil.Process]:
     return found
 
 
-def eventually(true: Callable[[], object], timeout_s: float = 15.0) -> object:
+def eventually(true: Callable[[], object], timeout_s: float = 60.0) -> object:
     """Return what ``true`` gives once it is true; fail after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -64,3 +65,17 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runtime]:
 def connected(cluster: Runtime) -> Iterator[Fleet]:
     with Fleet.connect(cluster) as connection:
         yield connection
+
+
+def run_on(
+    connection: Fleet, worker_id: str, fn: Callable[..., Any], *args: Any, timeout_s: float
+) -> Any:
+    """Return ``fn(*args)`` as run on one node; raise the error that it ended with."""
+
+    def call(*given: Any, worker_id: str) -> Any:
+        return fn(*given)
+
+    answer = connection.map_nodes(call, [worker_id], *args, timeout_s=timeout_s)[worker_id]
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer

@@ -13,11 +13,17 @@ import psutil
 import pytest
 
 from paceline import cluster as fleet
-from paceline.cluster import Fleet
-from paceline.cluster.worker_processes import Order, launch
+from paceline.cluster import Fleet, Order, launch
 from paceline.config import Runtime
 from paceline.errors import NotReady
-from tests.cluster.conftest import AGENT, AGENT_ARGV, eventually, processes_of, small_profile
+from tests.cluster.conftest import (
+    AGENT,
+    AGENT_ARGV,
+    eventually,
+    processes_of,
+    run_on,
+    small_profile,
+)
 
 RANK = Path(__file__).with_name("stand_in_rank.py")
 
@@ -52,7 +58,7 @@ def _story(cluster: Runtime, connected: Fleet, resident: subprocess.Popen[bytes]
     assert again.pid != agents["node-0"].pid
     assert again.incarnation == agents["node-0"].incarnation + 1
 
-    worker = connected.run_on("node-1", os.getpid, timeout_s=20)
+    worker = run_on(connected, "node-1", os.getpid, timeout_s=20)
     psutil.Process(worker).kill()
     eventually(lambda: not psutil.pid_exists(agents["node-1"].pid))
     announced = cluster.node_dir("node-1") / "agent.json"
@@ -72,7 +78,7 @@ def _story(cluster: Runtime, connected: Fleet, resident: subprocess.Popen[bytes]
 
 
 def test_an_agent_that_cannot_start_says_why(connected: Fleet, cluster: Runtime) -> None:
-    from paceline.cluster.agents import AgentKeeper, AgentOrder
+    from paceline.cluster import AgentKeeper, AgentOrder
 
     directory = cluster.state_dir / "elsewhere"
     broken = (sys.executable, "-S", "-c", "raise SystemExit('no such disk')")
@@ -81,6 +87,7 @@ def test_an_agent_that_cannot_start_says_why(connected: Fleet, cluster: Runtime)
         keeper.wait(1.0)
 
 
+@pytest.mark.nightly  # test_supervisor shows it of services
 def test_a_killed_supervisor_takes_nodes_agents_and_ranks_with_it(tmp_path: Path) -> None:
     runtime = fleet.start(small_profile(nodes=2), tmp_path, detach=True, only=("dask",))
     with Fleet.connect(runtime) as connection:
@@ -92,7 +99,7 @@ def test_a_killed_supervisor_takes_nodes_agents_and_ranks_with_it(tmp_path: Path
             input_json='{"all": {"child": true, "ignore_term": true, "hang": true}}',
             directory=str(tmp_path),
         )
-        pid = connection.run_on("node-1", launch, rank, timeout_s=20)
+        pid = run_on(connection, "node-1", launch, rank, timeout_s=20)
         eventually(lambda: psutil.Process(pid).children())
     assert all(psutil.pid_exists(each.pid) for each in agents.values())
     os.kill(fleet.status(tmp_path).pid, signal.SIGKILL)

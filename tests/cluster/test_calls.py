@@ -11,7 +11,7 @@ import pytest
 from paceline.cluster import Fleet
 from paceline.config import Endpoints, Runtime
 from paceline.errors import InvalidInput, NotFound, ServiceUnavailable, WorkerLost
-from tests.cluster.conftest import eventually
+from tests.cluster.conftest import eventually, run_on
 
 
 def test_nodes_stand_in_contiguous_racks(connected: Fleet) -> None:
@@ -37,29 +37,28 @@ def test_an_error_on_a_node_arrives_as_itself(connected: Fleet) -> None:
         raise InvalidInput("no", got=1, wanted=2, where="there", do="Stop.")
 
     with pytest.raises(InvalidInput, match=r"no: got 1, wanted 2, at there\. Stop\."):
-        connected.run_on("node-1", refuse, timeout_s=20)
+        run_on(connected, "node-1", refuse, timeout_s=20)
 
 
 def test_a_call_past_its_deadline_is_given_up(connected: Fleet) -> None:
     with pytest.raises(ServiceUnavailable, match="did not answer in time"):
-        connected.run_on("node-2", time.sleep, 3, timeout_s=0.5)
+        run_on(connected, "node-2", time.sleep, 3, timeout_s=0.5)
 
 
 def test_an_unknown_node_is_named(connected: Fleet) -> None:
     with pytest.raises(NotFound, match="node-9"):
-        connected.run_on("node-9", os.getpid, timeout_s=5)
+        run_on(connected, "node-9", os.getpid, timeout_s=5)
 
 
 def test_a_dead_worker_ends_its_call_and_its_node_comes_back(connected: Fleet) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    before = connected.run_on("node-0", os.getpid, timeout_s=20)
+    before = run_on(connected, "node-0", os.getpid, timeout_s=20)
     with pytest.raises(WorkerLost, match="node-0"):
-        connected.run_on("node-0", die, timeout_s=30)
-    after = connected.run_on("node-0", os.getpid, timeout_s=30)
-    assert after != before
+        run_on(connected, "node-0", die, timeout_s=30)
     eventually(lambda: len(connected.nodes()) == 3)
+    assert run_on(connected, "node-0", os.getpid, timeout_s=30) != before
 
 
 def test_a_scheduler_that_is_not_there_is_unavailable(cluster: Runtime) -> None:

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import pinned_calls as crews
-from paceline.cluster import worker_processes as remote
-from paceline.cluster.held_nodes import HeldNodes
-from paceline.cluster.pinned_calls import Crew, Member
-from paceline.cluster.worker_processes import News, Order
+from paceline.cluster import (
+    Crew,
+    HeldNodes,
+    Member,
+    News,
+    Order,
+    pinned_calls as crews,
+    worker_processes as remote,
+)
 from tests.cluster.conftest import eventually
 
 
@@ -61,7 +65,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("answer", [{"old": News(exit_code=0)}, LookupError("no such process")])
-def test_an_answer_about_an_ended_process_says_nothing_of_its_successor(
+def test_an_answer_about_an_ended_process_leaves_its_successor_alone(
     clock: list[float], answer: Any
 ) -> None:
     fleet = Played()
@@ -113,7 +117,7 @@ def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_node")
-def test_a_lapsed_gangs_processes_are_gone_before_the_next_gang_has_the_node(
+def test_a_lapsed_gangs_processes_end_before_the_next_gang_gets_the_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = Order(

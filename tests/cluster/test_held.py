@@ -13,10 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cluster import Fleet
-from paceline.cluster.held_nodes import Heard, HeldNodes
-from paceline.errors import Cancelled, Conflict, WorkerLost
-from tests.cluster.conftest import eventually
+from paceline.cluster import Fleet, Heard, HeldNodes
+from paceline.errors import Cancelled, Conflict
+from tests.cluster.conftest import eventually, run_on
 
 ARGV = (sys.executable, "-S", str(Path(__file__).with_name("stand_in_listener.py")))
 NODES = ("node-0", "node-1")
@@ -40,7 +39,8 @@ def test_orders_reach_their_node_and_are_answered(connected: Fleet) -> None:
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
         for number in range(20):
             for worker in NODES:
-                nodes.tell(worker, {"do": "say", "number": number, "to": worker})
+                order = {"do": "say", "number": number, "to": worker}
+                assert nodes.send_all({worker: order}) == {}
         heard = hear(nodes, lambda heard: len(heard) >= 42)
         assert {nodes.host(each) for each in NODES} == {"127.0.0.1"}
         pids = pids_of(heard)
@@ -55,14 +55,13 @@ def test_orders_reach_their_node_and_are_answered(connected: Fleet) -> None:
 def test_a_node_whose_process_ends_says_so_once_and_can_start_again(connected: Fleet) -> None:
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
         hear(nodes, lambda heard: len(pids_of(heard)) == 2)
-        nodes.tell("node-1", {"do": "exit"})
+        assert nodes.send_all({"node-1": {"do": "exit"}}) == {}
         heard = hear(nodes, lambda heard: any(each.lost for each in heard))
         (lost,) = [each for each in heard if each.lost]
         assert lost.worker_id == "node-1"
         assert "ended with 3: as told" in lost.lost
         assert not [each for each in nodes.hear(0.5) if each.lost]
-        with pytest.raises(WorkerLost):
-            nodes.tell("node-1", {"do": "say"})
+        assert set(nodes.send_all({"node-1": {"do": "say"}})) == {"node-1"}
         assert nodes.start("node-1")
         assert "node-1" in pids_of(hear(nodes, lambda heard: bool(pids_of(heard))))
 
@@ -72,7 +71,7 @@ def test_a_dropped_process_is_followed_by_another_that_is_heard(connected: Fleet
         first = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
         nodes.hear(0.0)  # a question about it is on its way
         nodes.drop("node-1")
-        assert nodes.tell_all({"node-0": {"do": "say"}, "node-1": {"do": "say"}}) == {
+        assert nodes.send_all({"node-0": {"do": "say"}, "node-1": {"do": "say"}}) == {
             "node-1": "no process runs there"
         }
         assert nodes.start("node-1")
@@ -83,7 +82,7 @@ def test_a_dropped_process_is_followed_by_another_that_is_heard(connected: Fleet
 
 
 def test_a_lost_dask_worker_is_a_lost_node_until_it_is_back(connected: Fleet) -> None:
-    worker = connected.run_on("node-1", os.getpid, timeout_s=20)
+    worker = run_on(connected, "node-1", os.getpid, timeout_s=20)
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
         pids = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
         psutil.Process(worker).kill()
@@ -131,7 +130,7 @@ def test_waiting_is_bounded_and_can_be_cancelled(connected: Fleet) -> None:
 def test_orders_to_a_frozen_process_fail_within_their_deadline(connected: Fleet) -> None:
     with connected.open_nodes(NODES[:1], ARGV, wait_s=20) as nodes:
         hear(nodes, lambda heard: bool(pids_of(heard)))
-        nodes.tell("node-0", {"do": "sleep"})
-        with pytest.raises(WorkerLost, match="does not read"):
-            for _ in range(4):
-                nodes.tell("node-0", {"do": "say", "padding": "x" * 40_000})
+        assert nodes.send_all({"node-0": {"do": "sleep"}}) == {}
+        more = {"node-0": {"do": "say", "padding": "x" * 40_000}}
+        failed = next(filter(None, (nodes.send_all(more) for _ in range(4))))
+        assert "does not read" in failed["node-0"]

@@ -17,7 +17,7 @@ import pytest
 from paceline.cluster import Fleet
 from paceline.config import Runtime
 from paceline.errors import Cancelled, WorkerLost
-from tests.cluster.conftest import eventually
+from tests.cluster.conftest import eventually, run_on
 
 RANK = Path(__file__).with_name("stand_in_rank.py")
 ARGV = (sys.executable, "-S", str(RANK))
@@ -54,7 +54,7 @@ def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> N
         before, remote.LEASE_S = remote.LEASE_S, seconds
         return before
 
-    before = connected.run_on("node-0", shorten, 2.0, timeout_s=20)
+    before = run_on(connected, "node-0", shorten, 2.0, timeout_s=20)
     try:
         code = (
             "import sys\n"
@@ -75,7 +75,7 @@ def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> N
             caller.kill()
         eventually(lambda: not psutil.pid_exists(pid))
     finally:
-        connected.run_on("node-0", shorten, before, timeout_s=20)
+        run_on(connected, "node-0", shorten, before, timeout_s=20)
 
 
 def test_a_process_tells_live_and_returns_its_last_words(connected: Fleet) -> None:
@@ -134,7 +134,7 @@ def test_a_cancelled_process_is_gone_when_the_caller_hears_of_it(connected: Flee
 
 
 def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
-    worker = connected.run_on("node-1", os.getpid, timeout_s=20)
+    worker = run_on(connected, "node-1", os.getpid, timeout_s=20)
     heard = Heard()
 
     def on_event(event: dict[str, Any]) -> None:

@@ -1,14 +1,17 @@
 """A world without sockets: the state machine, a clock turned by hand, agents that are values."""
 
+import functools
 import hashlib
 from dataclasses import dataclass, field
 
 import pytest
 
-from paceline.coordinator.state.messages import (
+from paceline.coordinator.state import (
     Activate,
     Answer,
     Cancel,
+    CoordinatorSettings,
+    CoordinatorState,
     Create,
     EmitEvent,
     FetchLanes,
@@ -17,23 +20,28 @@ from paceline.coordinator.state.messages import (
     Rollback,
     Tick,
 )
-from paceline.coordinator.state.settings import CoordinatorSettings
-from paceline.coordinator.state.state import CoordinatorState
 from paceline.manifest import Chunk, FileEntry, Manifest
-from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
-from paceline.schemas.events import EventName
-from paceline.schemas.records import Receipt, WorkerStatus
+from paceline.schemas import (
+    CreateDeployment,
+    DeploymentBeat,
+    EventName,
+    Heartbeat,
+    Receipt,
+    RegisterWorker,
+    WorkerStatus,
+)
 
 PIECES = 8
 PIECE = 1024
 
 
+@functools.cache
 def small_manifest(version: str = "v1", model_id: str = "m") -> Manifest:
     """A model of 8 pieces in 4 chunks, with digests of nothing in particular."""
     digest = hashlib.sha256(version.encode()).hexdigest()
     chunks = tuple(Chunk(index, index * 2 * PIECE, 2 * PIECE, digest) for index in range(4))
     file = FileEntry("model.bin", PIECES * PIECE, digest, (digest,) * PIECES)
-    return Manifest.of(
+    return Manifest(
         model_id=model_id,
         version=version,
         piece_bytes=PIECE,
@@ -41,6 +49,40 @@ def small_manifest(version: str = "v1", model_id: str = "m") -> Manifest:
         files=(file,),
         chunks=chunks,
     )
+
+
+def registration(worker_id: str = "node-0", incarnation: int = 1, **more) -> RegisterWorker:
+    fields = {
+        "worker_id": worker_id,
+        "hostname": "h",
+        "rack": "r0",
+        "available_storage": 1,
+        "address": "127.0.0.1:1",
+        "incarnation": incarnation,
+    }
+    return RegisterWorker(**(fields | more))
+
+
+def creation(*targets: str, version: str = "v1", **more) -> CreateDeployment:
+    fields = {"model_id": "m", "source_url": "s3://b/m"} | more
+    return CreateDeployment(target_workers=targets, version=version, **fields)
+
+
+def receipt_of(made, deployment_id: str, worker_id: str, incarnation: int, **more) -> Receipt:
+    """The receipt of a worker that found everything on its disk; ``made`` names the model."""
+    fields = {
+        "deployment_id": deployment_id,
+        "worker_id": worker_id,
+        "incarnation": incarnation,
+        "model_id": made.model_id,
+        "version": made.version,
+        "path": "/models",
+        "total_bytes": PIECES * PIECE,
+        "seconds": 0.0,
+        **dict.fromkeys(("received_bytes", "origin_bytes", "reused_bytes", "reused_pieces"), 0),
+        **dict.fromkeys(("refetched_bytes", "sent_bytes", "corrupt_pieces"), 0),
+    }
+    return Receipt(**(fields | more))
 
 
 @dataclass
@@ -84,18 +126,13 @@ class World:
     def register(self, *workers: str, incarnation: int | None = None, rack: str = ""):
         for worker_id in workers:
             number = incarnation or self.incarnations.get(worker_id, 0) + 1
-            call = RegisterWorker(
-                worker_id=worker_id,
-                hostname="h",
-                rack=rack or "r0",
-                available_storage=1,
-                address=f"127.0.0.1:{1000 + number}",
-                incarnation=number,
-                link_mbit=80,
-            )
-            self.give(Register(call=call))
-            self.incarnations[worker_id] = number
+            address = f"127.0.0.1:{1000 + number}"
+            self.register_as(worker_id, number, address=address, link_mbit=80, rack=rack or "r0")
             self.silent.discard(worker_id)
+
+    def register_as(self, worker_id: str, number: int, **more):
+        self.give(Register(call=registration(worker_id, number, **more)))
+        self.incarnations[worker_id] = number
 
     def beat(self, worker_id: str, *entries: DeploymentBeat, incarnation: int | None = None):
         number = incarnation or self.incarnations[worker_id]
@@ -107,9 +144,7 @@ class World:
 
     def create(self, *targets: str, key: str | None = None, version: str = "v1", **more):
         self.made += 1
-        call = CreateDeployment(
-            model_id="m", version=version, source_url="s3://b/m", target_workers=targets, **more
-        )
+        call = creation(*targets, version=version, **more)
         event = Create(
             deployment_id=f"dep-{self.made}",
             call=call,
@@ -160,26 +195,9 @@ class World:
         return self.beat(worker_id, self.entry(deployment_id, worker_id, pieces, **more))
 
     def receipt(self, deployment_id: str, worker_id: str, **more) -> Receipt:
-        deployment = self.state.run(deployment_id).deployment
-        fields = {
-            "deployment_id": deployment_id,
-            "worker_id": worker_id,
-            "incarnation": self.incarnations[worker_id],
-            "model_id": deployment.model_id,
-            "version": deployment.version,
-            "manifest_digest": deployment.manifest_digest,
-            "path": "/models",
-            "total_bytes": deployment.total_bytes,
-            "received_bytes": 0,
-            "origin_bytes": 0,
-            "reused_bytes": 0,
-            "reused_pieces": 0,
-            "refetched_bytes": 0,
-            "sent_bytes": 0,
-            "corrupt_pieces": 0,
-            "seconds": 0.0,
-        } | more
-        return Receipt(**fields)
+        made = self.state.run(deployment_id).deployment
+        fields = {"manifest_digest": made.manifest_digest, "total_bytes": made.total_bytes} | more
+        return receipt_of(made, deployment_id, worker_id, self.incarnations[worker_id], **fields)
 
     def finish(self, deployment_id: str, *workers: str, **more):
         answers = []

@@ -6,12 +6,10 @@ import json
 import pytest
 from fastapi import FastAPI
 
-from paceline.api.heartbeats import HeartbeatMiddleware, answer_beat
-from paceline.api.problems import add_problem_handlers
-from paceline.coordinator.state.messages import Answer, AwaitCommands, HeartbeatReceived
+from paceline.api import HeartbeatMiddleware, add_problem_handlers, answer_beat
+from paceline.coordinator.state import Answer, AwaitCommands, HeartbeatReceived
 from paceline.errors import ServiceUnavailable
-from paceline.schemas.calls import DeploymentBeat, Heartbeat
-from paceline.schemas.records import WorkerStatus
+from paceline.schemas import DeploymentBeat, Heartbeat, WorkerStatus
 from tests.coordinator.conftest import World
 from tests.coordinator.test_state import started
 
@@ -31,9 +29,10 @@ class Driver:
     def now(self) -> float:
         return self.world.now_s
 
-    def decide_now(self, event):
+    def try_decide(self, event):
         if self.busy or (
-            isinstance(event, HeartbeatReceived) and not self.world.state.is_calm(event.beat)
+            isinstance(event, HeartbeatReceived)
+            and not self.world.state.needs_no_commit(event.beat)
         ):
             return None
         self.now_taken.append(event)
@@ -141,7 +140,7 @@ def test_calm_is_said_of_nothing_that_leaves_something_to_keep(world, more):
     fields = {more: ("node-1",)} if more != "failure" else {"status": WorkerStatus.FAILED}
     entry = world.entry(d, "node-0", 3, **fields)
     made = Heartbeat(worker_id="node-0", status=entry.status, deployments=(entry,))
-    assert not world.state.is_calm(made)
+    assert not world.state.needs_no_commit(made)
     assert len(world.state.handle(HeartbeatReceived(beat=made), world.now_s)) > 1
 
 
@@ -178,21 +177,21 @@ def test_whatever_is_unusual_is_the_routes_to_answer(driver, world, body, more, 
 
 
 def test_held_beat_is_answered_when_there_is_something_to_do(driver, world):
-    from paceline.coordinator.notifier import Notifier
+    from paceline.coordinator import Notifier
 
-    driver.bell = Notifier()
+    driver.notifier = Notifier()
     world.register("node-0")
 
     async def hold():
         made = Heartbeat.model_validate_json(beat())
         held = asyncio.ensure_future(answer_beat(driver, made, 25.0))
-        while not driver.bell._waiting:
+        while not driver.notifier._waiting:
             await asyncio.sleep(0)
         d = world.create("node-0")
-        driver.bell.ring()
+        driver.notifier.ring()
         answer = await held
         assert [each.deployment_id for each in answer.commands] == [d]
         assert isinstance(driver.now_taken[-1], AwaitCommands)
-        assert not driver.bell._waiting
+        assert not driver.notifier._waiting
 
     asyncio.run(hold())

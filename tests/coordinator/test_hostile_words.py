@@ -6,12 +6,11 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from paceline.api.event_stream import SnapshotReader
+from paceline.api import SnapshotReader
 from paceline.api.pages import _snapshot
-from paceline.coordinator.state.messages import HeartbeatReceived, Register
+from paceline.coordinator.state import HeartbeatReceived, Register
 from paceline.errors import InvalidInput, PacelineError
-from paceline.schemas.calls import EdgeTally, Heartbeat, RegisterWorker
-from paceline.schemas.events import LeaderView
+from paceline.schemas import Heartbeat, LeaderView, RegisterWorker
 from paceline.telemetry import FleetMetrics, MomentBuilder
 from tests.coordinator.conftest import PIECE, PIECES
 
@@ -85,6 +84,7 @@ IMPOSSIBLE = {
     "an edge with pieces beyond any number": {"edges": [EDGE | {"pieces": HUGE}]},
     "an edge that was busy for ever": {"edges": [EDGE | {"busy_s": 1e308}]},
     "a lost source that is nobody here": {"lost_sources": ["node-9"]},
+    "a lost source that is another origin": {"lost_sources": ["origin:s3://elsewhere/x"]},
     "a corrupt source that is nobody here": {"corrupt_sources": ["x" * 3000]},
     "an epoch beyond any number": {"epoch": HUGE},
     "a status of no deployment": {"status": "sleeping"},
@@ -123,7 +123,7 @@ def test_receipt_while_receiving_is_kept_before_it_is_answered(world, moving):
     receipt = world.receipt(moving, "node-1")
     said = world.entry(moving, "node-1", PIECES, receipt=receipt)
     beat = Heartbeat(worker_id="node-1", status="receiving", deployments=(said,))
-    assert not world.state.is_calm(beat)
+    assert not world.state.needs_no_commit(beat)
 
 
 def test_receipt_counts_nothing_beyond_any_number(world, moving):
@@ -157,9 +157,7 @@ def test_sources_are_told_a_few_at_a_time(make_world):
     [
         {"link_mbit": 1e308},
         {"link_mbit": 5e-324},
-        {"available_storage": HUGE},
         {"incarnation": HUGE},
-        {"pid": HUGE},
         {"pid": -1},
     ],
     ids=str,
@@ -183,20 +181,3 @@ def test_registration_beyond_any_machine_stops_nobody(world, more):
         world.wait(1.0)
     world.wait(70.0)
     assert everything(world)
-
-
-def test_edges_with_strangers_are_passed_over_and_the_beat_is_taken(world, moving):
-    """Who reads at a worker says its own name: that is not the worker's fault, nor to be kept."""
-    strangers = [
-        {"source": "node-1", "reader": f"stranger-{number}", "bytes": 5} for number in range(300)
-    ]
-    spoken(world, moving, pieces_held=3, edges=[*strangers, {"source": "x", "reader": "node-1"}])
-    assert world.state.run(moving).parts["node-1"].pieces_held == 3
-    assert len(world.state.run(moving).standings._counts) == 0
-
-
-def test_edges_of_honest_workers_are_taken(world, moving):
-    tally = EdgeTally(source="node-0", reader="node-1", bytes=10, busy_s=0.1, pieces=1)
-    spoken(world, moving, edges=[tally.model_dump()])
-    spoken(world, moving, edges=[{"source": "origin:s3://b/m", "reader": "node-1", "bytes": 5}])
-    assert len(world.state.run(moving).standings._counts) == 2

@@ -7,16 +7,13 @@ import tracemalloc
 
 import pytest
 
-from paceline.coordinator.state.messages import HeartbeatReceived
-from paceline.coordinator.state.settings import CoordinatorSettings
-from paceline.coordinator.state.state import CoordinatorState
+from paceline.coordinator.state import CoordinatorSettings, CoordinatorState, HeartbeatReceived
 from paceline.errors import Conflict, ServiceUnavailable
-from paceline.schemas.calls import Heartbeat
-from paceline.schemas.events import EventName
-from tests.coordinator.test_invariants import read_back
+from paceline.schemas import EventName, Heartbeat
+from tests.coordinator.stores.effects import expected
 
 
-def test_workers_that_were_lost_long_ago_are_forgotten_unless_a_deployment_names_them(make_world):
+def test_long_lost_workers_are_forgotten_unless_a_deployment_names_them(make_world):
     """Where each start of an agent has a name of its own, the dead do not pile up."""
     world = make_world(
         patience=CoordinatorSettings(
@@ -40,7 +37,7 @@ def test_workers_that_were_lost_long_ago_are_forgotten_unless_a_deployment_names
     assert workers(world) == {"node-0", "node-1", "named"}
     told = [each.worker_id for each in world.names(EventName.WORKER_FORGOTTEN)]
     assert sorted(told) == sorted(pods)
-    kept = {each.worker_id for each in read_back(world.kept).workers}
+    kept = {each.worker_id for each in expected(world.kept).workers}
     assert kept == workers(world), "and not in the store either"
     world.cancel(d)
     world.wait(2 * 61)
@@ -59,7 +56,7 @@ def test_the_dead_do_not_slow_down_the_beats_of_the_living(make_world):
     assert world.state.fleet.beat_interval_s() == 0.5
     world.register(*names[:10])
     assert world.state.fleet.beat_interval_s() == 1.0
-    world.state = CoordinatorState.restore(read_back(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
     assert world.state.fleet.beat_interval_s() == 1.0, "also after a change of leaders"
 
 
@@ -137,6 +134,6 @@ def test_cancels_from_before_a_change_of_leaders_are_forgotten_too(make_world):
     world.wait(1.0)
     for d in made:
         world.cancel(d)
-    world.state = CoordinatorState.restore(read_back(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
     world.wait(8 * 61)
     assert world.state.deployments() == []

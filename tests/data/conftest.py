@@ -1,30 +1,24 @@
-"""A small directory of text, a bucket of its own, and a snapshot of it."""
+"""A small directory of text, and a snapshot of it on the disk."""
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 import pytest
 
 from paceline.config import DataSettings
 from paceline.data import Snapshot, build_snapshot
-from paceline.storage import ObjectStore
-from tests.support.rclone import RcloneS3
-
-_numbers = itertools.count()
+from paceline.storage import DiskStore, ObjectStore
 
 
 @pytest.fixture
-def store(s3: RcloneS3) -> ObjectStore:
-    return s3.store()
+def store() -> ObjectStore:
+    return DiskStore()
 
 
 @pytest.fixture
-def url(store: ObjectStore) -> str:
-    bucket = f"data-{next(_numbers)}"
-    store.ensure_bucket(bucket)
-    return f"s3://{bucket}/data"
+def url(tmp_path: Path) -> str:
+    return DiskStore.url_of(tmp_path / "store")
 
 
 @pytest.fixture

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from paceline.config import DataSettings
-from paceline.data import PlannedStream, Shard
-from paceline.data.loading.batch import Batch, Position
-from paceline.data.loading.samples import TextSamples
-from paceline.data.loading.stream import PlanFactory, batching
+from paceline.data import Column, PlannedStream, Shard
+from paceline.data.batching import Rows
+from paceline.data.formats import ShardSamples
+from paceline.data.loading import Batch, Position
 
 
-def shard_of(documents: Sequence[bytes], number: int = 0, version: int = 2) -> Shard:
-    """The record of a shard of these documents; ``number`` sets equal ones apart.
-
-    Of version 1 it has no index: lengths are found in the shard itself.
-    """
+def shard_of(documents: Sequence[bytes], number: int = 0) -> Shard:
+    """The record of a shard of these documents; ``number`` sets equal ones apart."""
     text = b"\n".join(documents)
     return Shard(
         split="train",
@@ -26,63 +24,77 @@ def shard_of(documents: Sequence[bytes], number: int = 0, version: int = 2) -> S
         bytes=max(1, len(text)),
         documents=len(documents),
         text_bytes=sum(map(len, documents)),
-        lengths_sha256=None if version == 1 else "0" * 64,
+        lengths_sha256="0" * 64,
     )
+
+
+class MemorySamples(ShardSamples):
+    """Texts as the samples of a shard; ``keys`` default to their numbers."""
+
+    def __init__(self, texts: Sequence[bytes], keys: Sequence[str] | None = None) -> None:
+        names = keys or [str(n) for n in range(len(texts))]
+        columns = {"tokens": texts, "keys": [each.encode() for each in names]}
+        arrays = {}
+        for name, parts in columns.items():
+            arrays[name] = np.frombuffer(b"".join(parts), np.uint8)
+            arrays[f"{name}.ends"] = np.cumsum([len(each) for each in parts], dtype=np.int64)
+        super().__init__(arrays, len(texts))
 
 
 class MemoryCache:
     """Shards by digest; ``broken`` says what reading some of them raises."""
 
     def __init__(
-        self,
-        contents: Sequence[Sequence[bytes]],
-        broken: dict[int, Exception] | None = None,
-        version: int = 2,
+        self, contents: Sequence[Sequence[bytes]], broken: dict[int, Exception] | None = None
     ) -> None:
         self.quarantined: dict[str, str] = {}
-        self.shards = [shard_of(documents, n, version) for n, documents in enumerate(contents)]
-        self.asked: list[str] = []  # digests given to ``prefetch``, in order
-        self.opened = 0
+        self.shards = [shard_of(documents, n) for n, documents in enumerate(contents)]
         self.closed = 0
-        self.read: set[str] = set()  # digests of shards that were opened
-        self.measured: set[str] = set()  # and of those whose lengths were asked for
+        self.read: list[str] = []  # digests of shards that were opened, in order
         self._contents = {
             shard.sha256: documents for shard, documents in zip(self.shards, contents, strict=True)
         }
         self._broken = {self.shards[n].sha256: error for n, error in (broken or {}).items()}
 
     def lengths(self, shard: Shard) -> np.ndarray:
-        assert shard.lengths_sha256 is not None, "a shard of version 1 has no index"
-        self.measured.add(shard.sha256)
         return np.array([len(each) for each in self._contents[shard.sha256]], dtype=np.int32)
 
-    def samples(self, shard: Shard) -> TextSamples:
+    def samples(self, shard: Shard) -> ShardSamples:
         if shard.sha256 in self._broken:
             raise self._broken[shard.sha256]
-        self.opened += 1
-        self.read.add(shard.sha256)
-        documents = list(self._contents[shard.sha256])
-        return _Counted(self, [str(n) for n in range(len(documents))], documents)
+        self.read.append(shard.sha256)
+        found = MemorySamples(self._contents[shard.sha256])
+        found.close = self._close
+        return found
 
-    def prefetch(self, shards: Sequence[Shard]) -> None:
-        self.asked += [each.sha256 for each in shards]
-
-
-class _Counted(TextSamples):
-    def __init__(self, cache: MemoryCache, keys: list[str], texts: list[bytes]) -> None:
-        super().__init__(keys, texts)
-        self._cache = cache
-
-    def close(self) -> None:
-        self._cache.closed += 1
+    def _close(self) -> None:
+        self.closed += 1
 
 
-def plan_by(
-    kind: str, context: int, global_batch: int, seed: int = 5, columns: int = 0
-) -> PlanFactory:
-    """The way of batching that a profile would name."""
-    settings = DataSettings.model_validate({"batching": kind, "columns": columns})
-    return batching(settings, context=context, global_batch=global_batch, seed=seed)
+def padding_share(rows: Rows, context: int) -> float:
+    """The fraction of a group's token positions that hold no token."""
+    width = len(rows) * context if rows.width_R is None else int(np.sum(rows.width_R))
+    return 1.0 - float(rows.tokens_R1[-1]) / width if width else 0.0
+
+
+def stream_by(
+    cache: MemoryCache,
+    kind: str,
+    context: int,
+    global_batch: int,
+    seed: int = 5,
+    columns: int = 0,
+    *,
+    features: Sequence[Column] = (),
+    token_features: Sequence[str] = (),
+    max_bad_share: float = 0.5,
+    **changes: Any,
+) -> PlannedStream:
+    """A stream of ``cache``, batched in the way that a profile would name."""
+    fields = {"batching": kind, "columns": columns, "token_features": token_features}
+    settings = DataSettings.model_validate({**fields, "max_bad_share": max_bad_share})
+    shape: dict[str, Any] = {"context": context, "global_batch": global_batch, "seed": seed}
+    return PlannedStream(cache.shards, cache, settings, columns=features, **shape, **changes)
 
 
 def made(stream: PlannedStream, count: int) -> list[Batch]:

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data import Shard, ShardCache, Snapshot, load_snapshot
-from paceline.data.formats.shard_file import ColumnWriter
-from paceline.data.snapshot import SnapshotRecord, snapshot_url
-from paceline.schemas.base import canonical_json, digest_of
+from paceline.data import Shard, ShardCache, Snapshot, SnapshotRecord, load_snapshot, snapshot_url
+from paceline.data.formats import ColumnWriter
+from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore
 
 Rows = dict[str, list[dict[str, Any]]]  # of the first train and the first held-out shard

@@ -7,22 +7,30 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
 
 from paceline.config import DataSettings
-from paceline.data import Batch, ShardCache, Snapshot, build_snapshot, open_stream
-from paceline.data.loading.process_transform import ProcessTransform, open_transforms
-from paceline.data.loading.samples import TextSamples
-from paceline.data.loading.transform import (
-    InlineTransform,
+from paceline.data import (
+    BYTE_VOCABULARY,
+    Batch,
+    Column,
+    ShardCache,
+    Snapshot,
+    build_snapshot,
+    open_stream,
+)
+from paceline.data.formats import ColumnWriter, Sample
+from paceline.data.loading import (
+    ProcessTransform,
     TransformedSamples,
     TransformFailed,
-    load_transform,
+    open_transforms,
+    require_runnable,
 )
 from paceline.errors import AccessDenied, CorruptData, DataRejected, InvalidInput, WorkerLost
 from paceline.storage import DiskStore
@@ -39,15 +47,17 @@ def on_disk(texts: Path, tmp_path: Path) -> Snapshot:
 
 
 def apart(name: str, processes: int = 1, deadline_s: float = 60.0) -> ProcessTransform:
-    return ProcessTransform(
-        f"{MODULE}:{name}", [MODULE], processes=processes, deadline_s=deadline_s
-    )
+    return ProcessTransform(f"{MODULE}:{name}", processes, deadline_s)
+
+
+def sample_of(key: str) -> Sample:
+    return Sample(key, None, np.arange(3, dtype=np.uint8))
 
 
 def epoch_of(
     snapshot: Snapshot,
     where: Path,
-    transforms: ProcessTransform | InlineTransform,
+    transforms: ProcessTransform,
     kind: str,
     most: float = 1.0,
 ) -> tuple[list[Batch], dict[str, str]]:
@@ -88,51 +98,56 @@ def same(first: list[Batch], second: list[Batch]) -> bool:
     )
 
 
-def test_processes_give_the_batches_that_the_thread_gives(
-    on_disk: Snapshot, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_transform_changes_each_sample_alike_with_and_without_processes(
+    on_disk: Snapshot, texts: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    transform = load_transform(f"{MODULE}:shout", [MODULE])
-    assert transform is not None
-    wanted, why = epoch_of(on_disk, tmp_path / "cache", InlineTransform(transform), "packed")
+    wanted, why = epoch_of(on_disk, tmp_path / "cache", apart("shout"), "packed")
     found, why_too = epoch_of(on_disk, tmp_path / "cache", apart("shout", 2), "packed")
     assert same(found, wanted)
     assert why == why_too
     named = keys_of(on_disk, why, tmp_path / "cache")
     assert set(named) <= {"file-03.txt", "file-05.txt"}
     assert "KeyError" in named["file-03.txt"]
-    assert any((each.inputs_BT == ord("L")).any() for each in found)
     assert "that talks" in capfd.readouterr().err, "not among the answers"
+    with ShardCache(on_disk, DiskStore(), tmp_path / "cache", transforms=apart("shout")) as cache:
+        shard = on_disk.of_split("train")[0]
+        with cache.samples(shard) as samples:
+            for i in range(len(samples)):
+                if f"{shard.sha256}#{i}" not in why:
+                    plain = (texts / samples.key(i)).read_bytes()
+                    assert samples.tokens(i).tobytes() == plain.upper()
+                    assert samples.features(i)["count"] >= 0
+        assert cache.lengths(shard).sum() == shard.tokens
 
 
 def test_a_sample_goes_and_comes_as_it_is() -> None:
-    transform = load_transform(f"{MODULE}:described", [MODULE])
-    assert transform is not None
-    sample = {
-        "key": "ключ",
-        "tokens": np.arange(7, dtype=np.uint32),
+    features = {
         "score": np.float32(1.5),
         "table": np.ones((2, 0, 3), dtype=np.float16),
         "large": np.arange(300_000, dtype=np.int64),
     }
-    for array in sample.values():
-        if isinstance(array, np.ndarray):
-            array.flags.writeable = False
-    alike = InlineTransform(transform).start(sample)()
+    sample = Sample("ключ", None, np.arange(7, dtype=np.uint32), features)
+    wanted = {**features, "score": np.float32(3), "where": np.arange(6, dtype=np.int16)}
+    wanted["where"] = wanted["where"].reshape(2, 3)
     with apart("described") as processes:
-        waiting = [processes.start({**sample, "key": str(n)}) for n in range(5)]
-        for result in [processes.start(sample), *reversed(waiting)]:
-            there = result()
-            assert set(there) == set(alike)
-            for name, array in alike.items():
-                assert (there[name].dtype, there[name].shape) == (array.dtype, array.shape)
-                assert np.array_equal(there[name], array)
+        waiting = [processes.start(sample) for n in range(5)]
+        for result in reversed(waiting):
+            there = result.result()
+            assert there.key == "ключ"
+            assert there.tokens is not None
+            assert (there.tokens.dtype, there.tokens.tolist()) == (np.uint32, list(range(7)))
+            assert set(there.features) == set(wanted)
+            for name, array in wanted.items():
+                got = there.features[name]
+                assert (got.dtype, got.shape) == (array.dtype, array.shape)
+                assert np.array_equal(got, array)
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
     [("hang", "did not end within 0.5 s"), ("die", "ended its process, twice: exit code 3")],
 )
-def test_a_sample_that_hangs_or_kills_its_process_is_named_and_passed_over(
+def test_a_sample_that_hangs_or_kills_its_process_is_named_and_skipped(
     on_disk: Snapshot, tmp_path: Path, name: str, why: str
 ) -> None:
     processes = apart(name, 1, 0.5 if name == "hang" else 60.0)
@@ -147,17 +162,10 @@ def test_a_sample_that_hangs_or_kills_its_process_is_named_and_passed_over(
     assert lost > 0, "its places have weight 0"
 
 
-def here(name: str, deadline_s: float = 60.0) -> InlineTransform:
-    transform = load_transform(f"{MODULE}:{name}", [MODULE])
-    assert transform is not None
-    return InlineTransform(transform, deadline_s)
-
-
-@pytest.mark.parametrize("where", [here, apart])
-def test_a_sample_that_comes_back_as_rubbish_is_named_with_shard_and_row_and_passed_over(
-    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], InlineTransform | ProcessTransform]
+def test_a_malformed_transformed_sample_is_skipped_by_shard_and_row(
+    on_disk: Snapshot, tmp_path: Path
 ) -> None:
-    found, quarantined = epoch_of(on_disk, tmp_path / "cache", where("rubbish"), "packed")
+    found, quarantined = epoch_of(on_disk, tmp_path / "cache", apart("rubbish"), "packed")
     named = keys_of(on_disk, quarantined, tmp_path / "cache")
     wanted = {
         "file-00.txt": "TypeError",
@@ -173,51 +181,46 @@ def test_a_sample_that_comes_back_as_rubbish_is_named_with_shard_and_row_and_pas
     assert {line for each in found for line in each.skipped} == set(quarantined)
 
 
-def test_a_hang_on_a_thread_stops_the_stream_and_names_shard_and_row(
+def test_a_transform_that_fails_on_most_samples_stops_the_stream(
     on_disk: Snapshot, tmp_path: Path
 ) -> None:
-    with pytest.raises(DataRejected, match=r"hangs.*file-03\.txt.*transform_processes") as caught:
-        epoch_of(on_disk, tmp_path / "cache", here("hang", 0.2), "bucketed")
-    shard, _, row = str(caught.value.where).partition("#")
-    with ShardCache(on_disk, DiskStore(), tmp_path / "cache") as cache:
-        (its,) = [each for each in on_disk.shards if each.sha256 == shard]
-        with cache.samples(its) as samples:
-            assert samples.key(int(row)) == "file-03.txt"
-
-
-@pytest.mark.parametrize("where", [here, apart])
-def test_a_transform_that_fails_on_most_samples_stops_the_stream(
-    on_disk: Snapshot, tmp_path: Path, where: Callable[[str], InlineTransform | ProcessTransform]
-) -> None:
     with pytest.raises(DataRejected, match=r"too many samples.*9 of 9.*no luck with.*#\d"):
-        epoch_of(on_disk, tmp_path / "cache", where("broken"), "packed", 0.5)
+        epoch_of(on_disk, tmp_path / "cache", apart("broken"), "packed", 0.5)
 
 
 def test_features_keep_their_shape_and_their_kind() -> None:
-    class Stored(TextSamples):
-        def features(self, i: int) -> dict[str, np.ndarray]:
-            return {"score": np.float32(i), "table": np.ones((i + 1, 2), dtype=np.int16)}
+    class Given:
+        def start(self, sample: Sample) -> Future[Sample]:
+            kinds: dict[str, dict[str, Any]] = {
+                "0": {"table": np.zeros((7, 2), dtype=np.int8)},
+                "1": {"table": np.zeros((2, 3), dtype=np.int16)},
+                "2": {"score": np.zeros(1, dtype=np.float32)},
+                "3": {"table": np.zeros((4, 2), dtype=np.float32)},
+            }
+            found: Future[Sample] = Future()
+            found.set_result(Sample(sample.key, features=kinds[sample.key]))
+            return found
 
-    def bad(i: int, why: str) -> NoReturn:
-        raise CorruptData(why, where=i)
-
-    def made(given: dict[str, Any]) -> dict[str, Any]:
-        kinds: dict[str, dict[str, Any]] = {
-            "0": {"table": np.zeros((7, 2), dtype=np.int8)},
-            "1": {"table": np.zeros((2, 3), dtype=np.int16)},
-            "2": {"score": np.zeros(1, dtype=np.float32)},
-            "3": {"table": np.zeros((4, 2), dtype=np.float32)},
-        }
-        return kinds[given["key"]]
-
-    stored = Stored(["0", "1", "2", "3"], [b"abc"] * 4)
-    found = TransformedSamples(stored, InlineTransform(made), bad)
+    columns = [
+        Column(name="score", dtype="float32", shape=()),
+        Column(name="table", dtype="int16", shape=(None, 2)),
+    ]
+    writer = ColumnWriter(columns, "uint8")
+    for n in range(4):
+        features = {"score": np.float32(n), "table": np.ones((n + 1, 2), dtype=np.int16)}
+        arrays = {name: np.asarray(each) for name, each in features.items()}
+        writer.add(str(n), np.frombuffer(b"abc", np.uint8), arrays, None, text_bytes=3)
+    stored = (writer.arrays(), 4, BYTE_VOCABULARY, columns)
+    reported: dict[str, str | None] = {}
+    given: Any = Given()
+    found = TransformedSamples("shard", given, {}, reported.__setitem__, *stored)
     assert found.tokens(0).tobytes() == b"abc", "what is not given anew stays"
     assert found.features(0)["score"] == 0
     assert found.features(0)["table"].shape == (7, 2)
     for i, why in ((1, "another shape"), (2, "another shape"), (3, "another kind")):
         with pytest.raises(CorruptData, match=why):
             found.tokens(i)
+    assert [why is None for why in reported.values()] == [True, False, False, False]
 
 
 def test_a_process_that_dies_once_costs_nothing(
@@ -226,45 +229,43 @@ def test_a_process_that_dies_once_costs_nothing(
     monkeypatch.setenv("ACCIDENT", str(tmp_path / "met"))
     with apart("accident") as processes:
         for key in ("file-01.txt", "file-03.txt", "file-04.txt"):
-            result = processes.start({"key": key, "tokens": np.arange(3, dtype=np.uint8)})()
-            assert result["tokens"].tolist() == [0, 1, 2]
+            result = processes.start(sample_of(key)).result()
+            assert result.tokens is not None
+            assert result.tokens.tolist() == [0, 1, 2]
     assert processes.lost == 1
 
 
 def test_what_loses_process_after_process_stops_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.data.loading.process_transform.MOST_LOST", 1)
-    bad = {"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}
+    monkeypatch.setattr("paceline.data.loading.transform.MOST_LOST", 1)
+    bad = sample_of("file-03.txt")
     with apart("hang", deadline_s=0.2) as processes:
         with pytest.raises(TransformFailed, match="did not end"):
-            processes.start(bad)()
+            processes.start(bad).result()
         with pytest.raises(DataRejected, match=r"loses its processes.*file-03\.txt"):
-            processes.start(bad)()
+            processes.start(bad).result()
 
 
-def test_closing_ends_a_process_that_hangs_and_whoever_waits_is_told() -> None:
+def test_closing_ends_a_hanging_process_and_fails_its_waiting_calls() -> None:
     processes = apart("hang", deadline_s=600.0)
-    waiting = [
-        processes.start({"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)})
-        for _ in range(2)
-    ]
+    waiting = [processes.start(sample_of("file-03.txt")) for _ in range(2)]
     while not processes._children:
         time.sleep(0.005)
     child = processes._children[0]
     processes.close()
     assert child._process.returncode is not None
-    for result in waiting:
-        with pytest.raises(WorkerLost):
-            result()
-    with pytest.raises(WorkerLost, match="closed"):
-        processes.start({"key": "", "tokens": np.arange(3, dtype=np.uint8)})
+    with pytest.raises(WorkerLost):
+        waiting[0].result()
+    with pytest.raises(CancelledError):
+        waiting[1].result()
 
 
 def test_a_process_does_not_outlive_its_rank() -> None:
     code = f"""
 import numpy as np, time
-from paceline.data.loading.process_transform import ProcessTransform
-apart = ProcessTransform("{MODULE}:hang", ["{MODULE}"], processes=1, deadline_s=600)
-apart.start({{"key": "file-03.txt", "tokens": np.arange(3, dtype=np.uint8)}})
+from paceline.data.formats import Sample
+from paceline.data.loading.transform import ProcessTransform
+apart = ProcessTransform("{MODULE}:hang", 1, 600)
+apart.start(Sample("file-03.txt", None, np.arange(3, dtype=np.uint8)))
 while not apart._children:
     time.sleep(0.005)
 print(apart._children[0]._process.pid, flush=True)
@@ -290,14 +291,14 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def test_bad_names_and_numbers_are_refused_before_anything_starts() -> None:
+def test_bad_names_are_refused_before_anything_is_read() -> None:
     assert open_transforms("", [], processes=2, deadline_s=1) is None
-    assert isinstance(
-        open_transforms(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1), InlineTransform
-    )
+    old = open_transforms(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1)
+    assert isinstance(old, ProcessTransform), "0, of an earlier version's job, is one process"
     with pytest.raises(AccessDenied, match="not allowed"):
         open_transforms(f"{MODULE}:die", ["elsewhere"], processes=2, deadline_s=1)
-    with pytest.raises(InvalidInput, match="no such transform"):
-        open_transforms(f"{MODULE}:nothing", [MODULE], processes=2, deadline_s=1)
-    with pytest.raises(InvalidInput, match="bad processes"):
-        ProcessTransform(f"{MODULE}:die", [MODULE], processes=0, deadline_s=1)
+    with pytest.raises(AccessDenied, match="not allowed"):
+        open_transforms("os.path:join", ["osmium", "pathlib"], processes=2, deadline_s=1)
+    for name in ("tests.data.nothing_here:f", f"{MODULE}:nothing", f"{MODULE}:BAD"):
+        with pytest.raises(InvalidInput, match=r"no such transform.*every node"):
+            require_runnable(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,11 @@ import pytest
 
 from paceline.config import DataSettings, Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.data import Snapshot, build_snapshot
-from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
-from paceline.models import config_for
-from paceline.models.files import CONFIG_FILE
-from paceline.schemas.base import canonical_json, digest_of
-from paceline.schemas.training import TrainJob
+from paceline.errors import InvalidInput, InvalidSnapshot, SourceMissing
+from paceline.models import CONFIG_FILE, config_for
+from paceline.schemas import TrainJob, canonical_json, digest_of
 from paceline.storage import DiskStore
-from paceline.training.launcher.admission import admit, require_data
+from paceline.training.launcher import admit, require_data
 from tests.data.test_formats import built, tokenizer_file
 
 __all__ = ["tokenizer_file"]  # a fixture
@@ -100,23 +97,9 @@ def test_frames_alone_are_for_a_users_own_model(runtime: Runtime, tmp_path: Path
     require_data(job(runtime, frames, settings=own, data=apart), "node-0", frames)
 
 
-def test_rows_must_divide_into_columns(runtime: Runtime, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for n in range(6):
-        (source / f"{n}.txt").write_text(f"alpha {n}")
-    plain = built(source, tmp_path / "store")
-    settings = {"batch_sequences": 16}
-    require_data(job(runtime, plain, data={"columns": 8}, settings=settings), "node-0", plain)
-    with pytest.raises(InvalidInput, match="3 columns, 16 sequences"):
-        require_data(job(runtime, plain, data={"columns": 3}, settings=settings), "node-0", plain)
-
-
-def test_a_record_that_cannot_be_trusted_is_refused_before_any_rank_starts(
+def test_an_untrustworthy_record_is_refused_before_any_rank_starts(
     runtime: Runtime, tmp_path: Path
 ) -> None:
-    """An empty shard, a shard of another split's number, a record that does not fit its name, none
-    at all: whoever submits the job is told."""
     source = tmp_path / "source"
     source.mkdir()
     for n in range(6):
@@ -150,13 +133,6 @@ def test_a_record_that_cannot_be_trusted_is_refused_before_any_rank_starts(
         admit(planted(emptied), "node-0", store)
     with pytest.raises(InvalidSnapshot, match="a split is empty"):
         admit(planted(one_sided), "node-0", store)
-    with pytest.raises(InvalidSnapshot, match="malformed"):
-        admit(planted(lambda fields: fields["shards"][0].update(documents=0)), "node-0", store)
-    renamed = record.parent.parent / ("0" * 64)
-    shutil.copytree(record.parent, renamed)
-    wrong = job(runtime, plain, snapshot_url=f"{plain.url.rsplit('/', 1)[0]}/{'0' * 64}")
-    with pytest.raises(CorruptData, match="does not match its name"):
-        admit(wrong, "node-0", store)
-    shutil.rmtree(renamed)
+    gone = job(runtime, plain, snapshot_url=f"{plain.url.rsplit('/', 1)[0]}/{'0' * 64}")
     with pytest.raises(SourceMissing, match="no snapshot here"):
-        admit(wrong, "node-0", store)
+        admit(gone, "node-0", store)

@@ -13,17 +13,23 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
-from hypothesis import settings as hypothesis
-from hypothesis import strategies as st
+from hypothesis import given, settings as hypothesis, strategies as st
 
 from paceline.config import DataSettings
-from paceline.data import ShardCache, Snapshot, build_snapshot, documents, load_snapshot
-from paceline.data.formats.shard_file import ColumnSamples
-from paceline.data.snapshot import BYTES, assign_splits
-from paceline.errors import InvalidInput, InvalidSnapshot, SourceMissing
+from paceline.data import (
+    BYTE_VOCABULARY,
+    ShardCache,
+    Snapshot,
+    assign_splits,
+    build_snapshot,
+    documents,
+    require_readable,
+)
+from paceline.data.formats import ColumnWriter, ShardSamples, read_columns
+from paceline.errors import InvalidInput, InvalidSnapshot, PacelineError, SourceMissing
 from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import version_1
+from tests.support.rclone import RcloneS3
 
 SETTINGS = DataSettings(shard_bytes=2048, held_out_share=0.3, purpose="tests", seed=5)
 
@@ -37,7 +43,6 @@ def read(snapshot: Snapshot, cache_dir: Path) -> dict[str, tuple[Any, dict[str, 
     """Every sample of both splits by key; a key that comes twice fails."""
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     with ShardCache(snapshot, DiskStore(), cache_dir) as cache:
-        cache.prefetch(snapshot.shards)
         for shard in snapshot.shards:
             with cache.samples(shard) as samples:
                 assert len(samples) == shard.samples
@@ -76,7 +81,7 @@ TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), min_size=
     seed=st.integers(-(2**40), 2**40),
     shard_bytes=st.integers(1024, 4096),
 )
-@hypothesis(max_examples=12, deadline=None)
+@hypothesis(max_examples=6, deadline=None)
 def test_any_documents_are_each_there_once_under_one_digest(
     tmp_path_factory: pytest.TempPathFactory,
     texts: dict[str, str],
@@ -176,11 +181,9 @@ def write_tar(rows: list[dict[str, Any]], directory: Path) -> None:
     ],
 )
 def test_each_format_gives_text_frames_events_and_labels(
-    tmp_path: Path, format_: str, write: Any, kinds: tuple[str, ...]
+    source: Path, tmp_path: Path, format_: str, write: Any, kinds: tuple[str, ...]
 ) -> None:
     rows = rows_of(40)
-    source = tmp_path / "source"
-    source.mkdir()
     write(rows, source)
     (source / "README.md").write_text("not data")
     snapshot = built(source, tmp_path / "store", format=format_)
@@ -214,9 +217,7 @@ def test_a_shard_is_a_safetensors_file(tmp_path: Path) -> None:
     assert arrays["feature.frames"].shape[1] == 3
 
 
-def test_bad_rows_are_left_out_and_named(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_bad_rows_are_left_out_and_named(source: Path, tmp_path: Path) -> None:
     good = [json.dumps({"key": f"k{n}", "text": f"text {n}"}) for n in range(4)]
     bad = [
         "{",
@@ -247,9 +248,7 @@ def test_bad_rows_are_left_out_and_named(tmp_path: Path) -> None:
     assert reasons["all.jsonl:14"] == "its 'key' is no name"
 
 
-def test_two_samples_of_one_key_are_refused(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_two_samples_of_one_key_are_refused(source: Path, tmp_path: Path) -> None:
     lines = [json.dumps({"key": key, "text": f"text {n}"}) for n, key in enumerate("abca")]
     (source / "all.jsonl").write_text("\n".join(lines))
     with pytest.raises(InvalidInput, match=r"two samples have the same key.*'a'"):
@@ -257,9 +256,7 @@ def test_two_samples_of_one_key_are_refused(tmp_path: Path) -> None:
     assert not list((tmp_path / "store").rglob("snapshot.json"))
 
 
-def test_files_that_are_no_parquet_or_tar_are_named(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_files_that_are_no_parquet_or_tar_are_named(source: Path, tmp_path: Path) -> None:
     (source / "bad.parquet").write_bytes(b"PAR1 nothing PAR1")
     with pytest.raises(InvalidInput, match=r"Parquet file cannot be read.*bad\.parquet"):
         built(source, tmp_path / "store", format="parquet")
@@ -272,9 +269,7 @@ def test_files_that_are_no_parquet_or_tar_are_named(tmp_path: Path) -> None:
         built(tmp_path / "none", tmp_path / "store", format="jsonl")
 
 
-def test_a_tar_may_not_hide_objects_or_endless_members(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_a_tar_may_not_hide_objects_or_endless_members(source: Path, tmp_path: Path) -> None:
     pickled = io.BytesIO()
     np.save(pickled, np.array([{"a": 1}], dtype=object), allow_pickle=True)
     members = {
@@ -307,9 +302,7 @@ def feature_file(path: Path, keys: list[str], **columns: Any) -> str:
     return str(path)
 
 
-def test_features_are_joined_by_key_from_several_files(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_features_are_joined_by_key_from_several_files(source: Path, tmp_path: Path) -> None:
     keys = [f"f{n}.txt" for n in range(6)]
     for n, key in enumerate(keys):
         (source / key).write_text(f"document {n}")
@@ -336,10 +329,16 @@ def test_features_are_joined_by_key_from_several_files(tmp_path: Path) -> None:
     partial = built(source, tmp_path / "store", features=(less,), missing_features="skip")
     assert partial.record.documents == 4
     assert partial.record.skipped_examples == ("f4.txt: no features", "f5.txt: no features")
-    with pytest.raises(InvalidInput, match="no key column"):
+    with pytest.raises(InvalidInput, match="no key in column 'id'"):
         built(source, tmp_path / "store", features=(less,), key_field="id")
     with pytest.raises(SourceMissing, match="no feature file"):
         built(source, tmp_path / "store", features=(str(tmp_path / "none.parquet"),))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    return tmp_path / "source"
 
 
 @pytest.fixture
@@ -355,11 +354,11 @@ def tokenizer_file(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_tokenizer_runs_once_and_its_digest_is_kept(tmp_path: Path, tokenizer_file: Path) -> None:
-    from paceline.data.tokenizer import open_tokenizer
+def test_a_tokenizer_runs_once_and_its_digest_is_kept(
+    source: Path, tmp_path: Path, tokenizer_file: Path
+) -> None:
+    from paceline.data import open_tokenizer
 
-    source = tmp_path / "source"
-    source.mkdir()
     words = ["alpha", "beta", "gamma"]
     for n in range(30):
         (source / f"{n}.txt").write_text(" ".join(words[(n + i) % 3] for i in range(n + 1)))
@@ -386,9 +385,7 @@ def test_a_tokenizer_runs_once_and_its_digest_is_kept(tmp_path: Path, tokenizer_
         built(source, tmp_path / "store", tokenizer="unheard-of")
 
 
-def test_tokens_made_before_must_be_the_tokenizers(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_tokens_made_before_must_be_the_tokenizers(source: Path, tmp_path: Path) -> None:
     table = pa.table({"key": ["a", "b"], "ids": [[1, 2, 3], [4, 255]]})
     pq.write_table(table, source / "all.parquet")
     settings = {"format": "parquet", "text_field": "ids"}
@@ -401,9 +398,7 @@ def test_tokens_made_before_must_be_the_tokenizers(tmp_path: Path) -> None:
         built(source, tmp_path / "store", **settings)
 
 
-def test_samples_may_be_frames_alone(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
+def test_samples_may_be_frames_alone(source: Path, tmp_path: Path) -> None:
     rows = [{"key": f"k{n}", "frames": [[n, n + 1]] * (n + 1)} for n in range(12)]
     (source / "all.jsonl").write_text("\n".join(json.dumps(each) for each in rows))
     snapshot = built(source, tmp_path / "store", format="jsonl")
@@ -415,10 +410,9 @@ def test_samples_may_be_frames_alone(tmp_path: Path) -> None:
     assert sorted(lengths) == list(range(1, 13)), "a sample is as long as it has frames"
 
 
-def test_a_bucket_is_a_source_like_a_directory(
-    tmp_path: Path, texts: Path, url: str, store: ObjectStore
-) -> None:
-    prefix = f"{url.rsplit('/', 1)[0]}/raw"
+def test_a_bucket_is_a_source_like_a_directory(tmp_path: Path, texts: Path, s3: RcloneS3) -> None:
+    store, prefix, url = s3.store(), "s3://data/raw", "s3://data/made"
+    store.ensure_bucket("data")
     for path in sorted(texts.iterdir())[:12]:
         store.put_bytes(f"{prefix}/{path.name}", path.read_bytes())
         here = tmp_path / "some" / path.name
@@ -452,7 +446,7 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
 def test_snapshots_of_version_1_stay_readable(tmp_path: Path, url: str, store: ObjectStore) -> None:
     texts = {f"{n}.txt": f"text of {n}\n".encode() * (n + 1) for n in range(5)}
     snapshot = version_1(texts, url, store)
-    assert snapshot.vocabulary == BYTES
+    assert snapshot.vocabulary == BYTE_VOCABULARY
     train, held_out = (snapshot.of_split(each)[0] for each in ("train", "held-out"))
     assert (held_out.samples, held_out.tokens) == (1, 10)
     with ShardCache(snapshot, store, tmp_path) as cache:
@@ -471,12 +465,10 @@ def test_snapshots_of_version_1_stay_readable(tmp_path: Path, url: str, store: O
 
 
 @given(data=st.data())
-@hypothesis(max_examples=60, deadline=None)
+@hypothesis(max_examples=30, deadline=None)
 def test_a_damaged_shard_is_an_error_with_a_reason_and_never_a_wrong_view(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    from paceline.data.formats.shard_file import ColumnWriter
-
     writer = ColumnWriter((), "uint8")
     for n in range(5):
         text = bytes([65 + n]) * (n + 1)
@@ -488,7 +480,7 @@ def test_a_damaged_shard_is_an_error_with_a_reason_and_never_a_wrong_view(
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     raw = raw[: data.draw(st.integers(0, len(raw)))]
     try:
-        samples = ColumnSamples(bytes(raw), 5, BYTES, ())
+        samples = ShardSamples(read_columns(bytes(raw)), 5)
     except ValueError as error:
         assert str(error)
         return
@@ -496,20 +488,67 @@ def test_a_damaged_shard_is_an_error_with_a_reason_and_never_a_wrong_view(
         samples.key(i), samples.tokens(i)
 
 
-def test_a_record_with_an_empty_shard_is_refused(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    source.mkdir()
-    for n in range(4):
-        (source / f"{n}.txt").write_text(f"text {n}")
-    snapshot = built(source, tmp_path / "store")
-    from tests.data.planting import put_record
+def jsonl(source: Path, good: int, bad: int) -> None:
+    lines = [json.dumps({"text": f"this is sample {n}"}) for n in range(good)]
+    (source / "all.jsonl").write_text("\n".join([*lines, *["{bad"] * bad]) + "\n")
 
-    fields = snapshot.record.model_dump()
-    first = fields["shards"][0]
-    fields["total_bytes"] -= first["text_bytes"]
-    fields["token_count"] -= first["token_count"]
-    first["text_bytes"] = first["token_count"] = 0
-    with pytest.raises(InvalidSnapshot, match="is empty"):
-        record = type(snapshot.record).model_validate(fields)
-        put_record(record, DiskStore.url_of(tmp_path / "store"), DiskStore())
-    assert load_snapshot(snapshot.url, DiskStore()) == snapshot
+
+def test_a_bad_line_is_skipped_and_named_and_mostly_bad_input_is_refused(source: Path) -> None:
+    jsonl(source, 9, 1)
+    assert built(source, source.parent / "store", format="jsonl").record.skipped_examples == (
+        "all.jsonl:10: not JSON",
+    )
+    jsonl(source, 9, 10)
+    with pytest.raises(InvalidInput, match=r"10 of 19: all.jsonl:10: not JSON.*data\.text_field"):
+        built(source, source.parent / "store", format="jsonl")
+
+
+def test_a_parquet_file_of_another_schema_is_named_or_refused(source: Path) -> None:
+    def write(name: str, rows: int, kind: str) -> None:
+        table = {"key": [f"{name}{n}" for n in range(rows)], "x": np.arange(rows).astype(kind)}
+        pq.write_table(pa.table(table), source / f"{name}.parquet")
+
+    write("a", 9, "f4")
+    write("b", 4, "i2")
+    record = built(source, source.parent / "store", format="parquet").record
+    assert (record.documents, record.skipped) in {(9, 4), (4, 9)}
+    assert "column 'x' is" in record.skipped_examples[0]
+    write("c", 9, "f8")
+    with pytest.raises(InvalidInput, match="most samples of the source cannot be used"):
+        built(source, source.parent / "store", format="parquet")
+
+
+def texts_in(source: Path, count: int = 8) -> None:
+    for number in range(count):
+        (source / f"{number}.txt").write_text(f"text number {number} " * 20)
+
+
+def refusal(snapshot: Snapshot, context: int = 32, **changes: object) -> str:
+    settings = DataSettings.model_validate(changes)
+    with pytest.raises(PacelineError) as caught:
+        require_readable(
+            snapshot,
+            settings,
+            context=context,
+            global_batch=6,
+            splits=["train", "held-out"],
+        )
+    assert isinstance(caught.value, InvalidInput | InvalidSnapshot)
+    return caught.value.one_line()
+
+
+def test_what_ranks_could_not_read_is_known_before_they_start(source: Path) -> None:
+    texts_in(source)
+    snapshot = built(source, source.parent / "store", shard_bytes=2 << 20)
+    for split in ("train", "held-out"):
+        assert len(snapshot.of_split(split)) == 1
+    longest = {each.split: each.stream_bytes for each in snapshot.shards}
+    between = min(longest.values())
+    assert "too small for one sample" in refusal(snapshot, between), "the held-out split is"
+    assert "data.columns" in refusal(snapshot, columns=4)
+    assert "token_features" in refusal(snapshot, token_features=["pitch"])
+    require_readable(snapshot, DataSettings(), context=between, global_batch=6, splits=["train"])
+    texts_in(source, 8)
+    (source / "big.txt").write_text("the longest of all texts " * 80_000)
+    big = built(source, source.parent / "store", shard_bytes=2 << 20)
+    assert "cache is smaller than one shard" in refusal(big, cache_bytes=1 << 20)

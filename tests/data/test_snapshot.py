@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import DataSettings
-from paceline.data import Snapshot, build_snapshot, documents, load_snapshot, require_purpose
+from paceline.data import Snapshot, build_snapshot, documents, load_snapshot
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
 from paceline.storage import ObjectStore
 
@@ -25,13 +25,6 @@ def test_the_same_content_is_the_same_snapshot_and_uploads_nothing(
     assert other.digest != snapshot.digest
     shared = {each.sha256 for each in other.shards} & {each.sha256 for each in snapshot.shards}
     assert shared, "shards that did not change are shared"
-
-
-def test_a_loaded_snapshot_is_the_built_one(snapshot: Snapshot, store: ObjectStore) -> None:
-    assert load_snapshot(snapshot.url, store) == snapshot
-    assert snapshot.purpose == "tests"
-    assert snapshot.project == "paceline-demo"
-    assert snapshot.record.cut_at_bytes is None
 
 
 def test_every_file_is_in_exactly_one_split(
@@ -114,19 +107,6 @@ def test_a_byte_limit_cuts_between_documents(
     assert len(list(documents(snapshot, "train", store, tmp_path, max_bytes=1))) == 1
 
 
-def test_another_purpose_is_refused_when_submitted_and_when_read(
-    snapshot: Snapshot, store: ObjectStore, tmp_path: Path
-) -> None:
-    require_purpose(snapshot, "tests")
-    require_purpose(snapshot, "tests", "paceline-demo")
-    with pytest.raises(InvalidSnapshot, match="another purpose"):
-        require_purpose(snapshot, "advertising")
-    with pytest.raises(InvalidSnapshot, match="another project"):
-        require_purpose(snapshot, "tests", "elsewhere")
-    with pytest.raises(InvalidSnapshot, match="another purpose"):
-        next(documents(snapshot, "train", store, tmp_path, purpose="advertising"))
-
-
 def test_a_changed_record_is_refused(snapshot: Snapshot, store: ObjectStore) -> None:
     where = f"{snapshot.url}/snapshot.json"
     raw = store.get_bytes(where)
@@ -158,12 +138,3 @@ def test_a_bad_shard_stops_a_reader_unless_it_may_go_on(
     assert set(noted) == {victim.sha256}
     train = sum(each.documents for each in snapshot.of_split("train"))
     assert len(read) == train - victim.documents
-
-
-def test_a_corrupt_cache_is_healed_from_the_store(
-    snapshot: Snapshot, store: ObjectStore, tmp_path: Path
-) -> None:
-    before = list(documents(snapshot, "train", store, tmp_path))
-    victim = tmp_path / snapshot.of_split("train")[0].name
-    victim.write_bytes(victim.read_bytes()[:-3])
-    assert list(documents(snapshot, "train", store, tmp_path)) == before

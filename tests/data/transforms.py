@@ -77,13 +77,6 @@ def broken(sample: dict[str, Any]) -> dict[str, Any]:
     raise ValueError(f"no luck with {sample['key']}")
 
 
-def stuck(sample: dict[str, Any]) -> dict[str, Any]:
-    """One sample takes for ever; another one than ``hang``'s."""
-    if sample["key"] == "0.txt":
-        time.sleep(600)
-    return sample
-
-
 def mixed(sample: dict[str, Any]) -> Any:
     """One sample hangs, one raises, one kills its process, one gives rubbish."""
     key = sample["key"]

@@ -14,8 +14,8 @@ import click
 import pytest
 import yaml
 
-from paceline.api.routes import ROUTES
-from paceline.cli.main import cli
+from paceline.api import ROUTES
+from paceline.cli import cli
 from paceline.errors import InvalidInput
 
 ROOT = Path(__file__).resolve().parents[2] / "deployments"
@@ -195,3 +195,16 @@ def test_the_service_leads_to_the_replicas_and_most_of_them_stay() -> None:
     name = f"{replicas['metadata']['name']}-0.{service['metadata']['name']}"
     url = f"https://{name}.{service['metadata']['namespace']}.svc:{port['port']}"
     assert f"--coordinator={url}" in agent["args"]
+
+
+def test_node_images_install_the_base_and_coordinators_the_stores_too() -> None:
+    text = (ROOT / "Containerfile").read_text()
+    assert re.findall(r"(?m)^ARG LOCKS=(.*)$", text) == ['"base"']
+    built = re.findall(r"-t (\S+) (?:--build-arg LOCKS=\"(.*)\" )?\.", text)
+    images = {
+        each: workload(each)["spec"]["template"]["spec"]["containers"][0]["image"]
+        for each in ("agent", "coordinator")
+    }
+    assert dict(built) == {images["agent"]: "", images["coordinator"]: "base stores"}
+    for each in ("base", "stores"):
+        assert (ROOT.parent / "requirements" / f"{each}.lock").is_file()

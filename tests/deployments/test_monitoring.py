@@ -17,12 +17,11 @@ import yaml
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.schemas.records import DeploymentStatus
+from paceline.schemas import DeploymentStatus
 from paceline.telemetry import FleetMetrics
-from paceline.training.loop.loop import StepReport
-from paceline.training.metrics import AlertChange, Straggler
-from paceline.training.metrics.alerts import Alerts
-from paceline.training.metrics.exporter import _GAUGES, RankMetrics
+from paceline.training.loop import StepReport
+from paceline.training.metrics import AlertChange, Alerts, RankMetrics, Straggler
+from paceline.training.metrics.exporter import _GAUGES
 from tests.telemetry.test_observe import snapshot
 
 ROOT = Path(__file__).resolve().parents[2] / "deployments"
@@ -55,8 +54,8 @@ def page_of_a_rank() -> bytes:
     registry.register(metrics)
     metrics.take(
         StepReport(
-            step=1, loss=1.0, grad_norm=1.0, learning_rate=1.0, seconds=1.0, tokens_per_second=1.0,
-            data_wait_s=0.0, figures=dict.fromkeys(_GAUGES, 1.0), slow=(Straggler(1, 0.3, 0.1),),
+            step=1, loss=1.0, grad_norm=1.0, learning_rate=1.0,
+            figures=dict.fromkeys(_GAUGES, 1.0), slow=(Straggler(1, 0.3, 0.1),),
             alerts=(AlertChange("slow-checkpoints", True, 0.5, "slow"),),
         ),
         interval_s=30.0,

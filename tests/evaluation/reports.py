@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.schemas.training import EvaluationReport, Interval, ModelScore, Overlap
+from paceline.schemas import EvaluationReport, Interval, ModelScore, Overlap
 
 SNAPSHOT = "5" * 64
 TRAINING_SNAPSHOT = "7" * 64

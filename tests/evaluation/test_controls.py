@@ -12,16 +12,21 @@ import torch
 import torch.nn.functional as F
 
 from paceline.config import EvaluationSettings, GateSettings
-from paceline.errors import CorruptData
-from paceline.evaluation import as_frame, as_markdown, decide, plot_report
-from paceline.evaluation.held_out import choose
-from paceline.evaluation.scoring import judge
-from paceline.evaluation.transformer import score, windows
-from paceline.models import config_for, load_model, new_model, save_model
-from paceline.models.files import read_index
-from paceline.schemas.training import EvaluationReport
+from paceline.evaluation import (
+    as_frame,
+    as_markdown,
+    choose_prefixes,
+    decide,
+    plot_report,
+    score_models,
+    score_transformer,
+    windows,
+)
+from paceline.models import config_for, load_model, new_model, read_index, save_model
+from paceline.schemas import EvaluationReport
 from tests.evaluation.reports import CLEAN, LINEAGE, SNAPSHOT, passing
 
+pytestmark = pytest.mark.xdist_group("controls")  # one worker trains the models
 CONTEXT = 32
 SETTINGS = EvaluationSettings(held_out_bytes=8192, bootstrap_samples=200, ngram_order=3)
 
@@ -30,7 +35,7 @@ def texts() -> tuple[list[tuple[str, bytes]], list[bytes]]:
     """Return (held-out documents, train documents) from the running Python's library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(root.glob("*.py"))[:60]
-    read = [(path.name, path.read_bytes()) for path in files]
+    read = [(path.name, path.read_bytes()[:20_000]) for path in files]
     return read[::5], [text for number, (_, text) in enumerate(read) if number % 5]
 
 
@@ -82,9 +87,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvaluationRepo
     }
     seen: list[float] = []
     reports = {
-        name: judge(
+        name: score_models(
             {"candidate": path, "base": base, "champion": base},
-            choose(held_out, SETTINGS.held_out_bytes),
+            choose_prefixes(held_out, SETTINGS.held_out_bytes),
             documents,
             SETTINGS,
             snapshot_digest=SNAPSHOT,
@@ -174,7 +179,7 @@ def test_bits_are_those_of_one_plain_pass(tmp_path: Path) -> None:
     model = new_model(config, 3)
     save_model(model, config, tmp_path)
     documents = [b"import os", b"x", bytes(range(32))]
-    found = score(tmp_path, documents, lambda _fraction: None).bits
+    found = score_transformer(tmp_path, documents, lambda _fraction: None).bits
     for text, bits in zip(documents, found, strict=True):
         tokens = torch.tensor([[config.separator, *text[:-1]]])
         with torch.no_grad():
@@ -182,20 +187,13 @@ def test_bits_are_those_of_one_plain_pass(tmp_path: Path) -> None:
         assert bits == pytest.approx(nats.item() / np.log(2), rel=1e-5)
 
 
-def test_nan_weights_are_corrupt(tmp_path: Path) -> None:
-    config = config_for(20_000, CONTEXT)
-    save_model(new_model(config, 3), config, tmp_path / "whole")
-    with pytest.raises(CorruptData, match="not finite"):
-        score(poisoned(tmp_path / "whole", tmp_path / "nan"), [b"abc"], lambda _fraction: None)
-
-
 def test_a_report_reads_as_table_page_and_picture(
     judged: dict[str, EvaluationReport], tmp_path: Path
 ) -> None:
     report = judged["taught"]
     frame = as_frame(report)
-    assert list(frame["bits_per_byte"]) == sorted(frame["bits_per_byte"])
-    assert frame.loc["candidate", "gain_over_base_high"] < 0
+    assert frame["bits_per_byte.value"].is_monotonic_increasing
+    assert frame.loc["candidate", "gain_over.base.high"] < 0
     page = as_markdown(report)
     assert "| candidate − base |" in page and "better |" in page and "| worst document:" in page
     assert "not finite" in as_markdown(judged["not finite"])

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.config import GateSettings
-from paceline.evaluation import LINEAGE as LINEAGE_KEYS
-from paceline.evaluation import decide
-from paceline.schemas.training import EvaluationReport, Interval, ModelScore
+from paceline.evaluation import LINEAGE as LINEAGE_KEYS, decide
+from paceline.schemas import EvaluationReport, Interval, ModelScore
 from tests.evaluation.reports import LINEAGE, interval, passing, transformer
 
 BASELINES = ("ngram", "gzip", "xz")

@@ -20,7 +20,7 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot
 from paceline.models import config_for, new_model, save_model, weights_digest
-from paceline.schemas.training import EvaluationReport, EvaluationSpec
+from paceline.schemas import EvaluationReport, EvaluationSpec
 from tests.support.rclone import RcloneS3
 
 BUCKET = "evaluation-run"

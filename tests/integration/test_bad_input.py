@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import Runtime, save_runtime
-from tests.support.stack import Ended, paceline, processes_of, wait_until
+from tests.support.stack import Ended, paceline, wait_until
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,19 +37,7 @@ def assert_one_line(ended: Ended, code: str, *needles: str) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_an_occupied_port_stops_everything_before_it_starts(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ended = paceline(
-            "up", "--json", "--profile", "ci", "--set", f"services.s3_port={port}",
-            state=tmp_path / "state",
-        )  # fmt: skip
-    assert_one_line(ended, "PortInUse", str(port))
-    assert not processes_of(tmp_path / "state")
-
-
+@pytest.mark.nightly
 def test_wrong_credentials_are_named(stack: Runtime, tmp_path: Path) -> None:
     secrets = stack.secrets.model_copy(update={"s3_secret_key": "wrong"})
     state = elsewhere(stack, tmp_path, secrets=secrets)
@@ -57,6 +45,7 @@ def test_wrong_credentials_are_named(stack: Runtime, tmp_path: Path) -> None:
     assert_one_line(ended, "AccessDenied", stack.endpoints.s3_url)
 
 
+@pytest.mark.nightly
 def test_a_missing_bucket_is_named(stack: Runtime, tmp_path: Path) -> None:
     storage = stack.profile.storage.model_copy(update={"bucket": "nobody-made-this"})
     state = elsewhere(
@@ -82,11 +71,7 @@ def test_s3_that_does_not_answer_is_named(stack: Runtime, tmp_path: Path) -> Non
     assert ended.code == 75
 
 
-def test_a_second_installation_in_the_same_directory_is_refused(stack: Runtime) -> None:
-    ended = paceline("up", "--json", "--profile", "ci", state=stack.state_dir)
-    assert_one_line(ended, "StateLocked", str(stack.state_dir))
-
-
+@pytest.mark.nightly
 def test_publishing_other_bytes_under_a_taken_version_is_refused(
     stack: Runtime, tmp_path: Path
 ) -> None:
@@ -102,6 +87,7 @@ def test_publishing_other_bytes_under_a_taken_version_is_refused(
     assert_one_line(ended, "Conflict", "taken/1")
 
 
+@pytest.mark.nightly
 def test_publishing_an_empty_directory_is_refused(stack: Runtime, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     ended = paceline(
@@ -112,6 +98,7 @@ def test_publishing_an_empty_directory_is_refused(stack: Runtime, tmp_path: Path
     assert str(tmp_path / "empty") in ended.problem
 
 
+@pytest.mark.nightly
 def test_an_unknown_target_is_named(stack: Runtime, tmp_path: Path) -> None:
     directory = tmp_path / "model"
     directory.mkdir()

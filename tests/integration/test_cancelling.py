@@ -19,18 +19,24 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.cli.training.reproduce import recorded_run
-from paceline.cluster import Fleet
-from paceline.cluster import worker_processes as remote
-from paceline.cluster.pinned_calls import call
+from paceline.cli.training import recorded_run
+from paceline.cluster import Fleet, call, worker_processes as remote
 from paceline.config import Runtime
 from paceline.registry import Registry, lineage
 from paceline.schemas import new_run_id
 from paceline.storage import ObjectStore, join_url
-from paceline.training.reproducibility import Recorded
+from paceline.training import Recorded
 from tests.deployments.test_monitoring import BOARDS, RULES, expressions_of, rules_of
-from tests.integration.test_flow_and_rest import prefect, state_of
-from tests.support.stack import Ended, finish, paceline, processes_of, start, wait_until
+from tests.support.stack import (
+    Ended,
+    await_registered,
+    finish,
+    prefect,
+    processes_of,
+    start,
+    state_of,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,14 +53,7 @@ LAUNCHER, JUDGE = "paceline.training.launcher.forkserver", "paceline.evaluation.
 @pytest.fixture(scope="module")
 def trained(lifecycle: Ended, stack: Runtime) -> Recorded:
     """What the lifecycle trained: a base model on every node, its data, a candidate."""
-
-    def registered() -> bool:
-        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
-        return any(
-            each["name"] == "prefect-deployments" and each["state"] == "done" for each in services
-        )
-
-    wait_until(registered, 120, "prefect.yaml is registered")
+    await_registered(stack)
     return recorded_run(stack, str(lifecycle.answer["run_id"]))
 
 

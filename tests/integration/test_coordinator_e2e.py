@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.leaders.cluster import cluster, make_model
 from paceline.manifest import fetch_manifest, verify_directory
-from paceline.schemas.calls import CreateDeployment, SwitchPhase
+from paceline.schemas import CreateDeployment, SwitchPhase
 from tests.support.site import until
 
 pytestmark = [
@@ -43,6 +43,7 @@ def place(story, name, **wanted):
     raise AssertionError(f"the audit table does not tell of {name} {wanted}: {story}")
 
 
+@pytest.mark.nightly
 def test_an_agent_and_the_leader_die_and_the_audit_table_tells_the_story(
     etcd, redis, postgres, tmp_path
 ):

@@ -13,12 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.schemas.command_results import RunSummary
+from paceline.schemas import RunSummary
 from tests.support.stack import finish, processes_of, start, wait_until
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.xdist_group("demo"),  # beside the shared installation: two cores
+    pytest.mark.nightly,  # tests/support/shared.py runs a demo for every default run
+    pytest.mark.xdist_group("demo"),
     pytest.mark.timeout(600),
 ]
 

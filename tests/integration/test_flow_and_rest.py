@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import signal
 import time
-import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,18 @@ import pytest
 
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime
-from paceline.schemas.calls import CreateDeployment
-from paceline.schemas.events import EventName
-from paceline.schemas.records import Deployment, DeploymentStatus, Worker
-from tests.support.stack import Ended, finish, paceline, processes_of, start, wait_until
+from paceline.schemas import CreateDeployment, Deployment, DeploymentStatus, EventName, Worker
+from tests.support.stack import (
+    Ended,
+    await_registered,
+    finish,
+    paceline,
+    prefect,
+    processes_of,
+    start,
+    state_of,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,32 +33,15 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-# A flow run takes some 10 s to begin; at 8 Mbit/s the model is not there before.
-SIZES = {"1": 44_000_000, "2": 16_000_000, "3": 1_000_000}
-
-
-def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
-    """Call the installation's Prefect server, as its page does."""
-    secret = base64.b64encode(stack.secrets.prefect_auth.encode()).decode()
-    request = urllib.request.Request(
-        f"{stack.endpoints.prefect_api_url}{path}",
-        method=method,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", "Authorization": f"Basic {secret}"},
-    )
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
+# A flow run takes some 10 s to begin; at 8 Mbit/s the large models are not there before.
+SIZES = {"1": 44_000_000, "2": 44_000_000, "3": 1_000_000}
+NODES = ("node-0", "node-1", "node-2")  # node-3 has a small disk
 
 
 def flow_runs_of(stack: Runtime, deployment_id: str) -> list[dict[str, Any]]:
     body = {"flow_runs": {"name": {"any_": [deployment_id]}}}
     found: list[dict[str, Any]] = prefect(stack, "POST", "/flow_runs/filter", body)
     return found
-
-
-def state_of(stack: Runtime, flow_run_id: str) -> str:
-    return str(prefect(stack, "GET", f"/flow_runs/{flow_run_id}")["state"]["type"])
 
 
 class Site:
@@ -62,16 +51,18 @@ class Site:
         self.stack = stack
         self.client = CoordinatorClient.of(stack)
         self.source_url = source_url
-        self.targets = tuple(f"node-{n}" for n in range(3))  # node-3 has a small disk
 
-    def ask(self, version: str, key: str) -> str:
+    def ask(self, version: str, key: str, targets: tuple[str, ...] = NODES) -> str:
         call = CreateDeployment(
             model_id="flowing",
             version=version,
             source_url=f"{self.source_url}/{version}",
-            target_workers=self.targets,
+            target_workers=targets,
         )
         return self.client.create(call, idempotency_key=key).deployment_id
+
+    def alive(self) -> dict[str, Worker]:
+        return {each.worker_id: each for each in self.client.workers() if each.alive}
 
     def record(self, deployment_id: str) -> Deployment:
         return self.client.deployment(deployment_id).deployment
@@ -106,14 +97,7 @@ def site(stack: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Site:
             "--version", version, "--chunk", "1MB", "--link", "8Mbit", state=stack.state_dir,
         )  # fmt: skip
         assert ended.code == 0, ended.err
-
-    def registered() -> bool:
-        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
-        return any(
-            each["name"] == "prefect-deployments" and each["state"] == "done" for each in services
-        )
-
-    wait_until(registered, 120, "prefect.yaml is registered")
+    await_registered(stack)
     return Site(stack, url)
 
 
@@ -130,8 +114,28 @@ def process_of(flow_run_id: str, state: Path) -> psutil.Process:
     raise AssertionError(f"no process of {flow_run_id}")
 
 
-def test_a_cancel_in_prefect_ends_both(site: Site, stack: Runtime) -> None:
-    d = site.ask("1", "cancelled-in-prefect")
+@pytest.fixture(scope="module")
+def asked(site: Site, stack: Runtime) -> Iterator[dict[str, str]]:
+    """Three deployments at the same time; one of them has a target that Dask does not reach."""
+    # Its machine runs the agent, as a unit or a DaemonSet would.
+    resident = start(
+        "agent", "--worker-id", "spare-0", "--host", "spare-0", "--rack", "rack-9",
+        state=stack.state_dir,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: "spare-0" in site.alive(), 30, "the resident agent has registered")
+        yield {
+            "cancelled": site.ask("1", "cancelled-in-prefect"),
+            "deleted": site.ask("2", "deleted"),
+            "resident": site.ask("3", "to-a-resident", ("node-0", "spare-0")),
+        }
+    finally:
+        resident.send_signal(signal.SIGTERM)
+        assert finish(resident, 30).code == 0
+
+
+def test_a_cancel_in_prefect_ends_both(site: Site, stack: Runtime, asked: dict[str, str]) -> None:
+    d = asked["cancelled"]
     assert site.ask("1", "cancelled-in-prefect") == d, "the same key is the same deployment"
     flow_run_id = site.driven(d)
     cancel = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
@@ -140,14 +144,30 @@ def test_a_cancel_in_prefect_ends_both(site: Site, stack: Runtime) -> None:
     site.flow_is(flow_run_id, "CANCELLED")
 
 
-def test_a_delete_ends_both(site: Site, stack: Runtime) -> None:
-    d = site.ask("1", "deleted")
+def test_a_delete_ends_both(site: Site, asked: dict[str, str]) -> None:
+    d = asked["deleted"]
     flow_run_id = site.driven(d)
     site.client.cancel(d)
     assert site.record(d).status is DeploymentStatus.CANCELLED
     site.flow_is(flow_run_id, "CANCELLED")
 
 
+def test_a_resident_agent_is_a_target_like_any_other(
+    site: Site, stack: Runtime, asked: dict[str, str]
+) -> None:
+    d = asked["resident"]
+    flow_run_id = site.driven(d, under_way=False)
+    site.flow_is(flow_run_id, "COMPLETED")
+    assert set(site.client.deployment(d).workers_complete) == {"node-0", "spare-0"}
+    alike = {"alive", "link_mbit"}
+    ours, spare = (site.alive()[each].model_dump(include=alike) for each in ("node-0", "spare-0"))
+    assert ours == spare
+    paceline("activate", d, state=stack.state_dir)
+    active = stack.node_dir("spare-0") / "store" / "models" / "flowing" / "active"
+    assert active.readlink().name == "3"
+
+
+@pytest.mark.nightly
 def test_a_flow_that_crashed_and_runs_again_resumes_the_same_record(
     site: Site, stack: Runtime
 ) -> None:
@@ -212,32 +232,3 @@ def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) 
     cancelled = paceline("cancel", d, "--json", state=stack.state_dir)
     assert cancelled.code == 0
     assert cancelled.answer["status"] == "cancelled"
-
-
-def test_a_resident_agent_is_a_target_like_any_other(site: Site, stack: Runtime) -> None:
-    # Dask knows nothing of this node: its machine runs the agent, as a unit or a DaemonSet would.
-    resident = start(
-        "agent", "--worker-id", "spare-0", "--host", "spare-0", "--rack", "rack-9",
-        state=stack.state_dir,
-    )  # fmt: skip
-    try:
-
-        def registered() -> Worker | None:
-            here = {each.worker_id: each for each in site.client.workers() if each.alive}
-            return here.get("spare-0")
-
-        spare = wait_until(registered, 30, "the resident agent has registered")
-        ours = next(each for each in site.client.workers() if each.worker_id == "node-0")
-        alike = {"alive", "link_mbit"}
-        assert spare.model_dump(include=alike) == ours.model_dump(include=alike)
-        site.targets = ("node-0", "spare-0")
-        d = site.ask("3", "to-a-resident")
-        flow_run_id = site.driven(d, under_way=False)
-        site.flow_is(flow_run_id, "COMPLETED")
-        assert set(site.client.deployment(d).workers_complete) == {"node-0", "spare-0"}
-        paceline("activate", d, state=stack.state_dir)
-        active = stack.node_dir("spare-0") / "store" / "models" / "flowing" / "active"
-        assert active.readlink().name == "3"
-    finally:
-        resident.send_signal(signal.SIGTERM)
-        assert finish(resident, 30).code == 0

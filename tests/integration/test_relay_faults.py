@@ -12,7 +12,9 @@ import pytest
 
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime
-from paceline.schemas.records import Deployment, WorkerProgress
+from paceline.manifest import publish_model
+from paceline.schemas import Deployment, WorkerProgress
+from paceline.storage import ObjectStore
 from tests.support.stack import finish, paceline, start, wait_until
 
 pytestmark = [
@@ -28,24 +30,25 @@ def publish_random(stack: Runtime, tmp_path: Path, model_id: str, size: int) -> 
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(random.Random(model_id).randbytes(size))
     (directory / "config.json").write_text("{}")
-    ended = paceline(
-        "publish", str(directory), "--model", model_id, "--version", "1", state=stack.state_dir
+    publish_model(
+        directory,
+        f"{stack.models_url}/{model_id}/1",
+        model_id=model_id,
+        version="1",
+        store=ObjectStore.from_runtime(stack),
+        link_mbit=stack.profile.cluster.link_mbit,
     )
-    assert ended.code == 0, ended.err
-
-
-def coordinator_of(stack: Runtime) -> CoordinatorClient:
-    return CoordinatorClient(stack.endpoints.coordinator_url, stack.secrets.coordinator_token)
 
 
 def deployment_of(client: CoordinatorClient, model_id: str) -> Deployment | None:
     return next((each for each in client.deployments() if each.model_id == model_id), None)
 
 
+@pytest.mark.nightly  # test_relay_processes shows it without the flow
 def test_the_line_closes_up_when_an_agent_is_killed(stack: Runtime, tmp_path: Path) -> None:
-    size = 12_000_000  # 12 s at 8 Mbit/s
+    size = 8_000_000  # 8 s at 8 Mbit/s
     publish_random(stack, tmp_path, "killed", size)
-    client = coordinator_of(stack)
+    client = CoordinatorClient.of(stack)
     relay = start("distribute", "killed", "1", "--json", state=stack.state_dir)
     deployment = wait_until(lambda: deployment_of(client, "killed"), 60, "the deployment exists")
 
@@ -109,6 +112,7 @@ def test_a_flipped_byte_in_the_bucket_is_named_and_nothing_is_published(
         assert not (stack.node_dir(f"node-{index}") / "store/models/flipped/1").exists()
 
 
+@pytest.mark.nightly
 def test_a_copy_that_rotted_on_a_disk_is_found_and_brought_again(
     stack: Runtime, tmp_path: Path
 ) -> None:

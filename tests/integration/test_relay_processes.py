@@ -10,20 +10,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.coordinator.state.planning import TELLINGS
+from paceline.coordinator.state import REPORTS_PER_SLACK
 from paceline.manifest import verify_directory
-from paceline.plan.cost import SLACK_BYTES
-from paceline.schemas.events import EventName
+from paceline.plan import SLACK_BYTES
+from paceline.schemas import EventName
 from tests.support.site import Site, until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("installation"),  # one at a time: two cores
-]
+pytestmark = pytest.mark.slow
 
 LINK_MBIT = 16.0
 SIZE = 6_000_000  # three seconds at that rate
-AHEAD = SLACK_BYTES // TELLINGS
+AHEAD = SLACK_BYTES // REPORTS_PER_SLACK
 NODES = ("n0", "n1", "n2", "n3", "n4")
 
 
@@ -74,7 +71,8 @@ def test_a_killed_agent_is_named_and_resumes_from_its_disk(site: Site) -> None:
         verify_directory(site.final(name, "killed"), manifest)
 
 
-def test_a_frozen_agent_is_found_by_its_silence_and_comes_back_as_another_life(
+@pytest.mark.nightly  # tests/relay/test_thawed.py shows it on fewer agents
+def test_a_frozen_agent_is_lost_by_silence_and_returns_reincarnated(
     site: Site,
 ) -> None:
     manifest = site.publish("frozen", SIZE)
@@ -101,7 +99,7 @@ def test_a_frozen_agent_is_found_by_its_silence_and_comes_back_as_another_life(
     verify_directory(site.final(victim, "frozen"), manifest)
 
 
-def test_an_agent_that_corrupts_what_it_sends_is_quarantined_and_nobody_is_harmed(
+def test_a_corrupting_agent_is_quarantined_and_others_stay_unharmed(
     site: Site,
 ) -> None:
     manifest = site.publish("corrupted", SIZE)
@@ -121,6 +119,7 @@ def test_an_agent_that_corrupts_what_it_sends_is_quarantined_and_nobody_is_harme
     site.kill("bad")
 
 
+@pytest.mark.nightly  # tests/relay/test_chaos.py and the simulation show it
 def test_a_slow_agent_goes_to_the_tail_and_the_others_do_not_wait_for_it(site: Site) -> None:
     size = 2 * SIZE
     manifest = site.publish("slowed", size)
@@ -142,7 +141,7 @@ def test_a_slow_agent_goes_to_the_tail_and_the_others_do_not_wait_for_it(site: S
     site.kill("late")
 
 
-def test_when_everything_is_killed_at_once_all_of_it_goes_on_from_the_disks(site: Site) -> None:
+def test_processes_all_killed_at_once_resume_from_their_disks(site: Site) -> None:
     manifest = site.publish("dark", SIZE)
     d = site.deploy("dark", *NODES, topology="auto")
     until(lambda: all(site.part(d, name).bytes_held > SIZE // 4 for name in NODES), "a quarter")

@@ -17,9 +17,9 @@ import pytest
 import paceline
 from paceline.config import Runtime
 from paceline.data import load_snapshot
-from paceline.schemas.command_results import Reproduction
+from paceline.schemas import Reproduction
 from paceline.storage import ObjectStore
-from paceline.training.reproducibility import Recorded
+from paceline.training import Recorded
 from tests.support import stack as installed
 from tests.support.stack import Ended
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def recorded(lifecycle: Ended, stack: Runtime) -> Recorded:
-    from paceline.cli.training.reproduce import recorded_run
+    from paceline.cli.training import recorded_run
 
     return recorded_run(stack, str(lifecycle.answer["run_id"]))
 

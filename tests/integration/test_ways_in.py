@@ -1,14 +1,13 @@
-"""Every way in starts the same lifecycle: Prefect's page, a schedule, Python, the command line."""
+"""Other ways to start the lifecycle: Prefect's page, a schedule, Python; and the way back."""
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import subprocess
 import sys
 import time
-import urllib.request
+import urllib.error
 from typing import Any
 
 import pytest
@@ -16,27 +15,21 @@ import pytest
 from paceline.config import Runtime
 from paceline.registry import Registry
 from tests.support.browser import chromium, click, keep, see, send_credentials
-from tests.support.stack import Ended, environment, paceline, wait_until
+from tests.support.stack import (
+    Ended,
+    await_registered,
+    environment,
+    in_mlflow,
+    paceline,
+    prefect,
+    wait_until,
+)
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.xdist_group("installation"),  # one at a time: two cores
     pytest.mark.timeout(400),
 ]
-
-
-def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
-    """Call the installation's Prefect server."""
-    secret = base64.b64encode(stack.secrets.prefect_auth.encode()).decode()
-    request = urllib.request.Request(
-        f"{stack.endpoints.prefect_api_url}{path}",
-        method=method,
-        data=None if body is None else json.dumps(body).encode(),
-        headers={"Content-Type": "application/json", "Authorization": f"Basic {secret}"},
-    )
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        text = answer.read()
-    return json.loads(text) if text else None
 
 
 def deployment_id(stack: Runtime) -> str:
@@ -49,13 +42,7 @@ def deployment_id(stack: Runtime) -> str:
             return None
         return str(answer["id"])
 
-    def registered() -> bool:  # it replaces schedules: nothing may be added before it is done
-        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
-        return any(
-            each["name"] == "prefect-deployments" and each["state"] == "done" for each in services
-        )
-
-    wait_until(registered, 120, "prefect.yaml is registered")
+    await_registered(stack)  # it replaces schedules: nothing may be added before
     return str(wait_until(found, 30, "the deployment is there"))
 
 
@@ -88,19 +75,7 @@ def mlflow_link_of(stack: Runtime, flow_run_id: str) -> str:
     return found_url[1]
 
 
-def in_mlflow(stack: Runtime, link: str) -> dict[str, str]:
-    """Return the tags of the MLflow run that ``link`` opens."""
-    url = f"{stack.endpoints.mlflow_url}/api/2.0/mlflow/runs/get?run_id={link.rsplit('/', 1)[-1]}"
-    request = urllib.request.Request(url)
-    if stack.secrets.mlflow_auth:
-        secret = base64.b64encode(stack.secrets.mlflow_auth.encode()).decode()
-        request.add_header("Authorization", f"Basic {secret}")
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        run = json.loads(answer.read())["run"]
-    assert run["info"]["status"] == "FINISHED"
-    return {each["key"]: each["value"] for each in run["data"]["tags"]}
-
-
+@pytest.mark.nightly
 @pytest.mark.browser
 def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
     stack: Runtime, lifecycle: Ended
@@ -137,6 +112,7 @@ def test_a_person_presses_run_in_prefect_and_finds_the_run_in_mlflow(
         keep(browser, "mlflow-run")
 
 
+@pytest.mark.nightly
 def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     deployment = deployment_id(stack)
     before = {each["id"] for each in runs_of(stack, deployment)}
@@ -163,6 +139,7 @@ def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
             prefect(stack, "DELETE", f"/deployments/{deployment}/schedules/{each['id']}")
 
 
+@pytest.mark.nightly
 def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     program = (
         "import json, sys\n"
@@ -178,11 +155,6 @@ def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["already_done"]
     assert in_mlflow(stack, summary["links"]["mlflow"])["paceline.run_id"] == summary["run_id"]
-
-
-def test_the_command_line_starts_it(stack: Runtime, lifecycle: Ended) -> None:
-    tags = in_mlflow(stack, lifecycle.answer["links"]["mlflow"])
-    assert tags["paceline.run_id"] == lifecycle.answer["run_id"]
 
 
 def test_rollback_brings_the_previous_champion_back_without_a_transfer(

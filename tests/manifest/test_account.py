@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import distribution as publishing
-from paceline.cli.distribution import PublishBars, RelayBars
+from paceline.cli import PublishBars, RelayBars, distribution as publishing
 from paceline.errors import SourceChanged
-from paceline.manifest import progress as account
-from paceline.manifest import publish_model
-from paceline.manifest.progress import ProgressCounter, PublishProgress
+from paceline.manifest import ProgressCounter, PublishProgress, progress as account, publish_model
 from paceline.storage import ObjectStore, uploads
 from tests.support.rclone import RcloneS3
 
@@ -40,10 +37,10 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def test_bytes_and_files_of_both_stages_are_told_up_to_the_last(
+def test_bytes_and_files_of_both_stages_are_reported_up_to_the_last(
     model: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(account, "TELL_S", 0.0)
+    monkeypatch.setattr(account, "REPORT_INTERVAL_S", 0.0)
     told: list[PublishProgress] = []
     publish_model(model, AT, store=store, tell=told.append, **NAMES)
     stages = list(dict.fromkeys(each.stage for each in told))
@@ -59,8 +56,8 @@ def test_bytes_and_files_of_both_stages_are_told_up_to_the_last(
     assert {each.stage for each in told} == {"digest"}, "nothing was left to upload"
 
 
-def test_it_is_told_now_and_then_and_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(account, "TELL_S", 1e9)
+def test_progress_is_reported_at_intervals_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(account, "REPORT_INTERVAL_S", 1e9)
     told: list[PublishProgress] = []
     mine = ProgressCounter("upload", 100, 1, told.append)
     for _ in range(20):
@@ -69,18 +66,18 @@ def test_it_is_told_now_and_then_and_of_the_end(monkeypatch: pytest.MonkeyPatch)
     assert [each.done_bytes for each in told] == [10, 100]
 
 
-def test_the_file_that_failed_says_why_before_the_others_are_through(
+def test_a_failed_file_raises_its_reason_before_the_others_finish(
     model: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload, small_failed = uploads.Uploader.upload, threading.Event()
 
-    def planted(self: uploads.Uploader, path: Path, *given: Any) -> int:
+    def planted(self: uploads.Uploader, path: Path, *given: Any, **more: Any) -> int:
         if path.name == "small":
             small_failed.set()
             raise SourceChanged("planted: it was written to", where=path)
         assert small_failed.wait(30)
         assert self._stopping.wait(30), "who goes on hears that the publish is over"
-        return upload(self, path, *given)
+        return upload(self, path, *given, **more)
 
     monkeypatch.setattr(uploads.Uploader, "upload", planted)
     with pytest.raises(SourceChanged, match="written to"):
@@ -95,7 +92,7 @@ class Clock:
         return self.now_s
 
 
-def test_without_a_terminal_there_is_a_line_every_few_seconds_on_standard_error(
+def test_without_a_terminal_stderr_gets_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
@@ -104,24 +101,26 @@ def test_without_a_terminal_there_is_a_line_every_few_seconds_on_standard_error(
     with PublishBars() as bars:
         for second in range(21):
             clock.now_s = 100.0 + second
-            bars(PublishProgress("upload", second * 50_000_000, 1_000_000_000, second // 10, 2))
+            bars.show(
+                PublishProgress("upload", second * 50_000_000, 1_000_000_000, second // 10, 2)
+            )
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
     assert "250.0 MB of 1.0 GB, 50.0 MB/s, 0 of 2 files" in err
 
 
-def test_a_relay_without_a_terminal_says_how_long_it_will_be(
+def test_a_relay_without_a_terminal_reports_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(publishing, "time", clock)
     monkeypatch.setattr("paceline.cli.progress.time", clock)
     with RelayBars() as bars:
-        bars(0, 0)  # nobody has opened anything yet
+        bars.show(0, 0)  # nobody has opened anything yet
         for second in range(21):
             clock.now_s = 100.0 + second
-            bars(100 * second, 2000)
+            bars.show(100 * second, 2000)
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
@@ -132,6 +131,6 @@ def test_what_is_done_at_once_needs_no_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with PublishBars() as bars:
-        bars(PublishProgress("digest", 5, 10, 0, 1))
-        bars(PublishProgress("digest", 10, 10, 1, 1))
+        bars.show(PublishProgress("digest", 5, 10, 0, 1))
+        bars.show(PublishProgress("digest", 10, 10, 1, 1))
     assert capsys.readouterr() == ("", "")

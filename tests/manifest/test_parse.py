@@ -1,20 +1,21 @@
 from __future__ import annotations
 
-import contextlib
 import json
-import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from paceline.errors import InvalidManifest
-from paceline.manifest import Chunk, FileEntry, Manifest, parse_manifest
-from paceline.manifest import parse as parse_module
-from paceline.manifest.model import Signature
+from paceline.manifest import (
+    Chunk,
+    FileEntry,
+    Manifest,
+    Signature,
+    parse as parse_module,
+    parse_manifest,
+)
 from paceline.schemas import canonical_json, digest_of
 
 H = "0123456789abcdef" * 4
@@ -22,7 +23,7 @@ P = 1024
 
 
 def a_manifest() -> Manifest:
-    return Manifest.of(
+    return Manifest(
         model_id="m",
         version="1.0",
         piece_bytes=P,
@@ -76,8 +77,24 @@ def test_the_checksum_covers_everything_but_itself_and_who_signed() -> None:
     assert digest_of(body) == a_manifest().digest
 
 
+def test_a_manifest_of_sha256_pieces_has_the_form_of_older_versions() -> None:
+    older = replace(a_manifest(), piece_hash="sha256")
+    body = json.loads(older.to_bytes())
+    assert body["format"] == "paceline-manifest/1"
+    assert "piece_hash" not in body
+    assert parse_manifest(older.to_bytes()) == older
+    assert older.digest != a_manifest().digest
+
+
+@pytest.mark.parametrize("name", ["md5", "BLAKE3", "sha256", "", ["blake3"]])
+def test_an_unknown_piece_hash_is_refused_by_name(name: object) -> None:
+    body = {**document(), "piece_hash": name}
+    with pytest.raises(InvalidManifest, match=r"unknown piece hash.*'blake3'.*piece_hash"):
+        parse_manifest(sealed(body))
+
+
 LIES = {
-    "another format": change("format", "paceline-manifest/2"),
+    "another format": change("format", "paceline-manifest/3"),
     "bad model name": change("model_id", "../m"),
     "bad version": change("version", ""),
     "total too large": change("total_size", 3 * P + 13),
@@ -166,7 +183,7 @@ def test_a_missing_key_is_refused() -> None:
     for key in document():
         body = document()
         del body[key]
-        with pytest.raises(InvalidManifest, match="keys"):
+        with pytest.raises(InvalidManifest, match=r"required|piece hash"):
             parse_manifest(canonical_json(body))
 
 
@@ -212,91 +229,3 @@ def test_size_is_bounded_before_parsing(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(parse_module, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(InvalidManifest, match="too large"):
         parse_manifest(b"[" * 101)
-
-
-@pytest.mark.parametrize(
-    "raw", [b"[" + b"0," * 3_000_000 + b"0]", b"[" + b"[]," * 600_000 + b"0]", b"[" * 3_000_000]
-)
-def test_many_values_cost_no_memory(raw: bytes) -> None:
-    tracemalloc.start()
-    try:
-        with pytest.raises(InvalidManifest):
-            parse_manifest(raw)
-        assert tracemalloc.get_traced_memory()[1] < 4 * len(raw)
-    finally:
-        tracemalloc.stop()
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(H),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=12,
-)
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [path] if path else []
-    if isinstance(value, dict):
-        for key, each in value.items():
-            found += places(each, (*path, key))
-    elif isinstance(value, list):
-        for index, each in enumerate(value):
-            found += places(each, (*path, index))
-    return found
-
-
-@settings(deadline=None, max_examples=600)
-@given(st.data())
-def test_any_value_anywhere_is_parsed_or_refused(data: st.DataObject) -> None:
-    body = document()
-    for _ in range(data.draw(st.integers(1, 3))):
-        *parents, last = data.draw(st.sampled_from(places(body)))
-        at: Any = body
-        for part in parents:
-            at = at[part]
-        at[last] = data.draw(json_values)
-    raw = json.dumps(body).encode()
-    with contextlib.suppress(InvalidManifest):
-        parse_manifest(raw)
-    with contextlib.suppress(InvalidManifest, ValueError):  # NaN has no canonical form
-        parsed = parse_manifest(sealed(body))
-        assert parse_manifest(parsed.to_bytes()) == parsed
-
-
-@settings(deadline=None, max_examples=600)
-@given(st.data())
-def test_damaged_bytes_are_parsed_or_refused(data: st.DataObject) -> None:
-    raw = bytearray(a_manifest().to_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        at = data.draw(st.integers(0, len(raw) - 1))
-        end = data.draw(st.integers(at, min(len(raw), at + 20)))
-        raw[at:end] = data.draw(st.binary(max_size=20))
-        if not raw:
-            break
-    with contextlib.suppress(InvalidManifest):
-        assert parse_manifest(bytes(raw)) == a_manifest()
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.binary(max_size=300) | st.text().map(lambda text: text.encode("utf-8", "surrogatepass")))
-def test_any_bytes_are_refused(raw: bytes) -> None:
-    with pytest.raises(InvalidManifest):
-        parse_manifest(raw)
-
-
-def test_a_manifest_of_119_000_pieces_is_parsed_and_indexed() -> None:
-    files = tuple(FileEntry(f"model-{n:05}", 1 << 32, H, (H,) * 1024) for n in range(116))
-    chunks = tuple(Chunk(n, n << 30, 1 << 30, H) for n in range(464))
-    large = Manifest.of(
-        model_id="m",
-        version="1",
-        piece_bytes=1 << 22,
-        chunk_bytes=1 << 30,
-        files=files,
-        chunks=chunks,
-    )
-    parsed = parse_manifest(large.to_bytes())
-    assert parsed == large
-    assert parsed.piece_count == 118_784
-    assert parsed.piece_of(118_783).chunk_id == 463
-    assert parsed.chunk_pieces(463) == range(118_528, 118_784)

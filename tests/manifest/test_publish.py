@@ -14,12 +14,13 @@ from paceline.errors import (
     InvalidManifest,
     ServiceUnavailable,
     SourceChanged,
+    SourceMissing as Missing,
     UntrustedManifest,
 )
-from paceline.errors import SourceMissing as Missing
 from paceline.manifest import (
     MANIFEST_FILE,
     Manifest,
+    PublishProgress,
     TrustPolicy,
     build,
     build_manifest,
@@ -30,7 +31,6 @@ from paceline.manifest import (
     verify_directory,
     write_manifest,
 )
-from paceline.manifest.progress import PublishProgress
 from paceline.storage import ObjectStore, join_url, uploads
 from tests.support.rclone import RcloneS3
 
@@ -114,7 +114,18 @@ def test_publishing_twice_uploads_nothing_even_for_another_link(
     assert store.written == []
 
 
-def test_a_manifest_json_of_somebody_else_is_refused_and_one_of_ours_is_not(
+def test_a_version_published_with_sha256_pieces_keeps_them(
+    model: Path, url: str, store: Recorder
+) -> None:
+    first = publish(model, url, store, piece_hash="sha256")
+    store.written.clear()
+    assert publish(model, url, store) == first
+    assert store.written == []
+    with pytest.raises(Conflict, match="new version"):
+        publish(model, url, store, piece_hash="blake3")
+
+
+def test_a_foreign_manifest_json_is_refused_and_our_own_is_accepted(
     model: Path, url: str, store: Recorder
 ) -> None:
     (model / MANIFEST_FILE).write_text('{"weights": "theirs"}')
@@ -196,7 +207,7 @@ def test_a_version_beside_a_newer_one_is_refused_unless_asked(
 def test_a_signature_comes_with_the_manifest(
     model: Path, url: str, store: Recorder, tmp_path: Path
 ) -> None:
-    policy = TrustPolicy.of([new_key(tmp_path / "key")], required=True)
+    policy = TrustPolicy(trusted=(new_key(tmp_path / "key"),), required=True)
     unsigned = publish(model, url, store)
     with pytest.raises(UntrustedManifest, match=url):
         fetch_manifest(url, store, policy)
@@ -228,18 +239,18 @@ def test_an_object_url_wants_a_store() -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [16 * 1024 * 1024, 1024 * 1024], ids=["whole", "in parts"])
-def test_what_changed_after_it_was_digested_never_appears_under_the_old_digest(
+def test_a_file_changed_after_digesting_is_never_published(
     model: Path, url: str, store: Recorder, monkeypatch: pytest.MonkeyPatch, part_bytes: int
 ) -> None:
     monkeypatch.setattr(uploads, "PART_BYTES", part_bytes)
     weights, before = model / "weights", (model / "weights").read_bytes()
     mtime, upload = weights.stat().st_mtime_ns, uploads.Uploader.upload
 
-    def meddle(self: uploads.Uploader, path: Path, *given: Any) -> int:
+    def meddle(self: uploads.Uploader, path: Path, *given: Any, **more: Any) -> int:
         if path == weights:
             weights.write_bytes(bytes(len(before)))
             os.utime(weights, ns=(1, 1))
-        return upload(self, path, *given)
+        return upload(self, path, *given, **more)
 
     with monkeypatch.context() as patch, pytest.raises(SourceChanged, match="weights"):
         patch.setattr(uploads.Uploader, "upload", meddle)

@@ -1,4 +1,4 @@
-"""Whose word is enough, and what happens to everybody else's."""
+"""Signatures of manifests, and which manifests an installation accepts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from paceline.config import SecuritySettings
 from paceline.errors import (
     Conflict,
     InvalidInput,
@@ -29,7 +30,6 @@ from paceline.manifest import (
     parse_manifest,
     public_key,
     sign_manifest,
-    verify_signature,
     write_manifest,
 )
 
@@ -54,7 +54,8 @@ def key(tmp_path: Path) -> Ed25519PrivateKey:
 
 
 def only(*keys: Ed25519PrivateKey) -> TrustPolicy:
-    return TrustPolicy.of([public_key(key) for key in keys], required=True)
+    publishers = tuple(public_key(key) for key in keys)
+    return TrustPolicy.of(SecuritySettings(trusted_publishers=publishers, require_signature=True))
 
 
 def test_a_signed_manifest_keeps_its_digest_and_is_believed(
@@ -64,22 +65,22 @@ def test_a_signed_manifest_keeps_its_digest_and_is_believed(
     assert signed.digest == manifest.digest
     arrived = parse_manifest(signed.to_bytes())
     assert arrived == signed
-    verify_signature(arrived)
-    verify_signature(arrived, only(Ed25519PrivateKey.generate(), key))
+    TrustPolicy().check(arrived)
+    only(Ed25519PrivateKey.generate(), key).check(arrived)
 
 
-def test_an_unsigned_manifest_passes_only_where_nobody_asks(manifest: Manifest) -> None:
-    verify_signature(manifest)
+def test_an_unsigned_manifest_passes_only_where_none_is_required(manifest: Manifest) -> None:
+    TrustPolicy().check(manifest)
     with pytest.raises(UntrustedManifest, match=r"not signed.*--sign"):
-        verify_signature(manifest, only(Ed25519PrivateKey.generate()))
+        only(Ed25519PrivateKey.generate()).check(manifest)
 
 
-def test_somebody_elses_signature_is_refused_where_signatures_are_required(
+def test_an_untrusted_signature_is_refused_where_signatures_are_required(
     manifest: Manifest, key: Ed25519PrivateKey
 ) -> None:
     signed = sign_manifest(manifest, key)
     with pytest.raises(UntrustedManifest, match=f"untrusted.*{public_key(key)}"):
-        verify_signature(signed, only(Ed25519PrivateKey.generate()))
+        only(Ed25519PrivateKey.generate()).check(signed)
 
 
 def test_a_signature_of_other_content_is_wrong_whatever_the_policy(
@@ -89,7 +90,7 @@ def test_a_signature_of_other_content_is_wrong_whatever_the_policy(
     stolen = replace(other, signature=sign_manifest(manifest, key).signature)
     for policy in (TrustPolicy(), only(key)):
         with pytest.raises(UntrustedManifest, match="wrong"):
-            verify_signature(stolen, policy)
+            policy.check(stolen)
 
 
 def test_any_flipped_bit_of_a_signature_is_noticed(
@@ -103,7 +104,7 @@ def test_any_flipped_bit_of_a_signature_is_noticed(
             raw[at] ^= 1
             forged = replace(signature, **{field: raw.hex()})
             with pytest.raises(UntrustedManifest):
-                verify_signature(replace(manifest, signature=forged), only(key))
+                only(key).check(replace(manifest, signature=forged))
             raw[at] ^= 1
 
 
@@ -112,7 +113,7 @@ def test_the_digest_alone_is_not_what_is_signed(manifest: Manifest, key: Ed25519
     signature = sign_manifest(manifest, key).signature
     assert signature is not None
     with pytest.raises(UntrustedManifest, match="wrong"):
-        verify_signature(replace(manifest, signature=replace(signature, value=value)))
+        TrustPolicy().check(replace(manifest, signature=replace(signature, value=value)))
 
 
 def test_fetching_refuses_before_anything_moves(
@@ -157,9 +158,20 @@ def test_what_is_no_ed25519_key_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", ["", "xyz", "A" * 64, "0" * 63])
 def test_a_policy_of_what_is_no_key_is_refused(bad: str) -> None:
     with pytest.raises(InvalidProfile, match="trusted_publishers"):
-        TrustPolicy.of([bad], required=False)
+        TrustPolicy.of(SecuritySettings(trusted_publishers=(bad,)))
 
 
-def test_a_policy_that_nobody_can_meet_is_refused() -> None:
-    with pytest.raises(InvalidProfile, match="nobody is trusted"):
-        TrustPolicy.of([], required=True)
+def test_a_policy_without_trusted_publishers_is_refused() -> None:
+    with pytest.raises(InvalidProfile, match="no publisher is trusted"):
+        TrustPolicy.of(SecuritySettings(require_signature=True))
+
+
+def test_a_fips_installation_accepts_only_pieces_hashed_with_sha256(
+    manifest: Manifest, model: Path
+) -> None:
+    policy = TrustPolicy.of(SecuritySettings(fips=True))
+    with pytest.raises(UntrustedManifest, match=r"security\.fips.*blake3.*sha256.*--piece-hash"):
+        policy.check(manifest)
+    policy.check(
+        build_manifest(model, model_id="m", version="1", link_mbit=40, piece_hash="sha256")
+    )

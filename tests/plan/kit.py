@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.manifest import Chunk, FileEntry, Manifest
 from paceline.plan import PlanWorker, Standing, make_plan
-from paceline.schemas.plan import Labels, Plan, Topology
+from paceline.schemas import Labels, Plan, Topology
 
 H = "0" * 64
 P = 65_536
@@ -23,7 +23,7 @@ STRIPED = [Topology.TREE_OF_CHAINS, Topology.MESH]
 def manifest_of(chunks: int, pieces_per_chunk: int = 2, piece_bytes: int = P) -> Manifest:
     """Return a model of equal chunks."""
     pieces, chunk = chunks * pieces_per_chunk, pieces_per_chunk * piece_bytes
-    return Manifest.of(
+    return Manifest(
         model_id="m",
         version="1",
         piece_bytes=piece_bytes,

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paceline.errors import InvalidPlan
-from paceline.plan import PlanWorker, Standing, cross_rack_bytes, origin_cap_bytes, rack_of
-from paceline.schemas.plan import Labels, Lane, Plan, Topology
+from paceline.plan import PlanWorker, Standing, origin_cap_bytes, rack_of
+from paceline.schemas import Labels, Lane, Plan, Topology
 from tests.plan.kit import (
-    MANIFEST,
     MIB,
     RELAYED,
     STRIPED,
@@ -29,24 +27,17 @@ from tests.plan.kit import (
 )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(fleet=fleets(), topology=st.sampled_from(list(Topology)), seed=st.integers(0, 5))
 def test_every_worker_reaches_every_chunk_without_a_cycle(
     fleet: list[PlanWorker], topology: Topology, seed: int
 ) -> None:
-    check(plan(fleet, topology, seed=seed), fleet)
+    made = plan(fleet, topology, seed=seed)
+    check(made, fleet)
+    assert plan(shuffled(fleet, seed), topology, seed=seed) == made, "whatever their order"
 
 
-@settings(deadline=None, max_examples=100)
-@given(fleet=fleets(), topology=st.sampled_from(list(Topology)), seed=st.integers(0, 5))
-def test_a_plan_depends_on_the_set_of_workers_not_on_their_order(
-    fleet: list[PlanWorker], topology: Topology, seed: int
-) -> None:
-    turned = shuffled(fleet, seed)
-    assert plan(turned, topology, seed=seed) == plan(fleet, topology, seed=seed)
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(fleet=fleets(), seed=st.integers(0, 5))
 def test_a_chain_crosses_into_each_rack_once(fleet: list[PlanWorker], seed: int) -> None:
     racks = {each.worker_id: rack_of(each) for each in fleet}
@@ -57,7 +48,7 @@ def test_a_chain_crosses_into_each_rack_once(fleet: list[PlanWorker], seed: int)
     assert all(count == 1 for count in into.values())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(fleet=fleets(chunks=False), seed=st.integers(0, 5))
 def test_on_a_chain_nobody_feeds_two(fleet: list[PlanWorker], seed: int) -> None:
     feeds = Counter(sources(plan(fleet, seed=seed)).values())
@@ -68,7 +59,7 @@ def test_on_a_chain_nobody_feeds_two(fleet: list[PlanWorker], seed: int) -> None
         assert all(count == 1 for source, count in feeds.items() if source not in complete)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(fleet=fleets(least=2, chunks=False), topology=st.sampled_from(RELAYED))
 def test_where_somebody_is_complete_nobody_begins_at_the_origin(
     fleet: list[PlanWorker], topology: Topology
@@ -84,7 +75,7 @@ def test_where_somebody_is_complete_nobody_begins_at_the_origin(
         assert sorted(chunks) == list(range(8)), "the origin is read once"
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     fleet=fleets(chunks=False),
     topology=st.sampled_from(RELAYED),
@@ -110,14 +101,6 @@ def test_shares_of_the_origin_never_exceed_the_fuse(
 def test_the_fuse_is_two_percent_or_64_mib() -> None:
     assert origin_cap_bytes(S) == S + 64 * MIB
     assert origin_cap_bytes(500 * 10**9) == 510 * 10**9
-
-
-@settings(deadline=None, max_examples=100)
-@given(data=st.data(), topology=st.sampled_from(list(Topology)))
-def test_any_survivors_can_go_on(data: st.DataObject, topology: Topology) -> None:
-    fleet = data.draw(fleets(least=2))
-    survivors = data.draw(st.lists(st.sampled_from(fleet), min_size=1, unique=True))
-    check(plan(survivors, topology, epoch=2), survivors)
 
 
 def test_the_line_closes_up_behind_a_dead_worker() -> None:
@@ -175,7 +158,7 @@ def test_a_holder_in_the_rack_saves_the_crossing() -> None:
     above = sources(made)
     assert above["node-0"] == "node-2"
     assert above["node-1"] == "node-3"
-    assert made.cross_rack_bytes == S == cross_rack_bytes(made, fleet, MANIFEST)
+    assert made.cross_rack_bytes == S
 
 
 def test_direct_takes_everything_from_the_source() -> None:
@@ -200,17 +183,20 @@ def test_a_fleet_that_is_complete_has_nothing_to_do() -> None:
     assert (made.predicted_seconds, made.origin_bytes, made.depth) == (0.0, 0, 1)
 
 
-def test_more_racks_than_workers_are_planned() -> None:
-    fleet = [worker(n, rack=f"rack-{10 * n}") for n in range(5)]
-    assert plan(fleet).cross_rack_bytes == 4 * S
-
-
 @pytest.mark.parametrize("topology", RELAYED)
 def test_rack_order_saves_four_fifths_of_the_crossings(topology: Topology) -> None:
     fleet = [worker(n, rack=f"r{n % 4}") for n in range(100)]  # as an order by name would meet them
     ignoring = 99 * S
     made = plan(fleet, topology)
-    assert made.cross_rack_bytes == cross_rack_bytes(made, fleet, MANIFEST) <= 0.2 * ignoring
+    racks = {each.worker_id: rack_of(each) for each in fleet}
+    crossings = [
+        lane
+        for part in made.workers
+        for lane in part.lanes
+        if lane.source.worker_id and racks[lane.source.worker_id] != racks[part.worker_id]
+    ]
+    chunks = sum(lane.last_chunk - lane.first_chunk + 1 for lane in crossings)
+    assert made.cross_rack_bytes == chunks * 2 * P <= 0.2 * ignoring
 
 
 def test_a_tree_is_binary_and_shallow() -> None:
@@ -276,12 +262,6 @@ def test_few_chunks_few_workers_and_many_racks_are_no_special_case(
     check(plan(fleet, topology, manifest), fleet, manifest)
 
 
-def test_one_chunk_is_one_stripe() -> None:
-    for topology in STRIPED:
-        made = plan(racks_of(10, 5), topology, manifest_of(1))
-        assert all(len(part.lanes) == 1 for part in made.workers)
-
-
 def test_stripes_begin_at_different_workers_and_share_the_fuse() -> None:
     for topology in STRIPED:
         made = plan(racks_of(32, 8), topology)
@@ -309,12 +289,6 @@ def test_auto_takes_the_cheapest_and_says_which() -> None:
     for fleet in (few, many):
         each = [plan(fleet, topology, manifest).predicted_seconds for topology in RELAYED]
         assert plan(fleet, "auto", manifest).predicted_seconds == min(each)
-
-
-def test_auto_never_reads_the_origin_more_than_once() -> None:
-    made = plan(racks_of(6, 3), "auto", external_mbit=100_000.0)
-    assert made.topology is not Topology.DIRECT
-    assert made.origin_bytes == S
 
 
 def lanes_with_rates(made: Plan) -> list[Lane]:

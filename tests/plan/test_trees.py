@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from paceline.plan import PlanWorker, rack_of
-from paceline.plan.trees import NOWHERE, ORIGIN, Trees, build_trees
-from paceline.schemas.plan import Topology
+from paceline.plan import ORIGIN, PlanWorker, Trees, build_trees, rack_of
+from paceline.schemas import Topology
 from tests.plan.kit import RELAYED, STRIPED, racks_of, worker
 
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=9)  # workers of each rack
@@ -30,20 +28,7 @@ def trees_of(topology: Topology, fleet: list[PlanWorker], stripes: int = 4) -> T
     return build_trees(topology, fleet, range(len(fleet)), count)
 
 
-@settings(deadline=None, max_examples=120)
-@given(racks=SIZES, zones=st.integers(1, 3), topology=st.sampled_from(RELAYED))
-def test_every_stripe_is_one_tree_over_everybody(
-    racks: list[int], zones: int, topology: Topology
-) -> None:
-    fleet = fleet_of(racks, zones)
-    trees = trees_of(topology, fleet)
-    for stripe, up in enumerate(trees.up):
-        assert up.count(ORIGIN) == 1
-        assert NOWHERE not in up
-        assert sorted(trees.top_down(stripe)) == list(range(len(fleet))), "a cycle, or an orphan"
-
-
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(racks=SIZES, zones=st.integers(1, 3), topology=st.sampled_from(RELAYED))
 def test_each_rack_is_entered_once_a_stripe(
     racks: list[int], zones: int, topology: Topology
@@ -62,7 +47,7 @@ def test_each_rack_is_entered_once_a_stripe(
             assert entries == dict.fromkeys(home, 1)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 @given(racks=SIZES, zones=st.integers(1, 3), topology=st.sampled_from(STRIPED))
 def test_nobody_sends_more_copies_than_there_are_stripes(
     racks: list[int], zones: int, topology: Topology
@@ -70,16 +55,6 @@ def test_nobody_sends_more_copies_than_there_are_stripes(
     trees = trees_of(topology, fleet_of(racks, zones))
     feeds = Counter(source for up in trees.up for source in up if source >= 0)
     assert max(feeds.values(), default=0) <= len(trees.up)
-
-
-@settings(deadline=None, max_examples=60)
-@given(racks=SIZES, stripes=st.integers(1, 6), topology=st.sampled_from(STRIPED))
-def test_any_number_of_stripes_keeps_links_even(
-    racks: list[int], stripes: int, topology: Topology
-) -> None:
-    trees = trees_of(topology, fleet_of(racks), stripes)
-    feeds = Counter(source for up in trees.up for source in up if source >= 0)
-    assert max(feeds.values(), default=0) <= len(trees.up) + (stripes > 4)
 
 
 @settings(deadline=None, max_examples=60)
@@ -98,20 +73,8 @@ def test_stripes_are_shallow(count: int, mesh: int, chains: int) -> None:
     fleet = racks_of(count, 32)
     assert depth(trees_of(Topology.MESH, fleet)) <= mesh
     assert depth(trees_of(Topology.TREE_OF_CHAINS, fleet)) <= chains
-
-
-def test_a_line_without_racks_is_cut_into_cells() -> None:
-    trees = trees_of(Topology.TREE_OF_CHAINS, racks_of(1000, 1000))
-    assert depth(trees) <= 110
-
-
-@pytest.mark.parametrize("fanout", [1, 2, 3, 5])
-def test_a_tree_has_the_fanout_asked_for(fanout: int) -> None:
-    fleet = racks_of(200, 20)
-    trees = build_trees(Topology.TREE, fleet, range(200), 1, fanout)
-    feeds = Counter(source for source in trees.up[0] if source >= 0)
-    assert max(feeds.values()) == fanout
-    assert trees.slots == fanout
+    without_racks = racks_of(count, count)
+    assert depth(trees_of(Topology.TREE_OF_CHAINS, without_racks)) <= chains
 
 
 def depth(trees: Trees) -> int:

@@ -6,15 +6,19 @@ import pickle
 import re
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from pydantic import ValidationError
 
 from paceline import errors
 from paceline.errors import PacelineError
-from paceline.schemas import canonical_json, digest_of, new_run_id
-from paceline.schemas.base import RUN_ID
-from paceline.schemas.calls import CreateDeployment, HeartbeatAnswer
+from paceline.schemas import (
+    RUN_ID,
+    CreateDeployment,
+    HeartbeatAnswer,
+    canonical_json,
+    digest_of,
+    new_run_id,
+)
 
 KINDS = sorted(
     (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from paceline.schemas.base import Count, Record
+from paceline.schemas import Count, Record
 
 
 class Pair(Record):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.schemas.json_schemas import SCHEMAS, schema_text
+from paceline.schemas import SCHEMAS, schema_text
 
 DIRECTORY = Path(__file__).resolve().parents[2] / "docs" / "schemas"
 

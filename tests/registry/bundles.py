@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from paceline.schemas.training import (
+from paceline.schemas import (
     EvaluationReport,
     Evidence,
     GateCheck,

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, NotFound
-from paceline.registry import Registry
-from paceline.registry.lineage import TAG_MANIFEST, evidence_path
-from paceline.schemas import digest_of
-from paceline.schemas.training import Evidence, GateDecision
+from paceline.registry import TAG_MANIFEST, Registry, evidence_path
+from paceline.schemas import Evidence, GateDecision, digest_of
 from tests.registry.bundles import digest, make_evidence
 
+pytestmark = pytest.mark.xdist_group("mlflow")  # one server
 _names = itertools.count(1)
 
 

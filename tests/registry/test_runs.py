@@ -11,11 +11,11 @@ import pytest
 
 from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
-from paceline.registry import MetricPoint, Registry, RequestLimits
-from paceline.registry.lineage import evaluation_metrics, gate_metrics
+from paceline.registry import MetricPoint, Registry, evaluation_metrics, gate_metrics
 from tests.registry.bundles import digest, make_evidence
 
-QUICK = RequestLimits(timeout_s=2, retries=0)
+pytestmark = pytest.mark.xdist_group("mlflow")  # one server
+QUICK = {"timeout_s": 2, "retries": 0}
 
 
 def test_one_run_belongs_to_one_run_id(registry: Registry) -> None:
@@ -46,6 +46,7 @@ def test_what_is_logged_can_be_read_back(registry: Registry, tmp_path: Path) -> 
     registry.log_artifact_text(run, "# report", "evaluation/report.md")
     (tmp_path / "report.png").write_bytes(b"png")
     registry.log_artifact_file(run, tmp_path / "report.png", "evaluation")
+    registry.log_tags(run, {"paceline.code_version": "0.1"})
     registry.finish_run(run)
     read = registry.call("get_run", run)
     assert len(read.data.params) == 150
@@ -54,9 +55,10 @@ def test_what_is_logged_can_be_read_back(registry: Registry, tmp_path: Path) -> 
     assert read.data.metrics["eval.candidate.bits_per_byte"] == 2.5
     assert read.data.metrics["gate.passed"] == 1.0
     assert read.info.status == "FINISHED"
+    assert read.data.tags["paceline.code_version"] == "0.1"
     dataset = read.inputs.dataset_inputs[0]
     assert {tag.key: tag.value for tag in dataset.tags}["paceline.digest"] == digest("snapshot")
-    assert registry._read_artifact(run, "evaluation/report.png") == b"png"
+    assert registry.read_artifact(run, "evaluation/report.png") == b"png"
 
 
 def test_unknown_things_are_not_found(registry: Registry) -> None:
@@ -74,11 +76,11 @@ def test_unknown_things_are_not_found(registry: Registry) -> None:
 def test_a_missing_artifact_is_not_found(registry: Registry) -> None:
     run = registry.ensure_run("run-empty", experiment="runs")
     with pytest.raises(NotFound):
-        registry._read_artifact(run, "evidence/none.json")
+        registry.read_artifact(run, "evidence/none.json")
 
 
 def test_a_server_that_is_away_is_unavailable() -> None:
-    away = Registry("http://127.0.0.1:9", limits=QUICK)  # the discard port: nobody listens
+    away = Registry("http://127.0.0.1:9", **QUICK)  # the discard port: nobody listens
     with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9") as caught:
         away.champion("bytelm")
     assert "\n" not in str(caught.value)
@@ -118,7 +120,7 @@ def test_refusals_and_outages_are_told_apart(
     monkeypatch.setattr(_Refusing, "status", status)
     for variable in ("MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"):
         monkeypatch.setenv(variable, "")  # restored afterwards: the adapter sets them
-    denied = Registry(refusing_url, "admin:wrong-secret", limits=QUICK)
+    denied = Registry(refusing_url, "admin:wrong-secret", **QUICK)
     with pytest.raises(error) as caught:
         denied.champion("bytelm")
     assert "wrong-secret" not in str(caught.value)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.schemas.records import WorkerStatus
+from paceline.schemas import WorkerStatus
 from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
 
 LINK_MBIT = 8.0  # of a model of 3 MB: three seconds to break things in
@@ -41,17 +41,12 @@ class Fleet:
         save_runtime(runtime)
 
     def start(self, name: str, *before: str, **more: str) -> subprocess.Popen[bytes]:
-        given = {
-            "state_dir": self.state,
-            "worker_id": name,
-            "link_mbit": LINK_MBIT,
-            "limit_mbit": LINK_MBIT,
-        }
-        given |= more
-        arguments = [f"{key}={value}" for key, value in given.items()]
+        link = {"link_mbit": LINK_MBIT, "limit_mbit": LINK_MBIT}
+        given = {"state": self.state, "worker_id": name, **link, **more}
+        arguments = [f"--{option.replace('_', '-')}={value}" for option, value in given.items()]
         with (self.state / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [*before, sys.executable, "-m", "paceline.relay.agent", *arguments],
+                [*before, sys.executable, "-m", "paceline.cli.main", "agent", *arguments],
                 stdout=log,
                 stderr=log,
             )

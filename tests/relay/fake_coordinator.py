@@ -13,15 +13,15 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.manifest import Manifest
-from paceline.schemas.calls import (
+from paceline.schemas import (
     Command,
     DeploymentBeat,
     Heartbeat,
     HeartbeatAnswer,
+    Plan,
     Registered,
     RegisterWorker,
 )
-from paceline.schemas.plan import Plan
 from tests.relay.kit import DEPLOYMENT, plan
 
 TOKEN = "t0ken"

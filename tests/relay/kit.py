@@ -8,7 +8,7 @@ from random import Random
 
 from paceline.manifest import Chunk, FileEntry, Manifest, build_manifest
 from paceline.plan import PlanWorker, make_plan
-from paceline.schemas.plan import Labels, Lane, Plan, Source, WorkerLanes
+from paceline.schemas import Labels, Lane, PieceHash, Plan, Source, WorkerLanes
 
 DEPLOYMENT = "d-1"
 
@@ -22,7 +22,7 @@ def paper_manifest(pieces: int, piece_bytes: int = 1024, chunk_pieces: int = 4) 
         Chunk(number, at, min(chunk_bytes, size - at), digests[number])
         for number, at in enumerate(range(0, size, chunk_bytes))
     )
-    return Manifest.of(
+    return Manifest(
         model_id="m",
         version="v1",
         piece_bytes=piece_bytes,
@@ -53,7 +53,11 @@ def damage(path: Path, offset: int, data: bytes) -> None:
 
 
 def manifest_of(
-    directory: Path, version: str = "v1", piece_bytes: int = 16_384, chunk_bytes: int = 65_536
+    directory: Path,
+    version: str = "v1",
+    piece_bytes: int = 16_384,
+    chunk_bytes: int = 65_536,
+    piece_hash: PieceHash = "blake3",
 ) -> Manifest:
     """Return the manifest of ``directory`` with pieces small enough to have many."""
     return build_manifest(
@@ -63,6 +67,7 @@ def manifest_of(
         link_mbit=1000,
         piece_bytes=piece_bytes,
         chunk_bytes=chunk_bytes,
+        piece_hash=piece_hash,
     )
 
 

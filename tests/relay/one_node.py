@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.errors import DeploymentFailed
 from paceline.manifest import parse_manifest
-from paceline.schemas.plan import Lane, Source, WorkerLanes
+from paceline.schemas import Lane, Source, WorkerLanes
 from tests.support.local_fleet import LocalFleet
 
 

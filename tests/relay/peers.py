@@ -10,22 +10,30 @@ from pathlib import Path
 from typing import Any
 
 from paceline.manifest import Manifest
-from paceline.relay.protocol.events import (
-    PieceRejected,
+from paceline.relay.protocol import (
+    Extent,
     PieceVerified,
     SessionEvent,
     SourceAlive,
     SourceFailed,
 )
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import OpenModels
-from paceline.relay.store.staging import Staging
-from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import PullSpec, PullStream, TransferCounters, Transport
-from paceline.relay.transport.frames import Kind, decode_hello, encode, encode_payload, proof
-from paceline.relay.transport.pacing import Pacer
-from paceline.relay.transport.sockets import PlainChannel, read_frame
-from paceline.schemas.plan import Source
+from paceline.relay.store import OpenModels, Staging, Store
+from paceline.relay.transport import (
+    Kind,
+    Pacer,
+    PlainChannel,
+    PullSpec,
+    PullStream,
+    ServeSpec,
+    TransferCounters,
+    Transport,
+    decode_hello,
+    encode,
+    encode_payload,
+    proof,
+    read_frame,
+)
+from paceline.schemas import Source
 from tests.relay.kit import manifest_of, write_model
 
 LONG_S = 20.0  # a bound of waiting for what must happen, never a measure
@@ -84,12 +92,14 @@ class Node:
 
     def serve(self, pacer: Pacer | None = None, port: int = 0, host: str = "127.0.0.1") -> str:
         self.server = self.transport.serve(
-            host=host,
-            port=port,
-            worker_id=self.worker_id,
-            find=self.library.find,
-            pacer=pacer or Pacer(None),
-            on_rotten=lambda digest, piece: self.rotten.append((digest, piece)),
+            ServeSpec(
+                host=host,
+                port=port,
+                worker_id=self.worker_id,
+                find=self.library.find,
+                pacer=pacer or Pacer(None),
+                on_disk_corruption=lambda digest, piece: self.rotten.append((digest, piece)),
+            )
         )
         self.server.start()
         return str(self.server.address)
@@ -248,9 +258,6 @@ class Proxy:
         self.cut()
         for sock in self._sockets:
             sock.close()
-
-
-__all__ = ["Heard", "Node", "Pair", "PieceRejected", "PieceVerified", "Proxy"]
 
 
 def let_in(sock: socket.socket, token: str) -> PlainChannel:

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from paceline.manifest import Manifest, parse_manifest
-from paceline.relay.store.staging import Staging
-from paceline.relay.store.store import Store
+from paceline.relay.store import Staging, Store
 
 VERSIONS = ("v1", "v2", "v3")
 

@@ -17,10 +17,9 @@ import pytest
 from paceline.config import load_runtime
 from paceline.errors import InvalidInput, InvalidProfile, PortInUse
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.agent import Agent
-from paceline.relay.process import AgentConfig
-from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.schemas.calls import Command
+from paceline.relay import Agent, AgentConfig
+from paceline.relay.transport import issue_identity, make_authority
+from paceline.schemas import Command
 from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
 from tests.relay.fake_coordinator import FakeCoordinator
 from tests.relay.kit import DEPLOYMENT, manifest_of, write_model
@@ -49,7 +48,7 @@ def fleet(tmp_path: Path, coordinator: FakeCoordinator) -> Iterator[Fleet]:
     made.close()
 
 
-def test_agents_survive_the_death_of_the_second_and_it_resumes_from_its_disk(
+def test_agents_survive_the_second_ones_death_and_it_resumes_from_disk(
     fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
 ) -> None:
     for name in NAMES:
@@ -87,23 +86,8 @@ def test_agents_survive_the_death_of_the_second_and_it_resumes_from_its_disk(
     assert (fleet.final(first).parent / "active").resolve() == fleet.final(first).resolve()
     for process in fleet.processes.values():
         process.terminate()
-    assert [process.wait(15) for process in fleet.processes.values()] == [0, 0, 0, 0]
+    assert [process.wait(60) for process in fleet.processes.values()] == [0, 0, 0, 0]
     assert not list(fleet.state.glob("nodes/*/agent.json"))
-
-
-def test_the_data_plane_goes_on_while_the_coordinator_is_away(
-    fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
-) -> None:
-    coordinator.targets = NAMES[:2]
-    for name in NAMES[:2]:
-        fleet.start(name)
-    until(lambda: all(fleet.pieces(name) > 5 for name in NAMES[:2]), "pieces everywhere")
-    coordinator.server.shutdown()
-    coordinator.server.server_close()
-    until(lambda: all(fleet.final(name).exists() for name in NAMES[:2]), "completion without it")
-    for name in NAMES[:2]:
-        verify_directory(fleet.final(name), manifest)
-        assert fleet.processes[name].poll() is None
 
 
 def test_a_worker_that_was_given_up_comes_back_as_a_new_incarnation(
@@ -121,20 +105,21 @@ def test_a_worker_that_was_given_up_comes_back_as_a_new_incarnation(
     coordinator.lost.add("node-0")
     until(lambda: coordinator.registered["node-0"].incarnation == 2, "a new incarnation")
     again = fleet.start("node-0")  # a second agent on one store
-    assert again.wait(15) == 1
+    assert again.wait(60) == 1
     assert b"another agent owns this store" in (fleet.state / "node-0.log").read_bytes()
     process.terminate()
-    assert process.wait(15) == 0
+    assert process.wait(60) == 0
 
 
 def test_an_agent_dies_with_the_process_that_started_it(fleet: Fleet) -> None:
     script = (
         "import subprocess, sys, time\n"
-        "p = subprocess.Popen([sys.executable, '-m', 'paceline.relay.agent', *sys.argv[1:]])\n"
+        "agent = [sys.executable, '-m', 'paceline.cli.main', 'agent', *sys.argv[1:]]\n"
+        "p = subprocess.Popen(agent)\n"
         "print(p.pid, flush=True)\n"
         "time.sleep(60)\n"
     )
-    arguments = [f"state_dir={fleet.state}", "worker_id=node-0", "die_with_parent=true"]
+    arguments = [f"--state={fleet.state}", "--worker-id=node-0", "--die-with-parent"]
     with subprocess.Popen(
         [sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -179,7 +164,7 @@ def test_an_agent_is_lean() -> None:
     assert int(count) < 420
 
 
-def test_what_ended_is_told_at_once_and_not_at_the_next_beat(
+def test_an_end_is_reported_at_once_and_not_at_the_next_beat(
     fleet: Fleet, coordinator: FakeCoordinator
 ) -> None:
     coordinator.targets, coordinator.interval_s = NAMES[:1], 600.0
@@ -202,7 +187,7 @@ def test_a_restarted_agent_goes_on_while_the_coordinator_is_away(
     asked_to_stop = fleet.processes.pop(first)
     asked_to_stop.terminate()
     fleet.kill(second)
-    assert asked_to_stop.wait(10) == 0
+    assert asked_to_stop.wait(60) == 0
     held = fleet.pieces(first)
     for name in (first, second):
         assert list(fleet.state.glob(f"nodes/{name}/assignments/*.lanes.json"))
@@ -234,7 +219,8 @@ def test_a_restarted_agent_drops_what_was_cancelled_while_it_was_down(
     assert not fleet.final(second).exists()
 
 
-def test_peers_are_told_the_advertised_address_and_reach_it(
+@pytest.mark.nightly
+def test_peers_get_the_advertised_address_and_reach_it(
     fleet: Fleet, coordinator: FakeCoordinator, manifest: Manifest
 ) -> None:
     names = coordinator.targets = NAMES[:2]
@@ -292,7 +278,7 @@ def test_what_no_coordinator_would_take_is_refused_by_its_option(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_profile_s_grpc_with_mutual_tls_brings_the_model_to_real_agents(
+def test_grpc_with_mutual_tls_from_the_profile_serves_real_agents(
     tmp_path: Path, coordinator: FakeCoordinator, manifest: Manifest
 ) -> None:
     tls = tmp_path / "state" / "tls"
@@ -315,7 +301,7 @@ def test_the_profile_s_grpc_with_mutual_tls_brings_the_model_to_real_agents(
         issue_identity(authority, "node-9", tls)  # somebody mixed the files up
         for kind in (".pem", "-key.pem"):
             (tls / f"node-9{kind}").rename(tls / f"node-3{kind}")
-        assert fleet.start("node-3").wait(15) == 2
+        assert fleet.start("node-3").wait(60) == 2
         said = (fleet.state / "node-3.log").read_text()
         assert "another worker's certificate: got node-9, wanted node-3" in said
         assert not (fleet.state / "nodes/node-3").exists()

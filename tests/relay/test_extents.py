@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol import Extent, Extents
 
 runs = st.tuples(st.integers(0, 40), st.integers(0, 12)).map(lambda t: Extent(t[0], t[0] + t[1]))
 

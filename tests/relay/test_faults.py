@@ -1,4 +1,4 @@
-"""The kernel's own faults: a full disk, an fsync that fails, death at a system call."""
+"""The kernel's own faults: a full disk and an fsync that fails; ``test_kills`` has the kills."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import DeploymentFailed
-from paceline.manifest import Manifest, verify_directory, write_manifest
+from paceline.manifest import Manifest, write_manifest
 from tests.relay.kit import DEPLOYMENT, manifest_of, plan, write_model
 from tests.support.local_fleet import LocalFleet
+from tests.support.reaper import mount_small_disk
 
 NODE = Path(__file__).with_name("one_node.py")
 
@@ -40,13 +41,10 @@ def manifest(model: Path) -> Manifest:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    if os.geteuid() != 0:
-        missing("mounting a tmpfs needs root")
     disk = tmp_path / "nodes/node-1"
     disk.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if subprocess.run(mount, check=False, capture_output=True).returncode != 0:
-        missing("this machine does not allow mounting a tmpfs")
+    if not mount_small_disk(disk, "1m"):
+        missing("mounting a tmpfs needs root and a machine that allows it")
     yield disk
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
@@ -112,30 +110,4 @@ def test_a_failing_sync_publishes_nothing_and_discards_the_file(
     assert done.returncode == 1, done.stderr
     assert "StorageFailed" in done.stdout
     assert not list((tmp_path / "nodes").glob("*/store/models/*/*/manifest.json"))
-    assert not list((tmp_path / "nodes").glob("*/store/staging/*"))
-
-
-@pytest.mark.parametrize(
-    "point",
-    [
-        "fdatasync:signal=KILL:when=1",
-        "fdatasync:signal=KILL:when=2",
-        "fsync:signal=KILL:when=1",
-        "fsync:signal=KILL:when=3",
-        "pwrite64:signal=KILL:when=5",  # of one thread
-        "/^rename:signal=KILL:when=1",
-        "fallocate:signal=KILL:when=2",
-    ],
-)
-def test_a_kill_at_any_system_call_of_the_store_shows_all_or_nothing(
-    tmp_path: Path, model: Path, manifest: Manifest, strace: list[str], point: str
-) -> None:
-    killed = node(tmp_path, model, *strace, "-e", f"inject={point}")
-    assert killed.returncode in (-9, 137), killed.stderr
-    final = tmp_path / "nodes/node-0/store/models/m/v1"
-    if final.exists():
-        verify_directory(final, manifest)
-    again = node(tmp_path, model)
-    assert again.returncode == 0, again.stdout + again.stderr
-    verify_directory(final, manifest)
     assert not list((tmp_path / "nodes").glob("*/store/staging/*"))

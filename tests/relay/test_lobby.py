@@ -12,46 +12,22 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paceline.relay.transport import grpc_server
-from paceline.relay.transport import serving as lobby
-from paceline.relay.transport import tcp_server as server
-from paceline.relay.transport.contract import Transport
-from paceline.relay.transport.frames import METHOD
-from paceline.relay.transport.grpc_server import GrpcTransport
-from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.relay.transport.serving import PendingHandshakes
-from paceline.relay.transport.tcp_server import TcpTransport
-from paceline.relay.transport.tls import TlsSettings
+from paceline.relay.transport import (
+    METHOD,
+    GrpcTransport,
+    TcpTransport,
+    TlsSettings,
+    Transport,
+    grpc_server,
+    issue_identity,
+    make_authority,
+    serving as lobby,
+    tcp_server as server,
+)
 from tests.relay.peers import Heard, Node, Pair
 
 SILENT = server.MAX_STREAMS + 40
 Make = Callable[[str], Transport]
-
-
-def test_the_one_that_came_first_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby, "PLACES", 2)
-    away: list[str] = []
-    hall = PendingHandshakes(away.append)
-    for number, name in enumerate(("a", "b", "c")):
-        hall.enter(name, float(number))
-    assert away == ["a"]
-    assert not hall.leave("a")
-    assert hall.leave("c"), "it has shown who it is"
-    assert hall.sweep(1.0 + lobby.WELCOME_S - 0.1) == 1.0 + lobby.WELCOME_S
-    assert hall.sweep(1.0 + lobby.WELCOME_S) is None
-    assert away == ["a", "b"]
-
-
-def test_a_caller_may_change_its_name_but_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby, "PLACES", 1)
-    away: list[str] = []
-    hall = PendingHandshakes(away.append)
-    hall.enter("plain", 0.0)
-    hall.replace("plain", "wrapped")
-    hall.enter("next", 1.0)
-    hall.replace("wrapped", "again")
-    hall.close()
-    assert away == ["wrapped", "again", "next"]
 
 
 # ── at the port ──────────────────────────────────────────────────────────────────────────────────
@@ -99,7 +75,7 @@ def silent_callers(pair: Pair, stack: ExitStack) -> list[socket.socket]:
 
 def ended(sock: socket.socket) -> bool:
     """Return whether the other side ended the connection, which may have said something first."""
-    sock.settimeout(lobby.WELCOME_S + 10)
+    sock.settimeout(lobby.HANDSHAKE_TIMEOUT_S + 10)
     try:
         while sock.recv(4096):
             pass
@@ -124,7 +100,7 @@ def test_more_silent_callers_than_there_are_places_keep_no_peer_out(pair: Pair) 
 
 @pytest.mark.parametrize("make", ["tcp", "tcp+mtls"], indirect=True)  # gRPC's is above
 def test_who_is_silent_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lobby, "WELCOME_S", 0.2)
+    monkeypatch.setattr(lobby, "HANDSHAKE_TIMEOUT_S", 0.2)
     host, _, port = pair.address.rpartition(":")
     with socket.create_connection((host, int(port)), 10) as quiet:
         assert ended(quiet)
@@ -133,7 +109,7 @@ def test_who_is_silent_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyP
 def test_who_speaks_slowly_gains_no_time(
     tmp_path: Path, credentials: Callable[[str], TlsSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lobby, "WELCOME_S", 0.3)
+    monkeypatch.setattr(lobby, "HANDSHAKE_TIMEOUT_S", 0.3)
     node = Node(tmp_path, "node-0", TcpTransport("t", credentials("node-0")))
     try:
         host, _, port = node.serve().rpartition(":")

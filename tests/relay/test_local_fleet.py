@@ -10,14 +10,9 @@ import pytest
 
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import FileEntry, Manifest, verify_directory
-from paceline.relay.origin import FIRST_RANGE
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.protocol.limits import SessionLimits
-from paceline.relay.protocol.pull_state import PullState
-from paceline.relay.protocol.source_selection import SourceStream
-from paceline.relay.sources import DirectoryReader, OnSocket
-from paceline.schemas.plan import Source, WorkerLanes
-from paceline.schemas.records import Receipt, WorkerStatus
+from paceline.relay import FIRST_RANGE, DirectoryReader, OnSocket
+from paceline.relay.protocol import Extent, PullState, SessionLimits, SourceStream
+from paceline.schemas import Receipt, Source, WorkerLanes, WorkerStatus
 from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model
 from tests.support.local_fleet import LocalFleet
 
@@ -97,9 +92,7 @@ def test_a_new_version_moves_only_what_changed(
     tmp_path: Path, model: Path, manifest: Manifest
 ) -> None:
     distribute(tmp_path / "nodes", NAMES[:2], manifest, chain(manifest, model))
-    with (model / "shards/a.bin").open("r+b") as file:
-        file.seek(100_000)
-        file.write(b"fine-tuned")
+    damage(model / "shards/a.bin", 100_000, b"fine-tuned")
     newer = manifest_of(model, version="v2")
     receipts = distribute(tmp_path / "nodes", NAMES[:2], newer, chain(newer, model))
     for receipt in receipts.values():
@@ -207,9 +200,7 @@ def test_a_worker_whose_unfinished_copy_rots_repairs_itself(
     paced.deploy(manifest, {first: alone.model_copy(update={"origin_budget_bytes": most})})
     until(lambda: (beat := paced.beat(first, DEPLOYMENT)) is not None and beat.pieces_held > 20)
     staging = next((paced.drivers[first].store.root / "staging").iterdir())
-    with (staging / "data/shards/a.bin").open("r+b") as file:
-        file.seek(50_000)
-        file.write(b"rot")
+    damage(staging / "data/shards/a.bin", 50_000, b"rot")
     paced.deploy(manifest, chain(manifest, model, link_mbit=6, epoch=2)(paced.addresses))
     receipts = paced.receipts(DEPLOYMENT)
     for receipt in receipts.values():
@@ -225,11 +216,7 @@ def test_a_published_copy_that_rots_is_withdrawn_and_mended(
     alone = chain(manifest, model, link_mbit=6)(paced.addresses)[first]
     paced.deploy(manifest, {first: alone})
     path = Path(paced.receipts(DEPLOYMENT, [first])[first].path)
-    (path / "shards/a.bin").chmod(0o644)
-    with (path / "shards/a.bin").open("r+b") as file:
-        file.seek(50_000)
-        file.write(b"rot")
-    (path / "shards/a.bin").chmod(0o444)
+    damage(path / "shards/a.bin", 50_000, b"rot")
     both = chain(manifest, model, link_mbit=6, epoch=2)(paced.addresses)
     paced.deploy(manifest, {second: both[second]})
     until(lambda: paced.drivers[first].withdrawals == 1)
@@ -263,9 +250,7 @@ def test_what_an_earlier_process_began_is_forgotten_unless_it_is_wanted(
 def test_a_flipped_byte_at_the_origin_is_named_and_shown_to_nobody(
     tmp_path: Path, manifest: Manifest, model: Path
 ) -> None:
-    with (model / "shards/a.bin").open("r+b") as file:
-        file.seek(20_000)
-        file.write(b"!")
+    damage(model / "shards/a.bin", 20_000, b"!")
     with LocalFleet(tmp_path / "nodes", NAMES) as fleet:
         fleet.deploy(manifest, chain(manifest, model)(fleet.addresses))
         head = order(manifest)[0]
@@ -350,7 +335,7 @@ def test_a_planted_session_bug_is_caught_on_sockets_too(
         for work, part in self.works.parts(extent):
             self.drop_from(feed, work, part)
 
-    monkeypatch.setattr(PullState, "want_again", forgets_what_was_in_flight)
+    monkeypatch.setattr(PullState, "requeue", forgets_what_was_in_flight)
     _, second, third, *_ = order(manifest)
     paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
     until(lambda: (beat := paced.beat(second, DEPLOYMENT)) is not None and beat.pieces_held > 10)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.relay.transport.pacing import HOLD_S, LEAST_BYTES, MOST_BYTES, ReceiveWindow, no_limit
+from paceline.relay.transport import HOLD_S, LEAST_BYTES, MOST_BYTES, ReceiveWindow, no_limit
 
 
 @pytest.fixture
@@ -29,23 +29,23 @@ def test_an_only_source_keeps_the_kernels_own_sizing(sock: socket.socket) -> Non
 
 def test_windows_follow_the_planned_rates(sock: socket.socket) -> None:
     rates = [2e6]
-    portion = ReceiveWindow(lambda: rates[0])
-    portion.apply(sock)
+    planned_rate = ReceiveWindow(lambda: rates[0])
+    planned_rate.apply(sock)
     assert window(sock) == pytest.approx(2e6 * HOLD_S, rel=0.05)
     rates[0] = 4e6
-    portion.apply(sock)
+    planned_rate.apply(sock)
     assert window(sock) == pytest.approx(4e6 * HOLD_S, rel=0.05)
-    portion.apply(sock, connections=2)
+    planned_rate.apply(sock, connections=2)
     assert window(sock) == pytest.approx(2e6 * HOLD_S, rel=0.05)
     rates[0] = 1.0
-    portion.apply(sock)
+    planned_rate.apply(sock)
     assert window(sock) == LEAST_BYTES
 
 
 def test_a_stream_that_gets_the_whole_link_is_let_go(sock: socket.socket) -> None:
     rates = [2e6]
-    portion = ReceiveWindow(lambda: rates[0])
-    portion.apply(sock)
+    planned_rate = ReceiveWindow(lambda: rates[0])
+    planned_rate.apply(sock)
     rates[0] = 0.0
-    portion.apply(sock)
+    planned_rate.apply(sock)
     assert window(sock) >= MOST_BYTES * 0.95

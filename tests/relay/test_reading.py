@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.relay.protocol.source_selection import OriginBudget
-from paceline.relay.store import origin_reads as reading
-from paceline.relay.store.origin_reads import OriginReadCount, OriginReadCounts
-from paceline.schemas.plan import WorkerLanes
+from paceline.relay.protocol import OriginBudget
+from paceline.relay.store import OriginReadCount, OriginReadCounts, origin_reads as reading
+from paceline.schemas import WorkerLanes
 from tests.relay.kit import ORIGIN, lanes, paper_manifest
 
 GRANT, AHEAD = 1000, 100
@@ -89,7 +88,7 @@ def test_what_is_over_is_removed_and_still_counted_by_its_process(tmp_path: Path
 def test_readings_are_bounded(tmp_path: Path) -> None:
     readings = OriginReadCounts(tmp_path)
     long_one = readings.of("d-0")
-    for number in range(1, reading.MOST + 10):
+    for number in range(1, reading.MAX_COUNTS + 10):
         readings.of(f"d-{number}")
         if number < 20:
             readings.drop([f"d-{number}"])
@@ -98,7 +97,7 @@ def test_readings_are_bounded(tmp_path: Path) -> None:
         readings.of(f"e-{number}")
     readings.close()
     OriginReadCounts(tmp_path)
-    assert len(list(tmp_path.iterdir())) == reading.MOST
+    assert len(list(tmp_path.iterdir())) == reading.MAX_COUNTS
 
 
 def test_without_a_disk_a_reading_counts_for_its_process() -> None:

@@ -12,17 +12,16 @@ import pytest
 from benchmarks.reuse import main
 from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.store import reuse
-from paceline.relay.store.disk_space import (
+from paceline.relay.protocol import Extent
+from paceline.relay.store import (
     DiskSpace,
+    Store,
     StorePolicy,
-    frees,
+    freed_bytes,
     leftovers,
-    reclaimable,
-    room_lacking,
+    missing_bytes,
+    reclaimable_bytes,
 )
-from paceline.relay.store.store import Store
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.relay.test_store import fill
 
@@ -63,17 +62,8 @@ def test_a_file_that_an_older_version_holds_takes_no_room(tmp_path: Path, model:
     store.reuse(staging)
     fill(staging, model)
     verify_directory(store.publish(staging), newer)
-    same = inode(store, "v1", "shards/a.bin") == inode(store, "v2", "shards/a.bin")
-    assert same or reflinks(tmp_path)
+    assert inode(store, "v1", "shards/a.bin") == inode(store, "v2", "shards/a.bin")
     assert inode(store, "v1", "config.json") != inode(store, "v2", "config.json")
-
-
-def reflinks(directory: Path) -> bool:
-    """Return whether the filesystem of ``directory`` shares blocks between files."""
-    (directory / "probe").write_bytes(b"x" * 8192)
-    entry = manifest_of(write_model(directory / "probe-model", 100)).files[0]
-    found = reuse._clone(directory / "probe", directory / "probe2", entry)
-    return found or (directory / "probe2").exists()
 
 
 def test_a_longer_first_file_shifts_nothing(tmp_path: Path, model: Path) -> None:
@@ -154,7 +144,7 @@ def test_a_link_that_rots_before_it_is_published_is_mended_as_a_copy(
     damage(staging.data / "shards/a.bin", 3 * newer.piece_bytes, b"rot")
     (staging.data / "shards/a.bin").chmod(0o444)
     before = staging.descriptor(shard)
-    assert staging.distrust(piece)
+    assert staging.recheck_piece(piece)
     assert staging.descriptor(shard) != before
     os.fstat(before)  # still good for a peer that reads from it
     fill(staging, model)
@@ -175,6 +165,21 @@ def test_after_a_crash_links_are_verified_before_they_count(tmp_path: Path, mode
     again = store.open(newer)
     fill(again, model)
     verify_directory(store.publish(again), newer)
+
+
+def test_versions_of_other_piece_hashes_share_whole_files_and_no_piece(
+    tmp_path: Path, model: Path
+) -> None:
+    store = Store(tmp_path / "store")
+    published(store, model, "v1")
+    damage(model / "shards/a.bin", 100_000, b"fine-tuned")
+    newer = manifest_of(model, version="v2", piece_hash="sha256")
+    staging = store.open(newer)
+    store.reuse(staging)
+    b = next(file for file in newer.files if file.path == "shards/b.bin")
+    assert staging.reused_bytes == b.size + (model / "config.json").stat().st_size
+    fill(staging, model)
+    verify_directory(store.publish(staging), newer, full=True)
 
 
 def test_an_older_store_with_writable_files_is_copied_from(tmp_path: Path, model: Path) -> None:
@@ -253,7 +258,7 @@ def test_what_was_left_of_versions_that_never_came_goes_first(
     store.close()
     store = Store(root, StorePolicy(make_room=True))
     newest = begun[2].digest
-    assert reclaimable(root, newest) >= 250_000
+    assert reclaimable_bytes(root, newest) >= 250_000
     assert not (set(leftovers(root, {newest})) & {root / "staging" / newest})
     freed = iter([0, 0, 10_000_000])  # short, short again, enough
     monkeypatch.setattr(
@@ -274,7 +279,7 @@ def test_nothing_goes_where_there_is_room(tmp_path: Path, monkeypatch: pytest.Mo
     assert store.make_room(newer) == []
 
 
-def test_a_disk_that_stays_too_small_says_so_and_keeps_the_active_version(
+def test_a_disk_that_stays_too_small_fails_and_keeps_the_active_version(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path / "store", StorePolicy(make_room=True))
@@ -290,21 +295,12 @@ def test_a_disk_that_stays_too_small_says_so_and_keeps_the_active_version(
     assert list((tmp_path / "store/staging").iterdir()) == []
 
 
-def test_a_plain_store_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path / "store")
-    several(store, tmp_path, 3)
-    disk(monkeypatch, free=0)
-    assert store.make_room(manifest_of(write_model(tmp_path / "n", 100_000, 9), "v9")) == []
-
-
-def test_a_version_that_makes_room_for_its_successor_still_gives_it_its_files(
+def test_a_version_removed_for_its_successor_still_gives_it_its_files(
     tmp_path: Path, model: Path
 ) -> None:
     store = Store(tmp_path / "store")
     published(store, model, "v1")
-    if reflinks(tmp_path):
-        pytest.skip("this filesystem clones files instead of linking them")
-    whole = frees(store.final_path("m", "v1"))
+    whole = freed_bytes(store.final_path("m", "v1"))
     store.close()
     store = Store(tmp_path / "store", StorePolicy(free_share=0.999))
     (model / "config.json").write_text("2")
@@ -314,32 +310,31 @@ def test_a_version_that_makes_room_for_its_successor_still_gives_it_its_files(
     assert staging.reused_bytes == newer.total_size - 1
     fill(staging, model)
     verify_directory(store.publish(staging), newer)
-    assert frees(store.final_path("m", "v2")) <= whole
+    assert freed_bytes(store.final_path("m", "v2")) <= whole
 
 
 def test_what_is_linked_frees_nothing(tmp_path: Path, model: Path) -> None:
     store = Store(tmp_path / "store")
     published(store, model, "v1")
-    if reflinks(tmp_path):
-        pytest.skip("this filesystem clones files instead of linking them")
-    assert frees(store.final_path("m", "v1")) >= 600_000
+    assert freed_bytes(store.final_path("m", "v1")) >= 600_000
     (model / "config.json").write_text("2")
     published(store, model, "v2")
     for version in ("v1", "v2"):  # nothing of their own but config.json and manifest.json
-        assert frees(store.final_path("m", version)) < 60_000
+        assert freed_bytes(store.final_path("m", version)) < 60_000
 
 
 def test_room_counts_what_is_there(tmp_path: Path, model: Path) -> None:
     store = Store(tmp_path / "store")
     manifest = manifest_of(model)
-    assert room_lacking(tmp_path / "nowhere", manifest) == manifest.total_size
+    lacks = lambda root, of: missing_bytes(root, of.digest, of.files)  # noqa: E731
+    assert lacks(tmp_path / "nowhere", manifest) == manifest.total_size
     staging = store.open(manifest)
-    assert room_lacking(store.root, manifest) < 10_000  # preallocated
+    assert lacks(store.root, manifest) < 10_000  # preallocated
     fill(staging, model)
     store.publish(staging)
-    assert room_lacking(store.root, manifest) == 0
+    assert lacks(store.root, manifest) == 0
     (model / "config.json").write_text("x" * 100)
-    assert room_lacking(store.root, manifest_of(model, version="v2")) == 100
+    assert lacks(store.root, manifest_of(model, version="v2")) == 100
 
 
 def test_a_version_that_changes_two_percent_moves_three_at_most(
@@ -347,6 +342,6 @@ def test_a_version_that_changes_two_percent_moves_three_at_most(
 ) -> None:
     assert main(["--bytes", "16e6", "--workers", "3", "--changed", "0.02"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result["first_moved_share"] == 1.0
+    assert 1.0 <= result["first_moved_share"] <= 1.02  # a busy machine may request a piece twice
     assert result["second_moved_share"] <= 0.03
     assert result["second_origin_share"] <= 0.03

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.relay.active_deployment import ActiveDeployment
+from paceline.relay import ActiveDeployment
 from tests.relay.kit import ORIGIN, lanes, paper_manifest
 
 KIB = 1024
@@ -20,18 +20,18 @@ def test_much_read_from_the_origin_is_told_at_once() -> None:
     seed = share(4 * KIB)
     before = seed.news()
     seed.counters.add(origin=3 * KIB)
-    assert not seed.has_much_to_tell
+    assert not seed.origin_report_due
     seed.counters.add(origin=1 * KIB)
-    assert seed.has_much_to_tell
+    assert seed.origin_report_due
     seed.refresh(0.1)
     assert seed.news() != before
-    assert not seed.has_much_to_tell
+    assert not seed.origin_report_due
 
 
 def test_nobody_else_tells_of_it() -> None:
     other = share(0)
     before = other.news()
     other.counters.add(origin=60 * KIB)
-    assert not other.has_much_to_tell
+    assert not other.origin_report_due
     other.refresh(0.1)
     assert other.news() == before

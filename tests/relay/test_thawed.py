@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.protocol.events import SLEPT_S
-from paceline.relay.protocol.limits import SessionLimits
-from paceline.schemas.records import Receipt
+from paceline.relay.protocol import REPLACED_AFTER_S, SessionLimits
+from paceline.schemas import Receipt
 from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
 from tests.relay.fake_coordinator import FakeCoordinator
 from tests.relay.kit import manifest_of, write_model
@@ -71,7 +70,7 @@ def line_of(fleet: Fleet) -> list[str]:
 def freeze(fleet: Fleet, name: str) -> float:
     """Stop an agent; return when it will have stood still so long that others may replace it."""
     os.kill(fleet.processes[name].pid, signal.SIGSTOP)
-    return time.monotonic() + SLEPT_S + 0.5
+    return time.monotonic() + REPLACED_AFTER_S + 0.5
 
 
 def thaw(fleet: Fleet, name: str, not_before_s: float) -> None:
@@ -85,28 +84,8 @@ def receipt(fleet: Fleet, name: str) -> Receipt:
     return found
 
 
-def test_the_others_finish_around_a_frozen_agent_which_then_goes_on_and_blames_nobody(
-    fleet: Fleet, manifest: Manifest
-) -> None:
-    first, second, third = line_of(fleet)
-    until(lambda: fleet.pieces(second) > 100, "pieces at the second")
-    due_s = freeze(fleet, second)
-    until(lambda: fleet.is_complete(first) and fleet.is_complete(third), "the others complete")
-    assert fleet.coordinator.beats[third].lost_sources == (second,)
-    thaw(fleet, second, due_s)
-    until(lambda: fleet.is_complete(second), "the thawed one completes")
-    assert fleet.coordinator.beats[second].lost_sources == (), "nobody died of its own sleep"
-    own = receipt(fleet, second)
-    assert (own.incarnation, own.refetched_bytes, own.origin_bytes) == (1, 0, 0)
-    assert own.received_bytes == manifest.total_size, "it had kept what it had"
-    told = [receipt(fleet, name) for name in (first, second, third)]
-    assert sum(each.origin_bytes for each in told) <= 1.02 * manifest.total_size
-    assert [each.corrupt_pieces for each in told] == [0, 0, 0]
-    for name in (first, second, third):
-        verify_directory(fleet.final(name), manifest)
-
-
-def test_a_head_that_stood_still_reads_on_when_it_has_heard_the_coordinator_and_feeds_the_line(
+@pytest.mark.nightly
+def test_a_thawed_head_resumes_reading_once_answered_and_feeds_the_line(
     fleet: Fleet, manifest: Manifest
 ) -> None:
     coordinator = fleet.coordinator

@@ -12,13 +12,19 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.transport.contract import Transport
-from paceline.relay.transport.frames import HEADER, Kind, decode
-from paceline.relay.transport.grpc_server import GrpcTransport
-from paceline.relay.transport.identity import Authority, issue_identity, make_authority
-from paceline.relay.transport.tcp_server import TcpTransport
-from paceline.relay.transport.tls import TlsSettings
+from paceline.relay.protocol import Extent
+from paceline.relay.transport import (
+    HEADER,
+    Authority,
+    GrpcTransport,
+    Kind,
+    TcpTransport,
+    TlsSettings,
+    Transport,
+    decode,
+    issue_identity,
+    make_authority,
+)
 from tests.relay.peers import Heard, Pair
 
 TOKEN = "cluster-token"

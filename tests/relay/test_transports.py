@@ -9,8 +9,7 @@ import pytest
 
 from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import InvalidInput, InvalidProfile
-from paceline.relay.transport.identity import issue_identity, make_authority
-from paceline.relay.transport.transports import tls_for, transport_for
+from paceline.relay.transport import issue_identity, make_authority, tls_for, transport_for
 
 
 def runtime(state_dir: Path, **sections: dict[str, object]) -> Runtime:
@@ -34,7 +33,7 @@ def test_plain_connections_are_for_loopback(tmp_path: Path, host: str) -> None:
     assert transport_for(runtime(tmp_path), host, "node-0").name == "tcp"
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "192.168.1.4"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.1", "::", "node-0.example"])
 def test_beyond_loopback_the_settings_to_add_are_named(tmp_path: Path, host: str) -> None:
     with pytest.raises(InvalidProfile, match="peer_ca, peer_cert and peer_key") as caught:
         transport_for(runtime(tmp_path), host, "node-0")
@@ -79,11 +78,6 @@ def test_half_an_identity_is_not_plain(tmp_path: Path) -> None:
 def test_the_profile_picks_the_transport(tmp_path: Path) -> None:
     asked = runtime(tmp_path, relay={"transport": "grpc"})
     assert transport_for(asked, "127.0.0.1", "node-0").name == "grpc"
-
-
-def test_a_host_name_is_not_guessed_about(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="address"):
-        transport_for(runtime(tmp_path), "node-0.example", "node-0")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "grpc"])

@@ -1,7 +1,6 @@
 """When a node that no coordinator answers reads the origin, and when it leaves that to others (I6).
 
-Drivers of one process on loopback sockets, heard or not as each test says. ``test_cut_off`` has the
-same with agent processes.
+Drivers of one process on loopback sockets, answered or not as each test says.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import Manifest
-from paceline.relay import node as driver_module
-from paceline.relay.node import RelayDriver
-from paceline.relay.store.store import Store
-from paceline.relay.transport.tcp_server import TcpTransport
-from paceline.schemas.calls import DeploymentBeat
-from paceline.schemas.plan import Source, WorkerLanes
-from paceline.schemas.records import WorkerStatus
+from paceline.relay import RelayDriver, node as driver_module
+from paceline.relay.store import Store
+from paceline.relay.transport import TcpTransport
+from paceline.schemas import DeploymentBeat, Source, WorkerLanes, WorkerStatus
 from tests.relay.kit import lanes, manifest_of, worker, write_model
 from tests.support.local_fleet import open_directory
 
@@ -42,7 +38,7 @@ def manifest(model: Path) -> Manifest:
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    monkeypatch.setattr(driver_module, "UNHEARD_S", UNHEARD_S)
+    monkeypatch.setattr(driver_module, "COORDINATOR_TIMEOUT_S", UNHEARD_S)
     monkeypatch.setattr(driver_module, "LONGEST_WAIT_S", 0.05)
     made: list[RelayDriver] = []
 
@@ -99,7 +95,7 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_who_is_unheard_stops_when_its_readers_leave_and_goes_on_when_it_is_heard(
+def test_a_cut_off_head_stops_without_readers_and_resumes_when_answered(
     make: Make, manifest: Manifest, model: Path
 ) -> None:
     head, other = make("head"), make("other")
@@ -118,7 +114,7 @@ def test_who_is_unheard_stops_when_its_readers_leave_and_goes_on_when_it_is_hear
     assert completes(head)
 
 
-def test_who_is_cut_off_goes_on_when_somebody_reads_there_again(
+def test_a_cut_off_worker_goes_on_when_a_reader_returns(
     make: Make, manifest: Manifest, model: Path
 ) -> None:
     head, other = make("head"), make("other")
@@ -130,7 +126,7 @@ def test_who_is_cut_off_goes_on_when_somebody_reads_there_again(
     assert completes(other)
 
 
-def test_who_is_alone_in_its_plan_waits_for_nobody(
+def test_a_worker_alone_in_its_plan_waits_for_no_reader(
     make: Make, manifest: Manifest, model: Path
 ) -> None:
     head = make("head", 100.0)
@@ -138,7 +134,7 @@ def test_who_is_alone_in_its_plan_waits_for_nobody(
     assert completes(head)
 
 
-def test_where_everybody_was_told_to_read_it_all_nobody_waits(
+def test_workers_planned_to_read_all_from_the_origin_do_not_wait(
     make: Make, manifest: Manifest, model: Path
 ) -> None:
     head = make("head", 100.0)
@@ -157,7 +153,7 @@ def test_what_a_withdrawn_copy_had_read_is_still_counted(
     receipt = next(iter(head.beats())).receipt
     assert receipt is not None
     head._deployments.library.find(manifest.digest, 0.0)  # open, as for a reader
-    head._post(lambda now: head._deployments.rotten(manifest.digest, 0, now))
+    head.post(lambda now: head._deployments.rotten(manifest.digest, 0, now))
     until(lambda: not head.beats())
     head.deploy(given.model_copy(update={"epoch": 2}), manifest)
     until(lambda: bool(head.beats()))

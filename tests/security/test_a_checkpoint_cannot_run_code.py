@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.errors import CorruptData, InvalidInput, PacelineError
-from paceline.training.checkpoint.dcp_reading import read_dcp
+from paceline.training.checkpoint import read_dcp
 
 W = torch.arange(6.0).reshape(2, 3)
 WANTED = {"w": torch.empty(2, 3, device="meta")}
@@ -289,6 +289,16 @@ def test_an_archive_that_inflates_is_refused_before_it_does(there: Path) -> None
     finally:
         tracemalloc.stop()
     assert peak < 4 * 2**20
+
+
+def test_an_archive_with_a_directory_of_many_entries_is_refused_unread(there: Path) -> None:
+    made = io.BytesIO(saved(W))
+    with zipfile.ZipFile(made, "a") as archive:
+        for number in range(3000):
+            archive.writestr(f"archive/extra/{number}", b"")
+    pointed_at(there, made.getvalue())
+    with pytest.raises(CorruptData, match="directory of"):
+        read_dcp(there, WANTED)
 
 
 @pytest.mark.parametrize(

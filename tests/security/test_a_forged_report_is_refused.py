@@ -3,6 +3,7 @@ the bucket and no line of the ledger takes its place."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,22 +22,23 @@ from paceline.errors import (
 )
 from paceline.manifest import build_manifest
 from paceline.models import weights_digest
-from paceline.registry import Registry
-from paceline.registry.lineage import claim_digest
-from paceline.schemas import canonical_json, digest_of
-from paceline.schemas.training import (
+from paceline.registry import Registry, claim_digest
+from paceline.schemas import (
     Evaluation,
     EvaluationReport,
     Evidence,
     GateDecision,
     TrainResult,
+    canonical_json,
+    digest_of,
 )
 from paceline.storage import ObjectStore
 from paceline.tasks import promote, sealed, train
 from paceline.tasks.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
-from tests.support.stack import Ended, paceline
+from tests.support.shared import Rejected
+from tests.support.stack import paceline
 
 BASE = "b" * 64
 
@@ -303,26 +305,22 @@ def test_evidence_of_an_older_version_keeps_its_digest() -> None:
 @pytest.mark.xdist_group("installation")
 @pytest.mark.timeout(600)
 def test_the_command_line_promotes_no_forged_report(
-    stack: Runtime, lifecycle: Ended, tmp_path: Path
+    stack: Runtime, rejected: Rejected, tmp_path: Path
 ) -> None:
-    state, model = stack.state_dir, lifecycle.answer["model"]["model_id"]
-    before = Registry.from_runtime(stack).champion(model)
-    real = f"{stack.data_url}/snapshots/{lifecycle.answer['data']['digest']}"
+    before = Registry.from_runtime(stack).champion(rejected.model)
 
-    def run(*words: str, expected: int = 0) -> dict[str, Any]:
-        ended = paceline(*words, "--json", state=state, timeout_s=400)
-        assert ended.code == expected, ended.err
-        return ended.answer
+    def refused(*words: str, code: int = 3) -> dict[str, Any]:
+        ended = paceline("promote", *words, "--json", state=stack.state_dir)
+        assert ended.code == code, ended.err
+        error: dict[str, Any] = ended.answer["error"]
+        return error
 
     def written(name: str, value: object) -> str:
         path = tmp_path / name
         path.write_text(json.dumps(value))
         return str(path)
 
-    job = run("train", model, "1", "--snapshot", real, "--labels", "shuffled")
-    of = (model, "--base", "1", "--trained", written("job.json", job), "--snapshot", real)
-    report = run("evaluate", *of)
-    honest = dict(report)
+    report = copy.deepcopy(rejected.report)
     for score in report["scores"]:
         if score["name"] == "candidate":
             score["bits_per_byte"] = {"value": 0.5, "low": 0.4, "high": 0.6}
@@ -330,28 +328,24 @@ def test_the_command_line_promotes_no_forged_report(
             score["gain_over"] = dict.fromkeys(score["gain_over"], gain)
 
     # edited by hand: what was recorded is judged
-    refused = run("promote", *of, "--report", written("edited.json", report), expected=3)
-    assert refused["error"]["code"] == "GateRefused"
-    assert "better than base" in refused["error"]["got"]
+    error = refused(*rejected.promotion, "--report", written("edited.json", report))
+    assert error["code"] == "GateRefused"
+    assert "better than base" in error["got"]
 
     # a record of its own, by one who can write into the bucket but has not the installation's token
     store = ObjectStore.from_runtime(stack)
-    url = f"{stack.records_url}/evaluation/{honest['report_digest']}.json"
+    url = f"{stack.records_url}/evaluation/{report['report_digest']}.json"
     content = json.loads(store.get_bytes(url))
     extra = {"status", "run_id", "notes", "report_digest"}
     content["record"]["report"] = {key: report[key] for key in report.keys() - extra}
     digest = digest_of(content["record"])
     store.put_bytes(f"{stack.records_url}/evaluation/{digest}.json", canonical_json(content))
-    refused = run("promote", model, "--report", digest, expected=3)
-    assert "cannot be trusted" in refused["error"]["got"]
+    assert "cannot be trusted" in refused(rejected.model, "--report", digest)["got"]
 
-    # a report that was never recorded, and one as an older version printed it
-    refused = run("promote", model, "--report", "a" * 64, expected=3)
-    assert "no such evaluation was recorded" in refused["error"]["got"]
+    # a report as an older version printed it, and one that was never recorded
     older = {key: value for key, value in report.items() if key != "report_digest"}
-    refused = run("promote", *of, "--report", written("older.json", older), expected=2)
-    assert refused["error"]["code"] == "InvalidInput"
-
-    assert Registry.from_runtime(stack).champion(model) == before
+    error = refused(*rejected.promotion, "--report", written("older.json", older), code=2)
+    assert error["code"] == "InvalidInput"
     with pytest.raises(NotFound):
-        sealed.find(Run.open(state), "a" * 64, "evaluation", Evaluation)
+        sealed.find(Run.open(stack.state_dir), "a" * 64, "evaluation", Evaluation)
+    assert Registry.from_runtime(stack).champion(rejected.model) == before

@@ -1,4 +1,4 @@
-"""A test run that is killed leaves no process: neither servers that detach nor xdist's workers."""
+"""A test run that is killed leaves no process and no mount."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from pathlib import Path
 from paceline import cluster as fleet
 from tests.cluster.conftest import small_profile
 from tests.cluster.test_supervisor import service
+from tests.support.reaper import mount_small_disk
 
 def test_slow():
     state = Path({state!r})
@@ -35,16 +36,22 @@ def test_slow():
     if (child := os.fork()) == 0:  # it holds every descriptor of this process, and runs no program
         os.setsid()
         time.sleep(600)
+    (disk := Path({disk!r})).mkdir()
+    mount_small_disk(disk, "1m")
     Path({ready!r}).write_text(f"{{child}}")
     time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("workers", "number"), [(0, signal.SIGKILL), (1, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("workers", "number"),
+    [pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly), (1, signal.SIGTERM)],
+)
 def test_servers_end_with_the_run(tmp_path: Path, number: signal.Signals, workers: int) -> None:
     state, ready = tmp_path / "state", tmp_path / "ready"
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_slow.py").write_text(SLOW.format(state=str(state), ready=str(ready)))
+    program = SLOW.format(state=str(state), ready=str(ready), disk=str(tmp_path / "disk"))
+    (tmp_path / "test_slow.py").write_text(program)
     words = ["-q", "-p", "no:cacheprovider", "-n", str(workers), "--rootdir", str(ROOT)]
     run = subprocess.Popen(
         [sys.executable, "-m", "pytest", *words, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)],
@@ -66,6 +73,8 @@ def test_servers_end_with_the_run(tmp_path: Path, number: signal.Signals, worker
         forked = Path("/proc", ready.read_text())
         wait_until(lambda: not forked.exists(), 30, "the forked child gone")
         wait_until(lambda: not processes_of(tmp_path), 30, "every process of the run gone")
+        mounts = Path("/proc/self/mounts")
+        wait_until(lambda: str(tmp_path) not in mounts.read_text(), 30, "its disk unmounted")
     finally:
         run.kill()
         run.wait()

@@ -12,25 +12,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import HashStore
 
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidFrame, PeerLost
 from paceline.models import config_for
-from paceline.training.loop.group import interface_of
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.strategies import frames, server
-from paceline.training.strategies.frames import FrameKind
-from paceline.training.strategies.learner import Learner
-from paceline.training.strategies.protocol import ServerTerms
-from paceline.training.strategies.rendezvous import FileClaims
-from paceline.training.strategies.server import ParameterServer, listen
+from paceline.training.loop import TransformerWorkload, interface_of
+from paceline.training.strategies import (
+    FrameKind,
+    Learner,
+    ParameterServer,
+    Rendezvous,
+    Terms,
+    frames,
+    server,
+)
+from tests.training.strategies.asynchronous import Logging
 
 GREET_S = 0.5
-HELLO = {"role": "worker", "rank": 2, "worker": 0, "key": "key"}
+HELLO = {"role": "worker", "worker": 0, "key": "key"}
 
 
 def hello(**more: object) -> bytes:
@@ -39,26 +42,20 @@ def hello(**more: object) -> bytes:
 
 
 @pytest.fixture
-def address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
+def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A parameter server that leads, with a short deadline for greetings."""
     monkeypatch.setattr(server, "GREET_S", GREET_S)
     settings = TrainingSettings.model_validate(
         {"ranks": 3, "steps": 3, "synchrony": {"kind": "parameter-server"}}
     )
     learner = Learner(TransformerWorkload(config_for(10_000, 16)).build(), settings, 1)
-    served = ParameterServer(learner, ServerTerms("key", 1, 3, 2), FileClaims(tmp_path), "here")
-    served.lead()
-    with listen("127.0.0.1") as listener:
-
-        def serve() -> None:
-            with contextlib.suppress(PeerLost):
-                served.serve(listener, 60.0)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield listener.getsockname()[:2]
+    meeting = Rendezvous(HashStore())
+    served = ParameterServer(learner, Terms("key", 1, 3, 2), meeting, Logging(lambda **_: None))
+    with served.listening("127.0.0.1") as found:
+        served.lead()
+        served.open()
+        yield found
         served.end(PeerLost("the test is over"))
-        thread.join(10)
 
 
 def drip(connection: socket.socket, raw: bytes) -> int:
@@ -117,7 +114,7 @@ def test_lengths_and_deadline_are_of_the_whole_frame() -> None:
     with ours, theirs:
         theirs.sendall(frames.HEADER.pack(frames.MAGIC, FrameKind.HELLO, 4097, 0))
         with pytest.raises(InvalidFrame, match="too large"):
-            frames.greeting(ours, "key", 10.0)
+            frames.receive_hello(ours, "key", 10.0)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         thread = threading.Thread(target=drip, args=(theirs, hello()), daemon=True)
@@ -150,7 +147,7 @@ with join_group(rank, 2, host, port, 1, 60.0, serve=False, own=host) as group:
 
 STORE = """
 import os, sys
-from paceline.training.launcher.watchers import keep_store
+from paceline.training.launcher.forkserver import keep_store
 keep_store(sys.argv[1], 1)
 """
 

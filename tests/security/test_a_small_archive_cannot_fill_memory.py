@@ -3,15 +3,12 @@ the reader's memory stays below 256 MB."""
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 import subprocess
 import sys
 import tarfile
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.security.archives import block, header, npy, numbers, tar_of
+from tests.security.archives import block, header, npy, numbers
 
 MEMORY_MB = 256
 READER_MB = 1024 + 256  # of the process that decodes Parquet, with its libraries
@@ -77,22 +74,15 @@ def packed(path: Path, *parts: bytes | int) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE]
-)
-def test_a_long_header_is_passed_over_and_its_member_left_out(tmp_path: Path, kind: bytes) -> None:
-    parts = [header("@LongLink", 400 * MB, kind), 400, header("b.txt", 1), block(b"b")]
-    path = packed(tmp_path / "all.tar.gz", *parts, *PLAIN, END)
-    assert path.stat().st_size < 2 * MB
-    samples, left_out, error = read(path)
-    assert (samples, error) == (["a"], None)
-    assert left_out == [f"a header of {400 * MB} bytes, at most {MB} wanted"]
-
-
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE])
-def test_a_long_header_that_no_sample_needs_is_passed_over(tmp_path: Path, kind: bytes) -> None:
-    path = packed(tmp_path / "all.tar.gz", header("g", 400 * MB, kind), 400, *PLAIN, END)
-    assert read(path) == (["a"], [], None)
+def test_long_headers_are_passed_over_and_their_members_left_out(tmp_path: Path) -> None:
+    size, parts = 300 * MB, []
+    for kind in (tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE):  # about the member that follows
+        parts += [header("@LongLink", size, kind), 300, header("b.txt", 1), block(b"b"), *PLAIN]
+    for kind in (tarfile.GNUTYPE_LONGLINK, tarfile.XGLTYPE):  # that no sample needs
+        parts += [header("g", size, kind), 300, header("c.txt", 1), block(b"c"), *PLAIN]
+    samples, left_out, error = read(packed(tmp_path / "all.tar.gz", *parts, END))
+    assert (samples, error) == (["a", "a", "c", "a", "c", "a"], None)
+    assert left_out == [f"a header of {size} bytes, at most {MB} wanted"] * 2
 
 
 def test_a_map_of_a_sparse_file_and_its_holes_take_no_memory(tmp_path: Path) -> None:
@@ -128,14 +118,10 @@ def test_pax_records_are_read_in_linear_time(tmp_path: Path) -> None:
 
 MEMBERS = {
     "lists.json": lambda: b"[" + b"[]," * (21 * MB) + b"[]]",
-    "objects.json": lambda: b"[" + b'{"a":0},' * (2 * MB) + b"0]",
-    "names.json": lambda: b'{"' + b'x":"' * (5 * MB) + b'"}',
     "wide.json": lambda: b'"' + "\U0001f600".encode() + b"x" * (23 * MB) + b'"',
-    "rows.npy": lambda: npy(numbers(shape=f"({16 * MB - 64},)"), b"\0" * (64 * MB - 256)),
     "columns.npy": lambda: npy(
         numbers(shape=f"(4, {4 * MB - 64})", order="True"), b"\0" * (64 * MB - 999)
     ),
-    "full.bin": lambda: b"\0" * (64 * MB),
     "over.bin": lambda: b"\0" * (65 * MB),
 }
 
@@ -153,16 +139,10 @@ def test_a_member_that_compresses_well_takes_no_more_than_its_sample(
     assert len(samples) + len(left_out) == 2
 
 
-@pytest.mark.parametrize("how", ["gzip", "bzip2", "xz"])
-def test_an_archive_that_grows_without_end_is_refused_by_name(tmp_path: Path, how: str) -> None:
-    path, zeros = tmp_path / "all.tar", b"\0" * MB
-    compress = {
-        "gzip": lambda raw: gzip.compress(raw, 9),
-        "bzip2": bz2.compress,
-        "xz": lambda raw: lzma.compress(raw, preset=1),
-    }[how]
+def test_an_archive_that_grows_without_end_is_refused_by_name(tmp_path: Path) -> None:
+    path, zeros = tmp_path / "all.tar.gz", b"\0" * MB
     # streams one after another: of zeros, the same stream again and again
-    head, step = compress(header("a.bin", 2**33)), compress(zeros * 16)
+    head, step = gzip.compress(header("a.bin", 2**33)), gzip.compress(zeros * 16)
     path.write_bytes(head + step * 32)
     assert path.stat().st_size < 600_000
     samples, left_out, error = read(path)
@@ -171,30 +151,13 @@ def test_an_archive_that_grows_without_end_is_refused_by_name(tmp_path: Path, ho
     assert "grows to more than 256 times its size" in error
 
 
-def test_xz_that_asks_for_gigabytes_is_refused_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "all.tar"
-    small = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 20}]
-    raw = bytearray(
-        lzma.compress(tar_of([("a.txt", b"one")]), filters=small, check=lzma.CHECK_NONE)
-    )
-    block_header = raw.index(b"\x21\x01", 12)  # LZMA2, and one byte that says how large
-    raw[block_header + 2] = 38  # 2 GiB
-    size = (raw[12] + 1) * 4
-    raw[12 + size - 4 : 12 + size] = zlib.crc32(raw[12 : 12 + size - 4]).to_bytes(4, "little")
-    path.write_bytes(raw)
-    samples, _, error = read(path)
-    assert samples == []
-    assert error is not None
-    assert "emory" in error
-
-
 def test_a_dictionary_of_parquet_that_stands_for_gigabytes_is_bounded(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     for name, text in (
         ("repeats", "x" * (16 * MB)),
         ("random", rng.integers(33, 126, 12 * MB, dtype=np.uint8).tobytes().decode()),
     ):
-        column = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), pa.array([text]))
+        column = pa.DictionaryArray.from_arrays(pa.array([0] * 40, pa.int32()), pa.array([text]))
         path = tmp_path / f"{name}.parquet"
         pq.write_table(
             pa.table({"text": column}), path, dictionary_pagesize_limit=1 << 30, store_schema=False
@@ -254,7 +217,7 @@ def test_a_footer_of_parquet_that_claims_gigabytes_is_refused_by_name(tmp_path: 
 def test_a_line_without_an_end_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "all.jsonl"
     with path.open("wb") as file:
-        file.truncate(1 << 30)  # a hole
+        file.truncate(320 * MB)  # a hole
         file.seek(0, 2)
         file.write(b'\n{"key": "a", "text": "one"}\n')
     samples, left_out, error = read(path, "jsonl")

@@ -13,11 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from paceline.config import DataSettings
-from paceline.data import ShardCache, Snapshot, build_snapshot, load_snapshot
-from paceline.data.formats import tar
-from paceline.data.formats.shard_file import LAYOUT, ColumnSamples
-from paceline.data.snapshot import BYTES
-from paceline.data.tokenizer import open_tokenizer
+from paceline.data import ShardCache, Snapshot, build_snapshot, load_snapshot, open_tokenizer
+from paceline.data.formats import LAYOUT, ShardSamples, read_columns, tar
 from paceline.errors import InvalidInput
 from paceline.storage import DiskStore
 from paceline.tasks.prepare import build_data_snapshot
@@ -204,7 +201,7 @@ def test_a_shard_with_an_odd_header_is_one_to_quarantine(entry: Any) -> None:
     raw = json.dumps({"__metadata__": {"layout": LAYOUT}, "tokens": entry}).encode()
     data = len(raw).to_bytes(8, "little") + raw + b"abcd"
     with pytest.raises(ValueError, match=r"."):  # what the cache takes for a bad shard
-        ColumnSamples(data, 1, BYTES, ())
+        ShardSamples(read_columns(data), 1)
 
 
 def test_what_is_left_out_is_in_the_summary_of_the_command(source: Path) -> None:

@@ -9,11 +9,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from paceline import cluster as fleet
-from paceline.cli.main import cli
+from paceline.cli import cli
 from paceline.config import Profile, Runtime, Secrets, load_runtime, save_runtime
 from paceline.errors import Conflict
-from paceline.relay.joining import join
-from paceline.relay.transport.identity import ensure_authority, fingerprint
+from paceline.relay import join
+from paceline.relay.transport import ensure_authority, fingerprint
 from tests.cluster.conftest import small_profile
 
 URL = "http://127.0.0.1:7600"

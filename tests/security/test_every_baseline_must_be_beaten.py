@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from paceline.config import GateSettings, Profile, load_profile
 from paceline.errors import InvalidProfile
 from paceline.evaluation import EXCEPTED, decide
-from paceline.schemas.training import EvaluationReport, GateDecision, Interval, ModelScore
+from paceline.schemas import EvaluationReport, GateDecision, Interval, ModelScore
 from tests.evaluation.reports import LINEAGE, interval, passing
 from tests.support.stack import Ended
 

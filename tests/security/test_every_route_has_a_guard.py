@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from paceline.api.app import create_app
-from paceline.api.guard import OPEN_PER_S
-from paceline.api.limits import BODY_S, MAX_BODY_BYTES
-from paceline.api.routes import ROUTES, Route, routes_of
-from paceline.relay.transport.identity import new_request
-from paceline.schemas.access import Scope
-from tests.api.conftest import make_runtime
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)
-    from starlette.testclient import TestClient
+from paceline.api import BODY_S, MAX_BODY_BYTES, OPEN_PER_S, ROUTES, Route, routes_of
+from paceline.relay.transport import new_request
+from paceline.schemas import Scope
+from tests.api.conftest import app_client, bearer, make_runtime
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/explanation/security.md"
-BASE = "http://127.0.0.1"
 ROW = re.compile(r"\| ([A-Z]+) (/\S*) \| (.+) \|")
 ONE_WORKER = ((Scope.WORKER,), (Scope.JOIN,))  # a token that is bound to a worker speaks for it
 BUCKETS = {"open": f"{OPEN_PER_S:.0f} calls/s of an address", "calls": "calls_per_s of a token"}
@@ -33,8 +24,8 @@ BUCKETS["beats"] = "beats_per_s of a worker"
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     runtime = make_runtime(tmp_path_factory.mktemp("guards") / "state")
-    with TestClient(create_app(runtime), BASE, raise_server_exceptions=False) as client:
-        client.headers["Authorization"] = f"Bearer {runtime.secrets.coordinator_token}"
+    with app_client(runtime) as client:
+        client.headers.update(bearer(client.owner))
         yield client
 
 

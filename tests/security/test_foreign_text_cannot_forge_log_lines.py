@@ -14,18 +14,12 @@ from types import SimpleNamespace
 import grpc
 import pytest
 
-from paceline.cli.board import plain
-from paceline.client.failover import _error_of
-from paceline.cluster.held_nodes import deliver
-from paceline.cluster.pinned_calls import Member
-from paceline.cluster.worker_processes import Order
+from paceline.client import error_of
+from paceline.cluster import Member, Order, events_in
 from paceline.errors import PacelineError, PeerLost, TrainingFailed
-from paceline.relay.transport.frames import Kind, encode_payload
-from paceline.relay.transport.grpc_client import GrpcPullStream
-from paceline.relay.transport.sockets import PlainChannel, read_frame
-from paceline.schemas.calls import Problem, RegisterWorker
-from paceline.schemas.records import Failure
-from paceline.storage.client import from_client_error
+from paceline.relay.transport import GrpcPullStream, Kind, PlainChannel, encode_payload, read_frame
+from paceline.schemas import Failure, Problem, RegisterWorker
+from paceline.storage import from_client_error
 from paceline.text import OneLine, printable
 
 EVIL = (
@@ -78,7 +72,7 @@ def test_a_grpc_peers_details(code: grpc.StatusCode) -> None:
     ],
 )
 def test_a_rest_answer(body: bytes) -> None:
-    error = _error_of(409, body, "POST /x")
+    error = error_of(409, body, "POST /x")
     assert "gone" in str(error)
     assert harmless(str(error))
 
@@ -112,13 +106,13 @@ def test_a_ranks_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     order = Order(process_id="p", argv=("x",), env={}, input_json="", directory="")
     member = Member(worker_id="node-1", address="a", order=order)
     with caplog.at_level(logging.INFO):
-        deliver([(member, EVIL * 100)], None)
+        assert list(events_in([(member, EVIL * 100)])) == []
     (message,) = caplog.messages
     assert harmless(message)
     assert len(message) < 600
 
 
-def test_an_error_of_a_remote_task_crosses_processes_and_stays_harmless() -> None:
+def test_anerror_of_a_remote_task_crosses_processes_and_stays_harmless() -> None:
     error = TrainingFailed(EVIL, got=EVIL * 1000, where=EVIL, do=EVIL)
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again)) == (TrainingFailed, str(error))
@@ -127,7 +121,7 @@ def test_an_error_of_a_remote_task_crosses_processes_and_stays_harmless() -> Non
 
 
 def test_an_event_on_the_board() -> None:
-    assert harmless(plain(EVIL))
+    assert harmless(printable(EVIL))
 
 
 def test_a_log_line_with_a_traceback_has_no_line_that_looks_like_an_event() -> None:

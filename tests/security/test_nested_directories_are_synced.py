@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.manifest import build_manifest, verify_directory
-from paceline.relay.store.store import Store
-from paceline.system.files import make_directories, sync_tree
+from paceline.relay.store import Store
+from paceline.system import make_directories, sync_tree
 from tests.relay.test_store import fill
 from tests.support.powerloss import Disk
 
@@ -34,7 +34,7 @@ def test_a_published_nested_model_outlasts_a_power_loss(tmp_path: Path, model: P
         staging = store.open(manifest)
         fill(staging, model)
         store.publish(staging)
-    for seed in range(16):
+    for seed in range(6):
         disk.after(tmp_path / f"after-{seed}", seed)
         verify_directory(tmp_path / f"after-{seed}" / "models" / "m" / "v1", manifest)
     staging.close()
@@ -53,7 +53,7 @@ def test_marks_are_believed_only_where_nested_names_are_durable(
         staging = store.open(manifest)
         fill(staging, model, range(1))
         staging.commit()
-    for seed in range(16):
+    for seed in range(6):
         after = tmp_path / f"after-{seed}"
         disk.after(after, seed)
         assert (after / "staging" / manifest.digest / "data" / NESTED).is_file()
@@ -69,6 +69,6 @@ def test_a_tree_and_its_new_parents_outlast_a_power_loss(tmp_path: Path) -> None
         make_directories(root / "x" / "y" / "z" / "w")
         (root / "x" / "y" / "z" / "w" / "file").write_bytes(b"1")
         sync_tree(root / "x" / "y" / "z")
-    for seed in range(16):
+    for seed in range(6):
         disk.after(tmp_path / f"after-{seed}", seed)
         assert (tmp_path / f"after-{seed}" / "x/y/z/w/file").read_bytes() == b"1"

@@ -16,9 +16,10 @@ import numpy as np
 import pytest
 
 from paceline.config import load_profile
-from paceline.data.loading.process_transform import open_transforms
+from paceline.data.formats import Sample
+from paceline.data.loading import open_transforms
 from paceline.errors import AccessDenied, InvalidInput, PacelineError
-from paceline.training.loop.preemption import MetadataWatcher, open_watcher, require_allowed_watcher
+from paceline.training.loop import MetadataWatcher, open_watcher, require_allowed_watcher
 from paceline.training.user_code import check_watcher, module_digest, tree_digest
 
 RANK = "paceline.training.loop.rank:main"
@@ -143,7 +144,7 @@ def test_a_transform_in_a_process_finds_no_credentials(module: str) -> None:
     transforms = open_transforms(f"{module}:clean", (module,), processes=1, deadline_s=30.0)
     assert transforms is not None
     try:
-        assert transforms.start({"key": "k", "tokens": np.arange(3)})() is not None
+        assert transforms.start(Sample("k", None, np.arange(3))).result() is not None
     finally:
         transforms.close()
     with pytest.raises(AccessDenied):

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from paceline import cluster as fleet
-from paceline.coordinator.stores.sqlite_file import SqliteFile
+from paceline.coordinator.stores import SqliteCoordination
 from paceline.errors import AccessDenied
-from paceline.system.files import create_durably, narrow_directory, own_directory, write_private
+from paceline.system import create_durably, ensure_own_directory, restrict_directory, write_private
 from tests.cluster.conftest import small_profile
 from tests.support.powerloss import Disk
 from tests.support.servers import free_port
@@ -39,9 +39,10 @@ def open_to_others(root: Path) -> dict[str, str]:
     }
 
 
-@pytest.fixture(params=[0o000, 0o022])
-def umask(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
+@pytest.fixture
+def umask() -> int:
+    """The umask that removes nothing: no other may matter."""
+    return 0
 
 
 def test_init_and_a_coordinator_write_private_files(tmp_path: Path, umask: int) -> None:
@@ -93,7 +94,7 @@ def test_a_database_of_an_older_version_is_tightened(tmp_path: Path, umask: int)
             each.chmod(0o666)
         before = os.umask(umask)
         try:
-            file = SqliteFile(path, "file", lambda _: None)
+            file = SqliteCoordination(path)
         finally:
             os.umask(before)
         assert [mode(each) for each in tmp_path.iterdir()] == [0o600] * 3
@@ -150,9 +151,9 @@ def test_a_wider_directory_is_tightened(tmp_path: Path) -> None:
     wide = tmp_path / "wide"
     wide.mkdir()
     wide.chmod(0o777)
-    assert narrow_directory(wide, 0o755) == os.geteuid()
+    assert restrict_directory(wide, 0o755) == os.geteuid()
     assert mode(wide) == 0o755
-    own_directory(wide)
+    ensure_own_directory(wide)
     assert mode(wide) == 0o700
 
 

@@ -6,98 +6,34 @@ import asyncio
 import json
 import subprocess
 import sys
-import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from paceline.api.app import create_app
-from paceline.api.guard import Authenticator, AuthMiddleware
+from paceline.api import Authenticator, Guard
 from paceline.config import Secrets, SecuritySettings
-from paceline.coordinator.state.messages import AdmitWorker, IssueToken, RevokeToken, TokenFirstUsed
-from paceline.coordinator.tokens import UNUSED_AT_MOST, NewToken, TokenRegistry, draw
+from paceline.coordinator import MAX_UNUSED, NewToken, TokenRegistry, new_token
+from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken, TokenFirstUsed
 from paceline.errors import AccessDenied, NotLeading
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.transport.contract import Transport
-from paceline.relay.transport.grpc_server import GrpcTransport
-from paceline.relay.transport.identity import (
+from paceline.relay.protocol import Extent
+from paceline.relay.transport import (
     Authority,
+    GrpcTransport,
+    TcpTransport,
+    TlsSettings,
+    Transport,
     issue_for_key,
     make_authority,
     new_request,
     requested_key,
 )
-from paceline.relay.transport.tcp_server import TcpTransport
-from paceline.relay.transport.tls import TlsSettings
-from paceline.schemas.access import CreateJoinToken, barred_admission
+from paceline.schemas import CreateJoinToken, revoked_admission
 from tests.api.conftest import Served, make_runtime
 from tests.relay.peers import Heard, Pair
+from tests.security.kit import Rest, rest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)
-    from starlette.testclient import TestClient
-
-BASE = "http://127.0.0.1"
-
-
-class Rest:
-    """An app of one state directory; ``restart`` begins again from what the store kept."""
-
-    def __init__(self, state: Path) -> None:
-        self.runtime = make_runtime(state)
-        self.owner = self.runtime.secrets.coordinator_token
-        self.client = self._begin()
-
-    def _begin(self) -> TestClient:
-        client = TestClient(create_app(self.runtime), BASE, raise_server_exceptions=False)
-        return client.__enter__()
-
-    def restart(self) -> None:
-        self.close()
-        self.client = self._begin()
-
-    def close(self) -> None:
-        self.client.__exit__(None, None, None)
-
-    def call(self, method: str, path: str, token: str, body: Any = None) -> Any:
-        headers = {"Authorization": f"Bearer {token}"}
-        return self.client.request(method, path, headers=headers, json=body)
-
-    def join_token(self, worker_id: str, **more: object) -> str:
-        answer = self.call("POST", "/tokens/join", self.owner, {"worker_id": worker_id, **more})
-        return str(answer.json()["token"])
-
-    def ask(self, door: str, worker_id: str, token: str, key: bytes | None = None) -> Any:
-        csr = new_request(worker_id, key)[1].decode()
-        return self.call("POST", f"/workers/{door}", token, {"worker_id": worker_id, "csr": csr})
-
-    def joined(self, worker_id: str) -> str:
-        return str(self.ask("join", worker_id, self.join_token(worker_id)).json()["token"])
-
-    def renewed(self, worker_id: str, token: str) -> str:
-        answer = self.ask("renew", worker_id, token)
-        assert answer.status_code == 200, answer.text
-        return str(answer.json()["token"])
-
-    def beat(self, worker_id: str, token: str) -> int:
-        body = {"worker_id": worker_id, "status": "idle"}
-        return int(self.call("POST", "/workers/heartbeat", token, body).status_code)
-
-    def barred(self) -> tuple[str, ...]:
-        return self.client.app.state.coordinator.tokens.barred()  # type: ignore[attr-defined]
-
-    def revoke(self, token: str) -> int:
-        token_id = token.split("_")[1]
-        return int(self.call("DELETE", f"/tokens/{token_id}", self.owner).status_code)
-
-
-@pytest.fixture
-def rest(tmp_path: Path) -> Iterator[Rest]:
-    made = Rest(tmp_path / "state")
-    yield made
-    made.close()
+__all__ = ["rest"]
 
 
 def all_doors(rest: Rest, worker_id: str, token: str) -> set[int]:
@@ -113,8 +49,10 @@ def all_doors(rest: Rest, worker_id: str, token: str) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("which", ["the one before", "the newest", "the join token"])
-@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+@pytest.mark.parametrize(
+    ("which", "used"),
+    [("the one before", True), ("the newest", False), ("the join token", True)],
+)
 def test_revoking_any_token_of_a_renewed_node_ends_them_all(
     rest: Rest, which: str, used: bool
 ) -> None:
@@ -172,12 +110,12 @@ def test_a_renewal_whose_answer_was_lost_is_asked_for_again(rest: Rest) -> None:
     first = rest.joined("node-1")
     assert rest.beat("node-1", first) == 200
     answers = []
-    for _ in range(3 * UNUSED_AT_MOST):
+    for _ in range(3 * MAX_UNUSED):
         answers.append(rest.renewed("node-1", first))
         assert rest.beat("node-1", first) == 200
     rest.restart()
     # The newest ones are good, whichever of them arrives; the first use ends all others.
-    late = answers[-UNUSED_AT_MOST]
+    late = answers[-MAX_UNUSED]
     assert rest.beat("node-1", late) == 200
     for token in (first, *answers):
         assert rest.beat("node-1", token) == (200 if token == late else 401)
@@ -185,9 +123,9 @@ def test_a_renewal_whose_answer_was_lost_is_asked_for_again(rest: Rest) -> None:
 
 
 def test_the_command_takes_out_the_worker_that_it_names(tmp_path: Path) -> None:
-    from paceline.client.calls import AccessClient
+    from paceline.client import AccessClient
     from paceline.config import Endpoints, save_runtime
-    from paceline.schemas.access import JoinWorker
+    from paceline.schemas import JoinWorker
 
     server = Served(make_runtime(tmp_path / "state"))
     server.runtime.state_dir.mkdir()
@@ -231,13 +169,13 @@ class Book:
         self.book, self.now = TokenRegistry(), 1000.0
 
     def join_token(self) -> NewToken:
-        drawn = draw("0" * 64)
+        drawn = new_token("0" * 64)
         call = CreateJoinToken(worker_id="w", ttl_seconds=7 * 86_400)
         self.take(IssueToken, token_id=drawn.token_id, sha256=drawn.sha256, call=call)
         return drawn
 
     def admit(self, shown: NewToken, key: str = "1" * 64) -> NewToken:
-        drawn = draw()
+        drawn = new_token()
         self.take(
             AdmitWorker,
             spends=shown.token_id,
@@ -267,13 +205,13 @@ def test_a_node_that_renews_without_end_fills_no_store(used: bool) -> None:
             book.take(TokenFirstUsed, token_id=made.token_id)
             held = made
         book.admit(joining)  # its join token is answered again too
-    assert len(book.book.tokens()) <= UNUSED_AT_MOST + 4
+    assert len(book.book.tokens()) <= MAX_UNUSED + 4
     book.take(RevokeToken, token_id=held.token_id)
     assert book.book.barred() == ("w",)
     assert all(each.revoked_at for each in book.book.tokens())
 
 
-def test_a_node_that_was_replaced_does_not_come_back_with_its_old_join_token() -> None:
+def test_a_replaced_node_cannot_return_with_its_old_join_token() -> None:
     book = Book()
     old = book.join_token()
     book.admit(old, "1" * 64)
@@ -281,7 +219,7 @@ def test_a_node_that_was_replaced_does_not_come_back_with_its_old_join_token() -
     with pytest.raises(AccessDenied):
         book.admit(old, "1" * 64)
     assert book.book.recognise(new.text, book.now)
-    assert book.book.barred() == (barred_admission(old.token_id),)
+    assert book.book.barred() == (revoked_admission(old.token_id),)
 
 
 # --- the guard where nothing can be committed ----------------------------------------------------
@@ -299,10 +237,11 @@ def test_a_first_use_passes_where_it_cannot_be_kept_yet() -> None:
     async def app(*_: object) -> None:
         reached.append(True)
 
-    guard = AuthMiddleware(
+    guard = Guard(
         app,
-        doorman=Authenticator(Secrets(coordinator_token="owner"), lambda: book.book),
+        authenticator=Authenticator(Secrets(coordinator_token="owner"), lambda: book.book),
         security=SecuritySettings(),
+        names=(),
         refused=lambda _: None,
         begin=begin,
         wall=lambda: book.now,
@@ -311,7 +250,11 @@ def test_a_first_use_passes_where_it_cannot_be_kept_yet() -> None:
         "type": "http",
         "method": "GET",
         "path": "/deployments/d/manifest",
-        "headers": [(b"authorization", b"Bearer " + held.text.encode())],
+        "query_string": b"",
+        "headers": [
+            (b"host", b"127.0.0.1"),
+            (b"authorization", b"Bearer " + held.text.encode()),
+        ],
         "client": ("127.0.0.1", 1),
     }
     asyncio.run(guard(scope, None, None))  # type: ignore[arg-type]
@@ -353,7 +296,7 @@ def test_a_certificate_that_was_taken_back_opens_no_peer_port_again(
         stream = pair.reader.pull(mine, pair.address, running, transport=old)
         stream.request(Extent(0, 1))
         running.wait_pieces(1)
-        pair.source.transport.barred.replace([barred_admission("aaaa")])
+        pair.source.transport.barred.replace([revoked_admission("aaaa")])
         stream.request(Extent(1, 2))
         assert "taken back" in str(running.failure()), "in the middle of a stream too"
         refused = Heard()

@@ -7,18 +7,23 @@ anything is asked of the object store.
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from paceline.api.access import _for_nodes
-from paceline.api.deployments import manifest_at
+from paceline.api.access import _node_profile
 from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, ServiceUnavailable
-from paceline.relay.sources import DirectoryReader, S3Reader, Sources, allowed_source
-from paceline.storage import ObjectStore, lies_in
+from paceline.relay import (
+    DirectoryReader,
+    S3Reader,
+    Sources,
+    allowed_source,
+    fetch_allowed_manifest,
+)
+from paceline.storage import ObjectStore, is_within
 from paceline.tasks.distribute import fetch_model_manifest
+from paceline.tasks.run import Run
 
 
 def a_runtime(state_dir: Path, *places: str, bucket: str = "own") -> Runtime:
@@ -47,12 +52,11 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def by_rest(url: str, runtime: Runtime) -> None:
-    manifest_at(url, runtime)
+    fetch_allowed_manifest(url, runtime)
 
 
 def by_flow(url: str, runtime: Runtime) -> None:
-    run: Any = SimpleNamespace(runtime=runtime, store=ObjectStore.from_runtime(runtime))
-    fetch_model_manifest.fn(run, url)
+    fetch_model_manifest.fn(Run(runtime, "run-20261120-153600-9f3a1c"), url)
 
 
 DOORS = [by_rest, by_flow]
@@ -132,9 +136,9 @@ def test_a_loop_of_links_is_no_source(tmp_path: Path) -> None:
 
 
 def test_a_prefix_is_a_directory() -> None:
-    assert lies_in("s3://bucket/m/1", ["bucket/m"])
-    assert not lies_in("s3://bucket/m2/1", ["bucket/m"])
-    assert not lies_in("s3://bucket/m", [])
+    assert is_within("s3://bucket/m/1", ["bucket/m"])
+    assert not is_within("s3://bucket/m2/1", ["bucket/m"])
+    assert not is_within("s3://bucket/m", [])
 
 
 @pytest.mark.parametrize("name", ["embedded", "ci", "fleet-1000"])
@@ -153,7 +157,7 @@ def test_a_place_that_names_no_bucket_is_an_invalid_profile(place: str) -> None:
 
 
 def test_a_node_that_joins_learns_which_bucket_is_the_installations(tmp_path: Path) -> None:
-    given = _for_nodes(a_runtime(tmp_path, *PLACES, bucket="renamed").profile)
+    given = _node_profile(a_runtime(tmp_path, *PLACES, bucket="renamed").profile)
     joined = a_runtime(tmp_path).model_copy(update={"profile": Profile.model_validate(given)})
     assert allowed_source("s3://renamed/m/1", joined)
     assert allowed_source("s3://whole/m/1", joined)
@@ -163,10 +167,10 @@ def test_an_answer_that_is_not_s3s_is_named(tmp_path: Path) -> None:
     from botocore.parsers import ResponseParserError
 
     from paceline.errors import PermanentError
-    from paceline.storage.client import translated
+    from paceline.storage import translate_s3_errors
 
     for error in (ResponseParserError("<html>"), ValueError("invalid literal for int()")):
         with pytest.raises(PermanentError, match="cannot be read") as caught:
-            with translated("http://h", "s3://b/k"):
+            with translate_s3_errors("http://h", "s3://b/k"):
                 raise error
         assert not isinstance(caught.value, ServiceUnavailable)

@@ -15,20 +15,19 @@ from typing import Any
 
 import pytest
 
-from paceline.api import guard
-from paceline.api.app import create_app
-from paceline.api.guard import Authenticator
-from paceline.cluster.embedded import ensure_secrets
+from paceline.api import Authenticator, create_app, guard
+from paceline.cluster import ensure_secrets
 from paceline.config import load_runtime
-from paceline.coordinator import ledger as bounds
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.ledger import LedgerEntry, LedgerIndex
-from paceline.coordinator.stores.audit import SqliteAudit
-from paceline.coordinator.stores.memory_progress import MemoryProgress
-from paceline.coordinator.tokens import TokenRegistry
+from paceline.coordinator import (
+    Coordinator,
+    LedgerEntry,
+    LedgerIndex,
+    TokenRegistry,
+    ledger as bounds,
+)
+from paceline.coordinator.stores import MemoryProgress, SqliteAudit
 from paceline.errors import Conflict, InvalidInput, NotLeading
-from paceline.schemas.access import Scope
-from paceline.schemas.records import StageRecord
+from paceline.schemas import Scope, StageRecord
 from tests.api.conftest import make_runtime
 from tests.coordinator.stores.conftest import coordination  # noqa: F401
 from tests.security.test_tiny_requests_do_not_stall_an_agent import lines
@@ -76,8 +75,8 @@ def test_a_record_has_a_size_and_a_run_id_a_length() -> None:
 
 
 def test_a_run_records_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "RUN_RECORDS", 5)
-    monkeypatch.setattr(bounds, "RUN_BYTES", 10_000)
+    monkeypatch.setattr(bounds, "MAX_RUN_RECORDS", 5)
+    monkeypatch.setattr(bounds, "MAX_RUN_BYTES", 10_000)
     book = LedgerIndex([line(number) for number in range(5)])
     with pytest.raises(Conflict, match=r"got 6 records.*at run r"):
         book.admit(line(5), NOW)
@@ -87,13 +86,13 @@ def test_a_run_records_so_much_and_no_more(monkeypatch: pytest.MonkeyPatch) -> N
         book.admit(line(4, size=9_900), NOW)
 
 
-@pytest.mark.parametrize("bound", ["RECORDS", "BYTES"])
+@pytest.mark.parametrize("bound", ["MAX_RECORDS", "MAX_BYTES"])
 def test_old_records_make_room_and_young_ones_do_not(
     bound: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     young = [line(number, run=f"r{number}") for number in range(6)]
     old = [line(90 + n, run=f"o{n}", at=NOW - (31 + n) * DAY_S) for n in range(4)]
-    most = 10 if bound == "RECORDS" else sum(each.size for each in (*young, *old))
+    most = 10 if bound == "MAX_RECORDS" else sum(each.size for each in (*young, *old))
     monkeypatch.setattr(bounds, bound, most)
     book = LedgerIndex([*young, *old])
     for oldest in reversed(old):
@@ -112,7 +111,7 @@ def test_old_records_make_room_and_young_ones_do_not(
 def test_a_refusal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     small = [line(n, run=f"o{n}", at=NOW - 40 * DAY_S) for n in range(3)]
     large = [line(10 + n, run=f"y{n}", size=5_000) for n in range(3)]
-    monkeypatch.setattr(bounds, "BYTES", sum(each.size for each in (*small, *large)))
+    monkeypatch.setattr(bounds, "MAX_BYTES", sum(each.size for each in (*small, *large)))
     book = LedgerIndex([*small, *large])
     for _ in range(2):
         with pytest.raises(Conflict, match="the ledger is full"):
@@ -121,7 +120,7 @@ def test_a_refusal_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_that_was_too_full_already_becomes_less_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "RECORDS", 10)
+    monkeypatch.setattr(bounds, "MAX_RECORDS", 10)
     monkeypatch.setattr(bounds, "DROPPED_AT_ONCE", 4)
     book, left = filled(50, NOW - 40 * DAY_S), []
     for _ in range(12):
@@ -134,7 +133,7 @@ def test_one_that_was_too_full_already_becomes_less_so(monkeypatch: pytest.Monke
 
 def test_a_full_ledger_refuses_at_a_constant_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     def refusal(count: int) -> int:
-        monkeypatch.setattr(bounds, "RECORDS", count)
+        monkeypatch.setattr(bounds, "MAX_RECORDS", count)
         book = filled(count)
 
         def refused() -> None:
@@ -193,22 +192,22 @@ def leader(
 def test_the_stores_hold_no_more_than_the_bound(
     leader: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "RECORDS", 8)
+    monkeypatch.setattr(bounds, "MAX_RECORDS", 8)
     coordinator, store, clock = leader()
     for number in range(8):
-        coordinator.keep_stage(record(number, run=f"r{number}", size=5_000, at=NOW + number))
+        coordinator.save_stage(record(number, run=f"r{number}", size=5_000, at=NOW + number))
     with pytest.raises(Conflict, match="the ledger is full"):
-        coordinator.keep_stage(record(9, run="n"))
+        coordinator.save_stage(record(9, run="n"))
     assert {each.input_digest for each in store.ledger()} == {f"{n:064x}" for n in range(8)}
     assert sorted(store.ledger(), key=lambda each: each.input_digest)[3] == LedgerEntry.of(
         record(3, run="r3", size=5_000, at=NOW + 3)
     )
-    coordinator.keep_stage(record(7, run="r7", size=400, at=NOW + 7))
+    coordinator.save_stage(record(7, run="r7", size=400, at=NOW + 7))
     clock.now = NOW + 30 * DAY_S + 1.5  # two are old enough by now
     for number in (9, 10):
-        coordinator.keep_stage(record(number, run="n", at=clock.now))
+        coordinator.save_stage(record(number, run="n", at=clock.now))
     with pytest.raises(Conflict, match="the ledger is full"):
-        coordinator.keep_stage(record(11, run="n", at=clock.now))
+        coordinator.save_stage(record(11, run="n", at=clock.now))
     kept = {2, 3, 4, 5, 6, 7, 9, 10}
     assert {each.input_digest for each in store.ledger()} == {f"{n:064x}" for n in kept}
     assert coordinator.stage("train", f"{0:064x}") is None
@@ -218,10 +217,10 @@ def test_the_stores_hold_no_more_than_the_bound(
     after, other, clock = leader()
     clock.now = NOW
     with pytest.raises(Conflict, match="got 9 records"):
-        after.keep_stage(record(12, run="n"))
+        after.save_stage(record(12, run="n"))
     assert len(list(other.ledger())) == 8
     with pytest.raises(NotLeading):
-        coordinator.keep_stage(record(10, run="n"))
+        coordinator.save_stage(record(10, run="n"))
 
 
 # ── the routes ───────────────────────────────────────────────────────────────────────────────────
@@ -260,7 +259,7 @@ def test_a_token_that_only_deploys_does_not_write_the_ledger(rest: Any) -> None:
     assert "paceline tokens create --scope ledger" in refused.json()["do"]
     assert put(rest, flows, record(1)).status_code == 200
     assert call(rest, "GET", f"/ledger/train/{1:064x}", flows).json()["run_id"] == "r"
-    assert put(rest, rest.runtime.secrets.for_agents, record(1)).status_code == 403
+    assert put(rest, rest.runtime.secrets.agents_token, record(1)).status_code == 403
 
 
 def scopes_of_flows(secrets: Any) -> frozenset[Scope]:
@@ -287,7 +286,7 @@ def test_the_installations_own_flows_write_the_ledger(tmp_path: Path) -> None:
 def test_a_full_ledger_is_a_clear_409_and_the_file_stops_growing(
     rest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "BYTES", 1024 * 1024)
+    monkeypatch.setattr(bounds, "MAX_BYTES", 1024 * 1024)
     flows = token(rest, Scope.DEPLOY, Scope.LEDGER)
     now = time.time()
     answers = [put(rest, flows, record(n, run=f"r{n}", size=30_000, at=now)) for n in range(60)]
@@ -308,7 +307,7 @@ def test_what_a_token_changes_in_an_hour_is_bounded(
 ) -> None:
     assert guard.CHANGE_BYTES_AT_ONCE + 3600 * guard.CHANGE_BYTES_PER_S < 2**30
     buckets: Any = rest.app.middleware_stack
-    while not isinstance(buckets, guard.AuthMiddleware):
+    while not isinstance(buckets, guard.Guard):
         buckets = buckets.app if hasattr(buckets, "app") else buckets._app
     monkeypatch.setattr(buckets, "_bodies", guard.TokenBuckets(1.0, 100_000.0))
     flows, other = (token(rest, Scope.DEPLOY, Scope.LEDGER) for _ in range(2))

@@ -18,21 +18,23 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.errors import InvalidFrame, ServiceUnavailable
-from paceline.relay.protocol.events import SourceAlive
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.library import OpenModels
-from paceline.relay.store.staging import Staging
-from paceline.relay.store.store import Store
-from paceline.relay.transport import serving as bounds
-from paceline.relay.transport.contract import RevokedWorkers
-from paceline.relay.transport.frames import (
+from paceline.errors import InvalidFrame
+from paceline.relay.protocol import Extent, SourceAlive
+from paceline.relay.store import OpenModels, Staging, Store
+from paceline.relay.transport import (
     METHOD,
     NONCE_BYTES,
     PROTOCOL_VERSION,
     ChunkRequest,
+    CorruptReport,
+    GrpcTransport,
     Hello,
     Kind,
+    PeerMessage,
+    PlainChannel,
+    RevokedWorkers,
+    ServedStream,
+    TcpTransport,
     decode_data,
     decode_request,
     encode,
@@ -40,11 +42,9 @@ from paceline.relay.transport.frames import (
     encode_payload,
     encode_request,
     proof,
+    read_frame,
+    serving as bounds,
 )
-from paceline.relay.transport.grpc_server import GrpcTransport
-from paceline.relay.transport.serving import CorruptReport, PeerMessage, ServedStream, StreamSlots
-from paceline.relay.transport.sockets import PlainChannel, read_frame
-from paceline.relay.transport.tcp_server import TcpTransport
 from tests.relay.kit import paper_manifest
 from tests.relay.peers import Heard, Pair, let_in
 
@@ -77,7 +77,7 @@ def serving(staging: Staging) -> ServedStream:
         reader="hostile",
         staging=staging,
         keepalive_s=0.0,
-        on_rotten=lambda *_: None,
+        on_disk_corruption=lambda *_: None,
         barred=RevokedWorkers(),
     )
 
@@ -119,7 +119,7 @@ PATTERNS: dict[str, Callable[[int], list[PeerMessage]]] = {
 def test_work_is_linear_in_the_requests(
     pattern: str, staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "HEAR_S", 0.0)
+    monkeypatch.setattr(bounds, "READ_INTERVAL_S", 0.0)
 
     def work(count: int) -> int:
         left = iter(PATTERNS[pattern](count))
@@ -144,7 +144,7 @@ def test_work_is_linear_in_the_requests(
 def test_a_verified_piece_costs_no_more_with_more_parked_requests(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "HEAR_S", 0.0)
+    monkeypatch.setattr(bounds, "READ_INTERVAL_S", 0.0)
 
     def work(count: int, index: int) -> int:
         said = [[Extent(2 * at, 2 * at + 1)] for at in reversed(range(count))]
@@ -167,7 +167,7 @@ def test_a_verified_piece_costs_no_more_with_more_parked_requests(
 def test_a_peer_that_never_stops_asking_is_sent_its_pieces(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "HEAR_S", 0.0)
+    monkeypatch.setattr(bounds, "READ_INTERVAL_S", 0.0)
     verify(staging, 5)
     read, said = 0, chain([Extent(0, 10)], repeat(Extent(6, 10)))
 
@@ -180,7 +180,7 @@ def test_a_peer_that_never_stops_asking_is_sent_its_pieces(
 
     runs = serving(staging).runs(asked)
     assert next(runs) == Extent(5, 6)
-    assert read <= bounds.MOST_FRAMES
+    assert read <= bounds.MAX_FRAMES_PER_READ
     assert next(runs) is None
 
 
@@ -189,17 +189,17 @@ def test_complaints_without_end_leave_pauses(
 ) -> None:
     pauses: list[float] = []
     monkeypatch.setattr(bounds.time, "sleep", pauses.append)
-    left = iter([CorruptReport(3)] * (3 * bounds.MOST_FRAMES))
+    left = iter([CorruptReport(3)] * (3 * bounds.MAX_FRAMES_PER_READ))
     runs = serving(staging).runs(lambda _wait_s: left)
     with pytest.raises(Exception, match="asks for nothing"):
         next(runs)
-    assert pauses == [bounds.HEAR_S] * 3
+    assert pauses == [bounds.READ_INTERVAL_S] * 3
 
 
 def test_too_many_separate_runs_end_the_stream(
     staging: Staging, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bounds, "HEAR_S", 0.0)
+    monkeypatch.setattr(bounds, "READ_INTERVAL_S", 0.0)
     most = bounds.MOST_RUNS
     wide = OpenModels(Store(staging.directory.parent.parent / "wide"))
     try:
@@ -211,20 +211,6 @@ def test_too_many_separate_runs_end_the_stream(
                 next(runs)
     finally:
         wide.close()
-
-
-def test_single_requests_of_neighbours_are_kept_as_runs(
-    staging: Staging, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.relay.store.requests.QUEUED", 100)
-    with staging.requests() as requests:
-        for index in reversed(range(PIECES)):
-            requests.add(Extent(index, index + 1))
-        assert requests.runs == 1
-        for index in (2007, 2003, 2004):
-            verify(staging, index)
-        runs = [requests.next(16, 0.0) for _ in range(3)]
-        assert runs == [Extent(2003, 2005), Extent(2007, 2008), None]
 
 
 # ── the transports ───────────────────────────────────────────────────────────────────────────────
@@ -311,7 +297,7 @@ def test_descending_single_requests_are_answered(pair: Pair) -> None:
 
 
 def test_one_peer_leaves_places_to_others(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.transport.serving.PEER_STREAMS", 2)
+    monkeypatch.setattr("paceline.relay.transport.serving.MAX_STREAMS_PER_PEER", 2)
     theirs, mine = pair.open()
     pair.hold(theirs, 0)
     streams = []
@@ -367,16 +353,3 @@ def test_a_source_that_only_waits_is_reported_at_a_bounded_rate(tmp_path: Path) 
         assert heard.alive() <= 40
     finally:
         pair.close()
-
-
-def test_places_are_refused_with_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.transport.serving.PEER_STREAMS", 1)
-    seats = StreamSlots()
-    with seats.taken("a", 3):
-        with pytest.raises(ServiceUnavailable, match="one peer"), seats.taken("a", 3):
-            pass
-        with seats.taken("b", 3, shared=True), seats.taken("b", 3, shared=True):
-            with pytest.raises(ServiceUnavailable, match="too many streams"), seats.taken("c", 3):
-                pass
-    with seats.taken("a", 1):
-        pass

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.coordinator import CoordinatorSettings
-from paceline.schemas.command_results import SimulationReport
-from paceline.schemas.plan import Topology
+from paceline.schemas import SimulationReport, Topology
 from paceline.simulation import Scenario, Timing, simulate
 
 PIECE = 1 << 20

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.scale import main
-from paceline.cli.simulate import simulating
-from paceline.schemas.command_results import SimulationReport
+from paceline.cli import simulating
+from paceline.schemas import SimulationReport
 
 
 def test_the_scale_benchmark_runs_tiny(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.relay.protocol.recovery import Repairs
-from paceline.relay.protocol.session import RelaySession
-from paceline.relay.protocol.source_selection import OriginBudget, SourceSelector
-from paceline.schemas.plan import Topology
+from paceline.relay.protocol import OriginBudget, RelaySession, Repairs, SourceSelector
+from paceline.schemas import Topology
 from paceline.simulation import Fault, Scenario, simulate
 from tests.simulation.kit import scenario
 
@@ -48,18 +46,16 @@ def chaos(seed: int, workers: int = 16, pieces: int = 64, **options: Any) -> Sce
 
 
 # In world 760 a worker is frozen before it has lanes: it thaws without a session.
-@pytest.mark.parametrize("seed", [*range(30), 760])
+@pytest.mark.parametrize("seed", [*range(12), 760])
 def test_survivors_finish_whatever_happens(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"
     assert report.survivors_complete
 
 
-@pytest.mark.parametrize("seed", [3, 4])
-def test_the_same_seed_gives_the_same_report_to_the_byte(seed: int) -> None:
-    first, second = (simulate(chaos(seed)).model_dump_json() for _ in range(2))
-    assert first == second
-    assert simulate(chaos(seed + 100)).model_dump_json() != first
+def test_the_same_seed_gives_the_same_report_to_the_byte() -> None:
+    first, second, other = (simulate(chaos(seed)).model_dump_json() for seed in (3, 3, 103))
+    assert first == second != other
 
 
 def test_a_session_that_publishes_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +91,7 @@ def test_sessions_that_forget_the_origins_budget_are_caught(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("seed", range(30, 1000))
+@pytest.mark.parametrize("seed", range(12, 1000))
 def test_survivors_finish_over_many_seeds(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.plan import origin_cap_bytes
-from paceline.plan.cost import origin_shares
-from paceline.schemas.plan import Topology
-from paceline.simulation import Scenario
-from paceline.simulation.simulation import Simulation
+from paceline.plan import origin_cap_bytes, origin_shares
+from paceline.schemas import Topology
+from paceline.simulation import Scenario, Simulation
 
 GB = 10**9
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_one_corrupt_transfer_in_a_hundred_costs_a_line_its_repairs_and_no_replan(
+def test_one_corrupt_transfer_in_a_hundred_costs_repairs_and_no_replan(
     seed: int,
 ) -> None:
     """Both seeds took a second plan, and 7 and 10 % instead of 3, while spares sent the repairs and

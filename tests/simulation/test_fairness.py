@@ -5,10 +5,9 @@ from __future__ import annotations
 from math import inf
 
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from paceline.simulation.network import max_min_rates
+from paceline.simulation import max_min_rates
 
 STEP = 1e-9
 
@@ -61,7 +60,7 @@ def networks(draw: st.DrawFn) -> tuple[list[float], list[list[int]], list[int], 
     return [float(each) for each in capacity], [first, second], leader, stopped
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(networks())
 def test_rates_are_those_of_progressive_filling(
     network: tuple[list[float], list[list[int]], list[int], list[bool]],
@@ -71,32 +70,8 @@ def test_rates_are_those_of_progressive_filling(
     assert np.allclose(rates, filled(capacity, uses, leader, stopped), atol=1e-6)
 
 
-@settings(max_examples=100, deadline=None)
-@given(networks())
-def test_no_resource_carries_more_than_it_can_and_nobody_overtakes(
-    network: tuple[list[float], list[list[int]], list[int], list[bool]],
-) -> None:
-    capacity, uses, leader, stopped = network
-    rates = max_min_rates(np.array(capacity), np.array(uses), np.array(leader), np.array(stopped))
-    carried = [0.0] * len(capacity)
-    for row in uses:
-        for flow, number in enumerate(row):
-            carried[number] += rates[flow]
-    assert all(got <= most + 1e-6 for got, most in zip(carried, capacity, strict=True))
-    for flow, ahead in enumerate(leader):
-        assert ahead < 0 or rates[flow] <= rates[ahead] + 1e-6
-
-
 def test_a_slow_head_slows_everybody_behind_it_and_nobody_else() -> None:
     capacity = np.array([inf, 1.0, 10.0, 10.0, 10.0, 10.0])
     uses = np.array([[1, 2, 3, 4], [0, 0, 0, 5]])  # three in a line, and one for itself
     rates = max_min_rates(capacity, uses, np.array([-1, 0, 1, -1]), np.zeros(4, np.bool_))
     assert rates.tolist() == [1.0, 1.0, 1.0, 10.0]
-
-
-def test_ten_thousand_in_one_line_have_one_rate() -> None:
-    flows = 10_000
-    capacity = np.append(inf, np.full(flows, 5.0))
-    uses = np.array([np.arange(1, flows + 1), np.zeros(flows, np.int64)])
-    rates = max_min_rates(capacity, uses, np.arange(flows) - 1, np.zeros(flows, np.bool_))
-    assert (rates == 5.0).all()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.schemas.plan import Topology
+from paceline.schemas import Topology
 from paceline.simulation import Fault, Simulation, read_faults, simulate
 from tests.simulation.kit import LINK, PATIENCE, assert_well, scenario, seconds
 

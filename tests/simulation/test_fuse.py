@@ -1,4 +1,4 @@
-"""I6 where seeds die: worlds in which the origin was read more than may be, before decision 36."""
+"""I6 where seeds die: worlds in which the origin was once read more than may be."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.plan import origin_cap_bytes
-from paceline.schemas.command_results import SimulationReport
-from paceline.schemas.plan import Topology
-from paceline.schemas.records import Deployment, DeploymentStatus
-from paceline.simulation import Fault, Scenario
-from paceline.simulation.simulation import Simulation
+from paceline.schemas import Deployment, DeploymentStatus, SimulationReport, Topology
+from paceline.simulation import Fault, Scenario, Simulation
 
 GB = 10**9
 
@@ -98,7 +95,7 @@ def play(world: Scenario) -> tuple[SimulationReport, Deployment]:
 
 
 @pytest.mark.chaos  # two minutes of waiting, in ten seconds
-def test_where_too_much_died_with_its_seeds_the_deployment_stalls_and_says_so() -> None:
+def test_a_deployment_stalls_where_too_much_died_with_its_seeds() -> None:
     report, deployment = play(MESH)
     assert not report.survivors_complete
     assert deployment.status is DeploymentStatus.STALLED

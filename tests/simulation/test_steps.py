@@ -9,11 +9,9 @@ from itertools import pairwise
 import pytest
 
 from paceline.coordinator import CoordinatorSettings
-from paceline.coordinator.state.messages import Effect, EmitEvent, Event
-from paceline.schemas.events import EventName
-from paceline.schemas.plan import Topology
-from paceline.simulation import Scenario, Simulation, Timing, simulate
-from paceline.simulation.network import Network
+from paceline.coordinator.state import Effect, EmitEvent, Event
+from paceline.schemas import EventName, Topology
+from paceline.simulation import Network, Scenario, Simulation, Timing, simulate
 from tests.simulation.kit import scenario
 
 

@@ -14,8 +14,7 @@ from random import Random
 import pytest
 
 from paceline.errors import PermanentError, ServiceUnavailable, SourceChanged, StorageFull
-from paceline.storage import ObjectStore, client
-from paceline.storage import client as patience
+from paceline.storage import ObjectStore, client, client as patience
 
 DATA = bytes(range(256)) * 400
 Answer = Callable[[BaseHTTPRequestHandler, int, int, int], None]
@@ -104,27 +103,25 @@ def test_a_body_cut_midway_goes_on_where_it_stopped() -> None:
 
 def test_a_body_that_is_always_short_is_service_unavailable() -> None:
     with serving(lambda h, n, a, b: send(h, a, b, cut=b - a + 1)) as (store, asked):
-        with pytest.raises(ServiceUnavailable, match=f"0 read.*{patience.ATTEMPTS} times"):
+        with pytest.raises(ServiceUnavailable, match=f"0 read.*{patience.MAX_RETRIES} times"):
             read(store)
-    assert len(asked) == patience.ATTEMPTS
+    assert len(asked) == patience.MAX_RETRIES
 
 
 @pytest.mark.parametrize(
     ("status", "code"), [(503, "SlowDown"), (429, "TooManyRequests"), (500, "InternalError")]
 )
-def test_a_server_that_never_answers_is_asked_no_more_often_than_configured(
-    status: int, code: str
-) -> None:
+def test_a_server_that_never_answers_is_asked_the_configured_times(status: int, code: str) -> None:
     with serving(lambda h, n, a, b: refuse(h, status, code)) as (store, asked):
-        with pytest.raises(ServiceUnavailable, match=f"{code}.*{patience.ATTEMPTS} times"):
+        with pytest.raises(ServiceUnavailable, match=f"{code}.*{patience.MAX_RETRIES} times"):
             read(store)
-    assert len(asked) == patience.ATTEMPTS
+    assert len(asked) == patience.MAX_RETRIES
 
 
 def test_the_budget_ends_the_attempts_whatever_their_number(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(patience, "BUDGET_S", 0.0)
+    monkeypatch.setattr(patience, "RETRY_BUDGET_S", 0.0)
     with serving(lambda h, n, a, b: refuse(h, 503, "SlowDown")) as (store, asked):
         with pytest.raises(ServiceUnavailable, match="1 times"):
             read(store)
@@ -140,7 +137,7 @@ def test_progress_fills_the_budget_up_again() -> None:
     assert len(asked) == 25  # far more than patience.ATTEMPTS
 
 
-def test_what_arrives_is_told_before_the_range_is_complete() -> None:
+def test_arriving_bytes_are_reported_before_the_range_is_complete() -> None:
     told: list[int] = []
     into = bytearray(50_000)
     with serving(lambda h, n, a, b: send(h, a, b, cut=20_000 if n == 1 else 0)) as (store, _):
@@ -154,7 +151,7 @@ def test_what_arrives_is_told_before_the_range_is_complete() -> None:
 def test_a_silent_server_is_left_for_a_new_connection_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(client, "HASTE_S", 0.2)
+    monkeypatch.setattr(client, "QUICK_TIMEOUT_S", 0.2)
     over = threading.Event()
 
     def frozen_twice(handler: BaseHTTPRequestHandler, n: int, first: int, last: int) -> None:

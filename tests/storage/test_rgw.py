@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from paceline.errors import AccessDenied, SourceChanged, SourceMissing
 from paceline.manifest import fetch_manifest, publish_model, verify_directory
-from paceline.relay.standalone import distribute
+from paceline.standalone import distribute
 from paceline.storage import ObjectStore, uploads
 from tests.relay.kit import write_model
 from tests.support.rgw import rgw
@@ -68,16 +69,24 @@ def test_parts_of_a_dead_upload_are_gone_on_with(
     monkeypatch.setattr(uploads, "PART_BYTES", 5 * 1024 * 1024)
     file = tmp_path / "file"
     file.write_bytes(os.urandom(16 * 1024 * 1024))
-    client, upload_part, sent = store._client, store._client.upload_part, []
+    client, upload_part = store._client, store._client.upload_part
+    begun: list[object] = []
+    lock, uploaded = threading.Lock(), threading.Semaphore(0)
 
     class Crash(BaseException):
         pass
 
     def dying(**request: object) -> object:
-        if len(sent) >= 2:
-            raise Crash
-        sent.append(request["PartNumber"])
-        return upload_part(**request)
+        with lock:
+            is_first = len(begun) < 2
+            begun.append(request["PartNumber"])
+        if is_first:
+            try:
+                return upload_part(**request)
+            finally:
+                uploaded.release()
+        uploaded.acquire(timeout=30)  # dies once a part is there
+        raise Crash
 
     with monkeypatch.context() as patched, pytest.raises(Crash):
         patched.setattr(client, "upload_part", dying)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from paceline.errors import Cancelled, ServiceUnavailable, SourceChanged
-from paceline.storage import ObjectStore, uploads
-from paceline.storage import client as patience
+from paceline.errors import AccessDenied, Cancelled, ServiceUnavailable, SourceChanged
+from paceline.storage import ObjectInfo, ObjectStore, client as patience, uploads
 from tests.support.rclone import RcloneS3
 
 URL = "s3://uploads/model/weights.bin"
@@ -76,14 +76,6 @@ def read(store: ObjectStore) -> bytes:
     return store.get_bytes(URL)
 
 
-def test_a_large_file_goes_in_parts_and_arrives_whole(store: ObjectStore, file: Path) -> None:
-    info = store.upload_file(file, URL)
-    assert info.size == SIZE
-    assert read(store) == file.read_bytes()
-    assert store.reused_bytes == 0
-    assert store.abort_uploads("s3://uploads/model") == 0
-
-
 def test_an_upload_that_died_goes_on_with_its_parts(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +123,7 @@ def test_only_old_uploads_are_aborted_when_an_age_is_given(
     assert store.abort_uploads("s3://uploads/model") == 1
 
 
-def test_an_upload_that_somebody_else_ended_begins_anew(
+def test_an_upload_ended_from_outside_begins_anew(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     die_after(store, 1, file, monkeypatch)
@@ -151,20 +143,20 @@ def test_an_upload_that_somebody_else_ended_begins_anew(
 def test_a_file_that_shrinks_meanwhile_is_no_object(
     store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    md5 = uploads._Slice.md5
+    md5 = uploads._FileSlice.md5
 
-    def shrinking(self: uploads._Slice) -> bytes:
+    def shrinking(self: uploads._FileSlice) -> bytes:
         with file.open("r+b") as shorter:
             shorter.truncate(PART)
         return md5(self)
 
-    monkeypatch.setattr(uploads._Slice, "md5", shrinking)
+    monkeypatch.setattr(uploads._FileSlice, "md5", shrinking)
     with pytest.raises(SourceChanged, match="shorter"):
         store.upload_file(file, URL)
     assert not store.exists(URL)
 
 
-def test_an_upload_that_is_stopped_ends_within_a_part_and_can_be_gone_on_with(
+def test_a_stopped_upload_ends_within_a_part_and_can_be_resumed(
     store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopping, client, began = threading.Event(), store._client, []
@@ -198,12 +190,6 @@ def test_a_small_file_is_known_by_its_digest(store: ObjectStore, file: Path, siz
     assert not store.holds(URL, size + 1, digest)
 
 
-def test_directories_are_listed_by_name(store: ObjectStore) -> None:
-    for key in ("v1/a", "v10/b/c", "file"):
-        store.put_bytes(f"s3://uploads/model/{key}", b"x")
-    assert store.directories("s3://uploads/model") == ("v1", "v10")
-
-
 @pytest.mark.parametrize("call", ["upload_part", "complete_multipart_upload"])
 def test_two_that_upload_one_file_at_once_share_it_and_both_succeed(
     store: ObjectStore, s3: RcloneS3, file: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -225,7 +211,7 @@ def test_two_that_upload_one_file_at_once_share_it_and_both_succeed(
     assert store.abort_uploads("s3://uploads/model") == 0
 
 
-def test_an_upload_that_somebody_always_ends_is_given_up_by_name(
+def test_an_upload_always_ended_from_outside_is_given_up_by_name(
     store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_part, client = store._client.upload_part, store._client
@@ -237,6 +223,48 @@ def test_an_upload_that_somebody_always_ends_is_given_up_by_name(
         return upload_part(**request)
 
     monkeypatch.setattr(client, "upload_part", aborted)
-    with pytest.raises(ServiceUnavailable, match=r"somebody else.*See who else writes"):
+    with pytest.raises(ServiceUnavailable, match=r"another process.*Find the other writer"):
         store.upload_file(file, URL, "0" * 64)
     assert not store.exists(URL)
+
+
+def test_two_files_of_which_one_fails_end_by_their_own_reasons(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All three are in the middle of a part when the first one fails."""
+    upload_part = store._client.upload_part
+    failed, under_way = threading.Event(), threading.Barrier(3)
+    met: set[str] = set()
+
+    def watched(**request: Any) -> Any:
+        name = request["Key"].rpartition("/")[2]
+        if name not in met:
+            met.add(name)
+            under_way.wait(30.0)
+        if name == "shrinks":
+            raise SourceChanged("planted: it became shorter", where=name)
+        assert failed.wait(30.0)
+        if name == "refused":
+            raise AccessDenied("planted: not this one", where=name)
+        return upload_part(**request)
+
+    monkeypatch.setattr(store._client, "upload_part", watched)
+    stopping = threading.Event()
+    paths = {name: tmp_path / name for name in ("shrinks", "refused", "arrives")}
+    for name, path in paths.items():
+        path.write_bytes(Random(name).randbytes(SIZE))
+    with ThreadPoolExecutor(3) as pool:
+        done: dict[str, Future[ObjectInfo]] = {
+            name: pool.submit(
+                store.upload_file, path, f"s3://uploads/model/{name}", stopping=stopping
+            )
+            for name, path in paths.items()
+        }
+        with pytest.raises(SourceChanged, match="shorter"):
+            done["shrinks"].result(30.0)
+        failed.set()
+        with pytest.raises(AccessDenied, match="not this one"):
+            done["refused"].result(30.0)
+        assert done["arrives"].result(30.0).size == SIZE
+    assert not stopping.is_set(), "whether to go on is the caller's to say"
+    assert store.get_bytes("s3://uploads/model/arrives") == paths["arrives"].read_bytes()

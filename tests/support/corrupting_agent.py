@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
 from itertools import count
 
-from paceline.relay import agent
+from paceline.cli.main import run
 
 _sendfile, _blocks = os.sendfile, count(1)
 SHARE = 5
@@ -24,4 +23,4 @@ def sendfile(out: int, descriptor: int, offset: int, length: int) -> int:
 os.sendfile = sendfile
 
 if __name__ == "__main__":
-    sys.exit(agent.main(sys.argv[1:]))
+    run()

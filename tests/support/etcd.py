@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.coordinator.stores.etcd.client import EtcdAccess
-from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
+from paceline.coordinator.stores.etcd import EtcdAccess, EtcdCoordination
 from tests.support.servers import Server, answers, free_port, program
 
 LEASE_S = 2.0  # the least that etcd grants with its own intervals

@@ -11,14 +11,11 @@ from pathlib import Path
 
 from paceline.errors import DeploymentFailed, NotReady
 from paceline.manifest import Manifest
-from paceline.relay.node import RelayDriver
-from paceline.relay.protocol.limits import SessionLimits
-from paceline.relay.sources import DirectoryReader, RangeReader
-from paceline.relay.store.store import Store
-from paceline.relay.transport.tcp_server import TcpTransport
-from paceline.schemas.calls import DeploymentBeat
-from paceline.schemas.plan import WorkerLanes
-from paceline.schemas.records import Receipt, WorkerStatus
+from paceline.relay import DirectoryReader, RangeReader, RelayDriver
+from paceline.relay.protocol import SessionLimits
+from paceline.relay.store import Store
+from paceline.relay.transport import TcpTransport
+from paceline.schemas import DeploymentBeat, Receipt, WorkerLanes, WorkerStatus
 
 
 def open_directory(url: str) -> RangeReader:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.servers import free_port
 
 READY_S = 60.0
 _SWITCHES = {
@@ -31,7 +32,7 @@ _SWITCHES = {
 @contextlib.contextmanager
 def running_mlflow(directory: Path) -> Iterator[str]:
     """Yield the URL of a fresh server that keeps everything below ``directory``."""
-    port = _free_port()
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     log = directory / "mlflow.log"
     argv = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port)]
@@ -76,9 +77,3 @@ def _wait(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
         except (urllib.error.URLError, OSError):
             time.sleep(0.1)
     raise RuntimeError(f"MLflow did not start: {log.read_text(errors='replace')[-2000:]}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

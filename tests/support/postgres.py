@@ -17,7 +17,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from paceline.coordinator.stores.postgres_audit import PostgresAudit
+from paceline.coordinator.stores import PostgresAudit
 from tests.support.servers import Server, free_port, program
 
 USER = "paceline"

@@ -6,6 +6,8 @@ process that carries the mark, and those below it. ``up`` detaches servers on pu
 parent in the run, but they have inherited the mark. A program inherits it as a variable, a forked
 child as an open file; a program that gets neither (``env={}``) has to die by itself.
 
+Small disks that the run mounted (``mount_small_disk``) are unmounted.
+
 Run as a script it is the reaper itself and needs the standard library only.
 """
 
@@ -41,6 +43,26 @@ def start() -> None:
         start_new_session=True,
     ).returncode = 0  # it outlives this process: there is nothing to wait for
     os.environ[MARK] = mark
+
+
+def mount_small_disk(path: Path, size: str) -> bool:
+    """Mount a tmpfs of ``size`` ("8m") at ``path``, unmounted at the end of the run at the latest.
+
+    Returns False where this user or machine may not.
+    """
+    name = f"paceline-{os.environ[MARK]}"
+    options = ["-t", "tmpfs", "-o", f"size={size}", name, str(path)]
+    try:
+        return subprocess.run(["mount", *options], capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def _unmount(mark: str) -> None:
+    for line in Path("/proc/self/mounts").read_text().splitlines():
+        name, path = line.split()[:2]
+        if name == f"paceline-{mark}":
+            subprocess.run(["umount", "-l", path], check=False)
 
 
 def _file(mark: str) -> str:
@@ -100,6 +122,7 @@ def main(parent: int, mark: str) -> None:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             os.close(descriptor)
         time.sleep(0.05)
+    _unmount(mark)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.coordinator.stores.redis_progress import RedisProgress
+from paceline.coordinator.stores import RedisProgress
 from tests.support.servers import Server, answers, free_port, program
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -36,10 +37,15 @@ def program(name: str) -> str:
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port without a listener, below the range that the kernel gives out by itself: a
+    server may start a minute later, and no other process receives the port meanwhile by chance."""
+    while True:
+        port = secrets.SystemRandom().randrange(12_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 class Server:

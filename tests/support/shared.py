@@ -1,19 +1,30 @@
-"""One installation for all slow tests of a session: real servers, four nodes, 8 Mbit/s each."""
+"""One installation and one lifecycle for all slow tests: real servers, four nodes, 8 Mbit/s each.
+
+`paceline demo` creates both. Ctrl-C ends it, and `paceline up` continues from its state.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.config import Runtime
-from tests.support.stack import Ended, installation, paceline
+from paceline.data import documents, load_snapshot
+from paceline.storage import ObjectStore
+from tests.support.reaper import mount_small_disk
+from tests.support.stack import Ended, finish, installation, paceline, processes_of, start
 
-SMALL_DISK_MB = 24  # what node-3 has, where we may mount: room for the demo's models, not for more
+SMALL_DISK = "24m"  # node-3's, where a mount is allowed: enough for the models of the demo only
+SETTINGS = ("cluster.link_mbit=8", "training.steps=40", "control.flow_starter=prefect")
 
 
 @pytest.fixture(scope="session")
@@ -23,31 +34,87 @@ def small_disk() -> bool:
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory, small_disk: bool) -> Iterator[Runtime]:
-    """Yield the running installation that integration tests share."""
+def demonstrated(
+    tmp_path_factory: pytest.TempPathFactory, small_disk: bool
+) -> Iterator[tuple[Path, Ended]]:
+    """Yield the state directory of a demo that Ctrl-C ended, and what the demo printed."""
     state: Path = tmp_path_factory.mktemp("stack") / "state"
     disk = state / "nodes" / "node-3" / "store"
     if small_disk:
         disk.mkdir(parents=True)
-        small_disk = _mounted(disk)
+        small_disk = mount_small_disk(disk, SMALL_DISK)
+    words = [word for each in SETTINGS for word in ("--set", each)]
     try:
-        with installation(
-            state, "cluster.link_mbit=8", "training.steps=40", "control.flow_starter=prefect"
-        ) as runtime:
-            yield runtime
+        demo = start("demo", "--keep", "--json", "--profile", "ci", *words, state=state)
+        assert demo.stdout is not None
+        if summary := demo.stdout.readline():  # else the demo failed
+            demo.send_signal(signal.SIGINT)
+        ended = finish(demo, 60)
+        assert ended.code == 0, ended.err
+        assert not processes_of(state)
+        ended.answer, ended.out = json.loads(summary), summary
+        yield state, ended
     finally:
         if small_disk:
             subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.fixture(scope="session")
-def lifecycle(stack: Runtime) -> Ended:
-    """The lifecycle, run once to its end through the command line."""
-    ended = paceline("lifecycle", "--json", state=stack.state_dir, timeout_s=400)
-    assert ended.code == 0, ended.err
-    return ended
+def lifecycle(demonstrated: tuple[Path, Ended]) -> Ended:
+    """The demo's lifecycle, complete."""
+    return demonstrated[1]
 
 
-def _mounted(disk: Path) -> bool:
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={SMALL_DISK_MB}m", "paceline-test", str(disk)]
-    return subprocess.run(mount, capture_output=True, check=False).returncode == 0
+@pytest.fixture(scope="session")
+def stack(demonstrated: tuple[Path, Ended]) -> Iterator[Runtime]:
+    """Yield the running installation that integration tests share."""
+    with installation(demonstrated[0], *SETTINGS) as runtime:
+        yield runtime
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that learned shuffled labels from copies of the held-out files."""
+
+    model: str
+    snapshot: dict[str, Any]  # that it learned from
+    judged_on: str  # URL of the lifecycle's snapshot
+    held_out: tuple[str, ...]  # paths of the files that it saw
+    job: dict[str, Any]
+    report: dict[str, Any]
+
+    @property
+    def promotion(self) -> tuple[str, ...]:
+        """Return the words of a promotion that names what was judged."""
+        digest = self.job["training_digest"]
+        return (self.model, "--base", "1", "--trained", digest, "--snapshot", self.judged_on)
+
+
+@pytest.fixture(scope="session")
+def rejected(
+    stack: Runtime, lifecycle: Ended, tmp_path_factory: pytest.TempPathFactory
+) -> Rejected:
+    """Train and judge a candidate that no gate may let pass."""
+    model = lifecycle.answer["model"]["model_id"]
+    real = f"{stack.data_url}/snapshots/{lifecycle.answer['data']['digest']}"
+    bucket, directory = ObjectStore.from_runtime(stack), tmp_path_factory.mktemp("rejected")
+    read = documents(load_snapshot(real, bucket), "held-out", bucket, directory / "cache")
+    held_out = {each.path: each.text for each in read}
+    texts = directory / "texts"
+    texts.mkdir()
+    for number, text in enumerate(held_out.values()):
+        for copy in range(12):
+            mark = f"# {copy}\n".encode() if copy else b""
+            (texts / f"copy-{number}-{copy}.txt").write_bytes(mark + text)
+
+    def run(*words: str) -> dict[str, Any]:
+        ended = paceline(*words, "--json", state=stack.state_dir, timeout_s=400)
+        assert ended.code == 0, ended.err
+        return ended.answer
+
+    built = run("snapshot", str(texts))
+    job = run("train", model, "1", "--snapshot", built["url"], "--labels", "shuffled")
+    path = directory / "job.json"
+    path.write_text(json.dumps(job))
+    report = run("evaluate", model, "--base", "1", "--trained", str(path), "--snapshot", real)
+    return Rejected(model, built, real, tuple(held_out), job, report)

@@ -15,10 +15,14 @@ from random import Random
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.manifest import Manifest, build_manifest, write_manifest
-from paceline.schemas.calls import CreateDeployment, DeploymentView
-from paceline.schemas.events import Event, EventName
-from paceline.schemas.plan import Topology
-from paceline.schemas.records import WorkerProgress
+from paceline.schemas import (
+    CreateDeployment,
+    DeploymentView,
+    Event,
+    EventName,
+    Topology,
+    WorkerProgress,
+)
 
 _COORDINATOR = (
     "import sys; from pathlib import Path;"
@@ -71,14 +75,14 @@ class Site:
         )
         save_runtime(runtime)
 
-    def start(self, name: str, module: str = "paceline.relay.agent", **more: object) -> None:
+    def start(self, name: str, module: str = "paceline.cli.main", **more: object) -> None:
         """Start an agent."""
         link = {"link_mbit": self.link_mbit, "limit_mbit": self.link_mbit}
-        given = {"state_dir": self.state, "worker_id": name, **link, **more}
-        arguments = [f"{key}={value}" for key, value in given.items()]
+        given = {"state": self.state, "worker_id": name, **link, **more}
+        arguments = [f"--{option.replace('_', '-')}={value}" for option, value in given.items()]
         with (self.state / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, *arguments], stdout=log, stderr=log
+                [sys.executable, "-m", module, "agent", *arguments], stdout=log, stderr=log
             )
 
     def registered(self, *names: str) -> None:

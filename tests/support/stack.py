@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +100,50 @@ def wait_until(is_true: Callable[[], Any], timeout_s: float, what: str) -> Any:
             return answer
         assert time.monotonic() < deadline, f"not in time: {what}"
         time.sleep(0.05)
+
+
+def _ask(url: str, auth: str, method: str = "GET", body: Any = None) -> Any:
+    secret = base64.b64encode(auth.encode()).decode()
+    request = urllib.request.Request(
+        url,
+        method=method,
+        data=None if body is None else json.dumps(body).encode(),
+        headers={"Content-Type": "application/json", "Authorization": f"Basic {secret}"},
+    )
+    with urllib.request.urlopen(request, timeout=20) as answer:
+        text = answer.read()
+    return json.loads(text) if text else None
+
+
+def prefect(stack: Runtime, method: str, path: str, body: Any = None) -> Any:
+    """Call the installation's Prefect server, as its page does."""
+    return _ask(stack.endpoints.prefect_api_url + path, stack.secrets.prefect_auth, method, body)
+
+
+def state_of(stack: Runtime, flow_run_id: str) -> str:
+    """Return the type of a flow run's state."""
+    return str(prefect(stack, "GET", f"/flow_runs/{flow_run_id}")["state"]["type"])
+
+
+def in_mlflow(stack: Runtime, link: str) -> dict[str, str]:
+    """Return the tags of the finished MLflow run that ``link`` opens."""
+    run_id = link.rsplit("/", 1)[-1]
+    url = f"{stack.endpoints.mlflow_url}/api/2.0/mlflow/runs/get?run_id={run_id}"
+    run = _ask(url, stack.secrets.mlflow_auth)["run"]
+    assert run["info"]["status"] == "FINISHED"
+    return {each["key"]: each["value"] for each in run["data"]["tags"]}
+
+
+def await_registered(stack: Runtime) -> None:
+    """Wait until the installation has registered prefect.yaml."""
+
+    def registered() -> bool:
+        services = paceline("status", "--json", state=stack.state_dir).answer["services"]
+        return any(
+            each["name"] == "prefect-deployments" and each["state"] == "done" for each in services
+        )
+
+    wait_until(registered, 120, "prefect.yaml is registered")
 
 
 @contextlib.contextmanager

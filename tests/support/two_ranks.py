@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tests.support.forked import free_port, run_gangs
+from tests.support.forked import run_gangs
+from tests.support.servers import free_port
 
 
 def run_two(module: str, *arguments: str) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ def test_a_cancel_of_the_outermost_run_sets_the_event(monkeypatch: pytest.Monkey
     assert asked == [["inner", "outer"]] * 3
 
 
-def test_outside_a_flow_run_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_a_flow_run_no_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(ids: list[str]) -> str | None:
         raise AssertionError(f"asked about {ids}")
 
@@ -75,7 +75,7 @@ def ending() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ending")
-def test_a_signal_is_told_at_once_and_delivered_at_the_end() -> None:
+def test_a_signal_is_noticed_at_once_and_delivered_at_the_end() -> None:
     done: list[str] = []
     with pytest.raises(Ended), cancelling.noticed() as cancelled:
         signal.raise_signal(signal.SIGTERM)
@@ -116,7 +116,7 @@ def test_ctrl_c_twice_ends_at_once() -> None:
     assert done == ["once"]
 
 
-def test_a_flow_that_was_cancelled_is_told_as_such_and_others_as_they_were() -> None:
+def test_a_cancelled_flow_ends_as_cancelled_and_others_are_unchanged() -> None:
     why = Cancelled("the run was cancelled", where="here")
 
     @cancelling.cancellable

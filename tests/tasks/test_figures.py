@@ -34,7 +34,7 @@ class Server:
         self.steps += [each.step for each in given]
 
 
-def test_nobody_waits_for_a_server_that_hangs_and_the_rest_is_sent_at_the_end() -> None:
+def test_a_hanging_server_delays_no_step_and_gets_the_rest_at_the_end() -> None:
     server, shown = Server(), []
     with Figures(server.send, shown.append) as sending:
         sending.take(points(figures.METRICS_A_REQUEST), 0.5)

@@ -11,10 +11,9 @@ import pytest
 
 from paceline.config import Profile
 from paceline.errors import Cancelled
-from paceline.manifest import MANIFEST_FILE
-from paceline.manifest import progress as account
+from paceline.manifest import MANIFEST_FILE, progress as account
 from paceline.storage import ObjectStore, join_url, uploads
-from paceline.tasks import artifacts, publishing
+from paceline.tasks import artifacts, prepare
 from paceline.tasks.prepare import publish_directory
 from tests.support.rclone import RcloneS3
 
@@ -58,8 +57,8 @@ def run(s3: RcloneS3, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     store.ensure_bucket("told")
     store.delete_prefix(f"{MODELS}/m")
     monkeypatch.setattr(artifacts, "Progress", Page)
-    monkeypatch.setattr(publishing, "LOOK_S", 0.01)
-    monkeypatch.setattr(account, "TELL_S", 0.0)
+    monkeypatch.setattr(prepare, "LOOK_S", 0.01)
+    monkeypatch.setattr(account, "REPORT_INTERVAL_S", 0.0)
     return FakeRun(store)
 
 
@@ -75,11 +74,11 @@ def slowly(monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None) -> None:
     """Have the large file wait until the page has told of the upload."""
     upload = uploads.Uploader.upload
 
-    def waiting(self: uploads.Uploader, path: Path, *given: Any) -> int:
+    def waiting(self: uploads.Uploader, path: Path, *given: Any, **more: Any) -> int:
         if path.name == "a":
             assert seen.wait(30), "nobody told how far the upload is"
             then()
-        return upload(self, path, *given)
+        return upload(self, path, *given, **more)
 
     monkeypatch.setattr(uploads.Uploader, "upload", waiting)
 
@@ -113,7 +112,7 @@ def test_a_cancel_ends_it_and_shows_no_version(
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(publishing, "noticed", Noticed)
+    monkeypatch.setattr(prepare, "noticed", Noticed)
     slowly(monkeypatch, then=cancelled.set)
     with pytest.raises(Cancelled):
         publish_directory.fn(run, str(model), "m", "1")  # type: ignore[arg-type]

@@ -13,9 +13,14 @@ import pytest
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, ServiceUnavailable
 from paceline.registry import MetricPoint
-from paceline.schemas.calls import CreatedDeployment, CreateDeployment
-from paceline.schemas.records import Deployment, DeploymentStatus, StageRecord
-from paceline.schemas.training import RankEvent
+from paceline.schemas import (
+    CreatedDeployment,
+    CreateDeployment,
+    Deployment,
+    DeploymentStatus,
+    RankEvent,
+    StageRecord,
+)
 from paceline.tasks import deployment, run, train
 from paceline.tasks.figures import Figures
 from paceline.tasks.lineage import recorded

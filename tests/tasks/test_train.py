@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.schemas.training import RankEvent
+from paceline.schemas import RankEvent
 from paceline.tasks.figures import Figures
 from paceline.tasks.train import _follow, alerts_of, checkpoint_alerts_of, stragglers_of
 

@@ -31,7 +31,7 @@ def painted(browser: Any, row: int) -> list[int]:
     return [int(each) for each in browser.execute_script(script, row)]
 
 
-def test_the_page_shows_who_has_what_who_failed_and_finds_the_coordinator_again(
+def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
     served: Any,  # noqa: F811
 ) -> None:
     url, manifest = make_model(served.runtime.state_dir, size=2 * 1024 * 1024)

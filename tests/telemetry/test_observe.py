@@ -4,10 +4,8 @@ import re
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.schemas.plan import Labels, Topology
-from paceline.schemas.records import Deployment, DeploymentStatus, Worker
-from paceline.telemetry import FleetMetrics, Snapshot, docs_page, fleet_page
-from paceline.telemetry.page import PAGE_HEADERS
+from paceline.schemas import Deployment, DeploymentStatus, Labels, Topology, Worker
+from paceline.telemetry import PAGE_HEADERS, FleetMetrics, Snapshot, docs_page, fleet_page
 
 
 def snapshot() -> Snapshot:
@@ -79,7 +77,7 @@ def test_metrics_of_two_services_in_one_process_do_not_collide():
     assert FleetMetrics(snapshot).text() == FleetMetrics(snapshot).text()
 
 
-def test_pages_load_nothing_from_elsewhere_and_send_the_token_nowhere_else():
+def test_pages_load_from_and_send_the_token_to_their_own_server_only():
     for page in (fleet_page(), docs_page()):
         assert not re.search(r"(src|href)=[\"'](?!data:)", page)
         urls = set(re.findall(r"https?://[^\s\"'`)]+", page))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,11 +27,12 @@ from paceline.config import (
 from paceline.data import Snapshot, build_snapshot
 from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, load_model, new_model, save_model, weights_digest
-from paceline.schemas.training import RankEvent, TrainJob
+from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import ObjectStore
-from paceline.training.loop.event_writer import EventWriter, RankIdentity
-from paceline.training.loop.rank import run_rank
-from paceline.training.loop.rank_process import StopFlag
+from paceline.training import LocalLauncher, run_job
+from paceline.training.launcher import admission
+from paceline.training.loop import EventWriter, RankIdentity, StopFlag, run_rank
+from paceline.training.user_code import require_code
 from tests.support.rclone import RcloneS3
 
 PARAMETERS, CONTEXT, BATCH = 50_000, 32, 6
@@ -144,6 +147,75 @@ def camp(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cam
     shutil.copytree(runtime.node_dir("node-0"), runtime.node_dir("node-1"))
     assert load_model(directory)[1] == config
     yield Camp(runtime, store, snapshot, manifest.digest, weights_digest(directory))
+
+
+@pytest.fixture(scope="session")
+def troubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of files that change what the tasks of ``poisoned`` and ``noting`` do."""
+    return tmp_path_factory.mktemp("troubles")
+
+
+@pytest.fixture(scope="session")
+def launcher(troubles: Path) -> Iterator[LocalLauncher]:
+    """Nodes whose launchers stay warm; its tests are of the xdist group "gangs"."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_TEST_TROUBLES", str(troubles))
+        with LocalLauncher() as kept:
+            yield kept
+
+
+@dataclass
+class Story:
+    """What the ranks of a job sent, and its result."""
+
+    result: TrainResult | None = None
+    events: list[RankEvent] = field(default_factory=list)
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Losses by step; of a step that ran twice, the last."""
+        return {e.step: e.data["loss"] for e in self.events if e.event == "step" and e.rank == 0}
+
+
+def run(
+    camp: Camp,
+    launcher: LocalLauncher,
+    job: TrainJob,
+    hook: Callable[[RankEvent, Story], None] = lambda *_: None,
+    cancel: threading.Event | None = None,
+    story: Story | None = None,
+) -> Story:
+    """Run ``job``; ``hook`` gets each event."""
+    story = story or Story()
+
+    def on_event(event: RankEvent) -> None:
+        story.events.append(event)
+        hook(event, story)
+
+    story.result = run_job(job, camp.nodes, launcher, on_event=on_event, cancel=cancel)
+    return story
+
+
+@pytest.fixture(scope="session")
+def pair(camp: Camp, launcher: LocalLauncher) -> Story:
+    """Two ranks on two nodes, undisturbed."""
+    return run(camp, launcher, camp.job("dp2", ranks=2, checkpoints={"keep": 10}))
+
+
+@pytest.fixture(scope="module")
+def user_code_tried_once() -> Iterator[None]:
+    """User code is tried in a process of its own before ranks start: once a source, not a job."""
+    tried: set[str] = set()
+
+    def once(job: TrainJob, *more: Any) -> None:
+        source = str(job.settings.code_ref).partition("#")[0]
+        if source not in tried:
+            tried.add(source)
+            require_code(job, *more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(admission, "require_code", once)
+        yield
 
 
 @pytest.fixture

@@ -17,14 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.config import GuardSettings, TrainingSettings
-from paceline.training.loop.evaluating import Evaluator
-from paceline.training.loop.group import Group, join_group
-from paceline.training.loop.loop import CPU, Progress, StepReport, train
-from paceline.training.loop.optimizer import new_optimizer
-from paceline.training.loop.step_guard import BadStep
+from paceline.training.loop import (
+    CPU,
+    BadStep,
+    Evaluator,
+    Group,
+    Progress,
+    StepReport,
+    join_group,
+    new_optimizer,
+    train,
+)
 from paceline.training.metrics import StepMetrics
-from paceline.training.parallel import Parallel, parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
+from paceline.training.parallel import Mesh, MeshSpec, Parallel, open_mesh, parallelise
 from tests.training.test_loop import CONFIG, ROWS, Batches, Poisoned, batch_of
 
 STEPS = 14

@@ -1,6 +1,6 @@
 """A task of one's own that notes which samples each rank learns from, and goes slowly if asked to.
 
-TORCH_TEST_NOTES=DIRECTORY     one file a process: a line of JSON for each share of a batch
+TORCH_TEST_TROUBLES=DIRECTORY  one file a process: a line of JSON for each share of a batch
 DIRECTORY/slow, DIRECTORY/stay while these files are there: steps take a while; none past STAY_AT
 """
 
@@ -16,7 +16,7 @@ import torch
 
 from paceline.data import Batch
 from paceline.models import config_for
-from paceline.training.loop.workload import Inputs, TransformerWorkload
+from paceline.training.loop import Inputs, TransformerWorkload
 from paceline.training.user_code import Task
 
 SLOWLY_S, STAY_AT, STAY_S = 0.04, 34, 60.0
@@ -31,7 +31,7 @@ class Noting(TransformerWorkload):
         if "RANK" not in os.environ:  # it is being tried, and trains nothing
             return super().inputs(batch, device)
         # Of the variables that user code finds, only such as torch's are of our making.
-        notes = Path(os.environ["TORCH_TEST_NOTES"])
+        notes = Path(os.environ["TORCH_TEST_TROUBLES"])
         if (notes / "slow").exists():
             time.sleep(SLOWLY_S)
         until = time.monotonic() + STAY_S

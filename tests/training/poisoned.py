@@ -8,14 +8,12 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from paceline.data import Batch
 from paceline.models import config_for
-from paceline.training.loop.workload import Inputs, TransformerWorkload
+from paceline.training.loop import Inputs, TransformerWorkload
 from paceline.training.user_code import Task
 
 BAD_BATCH = 7
@@ -33,10 +31,6 @@ class Poisoned(TransformerWorkload):
             return found
         targets, weights = found.targets
         return dataclasses.replace(found, targets=(targets, weights * float("nan")))
-
-    def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
-        """Return the transformer's loss."""
-        return super().loss_sum(outputs, *targets)
 
 
 class Paced(TransformerWorkload):

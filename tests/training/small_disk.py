@@ -22,6 +22,7 @@ from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, new_model, save_model, weights_digest
 from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations
+from tests.support.reaper import mount_small_disk
 from tests.training.conftest import CONTEXT, PARAMETERS, Camp
 
 SIZE_BYTES = 8 * 1024 * 1024
@@ -93,12 +94,7 @@ def _full(descriptor: int, source: int, at: int, count: int) -> int:
 def small_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
     """Mount a small disk at ``path``, where that is allowed."""
     path.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={SIZE_BYTES}", "tmpfs"]
-    try:
-        mounted = subprocess.run(["mount", *options, str(path)], capture_output=True, check=False)
-        real = mounted.returncode == 0
-    except FileNotFoundError:
-        real = False
+    real = mount_small_disk(path, str(SIZE_BYTES))
     try:
         yield SmallDisk(path, real, monkeypatch)
     finally:

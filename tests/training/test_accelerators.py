@@ -12,12 +12,9 @@ import pytest
 import torch
 
 from paceline.errors import InvalidInput
-from paceline.training.checkpoint.layout import Chunk
-from paceline.training.checkpoint.records import StoredTensor
-from paceline.training.checkpoint.resume import _room_for
-from paceline.training.checkpoint.staging import Staging
+from paceline.training import CUBLAS_DETERMINISTIC, current_environment
+from paceline.training.checkpoint import Chunk, Staging, StoredTensor, new_moment
 from paceline.training.loop import rank_setup as outfit
-from paceline.training.reproducibility import CUBLAS, current
 
 
 @pytest.fixture
@@ -31,21 +28,21 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_rank_of_a_node_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert outfit.own_device() == torch.device("cuda", 1)
+    assert outfit.exclusive_device() == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     monkeypatch.setenv("PACELINE_NODE", "node-7")
     with pytest.raises(InvalidInput, match=r"more ranks than GPUs.*3 ranks.*at most 2.*node-7"):
-        outfit.own_device()
+        outfit.exclusive_device()
     assert outfit.device_of().index == 1, "who talks over no NCCL may share one"
 
 
-def test_a_step_count_is_restored_to_where_the_kernel_that_updates_reads_it() -> None:
+def test_a_step_count_is_restored_to_the_device_of_its_update_kernel() -> None:
     weight = torch.nn.Parameter(torch.empty(2, 3, device="meta"))  # in a GPU's place
     count = StoredTensor.model_construct(dtype="F32", shape=(), chunks=())
     moment = StoredTensor.model_construct(dtype="F32", shape=(2, 3), chunks=())
-    assert _room_for(count, weight, None, on_device=True).device.type == "meta"
-    assert _room_for(count, weight, None).device.type == "cpu"
-    assert _room_for(moment, weight, None).device.type == "meta"
+    assert new_moment(count, weight, None, on_device=True).device.type == "meta"
+    assert new_moment(count, weight, None, on_device=False).device.type == "cpu"
+    assert new_moment(moment, weight, None, on_device=False).device.type == "meta"
 
 
 def test_memory_that_cannot_be_pinned_costs_speed_and_no_checkpoint(
@@ -68,18 +65,18 @@ def test_memory_that_cannot_be_pinned_costs_speed_and_no_checkpoint(
 def test_cublas_workspaces_as_ranks_set_them_are_no_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv(CUBLAS[0], raising=False)
-    before = current(1)
-    monkeypatch.setenv(*CUBLAS)
-    assert current(1) == before
-    monkeypatch.setenv(CUBLAS[0], ":16:8")
-    assert current(1).variables[CUBLAS[0]] == ":16:8"
+    monkeypatch.delenv(CUBLAS_DETERMINISTIC[0], raising=False)
+    before = current_environment(1)
+    monkeypatch.setenv(*CUBLAS_DETERMINISTIC)
+    assert current_environment(1) == before
+    monkeypatch.setenv(CUBLAS_DETERMINISTIC[0], ":16:8")
+    assert current_environment(1)["variables"][CUBLAS_DETERMINISTIC[0]] == ":16:8"
 
 
 LAUNCHER = """
 import os, sys
-from paceline.training.loop.rank_process import stand_somewhere
-stand_somewhere()
+from paceline.training.loop.rank_process import leave_removed_directory
+leave_removed_directory()
 import torch
 def asked(*_):
     raise AssertionError("the launcher asked CUDA: no rank forked from it could use a GPU")
@@ -97,7 +94,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_launcher_asks_cuda_nothing_and_starts_where_its_directory_is_gone(
+def test_a_launcher_leaves_cuda_alone_and_starts_in_a_removed_directory(
     tmp_path: Path,
 ) -> None:
     gone = tmp_path / "gone"  # oneMKL: "Cannot load libtorch_cpu.so", as once seen

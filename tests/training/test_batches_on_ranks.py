@@ -24,34 +24,26 @@ import pytest
 from paceline.config import DataSettings, SecuritySettings, save_runtime
 from paceline.data import Snapshot, build_snapshot
 from paceline.errors import TrainingFailed
-from paceline.schemas.training import RankEvent, TrainResult
+from paceline.schemas import RankEvent
 from paceline.storage import DiskStore
-from paceline.training import LocalLauncher, run_job
+from paceline.training import LocalLauncher
 from paceline.training.checkpoint import Generations
-from paceline.training.launcher import admission
-from paceline.training.user_code import require_code, tree_digest
+from paceline.training.user_code import tree_digest
 from tests.support.holdup import HoldUp
-from tests.training.conftest import BUCKET, Camp
+from tests.training.conftest import BUCKET, Camp, Story, run
 
 STEPS, ROWS, CONTEXT = 40, 7, 32
 EVERY = 4  # steps between checkpoints
-KINDS = ("packed", "bucketed")
+KINDS = ("packed", pytest.param("bucketed", marks=pytest.mark.nightly))
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.xdist_group("gangs")]
 
 
 @dataclass
-class Told:
-    """What one job said and noted."""
+class Told(Story):
+    """What the ranks of one job sent and noted."""
 
-    result: TrainResult | None = None
-    events: list[RankEvent] = field(default_factory=list)
     notes: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def losses(self) -> dict[int, float]:
-        steps = (each for each in self.events if each.event == "step" and each.rank == 0)
-        return {each.step: each.data["loss"] for each in steps}
 
     def samples(self, first: int, stop: int) -> list[str]:
         """Return the samples of batches ``first`` to ``stop``, in the stream's order."""
@@ -66,7 +58,7 @@ class Told:
 
 
 @dataclass
-class Story:
+class Stories:
     """One kind of batches."""
 
     alone: Told = field(default_factory=Told)
@@ -78,10 +70,10 @@ class Story:
 class Place:
     """A state directory, a snapshot of small samples, and a launcher for one node."""
 
-    def __init__(self, camp: Camp, root: Path, launcher: LocalLauncher) -> None:
+    def __init__(self, camp: Camp, root: Path, launcher: LocalLauncher, notes: Path) -> None:
         self.launcher = launcher
         self.proxy = HoldUp(urlsplit(camp.runtime.endpoints.s3_url).port or 0)
-        self.notes = Path(os.environ["TORCH_TEST_NOTES"])
+        self.notes = notes
         code = root / "tasks"
         code.mkdir()
         shutil.copy(Path(__file__).with_name("noting.py"), code)
@@ -103,16 +95,13 @@ class Place:
         save_runtime(runtime)
         self.store = camp.store  # not through the proxy
         self.snapshot = snapshot_of_small_samples(root)
-        self._camp = replace(camp, runtime=runtime, snapshot=self.snapshot)
+        self._camp = replace(camp, runtime=runtime, snapshot=self.snapshot, nodes=("node-0",))
 
-    def run(self, kind: str, ranks: int, name: str, told: Told, hook: Any = None) -> None:
+    def run(
+        self, kind: str, ranks: int, name: str, told: Told, hook: Any = lambda *_: None
+    ) -> None:
         """Run a job to its end and keep what it says and notes, however it ends."""
         before = {each.name for each in self.notes.iterdir()}
-
-        def on_event(event: RankEvent) -> None:
-            told.events.append(event)
-            if hook is not None:
-                hook(event)
 
         job = self._camp.job(
             name,
@@ -126,7 +115,7 @@ class Place:
             data={"batching": kind},
         )
         try:
-            told.result = run_job(job, ["node-0"], self.launcher, on_event=on_event)
+            run(self._camp, self.launcher, job, hook, story=told)
         finally:
             for path in self.notes.glob("*.jsonl"):
                 if path.name not in before:
@@ -150,42 +139,35 @@ def snapshot_of_small_samples(root: Path) -> Snapshot:
 
 
 @pytest.fixture(scope="module")
-def place(camp: Camp, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    root = tmp_path_factory.mktemp("batches")
-    checked: set[str] = set()
-
-    def once(job: Any, *more: Any) -> None:  # a process of its own, each time
-        if job.settings.code_ref not in checked:
-            checked.add(job.settings.code_ref)
-            require_code(job, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        (root / "notes").mkdir()
-        patch.setenv("TORCH_TEST_NOTES", str(root / "notes"))
-        patch.setattr(admission, "require_code", once)
-        with LocalLauncher() as launcher:
-            found = Place(camp, root, launcher)
-            yield found
-            found.proxy.close()
+def place(
+    camp: Camp,
+    launcher: LocalLauncher,
+    troubles: Path,
+    user_code_tried_once: None,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Place]:
+    found = Place(camp, tmp_path_factory.mktemp("batches"), launcher, troubles)
+    yield found
+    found.proxy.close()
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def story(request: pytest.FixtureRequest, place: Place) -> Story:
-    kind, told = request.param, Story()
-    put_off: list[int] = []  # saves, before answers were held back and at each step since
+def story(request: pytest.FixtureRequest, place: Place) -> Stories:
+    kind, told = request.param, Stories()
+    postponed: list[int] = []  # saves, before answers were held back and at each step since
     killed: list[int] = []
 
-    def strike(event: RankEvent) -> None:
+    def strike(event: RankEvent, _: Story) -> None:
         if killed or event.rank != 0:
             return
-        if event.event == "checkpoint" and kind == "packed" and not put_off:
+        if event.event == "checkpoint" and kind == "packed" and not postponed:
             steps = [each for each in told.two.events if each.event == "step" and each.rank == 0]
-            put_off.append(steps[-1].data["checkpoints_put_off"])
+            postponed.append(steps[-1].data["checkpoints_put_off"])
             place.proxy.hold_answers()
-        elif event.event == "step" and put_off:
-            put_off.append(event.data["checkpoints_put_off"])
+        elif event.event == "step" and postponed:
+            postponed.append(event.data["checkpoints_put_off"])
         if (event.event == "checkpoint" and kind == "bucketed") or (
-            put_off and put_off[-1] > put_off[0]
+            postponed and postponed[-1] > postponed[0]
         ):
             killed.append(event.step)
             os.kill(place.launcher.pids[1], signal.SIGKILL)
@@ -203,7 +185,7 @@ def story(request: pytest.FixtureRequest, place: Place) -> Story:
     return told
 
 
-def test_two_ranks_with_uneven_shares_lose_what_one_process_loses(story: Story) -> None:
+def test_two_ranks_with_uneven_shares_lose_what_one_process_loses(story: Stories) -> None:
     losses = story.two.losses
     assert len(losses) > EVERY
     assert list(losses.values()) == pytest.approx(
@@ -213,7 +195,7 @@ def test_two_ranks_with_uneven_shares_lose_what_one_process_loses(story: Story) 
     assert len(weights) > 3, "shares weigh differently"
 
 
-def test_three_ranks_go_on_in_the_middle_of_an_epoch(story: Story) -> None:
+def test_three_ranks_go_on_in_the_middle_of_an_epoch(story: Stories) -> None:
     assert story.three.result is not None
     resumed = story.three.result.resumed_from_step
     assert resumed == story.kept[0] >= EVERY
@@ -224,7 +206,7 @@ def test_three_ranks_go_on_in_the_middle_of_an_epoch(story: Story) -> None:
     )
 
 
-def test_each_sample_is_learned_from_once_an_epoch(story: Story, place: Place) -> None:
+def test_each_sample_is_learned_from_once_an_epoch(story: Stories, place: Place) -> None:
     resumed = story.kept[0]
     seen = story.two.samples(0, resumed) + story.three.samples(resumed, STEPS)
     assert seen == story.alone.samples(0, STEPS), "the same samples at the same steps"
@@ -236,7 +218,7 @@ def test_each_sample_is_learned_from_once_an_epoch(story: Story, place: Place) -
     assert max(Counter(seen[: 2 * train]).values()) == min(2, -(-len(seen) // train))
 
 
-def test_document_masks_are_there_where_samples_share_a_row(story: Story) -> None:
+def test_document_masks_are_there_where_samples_share_a_row(story: Stories) -> None:
     kinds = {each["masked"] for each in story.two.notes + story.three.notes}
     most = max(
         len(each["samples"]) / (each["rows"][1] - each["rows"][0]) for each in story.two.notes
@@ -245,8 +227,8 @@ def test_document_masks_are_there_where_samples_share_a_row(story: Story) -> Non
 
 
 @pytest.mark.parametrize("story", ["packed"], indirect=True)
-def test_a_store_that_does_not_answer_delays_saves_and_a_kill_meanwhile_spoils_none(
-    story: Story, place: Place
+def test_a_silent_store_delays_saves_and_a_kill_meanwhile_spoils_none(
+    story: Stories, place: Place
 ) -> None:
     said = [each.data for each in story.two.events if each.event == "step" and each.rank == 0]
     alerts = [alert for each in said for alert in each.get("checkpoint_alerts", [])]

@@ -23,6 +23,7 @@ def loaded(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.nightly
 def test_training_overhead_runs_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     result = loaded("training_overhead").main(["--quick"])
     assert json.loads(capsys.readouterr().out) == result

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.training.facts import JOB_FILE, METRICS_FILE
-from paceline.cli.training.output import Lines
-from paceline.cli.training.reproduce import is_directory, recorded_here
+from paceline.cli.training import JOB_FILE, METRICS_FILE, Lines, is_directory, recorded_here
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import CorruptData, InvalidInput, NotFound
-from paceline.schemas.training import RankEvent, TrainResult
-from paceline.training.launcher.driver import RESULT_FILE
+from paceline.schemas import RankEvent, TrainResult
+from paceline.training.launcher import RESULT_FILE
 from tests.training.test_recovery_driver import job_in
 
 RESULT = {

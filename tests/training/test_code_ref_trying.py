@@ -13,10 +13,16 @@ from torch import nn
 
 from paceline.data import Batch
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.training.loop.workload import Inputs
-from paceline.training.recurrent import byte_gru
-from paceline.training.user_code import Task, parse, require_code, tree_digest
-from paceline.training.user_code.trying import first_rows, try_batch
+from paceline.training import byte_gru
+from paceline.training.loop import Inputs
+from paceline.training.user_code import (
+    Task,
+    first_rows,
+    parse,
+    require_code,
+    tree_digest,
+    try_batch,
+)
 from tests.training.conftest import Camp
 
 REF = parse("paceline.training.recurrent:byte_gru")

@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from paceline.errors import InvalidInput
-from paceline.training.launcher.admission import admit
+from paceline.training.launcher import admit
 from tests.training.conftest import Camp
 
 NOWHERE = "tests.data.nothing_here"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.training.user_code import Task, load, parse, tree_digest
-from paceline.training.user_code.trying import first_rows, try_batch
+from paceline.training.user_code import Task, first_rows, load, parse, tree_digest, try_batch
 from tests.training.conftest import Camp
 
 OWN = Path(__file__).parents[2] / "examples" / "own_model"

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.data import Batch
-from paceline.errors import TrainingFailed
 from paceline.training.checkpoint import Generations
-from paceline.training.loop.step_guard import BadStep
-from paceline.training.loop.workload import TransformerWorkload
+from paceline.training.loop import BadStep, TransformerWorkload
 from tests.training.conftest import BUCKET, Camp
 
 BAD = 9  # a batch between the generations of steps 8 and 12
@@ -37,7 +35,7 @@ def generations(camp: Camp, job_id: str) -> list[int]:
     return Generations(camp.store, f"s3://{BUCKET}/checkpoints/{job_id}").steps()
 
 
-def test_the_job_goes_back_to_a_healthy_checkpoint_and_passes_over_the_batch(
+def test_the_job_returns_to_a_healthy_checkpoint_and_skips_the_batch(
     camp: Camp, poisoned: None
 ) -> None:
     with pytest.raises(BadStep) as caught:
@@ -51,20 +49,3 @@ def test_the_job_goes_back_to_a_healthy_checkpoint_and_passes_over_the_batch(
     assert len(said.losses) == 24 - newest
     assert all(isinstance(each, float) for each in said.losses)
     assert "step_skipped" not in said.of("step")[-1].data
-
-
-def test_the_batch_is_left_out_in_place_where_the_job_says_skip(camp: Camp, poisoned: None) -> None:
-    code, said = camp.run_alone(camp.job("skips", guard={"on_bad_step": "skip"}))
-    assert code == 0
-    skipped = [each.step for each in said.of("step") if each.data.get("step_skipped")]
-    assert skipped == [BAD + 1], "steps are told from 1"
-    assert generations(camp, "skips")[0] == 24
-
-
-def test_a_job_that_may_not_go_on_stops_and_keeps_its_checkpoints(
-    camp: Camp, poisoned: None
-) -> None:
-    with pytest.raises(TrainingFailed, match="diverged") as caught:
-        camp.run_alone(camp.job("stops", guard={"on_bad_step": "stop"}))
-    assert not isinstance(caught.value, BadStep)
-    assert max(generations(camp, "stops")) <= 8

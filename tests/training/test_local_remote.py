@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paceline.cli.training.mlflow_logging import TrainingLog, location, ranges_of
-from paceline.cli.training.output import Lines
+from paceline.cli.training import Lines, TrainingLog, location, ranges_of
 from paceline.config import Profile, load_profile
 from paceline.errors import (
     AccessDenied,
@@ -27,16 +25,11 @@ from paceline.errors import (
 )
 from paceline.models import load_model
 from paceline.registry import Registry
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
-from paceline.training import local_storage as local_remote
 from paceline.training import single
-from paceline.training.checkpoint import Generations
-from paceline.training.checkpoint.dcp_export import export_dcp
-from paceline.training.checkpoint.generations import generation_at
-from paceline.training.loop.event_writer import RankIdentity
-from paceline.training.loop.rank import run_rank
-from paceline.training.loop.rank_process import StopFlag
+from paceline.training.checkpoint import Generations, export_dcp, generation_at
+from paceline.training.loop import RankIdentity, StopFlag, run_rank
 from tests.support.rclone import RcloneS3
 from tests.training.conftest import Listener
 
@@ -135,12 +128,12 @@ def test_another_machine_goes_on_from_s3_in_the_same_mlflow_run(
 
     def logged(job: TrainJob) -> TrainingLog:
         return TrainingLog(
-            uri, job, experiment="tests", record=single.record_of(job), tell=told.append
+            uri, job, experiment="tests", record=single.local_record_dir(job), tell=told.append
         )
 
     first = single.prepare(ask(tmp_path / "first", text, place))
-    lines = Lines(first, single.record_of(first))
-    with pytest.raises(Cancelled), local_remote.recorded(first, credentials, tmp_path):
+    lines = Lines(first, single.local_record_dir(first))
+    with pytest.raises(Cancelled), single.recorded(first, credentials, tmp_path):
         with logged(first) as log:
 
             def follow(event: RankEvent) -> None:
@@ -149,14 +142,17 @@ def test_another_machine_goes_on_from_s3_in_the_same_mlflow_run(
 
             made = len(rank_here(first, follow, after=4).losses)
             raise Cancelled("stopped")
-    generations = Generations(credentials, single.checkpoints_of(first))
+    generations = Generations(credentials, single.checkpoints_url(first))
     assert generations.steps()[0] == made < STEPS
     assert not list(tmp_path.glob("first/checkpoints/*/step-*")), "nothing of it is here"
-    assert generation_at(tmp_path / "first")[0].url == single.checkpoints_of(first)
+    assert generation_at(tmp_path / "first")[0].url == single.checkpoints_url(first)
 
     second = single.prepare(ask(tmp_path / "second", text, place))
     assert (second.job_id, second.run_id) == (first.job_id, first.run_id)
-    with logged(second) as log, local_remote.recorded(second, credentials, tmp_path / "r") as keep:
+    with (
+        logged(second) as log,
+        single.recorded(second, credentials, tmp_path / "r") as keep,
+    ):
         heard = rank_here(second, log)
         result = result_of(second, heard)
         keep(result)
@@ -178,7 +174,7 @@ def test_another_machine_goes_on_from_s3_in_the_same_mlflow_run(
     assert TrainJob.model_validate_json(registry.read_artifact(run, "training/job.json")) == second
     assert not [each for each in told if each.startswith("!")]
     # Not a word of the secret anywhere here.
-    secret = credentials._credentials[1].encode()
+    secret = credentials.access.secret_key.encode()
     files = [each for each in tmp_path.rglob("*") if each.is_file()]
     assert files
     assert not [each for each in files if secret in each.read_bytes()]
@@ -189,7 +185,7 @@ def test_what_is_refused_is_refused_before_data_are_read(
 ) -> None:
     def refused(kind: type[PacelineError], place: str) -> PacelineError:
         output = tmp_path / "out"
-        with pytest.raises(kind) as caught, single.held(output):
+        with pytest.raises(kind) as caught, single.locked_output(output):
             single.prepare(ask(output, text, place))
         assert not (output / "data").exists()
         return caught.value
@@ -209,10 +205,10 @@ def test_a_run_id_that_is_given_is_a_run_of_its_own(text: Path, tmp_path: Path) 
     job = single.prepare(asked)
     assert job.checkpoint_url == DiskStore.url_of(tmp_path / "elsewhere")
     store = DiskStore()
-    store.put_bytes(f"{single.checkpoints_of(job)}/job.json", job.model_dump_json().encode())
+    store.put_bytes(f"{single.checkpoints_url(job)}/job.json", job.model_dump_json().encode())
     assert single.prepare(asked).run_id == job.run_id
     assert single.prepare(asked, "run-20260101-000000-abcdef").run_id.endswith("abcdef")
-    store.put_bytes(f"{single.checkpoints_of(job)}/job.json", b"{")
+    store.put_bytes(f"{single.checkpoints_url(job)}/job.json", b"{")
     assert single.prepare(asked).run_id != job.run_id
 
 
@@ -242,7 +238,7 @@ def step(number: int) -> RankEvent:
 
 def test_an_mlflow_that_is_away_is_told_and_catches_up(job: TrainJob, uri: str) -> None:
     told: list[str] = []
-    record = single.record_of(job)
+    record = single.local_record_dir(job)
     lines = Lines(job, record)
     away = AwayFor(uri, 10_000)
 
@@ -295,22 +291,6 @@ def test_a_password_in_the_uri_is_shown_to_nobody() -> None:
 def test_missing_steps_are_named_in_stretches() -> None:
     assert ranges_of([3, 7, 8, 9, 11]) == "3, 7-9, 11"
     assert ranges_of(list(range(0, 40, 2))).endswith("18, …")
-
-
-def test_another_machine_at_the_same_job_is_told(
-    credentials: ObjectStore, job: TrainJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    remote = job.model_copy(update={"checkpoint_url": f"s3://{BUCKET}/held"})
-    where = f"s3://{BUCKET}/held/{job.job_id}"
-    with caplog.at_level(logging.WARNING), local_remote.recorded(remote, credentials, tmp_path):
-        assert credentials.exists(f"{where}/job.json")
-    assert not caplog.records
-    assert not credentials.exists(f"{where}/held.json"), "it says when it is done"
-    said = {"who": "other-machine:1:ab", "at": local_remote.time.time()}
-    credentials.put_bytes(f"{where}/held.json", json.dumps(said).encode())
-    with caplog.at_level(logging.WARNING), local_remote.recorded(remote, credentials, tmp_path):
-        pass
-    assert "other-machine" in caplog.text
 
 
 @pytest.mark.chaos

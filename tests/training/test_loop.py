@@ -8,27 +8,37 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
-from paceline.config import GuardSettings, TrainingSettings
+from paceline.config import CheckpointSettings, GuardSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.errors import CorruptData, TrainingFailed
 from paceline.models import config_for
-from paceline.training.loop.evaluating import Evaluator
-from paceline.training.loop.group import Group
-from paceline.training.loop.loop import CPU, Progress, StepReport, train
-from paceline.training.loop.optimizer import LARGEST_SCALE, LossScale, learning_rate, new_optimizer
-from paceline.training.loop.step_guard import BadStep
-from paceline.training.loop.workload import TransformerWorkload, shuffled
-from paceline.training.parallel import Parallel, parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec
+from paceline.storage import DiskStore
+from paceline.training.checkpoint import Checkpointer, Generations, TrainState
+from paceline.training.loop import (
+    CPU,
+    LARGEST_SCALE,
+    BadStep,
+    Evaluator,
+    Group,
+    LossScale,
+    Progress,
+    StepReport,
+    TransformerWorkload,
+    learning_rate,
+    new_optimizer,
+    shuffled,
+    train,
+)
+from paceline.training.parallel import Mesh, MeshSpec, Parallel, parallelise
 
 CONTEXT, ROWS = 16, 7
 CONFIG = config_for(20_000, CONTEXT)
@@ -244,6 +254,32 @@ def test_a_state_is_saved_once_the_next_batch_has_shown_that_it_is_sane() -> Non
     assert same(whole.saved[4][1], stopped.weights), "weights after 4 steps"
 
 
+def test_an_interval_in_seconds_has_one_save(tmp_path: Path) -> None:
+    settings, workload = change(steps=14), TransformerWorkload(CONFIG)
+    parallel = parallelise(workload.build(), Mesh(MeshSpec()), settings, workload)
+    optimizer, reports = new_optimizer(parallel.modules, settings), list[StepReport]()
+    generations = Generations(DiskStore(), DiskStore.url_of(tmp_path))
+    saver = Checkpointer(
+        generations,
+        TrainState(parallel, optimizer, Group()),
+        CheckpointSettings(interval="seconds", every_s=3.0, keep=20),
+        job_id="job",
+        config_digest="c" * 64,
+        code_version="test",
+        clock=lambda: float(len(reports)),  # a step is a second
+    )
+
+    def on_step(report: StepReport) -> None:
+        reports.append(report)
+        saver.finish()
+
+    train(
+        parallel, workload, optimizer, Batches(), settings, Group(),
+        progress=Progress(), saver=saver, on_step=on_step,
+    )  # fmt: skip
+    assert generations.steps() == [12, 8, 4], "3 s after the last save, and a step to judge it"
+
+
 def test_a_poisoned_batch_is_never_behind_a_saved_state() -> None:
     settings = change(guard={"on_bad_step": "roll-back"})
     saved: dict[int, Any] = {}
@@ -305,7 +341,7 @@ def test_fp16_overflow_halves_the_scale_and_passes_over_the_step() -> None:
     assert found.losses[-1] == pytest.approx(run().losses[-1], rel=2e-2), "as fp32 learns"
 
 
-def test_the_scale_grows_while_gradients_stay_finite_and_fails_at_the_bottom() -> None:
+def test_the_scale_grows_on_finite_gradients_and_fails_at_the_bottom() -> None:
     scale = LossScale(growth_steps=3)
     before = scale.scale
     for _ in range(3):

@@ -10,10 +10,10 @@ import pytest
 ROUNDS, BLOCKS, BLOCK, PAGE = 8, 4, 8 * 1024 * 1024, 4096
 PROGRAM = f"""
 import resource, sys
-from paceline.training.loop.rank_process import keep_memory
+from paceline.training.loop.rank_process import retain_freed_memory
 
 if sys.argv[1] == "kept":
-    assert keep_memory()
+    assert retain_freed_memory()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for _ in range({ROUNDS}):
     blocks = [bytearray({BLOCK}) for _ in range({BLOCKS})]  # as a step its activations

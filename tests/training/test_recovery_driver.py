@@ -10,17 +10,18 @@ from typing import Any
 import pytest
 
 from paceline.errors import StorageFull, TrainingFailed
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import DiskStore
-from paceline.training.checkpoint import Commit, Generation, Generations
-from paceline.training.checkpoint.records import Index
-from paceline.training.identity import config_digest
-from paceline.training.interval import DAY_S
-from paceline.training.launcher import driver
-from paceline.training.launcher.admission import require_checkpoint
-from paceline.training.launcher.driver import drive, stored_result
-from paceline.training.launcher.gang import GangResult
-from paceline.training.launcher.job_notes import read_history
+from paceline.training import config_digest
+from paceline.training.checkpoint import Commit, Generation, Generations, Index
+from paceline.training.launcher import (
+    GangResult,
+    driver,
+    read_history,
+    require_checkpoint,
+    run_on_nodes,
+    stored_result,
+)
 
 NODES = ("a", "b")
 DIGEST = "0" * 64
@@ -48,13 +49,13 @@ class Script:
             on_event(event.model_copy(update={"attempt": attempt}).model_dump())
         return outcome
 
-    def keep_spare(self, name, worker_id, env, text):
+    def start_spare(self, name, worker_id, env, text):
         self.asked_for_spares += 1
 
-    def call_back(self, worker_id):
+    def restart_node(self, worker_id):
         return self.returns
 
-    def stop_soon(self, why):
+    def request_stop(self, why):
         pass
 
 
@@ -118,13 +119,13 @@ def bad_step(batch: int) -> tuple[GangResult, list[RankEvent]]:
     return failed("a", 0, 1), [STEPPED, said]
 
 
-def test_a_driver_that_is_run_again_knows_what_failed_before(tmp_path: Path) -> None:
+def test_a_driver_that_is_run_again_keeps_its_earlier_failures(tmp_path: Path) -> None:
     job = job_in(tmp_path, max_restarts=1)
     first = Script(bad_step(7), (failed(), [STEPPED]), (failed(), [STEPPED]))
     with pytest.raises(TrainingFailed, match="used up its restarts"):
-        drive(job, NODES, first, DiskStore())
+        run_on_nodes(job, NODES, first, DiskStore())
     again = Script((failed(), [STEPPED]), finished(job))
-    result = drive(job, NODES, again, DiskStore())
+    result = run_on_nodes(job, NODES, again, DiskStore())
     assert again.numbers == [4, 5], "no attempt's number, and so nothing kept of it, is used twice"
     assert again.jobs[0].skip_batches == (7,)
     assert again.jobs[0].failures == 2
@@ -134,24 +135,51 @@ def test_a_driver_that_is_run_again_knows_what_failed_before(tmp_path: Path) -> 
     assert result.failures.hosts == {"b": 3}
 
 
+def test_restarts_are_bounded_and_a_bad_node_is_left_out(tmp_path: Path) -> None:
+    script = Script((failed("b", 1, None), []), (failed("a", 0), []), (failed("a", 1), []))
+    with pytest.raises(TrainingFailed, match="used up its restarts"):
+        run_on_nodes(job_in(tmp_path, max_restarts=2), NODES, script, DiskStore())
+    assert script.workers == [["a", "b"], ["a", "a"], ["a", "a"]]
+    many = Script(*[(failed(), [STEPPED])] * 51)
+    with pytest.raises(TrainingFailed, match="used up its restarts") as caught:
+        run_on_nodes(job_in(tmp_path / "many", max_restarts=50), NODES, many, DiskStore())
+    assert "(46 before)" in caught.value.one_line()
+    assert len(caught.value.one_line()) < 1000
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts", "why"),
+    [("InvalidInput", 1, "InvalidInput it is"), ("TrainingFailed", 2, "cannot succeed")],
+)
+def test_a_permanent_error_is_not_tried_again_and_divergence_once(
+    tmp_path: Path, code: str, attempts: int, why: str
+) -> None:
+    data = {"code": code, "message": f"{code} it is"}
+    said = RankEvent(event="failed", rank=0, attempt=1, data=data)
+    script = Script(*[(failed("a", 0, 1), [said])] * 3)
+    with pytest.raises(TrainingFailed, match=why):
+        run_on_nodes(job_in(tmp_path), NODES, script, DiskStore())
+    assert len(script.numbers) == attempts
+
+
 def unsaved(**told: Any) -> tuple[GangResult, list[RankEvent]]:
     data = {"code": "NotSaved", "message": "checkpoint was not saved: disk is full", **told}
     said = RankEvent(event="failed", rank=1, attempt=1, step=9, data=data)
     return failed(code=1), [STEPPED, said]
 
 
-def test_checkpoints_that_cannot_be_kept_end_a_job_unless_it_was_asked_to_go(
+def test_unwritable_checkpoints_end_a_job_unless_it_was_preempted(
     tmp_path: Path,
 ) -> None:
     job = job_in(tmp_path, max_restarts=0)
     script = Script(unsaved(stopped=True), finished(job))
-    result = drive(job, NODES, script, DiskStore())
+    result = run_on_nodes(job, NODES, script, DiskStore())
     assert [each.kind for each in result.restarts] == ["preempted"]
     assert result.failures.job == 0, "it was asked for"
     other = job_in(tmp_path / "other", max_restarts=3)
     alone = Script(unsaved())
     with pytest.raises(TrainingFailed, match="disk is full"):
-        drive(other, NODES, alone, DiskStore())
+        run_on_nodes(other, NODES, alone, DiskStore())
     assert len(alone.numbers) == 1, "another attempt would lose as many steps again"
 
 
@@ -169,7 +197,7 @@ def test_a_history_that_cannot_be_read_or_kept_costs_only_the_counts(
 
     monkeypatch.setattr(DiskStore, "put_bytes", full)
     hung = failed(hung=True, stderr={0: "Thread 0x1"})
-    result = drive(job, NODES, Script((hung, [STEPPED]), finished(job)), store)
+    result = run_on_nodes(job, NODES, Script((hung, [STEPPED]), finished(job)), store)
     assert [each.kind for each in result.restarts] == ["hung"]
 
 
@@ -184,11 +212,11 @@ def test_failures_of_more_than_a_day_ago_count_no_more(
     run_gang = script.run_gang
 
     def a_day_each(*given: Any) -> Any:
-        now[0] += DAY_S + 1
+        now[0] += 86_401.0
         return run_gang(*given)
 
     script.run_gang = a_day_each  # type: ignore[method-assign]
-    result = drive(job, NODES, script, DiskStore())
+    result = run_on_nodes(job, NODES, script, DiskStore())
     assert result.failures.job == 5
     assert script.workers == [["a", "b"]] * 6, "a month has more failures than one, on any machine"
 
@@ -197,23 +225,23 @@ def test_too_few_ranks_wait_for_nodes_that_are_away_for_a_moment(tmp_path: Path)
     job = job_in(tmp_path, min_ranks=2)
     gone = failed("b", 1, None, lost=frozenset({"b"}))
     script = Script((gone, [STEPPED]), finished(job))
-    assert drive(job, NODES, script, DiskStore()).ranks == 2
+    assert run_on_nodes(job, NODES, script, DiskStore()).ranks == 2
     assert script.workers == [["a", "b"]] * 2
 
 
 def test_a_node_that_was_announced_to_go_has_not_failed(tmp_path: Path) -> None:
     job = job_in(tmp_path, failures_per_host=1, max_restarts=0)
     gone = failed("b", 1, None, lost=frozenset({"b"}), preempted=frozenset({"b"}))
-    result = drive(job, NODES, Script((gone, [STEPPED]), finished(job)), DiskStore())
+    result = run_on_nodes(job, NODES, Script((gone, [STEPPED]), finished(job)), DiskStore())
     assert [each.kind for each in result.restarts] == ["preempted"]
     assert result.failures.hosts == {}
 
 
 def test_notices_without_end_are_not_obeyed_for_ever(tmp_path: Path) -> None:
     told = failed(code=143, preempted=frozenset({"b"}))
-    script = Script(*[(told, []) for _ in range(driver.MOST_IDLE + 1)])
+    script = Script(*[(told, []) for _ in range(driver.MAX_IDLE_ATTEMPTS + 1)])
     with pytest.raises(TrainingFailed, match="ended before its first step"):
-        drive(job_in(tmp_path), NODES, script, DiskStore())
+        run_on_nodes(job_in(tmp_path), NODES, script, DiskStore())
 
 
 def test_too_slow_to_save_for_returned_nodes_is_nobodys_failure(tmp_path: Path) -> None:
@@ -222,7 +250,7 @@ def test_too_slow_to_save_for_returned_nodes_is_nobodys_failure(tmp_path: Path) 
     gone = failed("b", 1, None, lost=frozenset({"b"}))
     slow = failed("a", 0, -9, overdue=True)
     script = Script((gone, [STEPPED]), (slow, [STEPPED, saved]), finished(job))
-    result = drive(job, NODES, script, DiskStore())
+    result = run_on_nodes(job, NODES, script, DiskStore())
     assert [each.kind for each in result.restarts] == ["lost", "returned"]
     assert result.restarts[1].reason == "b returned"
     assert result.failures.hosts == {"b": 1}
@@ -236,7 +264,7 @@ def test_lost_steps_are_counted_once(tmp_path: Path) -> None:
     attempts = [(failed(), [at(100)]), (failed(), [at(90, "resumed"), at(92)])]
     result, events = finished(job)
     last = (result, [at(90, "resumed"), *events])
-    found = drive(job, NODES, Script(*attempts, last), DiskStore())
+    found = run_on_nodes(job, NODES, Script(*attempts, last), DiskStore())
     assert [each.lost_steps for each in found.restarts] == [10, 2]
 
 
@@ -244,25 +272,17 @@ def test_spares_that_die_are_not_made_again_at_every_step(tmp_path: Path) -> Non
     job = job_in(tmp_path, spares=1)
     result, events = finished(job)
     script = Script((result, [STEPPED] * 500 + events))
-    drive(job, NODES, script, DiskStore())
+    run_on_nodes(job, NODES, script, DiskStore())
     assert script.asked_for_spares == 1
     away = Script((result, [STEPPED] * 500 + events))
     away.returns = False
-    drive(job, NODES, away, DiskStore())
+    run_on_nodes(job, NODES, away, DiskStore())
     assert away.asked_for_spares == 0
-
-
-def test_many_restarts_make_one_short_line(tmp_path: Path) -> None:
-    script = Script(*[(failed(), [STEPPED]) for _ in range(60)])
-    with pytest.raises(TrainingFailed) as caught:
-        drive(job_in(tmp_path, max_restarts=50), NODES, script, DiskStore())
-    assert "(46 before)" in caught.value.one_line()
-    assert len(caught.value.one_line()) < 1000
 
 
 def test_a_result_whose_model_is_gone_is_made_again(tmp_path: Path) -> None:
     job = job_in(tmp_path)
-    result = drive(job, NODES, Script(finished(job)), DiskStore())
+    result = run_on_nodes(job, NODES, Script(finished(job)), DiskStore())
     assert stored_result(job, DiskStore()) == result
     (DiskStore.path_of(result.export_url) / "config.json").unlink()
     assert stored_result(job, DiskStore()) is None
@@ -279,7 +299,7 @@ def test_who_waited_for_another_drivers_nodes_takes_its_result(
 
         @contextlib.contextmanager
         def open_nodes(self, workers, argv, **_):
-            self.other: TrainResult = drive(job, NODES, Script(finished(job)), DiskStore())
+            self.other: TrainResult = run_on_nodes(job, NODES, Script(finished(job)), DiskStore())
             yield None  # and nobody says a word to them
 
     busy = Busy()
@@ -333,5 +353,5 @@ def test_a_store_that_hangs_keeps_no_driver_from_its_gang(
 
     script.run_gang = again  # type: ignore[method-assign]
     monkeypatch.setattr(DiskStore, "put_bytes", slow)
-    assert drive(job, NODES, script, DiskStore()).failures.job == 1
+    assert run_on_nodes(job, NODES, script, DiskStore()).failures.job == 1
     assert read_history(job, DiskStore()).failures == 1

@@ -13,10 +13,12 @@ import pytest
 from paceline.config import GuardSettings
 from paceline.errors import Cancelled, ServiceUnavailable
 from paceline.training import Deadlines, GangMember, GangResult, GangSupervisor
-from paceline.training.launcher import attempt as attempts
-from paceline.training.launcher import gang as gangs_module
-from paceline.training.launcher.driver import CANCEL_GRACE_S
-from paceline.training.launcher.ports import NodeMessage
+from paceline.training.launcher import (
+    CANCEL_GRACE_S,
+    NodeMessage,
+    attempt as attempts,
+    gang as gangs_module,
+)
 
 STOPPED = 143
 PREFECT_KILLS_S = 30.0  # after its SIGTERM
@@ -58,17 +60,17 @@ class Nodes:
 
     # -- the port
 
-    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def send_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         untold = {}
         for worker, order in orders.items():
             self.told.append((worker, dict(order)))
             if self.deaf.get(worker) == order["do"]:
                 untold[worker] = "it does not read"
             elif worker not in self.mute:
-                self._obey(worker, order)
+                self._execute_order(worker, order)
         return untold
 
-    def _obey(self, worker: str, order: Mapping[str, Any]) -> None:
+    def _execute_order(self, worker: str, order: Mapping[str, Any]) -> None:
         if order["do"] == "store":
             self.say(worker, launcher="store", host="h", port=1)
         elif order["do"] == "start":
@@ -182,14 +184,14 @@ def test_all_nodes_that_are_away_are_known_after_one_attempt(nodes: Nodes) -> No
     assert "node is away" in found.reason
 
 
-def test_why_a_launcher_ended_is_told(nodes: Nodes) -> None:
+def test_a_launchers_end_is_reported_with_its_reason(nodes: Nodes) -> None:
     nodes.start = lambda at: (
         nodes.words.append(NodeMessage(at, lost="ImportError: no torch")) or True
     )
     assert "no torch" in run(GangSupervisor(nodes, Deadlines())).reason
 
 
-def test_a_rank_that_stops_before_there_is_anything_to_save_takes_the_others_along(
+def test_a_rank_that_stops_before_the_first_save_stops_the_others(
     nodes: Nodes,
 ) -> None:
     gangs = GangSupervisor(nodes, Deadlines(), grace_s=5.0)
@@ -213,18 +215,18 @@ def test_a_notice_to_one_node_stops_all_within_the_grace(nodes: Nodes) -> None:
 def test_who_does_not_stop_in_time_is_overdue_and_no_failure(nodes: Nodes) -> None:
     gangs = GangSupervisor(nodes, Deadlines(checkpoint_s=40.0))
     nodes.stubborn = {"a", "b"}
-    nodes.later(2.0, lambda: gangs.stop_soon("nodes returned"))
+    nodes.later(2.0, lambda: gangs.request_stop("nodes returned"))
     found = run(gangs)
     assert found.overdue
     assert not found.ok
     assert "grace of 40 s" in found.reason, "a save may take its time: nobody is in a hurry"
 
 
-def test_a_cancel_shortens_the_grace_and_says_who_had_not_saved(nodes: Nodes) -> None:
+def test_a_cancel_shortens_the_grace_and_names_the_unsaved_ranks(nodes: Nodes) -> None:
     cancel = threading.Event()
     gangs = GangSupervisor(nodes, Deadlines(), cancel=cancel, grace_s=5.0)
     nodes.stubborn = {"b"}
-    nodes.later(2.0, lambda: gangs.stop_soon("nodes returned"))
+    nodes.later(2.0, lambda: gangs.request_stop("nodes returned"))
     nodes.later(4.0, cancel.set)
     with pytest.raises(Cancelled, match=r"ranks \[1\] had not saved within 5 s"):
         run(gangs)
@@ -241,7 +243,7 @@ READING = 'File "/home/user/task.py", line 7 in inputs'
     ("first", "second", "guilty"),
     [(REDUCING, READING, 1), (READING, REDUCING, 0), (REDUCING, REDUCING, 0)],
 )
-def test_of_ranks_that_look_alike_the_one_that_waits_for_nobody_hung(
+def test_of_ranks_that_look_alike_the_one_outside_a_collective_hung(
     nodes: Nodes, first: str, second: str, guilty: int
 ) -> None:
     def stacks(top: str) -> str:
@@ -295,14 +297,13 @@ def test_a_listener_that_fails_leaves_no_rank(nodes: Nodes) -> None:
     assert nodes.running == {}
 
 
-def test_nodes_that_cannot_be_heard_are_given_up(nodes: Nodes) -> None:
-    def gone() -> None:
-        nodes.hear = unheard  # type: ignore[method-assign]
-
+def test_nodes_that_do_not_answer_are_given_up(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def unheard(timeout_s: float) -> Sequence[NodeMessage]:
         raise ServiceUnavailable("the scheduler is away")
 
-    nodes.later(2.0, gone)
+    nodes.later(2.0, lambda: monkeypatch.setattr(nodes, "hear", unheard))
     with pytest.raises(ServiceUnavailable):
         run(GangSupervisor(nodes, Deadlines()))
     assert set(nodes.dropped) == {"a", "b"}
@@ -313,4 +314,5 @@ def test_a_late_word_about_the_store_of_another_head_is_not_taken(nodes: Nodes) 
     nodes.later(2.0, both_end(nodes))
     assert run(GangSupervisor(nodes, Deadlines())).ok
     started = [order for _, order in nodes.told if order["do"] == "start"]
-    assert {(each["host"], each["port"]) for each in started} == {("h", 1)}
+    env = [each["env"] for order in started for each in order["ranks"]]
+    assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in env} == {("h", "1")}

@@ -6,8 +6,7 @@ import pytest
 
 from paceline.config import GuardSettings, MeshSettings, TrainingSettings
 from paceline.errors import TrainingFailed
-from paceline.training.launcher.job_tracker import TimeAccounts
-from paceline.training.launcher.placement import NodePool, shrunk
+from paceline.training.launcher import NodePool, TimeAccounts, with_fewer_ranks
 
 NODES = ("a", "b", "c", "d")
 
@@ -18,19 +17,19 @@ def roster(ranks: int = 4, nodes: tuple[str, ...] = NODES, **guard: int) -> Node
 
 
 def places(found: NodePool, **spares: str) -> list[str]:
-    return [each.worker_id for each in found.lineup(spares).seats]
+    return [each.worker_id for each in found.assignment(spares).members]
 
 
 def test_ranks_go_round_the_nodes() -> None:
     assert places(roster(6)) == ["a", "b", "c", "d", "a", "b"]
-    assert not roster(6).lineup({}).reduced
+    assert not roster(6).assignment({}).reduced
 
 
 def test_a_lost_nodes_ranks_go_to_others_and_back_when_it_returns() -> None:
     found = roster()
     found.failed("b", lost=True)
     assert places(found) == ["a", "a", "c", "d"]
-    assert found.lineup({}).reduced
+    assert found.assignment({}).reduced
     assert found.missing == ["b"]
     found.returned("b")
     assert places(found) == list(NODES)
@@ -44,7 +43,7 @@ def test_fewer_ranks_go_on_where_the_policy_allows() -> None:
     assert places(found) == ["a", "d"]
     found.failed("d", lost=True)
     with pytest.raises(TrainingFailed, match=r"too few ranks are left: got 1 .* wanted at least 2"):
-        found.lineup({})
+        found.assignment({})
 
 
 def test_fewer_ranks_are_whole_replicas() -> None:
@@ -53,26 +52,26 @@ def test_fewer_ranks_are_whole_replicas() -> None:
     )
     found = NodePool(NODES, settings)
     found.failed("d", lost=True)
-    assert found.lineup({}).ranks == 2
-    fewer = shrunk(settings, 2)
+    assert found.assignment({}).ranks == 2
+    fewer = with_fewer_ranks(settings, 2)
     assert (fewer.ranks, fewer.accumulation, fewer.batch_sequences) == (2, 4, 16)
-    assert shrunk(settings, 4) is settings
+    assert with_fewer_ranks(settings, 4) is settings
 
 
 def test_a_spare_takes_a_lost_nodes_rank_before_the_gang_shrinks() -> None:
     found = roster(2, ("a", "b", "c"), min_ranks=1, spares=1)
     assert found.spare_nodes(1) == ["c"], "where no rank runs"
     found.failed("a", lost=True)
-    seats = found.lineup({"spare-1": "c"}).seats
-    assert [(each.worker_id, each.spare) for each in seats] == [("c", "spare-1"), ("b", "")]
-    assert not found.lineup({"spare-1": "c"}).reduced
+    members = found.assignment({"spare-1": "c"}).members
+    assert [(each.worker_id, each.spare) for each in members] == [("c", "spare-1"), ("b", "")]
+    assert not found.assignment({"spare-1": "c"}).reduced
 
 
 def test_a_killed_rank_is_replaced_by_its_nodes_own_spare() -> None:
     found = roster(2, ("a", "b"))
     found.failed("b", lost=False)
-    seats = found.lineup({"spare-1": "b"}).seats
-    assert [(each.worker_id, each.spare) for each in seats] == [("a", ""), ("b", "spare-1")]
+    members = found.assignment({"spare-1": "b"}).members
+    assert [(each.worker_id, each.spare) for each in members] == [("a", ""), ("b", "spare-1")]
 
 
 def test_a_node_that_fails_too_often_is_left_out_where_others_remain() -> None:
@@ -89,7 +88,7 @@ def test_a_node_that_fails_too_often_is_left_out_where_others_remain() -> None:
 
 def test_a_node_taken_back_by_its_owner_has_not_failed() -> None:
     found = roster(2, ("a", "b"), failures_per_host=1)
-    found.taken_away("a")
+    found.preempted_node("a")
     assert places(found) == ["b", "b"]
     assert not found.failures
     assert found.missing == ["a"]
@@ -124,7 +123,7 @@ def test_each_second_is_in_one_account_and_lost_work_is_no_progress() -> None:
     assert goodput == pytest.approx(17.0 / (24 + 5))
 
 
-def test_a_step_that_ends_after_its_gang_was_found_hanging_is_no_lost_work() -> None:
+def test_a_step_that_ends_after_its_gang_was_found_hung_is_no_lost_work() -> None:
     ledger = TimeAccounts(0.0)
     now = steps(ledger, 0.0, 1, 10)
     ledger.stepped(now + 2.4, 11, seconds=2.4, data_wait_s=0.1, stall_s=0.05)  # once thawed

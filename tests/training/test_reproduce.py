@@ -11,42 +11,36 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InvalidSnapshot, NotReproducible, ServiceUnavailable
-from paceline.schemas.training import RankEvent, Restart
-from paceline.training import LocalLauncher, config_digest, run_job
-from paceline.training import reproducibility as environment
-from paceline.training import reproducibility as sameness
-from paceline.training.reproduce import again, compare
-from paceline.training.reproducibility import (
+from paceline.schemas import Restart
+from paceline.training import (
+    LocalLauncher,
     Recorded,
-    current,
-    differences,
+    compare,
+    config_digest,
+    current_environment,
     differences_of,
-    holders_of,
+    nodes_with_base_model,
+    reproducibility,
     require_same,
+    train_again,
 )
-from tests.training.conftest import Camp
+from tests.training.conftest import Camp, run
 
-
-@pytest.fixture(scope="module")
-def launcher():
-    with LocalLauncher() as kept:
-        yield kept
+pytestmark = pytest.mark.xdist_group("gangs")
 
 
 @pytest.fixture(scope="module")
 def recorded(camp: Camp, launcher: LocalLauncher) -> Recorded:
     """Two ranks, six steps, and what a run keeps of them."""
-    events: list[RankEvent] = []
     job = camp.job("reproduced", ranks=2, steps=6)
-    result = run_job(job, camp.nodes, launcher, on_event=events.append)
-    losses = {e.step: e.data["loss"] for e in events if e.event == "step" and e.rank == 0}
-    return Recorded("run-20260101-000000-abcdef", job, result, losses)
+    story = run(camp, launcher, job)
+    return Recorded("run-20260101-000000-abcdef", job, story.result, story.losses)
 
 
 def test_the_same_job_again_gives_the_same_bits(
     camp: Camp, launcher: LocalLauncher, recorded: Recorded
 ) -> None:
-    found = again(recorded, camp.runtime, camp.store, launcher)
+    found = train_again(recorded, camp.runtime, camp.store, launcher)
     assert found.differences == ()
     assert found.identical and found.steps == 6
     assert found.weights_now == found.weights_then == recorded.result.weights_digest
@@ -64,8 +58,8 @@ def test_another_seed_is_refused_and_compared_only_when_asked(
     job = recorded.job.model_copy(update={"settings": settings})
     other = Recorded(recorded.run_id, job, recorded.result, recorded.losses)
     with pytest.raises(NotReproducible, match="configuration digest is not as it was"):
-        again(other, camp.runtime, camp.store, launcher)
-    found = again(other, camp.runtime, camp.store, launcher, anyway=True)
+        train_again(other, camp.runtime, camp.store, launcher)
+    found = train_again(other, camp.runtime, camp.store, launcher, anyway=True)
     assert (found.status, found.first_different_step) == ("different", 1)
     assert found.loss_then != found.loss_now
     assert [each.what for each in found.differences] == ["configuration digest"]
@@ -88,13 +82,15 @@ def test_the_first_step_that_parts_is_named(recorded: Recorded) -> None:
     assert (found.status, found.first_different_step) == ("different", None)
 
 
-def test_a_run_that_went_on_with_an_interrupted_job_is_compared_by_what_it_recorded(
+def test_a_run_that_resumed_a_job_is_compared_by_its_recorded_steps(
     recorded: Recorded,
 ) -> None:
     result = recorded.result.model_copy(update={"resumed_from_step": 4})
     late = {step: loss for step, loss in recorded.losses.items() if step > 4}
     resumed = Recorded(recorded.run_id, recorded.job, result, late)
-    (told,) = [each for each in sameness._of_course(resumed) if each.what == "steps before"]
+    (told,) = [
+        each for each in reproducibility._of_run_events(resumed) if each.what == "steps before"
+    ]
     assert told.then.startswith("4 made earlier") and not told.decisive
     found = compare(resumed, recorded.result, recorded.losses, [], 0.0)
     assert (found.status, found.steps) == ("identical", 2)
@@ -102,7 +98,7 @@ def test_a_run_that_went_on_with_an_interrupted_job_is_compared_by_what_it_recor
     assert compare(resumed, recorded.result, others, [], 0.0).first_different_step == 5
 
 
-def test_what_differs_is_said_exactly(camp: Camp, recorded: Recorded) -> None:
+def test_each_difference_is_named_exactly(camp: Camp, recorded: Recorded) -> None:
     then = dict(recorded.result.environment) | {
         "torch": "1.0", "system": "Plan 9", "packages": "0" * 64, "commit": "c0ffee" * 6, "diff": ""
     }  # fmt: skip
@@ -128,7 +124,7 @@ def test_what_differs_is_said_exactly(camp: Camp, recorded: Recorded) -> None:
     assert decisive == {"torch", "code version", "synchrony", "ranks", "deterministic mode"}
     told = {"system", "batches passed over", "commit"} | ({"diff"} & set(found))
     assert set(found) == decisive | told, "packages that no code of ours imports change no bits"
-    assert (found["torch"].then, found["torch"].now) == ("1.0", current(1).torch)
+    assert (found["torch"].then, found["torch"].now) == ("1.0", current_environment(1)["torch"])
     with pytest.raises(NotReproducible) as caught:
         require_same([*found.values()])
     error = caught.value
@@ -145,12 +141,12 @@ def test_what_differs_is_said_exactly(camp: Camp, recorded: Recorded) -> None:
 def test_a_driver_asks_the_machine_for_its_accelerator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert environment._accelerator() == current(1).accelerator
+    assert reproducibility._accelerator() == current_environment(1)["accelerator"]
     card = tmp_path / "0000:01:00.0"
     card.mkdir()
     (card / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:  \t 34\n")
-    monkeypatch.setattr(environment, "_NVIDIA", tmp_path)
-    assert environment._accelerator() == "NVIDIA H200"
+    monkeypatch.setattr(reproducibility, "_NVIDIA", tmp_path)
+    assert reproducibility._accelerator() == "NVIDIA H200"
 
 
 @pytest.mark.parametrize(
@@ -168,9 +164,9 @@ def test_data_or_model_that_is_gone_is_refused_whatever_is_asked(
     job = recorded.job.model_copy(update=change)
     other = Recorded(recorded.run_id, job, recorded.result, recorded.losses)
     with pytest.raises(NotReproducible, match=f"{what} is not as it was") as caught:
-        again(other, camp.runtime, camp.store, launcher, anyway=True)
+        train_again(other, camp.runtime, camp.store, launcher, anyway=True)
     assert None not in (caught.value.got, caught.value.wanted, caught.value.where, caught.value.do)
-    assert holders_of(recorded.job, camp.runtime) == list(camp.nodes)
+    assert nodes_with_base_model(recorded.job, camp.runtime) == list(camp.nodes)
 
 
 def test_a_store_that_is_away_is_no_difference(
@@ -179,7 +175,7 @@ def test_a_store_that_is_away_is_no_difference(
     def away(*_: object) -> None:
         raise ServiceUnavailable("S3 does not answer")
 
-    monkeypatch.setattr(sameness, "load_snapshot", away)
+    monkeypatch.setattr(reproducibility, "load_snapshot", away)
     with pytest.raises(ServiceUnavailable):
         differences_of(recorded, camp.runtime, camp.store)
 
@@ -200,21 +196,19 @@ def test_a_shard_that_is_cut_or_damaged_is_another_snapshot(
             shutil.rmtree(camp.runtime.node_dir(node) / "cache", ignore_errors=True)
         assert differences_of(recorded, camp.runtime, camp.store) == []
         with pytest.raises((NotReproducible, InvalidSnapshot), match="damaged") as caught:
-            again(recorded, camp.runtime, camp.store, launcher)
+            train_again(recorded, camp.runtime, camp.store, launcher)
         assert shard.sha256[:12] in str(caught.value)
     finally:
         camp.store.put_bytes(url, whole)
 
 
-def test_an_environment_is_the_same_twice_and_knows_what_matters() -> None:
-    twice = current(2)
-    assert twice == current(2)
-    assert twice.digest != current(1).digest
-    assert twice.torch.startswith("2.13") and twice.kernels
-    (difference,) = differences(twice.model_dump(mode="json"), current(1).model_dump(mode="json"))
-    assert (difference.what, difference.then, difference.now) == ("threads", "2", "1")
+def test_an_environment_is_the_same_twice_and_records_what_matters() -> None:
+    twice = current_environment(2)
+    assert twice == current_environment(2)
+    assert twice["torch"].startswith("2.13") and twice["kernels"]
+    assert twice | {"threads": 1} == current_environment(1) != twice
     code = (
-        "import sys, paceline.training.reproducibility as its; its.current();"
+        "import sys, paceline.training.reproducibility as its; its.current_environment();"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=dict(os.environ))
@@ -244,7 +238,7 @@ def test_a_configuration_is_what_decides_what_is_learned(camp: Camp) -> None:
         assert config_digest(camp.job("identity", **other)) != digest, other
 
 
-def test_a_task_of_ones_own_is_built_as_it_was_whatever_the_profile_says_now(
+def test_a_custom_task_is_rebuilt_as_recorded_despite_the_profile(
     camp: Camp, recorded: Recorded
 ) -> None:
     own = {"code_ref": "paceline.training.recurrent:byte_gru", "steps": 1}

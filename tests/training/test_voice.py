@@ -8,9 +8,9 @@ import subprocess
 import sys
 from typing import Any
 
-from paceline.training.loop.event_writer import (
-    PRINTED_A_MINUTE,
-    PRINTED_CHARACTERS,
+from paceline.training.loop import (
+    MAX_PRINTED_CHARACTERS,
+    MAX_PRINTED_LINES_PER_MINUTE,
     EventWriter,
     RankIdentity,
     StdoutCapture,
@@ -20,7 +20,7 @@ PROGRAM = """
 import os
 from paceline.training.loop.event_writer import RankIdentity, EventWriter
 voice = EventWriter(RankIdentity(1, 2, "127.0.0.1", 0, 3, "node-1"))
-voice.have_to_itself()
+voice.capture_stdout()
 print("loading", end="")
 voice.say("started")
 print(" done\\nshape", (3, 4))
@@ -54,11 +54,14 @@ def test_prints_without_end_are_cut_and_counted() -> None:
     voice, now = Heard(), [0.0]
     printed = StdoutCapture(voice, clock=lambda: now[0])
     print("x" * 10_000, file=printed)
-    assert len(voice.said[0]) == PRINTED_CHARACTERS
-    for number in range(2 * PRINTED_A_MINUTE):
+    assert len(voice.said[0]) == MAX_PRINTED_CHARACTERS
+    for number in range(2 * MAX_PRINTED_LINES_PER_MINUTE):
         print(number, file=printed)
-    assert len(voice.said) == PRINTED_A_MINUTE
+    assert len(voice.said) == MAX_PRINTED_LINES_PER_MINUTE
     now[0] = 61.0
     print("later", end="", file=printed)
     print("\n", file=printed)
-    assert voice.said[-2:] == [f"({PRINTED_A_MINUTE + 1} more lines were printed)", "later"]
+    assert voice.said[-2:] == [
+        f"({MAX_PRINTED_LINES_PER_MINUTE + 1} more lines were printed)",
+        "later",
+    ]

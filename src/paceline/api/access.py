@@ -12,21 +12,17 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
-from fastapi import Path as PathParameter
+from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.guard import Authenticator
 from paceline.config import Profile, Runtime, read_certificate
-from paceline.coordinator import Coordinator
-from paceline.coordinator.callers import caller
-from paceline.coordinator.state.messages import AdmitWorker, IssueToken, RevokeToken
+from paceline.coordinator import Coordinator, current_caller, new_token
+from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
 from paceline.coordinator.stores import EventQuery
-from paceline.coordinator.tokens import draw
 from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
-from paceline.relay.transport.identity import (
+from paceline.relay.transport import (
     Authority,
     ensure_authority,
     fingerprint,
@@ -34,24 +30,26 @@ from paceline.relay.transport.identity import (
     key_sha256,
     requested_key,
 )
-from paceline.schemas.access import (
+from paceline.schemas import (
     CreatedToken,
     CreateJoinToken,
     CreateToken,
+    EventList,
+    EventName,
     JoinWorker,
+    Name,
+    Success,
     TokenList,
     TokenView,
     WorkerIdentity,
 )
-from paceline.schemas.base import Name
-from paceline.schemas.calls import EventList, Success
-from paceline.schemas.events import EventName
 
 log = logging.getLogger(__name__)
 
 RENEW_AT = 2 / 3  # share of an identity's lifetime after which a worker renews it
 DAY_S = 86_400.0
-SERVERS_OWN = ("control", "services", "data", "training", "evaluation", "gate", "model")
+# Sections of a profile that agents do not need.
+SERVER_SECTIONS = {"control", "services", "data", "training", "evaluation", "gate", "model"}
 
 
 class IdentityIssuer:
@@ -62,18 +60,16 @@ class IdentityIssuer:
         runtime: Runtime,
         coordinator: Coordinator,
         *,
-        urls: Callable[[], tuple[str, ...]],
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._runtime, self._coordinator = runtime, coordinator
-        self._urls, self._wall = urls, wall
+        self._runtime, self._coordinator, self._wall = runtime, coordinator, wall
 
     def ca_pem(self) -> bytes:
         """Return the authority's certificate (PEM); create the authority if there is none yet.
 
         Raises ServiceUnavailable if it cannot be read.
         """
-        with _own_files():
+        with _unavailable_on_file_error():
             return read_certificate(self._authority().cert)
 
     def ca_sha256(self) -> str:
@@ -87,7 +83,7 @@ class IdentityIssuer:
         another key, InvalidInput if the certificate request is malformed, ServiceUnavailable if
         this installation's own files cannot be read.
         """
-        who = caller()
+        who = current_caller()
         if who.worker_id != asked.worker_id:
             raise AccessDenied(
                 "the token is not that worker's",
@@ -95,9 +91,10 @@ class IdentityIssuer:
                 wanted=who.worker_id or "a token that is bound to a worker",
                 do="Make a join token for this worker: `paceline tokens join --worker-id ID`.",
             )
+        known = self._runtime.endpoints
         key, now = requested_key(asked.csr.encode()), self._wall()
         days = self._runtime.profile.security.identity_days
-        with _own_files():
+        with _unavailable_on_file_error():
             ca, rest_ca = self.ca_pem(), self._rest_ca()
             certificate = issue_for_key(
                 self._authority(),
@@ -106,7 +103,7 @@ class IdentityIssuer:
                 valid_days=days,
                 admission=who.admission,
             )
-        token, expires_at = draw(), now + days * DAY_S
+        token, expires_at = new_token(), now + days * DAY_S
         self._coordinator.handle(
             AdmitWorker(
                 spends=who.token_id,
@@ -126,10 +123,10 @@ class IdentityIssuer:
             token=token.text,
             token_expires_at=expires_at,
             renew_at=now + days * DAY_S * RENEW_AT,
-            peer_token=self._runtime.secrets.for_peers,
+            peer_token=self._runtime.secrets.peers_token,
             rest_ca=rest_ca,
-            coordinator_urls=self._urls(),
-            profile=_for_nodes(self._runtime.profile),
+            coordinator_urls=known.coordinator_urls or tuple(filter(None, [known.coordinator_url])),
+            profile=_node_profile(self._runtime.profile),
         )
 
     def _rest_ca(self) -> str | None:
@@ -142,14 +139,11 @@ class IdentityIssuer:
         return None
 
     def _authority(self) -> Authority:
-        return ensure_authority(self._directory())
-
-    def _directory(self) -> Path:
-        return self._runtime.state_dir / self._runtime.profile.security.authority
+        return ensure_authority(self._runtime.state_dir / self._runtime.profile.security.authority)
 
 
 @contextlib.contextmanager
-def _own_files() -> Iterator[None]:
+def _unavailable_on_file_error() -> Iterator[None]:
     """Translate an error in this installation's own files into ServiceUnavailable.
 
     The file's name goes to the log only, because callers without a token reach this code too.
@@ -163,9 +157,9 @@ def _own_files() -> Iterator[None]:
         ) from error
 
 
-def _for_nodes(profile: Profile) -> dict[str, object]:
-    """Return the sections of ``profile`` that an agent needs, without those in SERVERS_OWN."""
-    return profile.model_dump(mode="json", exclude=set(SERVERS_OWN))
+def _node_profile(profile: Profile) -> dict[str, object]:
+    """Return the sections of ``profile`` that an agent needs."""
+    return profile.model_dump(mode="json", exclude=SERVER_SECTIONS)
 
 
 MOST_ROWS = 1000
@@ -174,27 +168,13 @@ Number = Annotated[int | None, Query(ge=0, le=2**62)]
 
 
 def make_access_router(
-    coordinator: Coordinator, admission: IdentityIssuer, doorman: Authenticator
+    coordinator: Coordinator, admission: IdentityIssuer, authenticator: Authenticator
 ) -> APIRouter:
     """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
 
-    @router.post("/tokens", status_code=201, tags=["access"])
-    def create_token(call: CreateToken) -> CreatedToken:
-        """Create a bearer token; only this response contains the secret."""
-        drawn = draw()
-        event = IssueToken(
-            token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
-        )
-        record = coordinator.handle(event)
-        assert isinstance(record, TokenView)
-        return CreatedToken(token=drawn.text, record=record)
-
-    @router.post("/tokens/join", status_code=201, tags=["access"])
-    def create_join_token(call: CreateJoinToken) -> CreatedToken:
-        """Create a join token, with which one agent may join once."""
-        ca_sha256 = admission.ca_sha256()
-        drawn = draw(ca_sha256)
+    def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None = None) -> CreatedToken:
+        drawn = new_token(ca_sha256)
         event = IssueToken(
             token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
         )
@@ -202,10 +182,20 @@ def make_access_router(
         assert isinstance(record, TokenView)
         return CreatedToken(token=drawn.text, record=record, ca_sha256=ca_sha256)
 
+    @router.post("/tokens", status_code=201, tags=["access"])
+    def create_token(call: CreateToken) -> CreatedToken:
+        """Create a bearer token; only this response contains the secret."""
+        return issue(call)
+
+    @router.post("/tokens/join", status_code=201, tags=["access"])
+    def create_join_token(call: CreateJoinToken) -> CreatedToken:
+        """Create a join token, with which one agent may join once."""
+        return issue(call, admission.ca_sha256())
+
     @router.get("/tokens", tags=["access"])
     def list_tokens() -> TokenList:
         """List every stored token, including those that are no longer valid."""
-        seen = doorman.seen
+        seen = authenticator.seen
         tokens = coordinator.read(lambda state: state.tokens.tokens())
         return TokenList(tokens=tuple(TokenView.of(e, seen.get(e.token_id)) for e in tokens))
 

@@ -16,19 +16,17 @@ from starlette.concurrency import run_in_threadpool
 from paceline import __version__
 from paceline.api.access import IdentityIssuer, make_access_router
 from paceline.api.audit_writer import AuditWriter
-from paceline.api.deployments import make_router, manifest_at
+from paceline.api.deployments import make_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
-from paceline.api.guard import Authenticator, AuthMiddleware, LeaderGate
+from paceline.api.guard import Authenticator, Guard, LeaderGate
 from paceline.api.heartbeats import HeartbeatMiddleware
-from paceline.api.limits import HostGuard, SizeGuard
-from paceline.api.pages import add_observation, describe
+from paceline.api.pages import PROBLEM, add_observation, describe
 from paceline.api.problems import add_problem_handlers
-from paceline.api.routes import paths_open, require_declared
-from paceline.api.serving import protection_of, serve_app
+from paceline.api.routes import require_declared
+from paceline.api.serving import port_protection, serve_app
 from paceline.config import Runtime
-from paceline.coordinator import Coordinator, CoordinatorSettings
-from paceline.coordinator.leadership import Replica, TermTask
-from paceline.coordinator.state.messages import TokenFirstUsed
+from paceline.coordinator import Coordinator, CoordinatorSettings, Replica, TermTask
+from paceline.coordinator.state import TokenFirstUsed
 from paceline.coordinator.stores import (
     Candidate,
     OutboxShipper,
@@ -37,9 +35,9 @@ from paceline.coordinator.stores import (
     open_coordination,
     open_progress,
 )
+from paceline.relay import fetch_allowed_manifest
 
 REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
-OPEN_PATHS = paths_open()  # served without a token
 
 
 def create_app(
@@ -63,7 +61,7 @@ def create_app(
         coordination,
         progress=progress,
         audit=audit,
-        fetch_manifest=lambda url: manifest_at(url, runtime),
+        fetch_manifest=lambda url: fetch_allowed_manifest(url, runtime),
         patience=patience,
     )
     replica = Replica(
@@ -76,19 +74,18 @@ def create_app(
             *_flow_duties(runtime, coordinator),
         ],
     )
-    doorman = Authenticator(runtime.secrets, lambda: coordinator.tokens)
-    clerk = AuditWriter(coordinator, doorman.seen)
-    admission = IdentityIssuer(runtime, coordinator, urls=lambda: _urls(runtime))
+    authenticator = Authenticator(runtime.secrets, lambda: coordinator.tokens)
+    writer = AuditWriter(coordinator, authenticator.seen)
+    admission = IdentityIssuer(runtime, coordinator)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run_in_threadpool(replica.start)
-        clerk.start()
+        writer.start()
         try:
             yield
         finally:
-            await hub.close()
-            await run_in_threadpool(clerk.stop)
+            await run_in_threadpool(writer.stop)
             await run_in_threadpool(replica.stop)
             for store in (audit, progress, coordination):
                 store.close()
@@ -99,30 +96,28 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,  # FastAPI's page loads scripts from other hosts; /docs here is our own
         redoc_url=None,
+        responses=PROBLEM,
     )
     app.state.coordinator, app.state.replica = coordinator, replica
     app.include_router(make_router(coordinator))
-    hub = add_observation(app, coordinator, url=url, replica_id=replica_id)
-    app.include_router(make_access_router(coordinator, admission, doorman))
+    add_observation(app, coordinator, url=url, replica_id=replica_id)
+    app.include_router(make_access_router(coordinator, admission, authenticator))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)
-    security = runtime.profile.security
     # The middleware added last runs first.
     app.add_middleware(HeartbeatMiddleware, coordinator=coordinator)
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(
-        AuthMiddleware,
-        doorman=doorman,
-        security=security,
-        refused=clerk.refused,
+        Guard,
+        authenticator=authenticator,
+        security=runtime.profile.security,
+        names=(urlsplit(url).hostname or "localhost", *names),
+        refused=writer.refused,
         begin=lambda token_id: coordinator.handle(
             TokenFirstUsed(token_id=token_id, at=coordinator.now())
         ),
     )
-    app.add_middleware(SizeGuard)
-    own = urlsplit(url).hostname or "localhost"
-    app.add_middleware(HostGuard, names=(own, *names, *security.rest_hosts))
     return app
 
 
@@ -150,7 +145,7 @@ def serve(
     not the address it listens on. Raises PortInUse, and InvalidProfile with the missing settings if
     other machines can reach ``host`` and tokens would cross the network unencrypted.
     """
-    protection = protection_of(runtime, host)
+    protection = port_protection(runtime, host)
     return serve_app(
         lambda url: create_app(
             runtime, url=advertise or url, replica_id=replica_id, names=protection.names
@@ -160,11 +155,5 @@ def serve(
         host=host,
         port=port,
         ready_fd=ready_fd,
-        end_waits=lambda app: app.state.replica.resign(),
+        end_long_polls=lambda app: app.state.replica.resign(),
     )
-
-
-def _urls(runtime: Runtime) -> tuple[str, ...]:
-    """Return the coordinator's URLs for a joining node; empty: the URL that the node called."""
-    known = runtime.endpoints
-    return known.coordinator_urls or ((known.coordinator_url,) if known.coordinator_url else ())

@@ -11,16 +11,14 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, MutableMapping
 
 from paceline.api.guard import RefusedCall
 from paceline.api.limits import TokenBuckets
-from paceline.coordinator.callers import change_row
-from paceline.coordinator.state.messages import EmitEvent, Event, TokensUsed
-from paceline.coordinator.tokens import TokenRegistry
+from paceline.coordinator import Coordinator, audit_event
+from paceline.coordinator.state import EmitEvent, TokensUsed
 from paceline.errors import PacelineError
-from paceline.schemas.events import EventName
+from paceline.schemas import EventName
 
 log = logging.getLogger(__name__)
 
@@ -28,24 +26,7 @@ ROWS_PER_S, ROWS_AT_ONCE = 2.0, 200.0
 BATCH = 50
 WRITE_S = 0.25
 USES_S = 30.0  # between two checks for used tokens
-USE_GRAIN_S = 3600.0  # between two stored times of last use of one token
-
-
-class AuditCoordinator(Protocol):
-    """The coordinator's interface that Clerk needs."""
-
-    @property
-    def tokens(self) -> TokenRegistry:
-        """Return the tokens; readable without a lock."""
-        ...
-
-    def tell(self, observed: Sequence[EmitEvent]) -> None:
-        """Commit rows."""
-        ...
-
-    def handle(self, event: Event) -> object:
-        """Commit an event."""
-        ...
+TOKEN_USE_INTERVAL_S = 3600.0  # between two stored times of last use of one token
 
 
 class AuditWriter:
@@ -53,17 +34,17 @@ class AuditWriter:
 
     def __init__(
         self,
-        books: AuditCoordinator,
+        coordinator: Coordinator,
         seen: MutableMapping[str, float],
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        self._books, self._seen, self._wall = books, seen, wall
+        self._coordinator, self._seen, self._wall = coordinator, seen, wall
         self._rows: deque[EmitEvent] = deque(maxlen=int(ROWS_AT_ONCE))
         self._allowance = TokenBuckets(ROWS_PER_S, ROWS_AT_ONCE)
         self._left_out = 0
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="clerk", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="audit-writer", daemon=True)
 
     def start(self) -> None:
         """Start the writer thread."""
@@ -81,7 +62,7 @@ class AuditWriter:
             self._left_out += 1
             return
         outcome = f"{attempt.status} {attempt.code}".strip()
-        row = change_row(attempt.call, EventName.CHANGE_REFUSED, outcome, self._wall())
+        row = audit_event(attempt.call, EventName.CHANGE_REFUSED, outcome, self._wall())
         if self._left_out:
             row.data["left_out_before"], self._left_out = self._left_out, 0
         self._rows.append(row)
@@ -100,7 +81,7 @@ class AuditWriter:
         while self._rows:
             batch = [self._rows.popleft() for _ in range(min(BATCH, len(self._rows)))]
             try:
-                self._books.tell(batch)
+                self._coordinator.tell(batch)
             except PacelineError as error:
                 for row in batch:
                     log.warning("refused, not in the audit history (%s): %s", error.what, row.data)
@@ -108,14 +89,14 @@ class AuditWriter:
     def _keep_uses(self) -> None:
         uses = []
         for token_id, at in list(self._seen.items()):
-            record = self._books.tokens.find(token_id)
+            record = self._coordinator.tokens.find(token_id)
             if record is None:
                 self._seen.pop(token_id, None)  # the coordinator no longer stores this token
-            if record is not None and (record.last_used_at or 0.0) + USE_GRAIN_S <= at:
+            if record is not None and (record.last_used_at or 0.0) + TOKEN_USE_INTERVAL_S <= at:
                 uses.append((token_id, at))
         for start in range(0, len(uses), BATCH):
             try:
-                self._books.handle(TokensUsed(uses=tuple(uses[start : start + BATCH])))
+                self._coordinator.handle(TokensUsed(uses=tuple(uses[start : start + BATCH])))
             except PacelineError as error:
                 log.info("when tokens were last used is not kept now: %s", error)
                 return

@@ -11,29 +11,15 @@ import asyncio
 import json
 from typing import Annotated, TypeVar
 
-from fastapi import APIRouter, Header, Query, Response
-from fastapi import Path as PathParameter
+from fastapi import APIRouter, Header, Path as PathParameter, Query, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from paceline.api.heartbeats import LONGEST_POLL_S, answer_beat
-from paceline.config import Runtime
-from paceline.coordinator.callers import require_worker
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state.messages import (
-    Activate,
-    Event,
-    FetchLanes,
-    RaiseBudget,
-    Register,
-    Rollback,
-)
+from paceline.coordinator import Coordinator, require_worker
+from paceline.coordinator.state import Activate, Event, FetchLanes, RaiseBudget, Register, Rollback
 from paceline.errors import InvalidInput, NotFound, ServiceUnavailable
-from paceline.manifest import Manifest, fetch_manifest
-from paceline.manifest.signing import TrustPolicy
-from paceline.relay.sources import allowed_source
-from paceline.schemas.base import Name, Sha256, digest_of
-from paceline.schemas.calls import (
+from paceline.schemas import (
     CreatedDeployment,
     CreateDeployment,
     DeploymentList,
@@ -41,16 +27,20 @@ from paceline.schemas.calls import (
     EventList,
     Heartbeat,
     HeartbeatAnswer,
+    Name,
+    Plan,
     RaiseOriginBudget,
     Registered,
     RegisterWorker,
+    Sha256,
+    StageRecord,
     Success,
     SwitchView,
+    WorkerLanes,
     WorkerList,
     WorkerProgressList,
+    digest_of,
 )
-from paceline.schemas.plan import Plan, WorkerLanes
-from paceline.schemas.records import StageRecord
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 8.0  # one beat to deliver, one to confirm; a silent worker is lost by then
@@ -97,7 +87,7 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
     async def cancel_deployment(deployment_id: DeploymentId) -> Success:
         """Cancel a deployment; returns once no living worker can publish it any more."""
         await run_in_threadpool(coordinator.cancel, deployment_id)
-        await _all_stopped(coordinator, deployment_id)
+        await _wait_until_stopped(coordinator, deployment_id)
         return Success()
 
     @router.get("/deployments/{deployment_id}/workers", tags=["deployments"])
@@ -117,7 +107,7 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
         """Return one worker's lanes of the newest plan; the call acknowledges the manifest."""
         require_worker(worker_id)
         event = FetchLanes(deployment_id=deployment_id, worker_id=worker_id)
-        return _answer(coordinator, event, WorkerLanes)
+        return _handle_as(coordinator, event, WorkerLanes)
 
     @router.get("/deployments/{deployment_id}/plan", tags=["deployments"])
     def get_plan(deployment_id: DeploymentId) -> Plan:
@@ -132,13 +122,13 @@ def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
     def activate_deployment(deployment_id: DeploymentId, allow_older: bool = False) -> Success:
         """Switch the fleet to this version, once a quorum of workers is ready."""
         event = Activate(deployment_id=deployment_id, allow_older=allow_older, at=coordinator.now())
-        return _answer(coordinator, event, Success)
+        return _handle_as(coordinator, event, Success)
 
     @router.post("/deployments/{deployment_id}/rollback", tags=["deployments"])
     def roll_back_deployment(deployment_id: DeploymentId) -> Success:
         """Switch the fleet from this version back to the previous one; nothing is transferred."""
         event = Rollback(deployment_id=deployment_id, at=coordinator.now())
-        return _answer(coordinator, event, Success)
+        return _handle_as(coordinator, event, Success)
 
     @router.get("/deployments/{deployment_id}/switch", tags=["deployments"])
     def get_switch(deployment_id: DeploymentId) -> SwitchView:
@@ -160,7 +150,7 @@ def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
             body_digest=digest_of({"budget_of": deployment_id, "extra_bytes": call.extra_bytes}),
             at=coordinator.now(),
         )
-        return _answer(coordinator, event, Success)
+        return _handle_as(coordinator, event, Success)
 
 
 def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
@@ -168,7 +158,7 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
     def register_worker(call: RegisterWorker) -> Registered:
         """Register a worker, or its next incarnation."""
         require_worker(call.worker_id)
-        return _answer(coordinator, Register(call=call, at=coordinator.now()), Registered)
+        return _handle_as(coordinator, Register(call=call, at=coordinator.now()), Registered)
 
     @router.post("/workers/heartbeat", tags=["workers"])
     async def heartbeat(
@@ -208,7 +198,7 @@ def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:
                 wanted=f"{stage}/{input_digest}",
             )
         _require_plain(record.output)
-        return coordinator.keep_stage(record)
+        return coordinator.save_stage(record)
 
 
 def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
@@ -238,7 +228,7 @@ def _add_observation(router: APIRouter, coordinator: Coordinator) -> None:
         return Success()
 
 
-async def _all_stopped(coordinator: Coordinator, deployment_id: str) -> None:
+async def _wait_until_stopped(coordinator: Coordinator, deployment_id: str) -> None:
     """Return once no living target can publish a cancelled deployment (invariant I11)."""
     clock = asyncio.get_running_loop().time
     until_s = clock() + CANCEL_WAIT_S
@@ -259,7 +249,7 @@ async def _all_stopped(coordinator: Coordinator, deployment_id: str) -> None:
     )
 
 
-def _answer(coordinator: Coordinator, event: Event, kind: type[Known]) -> Known:
+def _handle_as(coordinator: Coordinator, event: Event, kind: type[Known]) -> Known:
     answer = coordinator.handle(event)
     assert isinstance(answer, kind)
     return answer
@@ -273,21 +263,3 @@ def _require_plain(output: dict[str, object]) -> None:
         raise InvalidInput(
             "the output is not plain JSON", got=type(error).__name__, wanted="finite JSON"
         ) from error
-
-
-def manifest_at(url: str, runtime: Runtime) -> Manifest:
-    """Return the manifest at ``url``: an S3 URL, or a directory that the profile allows.
-
-    There are no redirects and no other schemes, so that a caller cannot make the coordinator
-    connect to a host of the caller's choice. Raises AccessDenied if the profile does not allow the
-    source, UntrustedManifest if the profile requires a signature that the manifest lacks.
-    """
-    source = allowed_source(url, runtime)
-    security = runtime.profile.security
-    trust = TrustPolicy.of(security.trusted_publishers, required=security.require_signature)
-    objects = None
-    if source.startswith("s3://"):
-        from paceline.storage import ObjectStore
-
-        objects = ObjectStore.from_runtime(runtime)
-    return fetch_manifest(source, objects, trust)

@@ -1,35 +1,41 @@
-"""Server-sent events of ``GET /events/stream``: one hub per process serves all its watchers.
+"""Server-sent events of ``GET /events/stream``.
 
-The hub reads the coordinator's state only while there are watchers: at most every ``FRAME_S``, and
-less often if a read takes more than 1/``COST_SHARE`` of the interval, so that many watchers cost
-the coordinator what one costs. Each watcher has a bounded queue; a watcher that does not read is
-disconnected with a reason and may resume with ``Last-Event-ID``. ``telemetry.watch_items`` computes
-the Moments; ``schemas.events`` defines the items. It works on a standby as on the leader, because
-it only reads.
+Each connection reads the coordinator's events by itself. One hub a process takes the snapshots of
+the state for all of them, only while there are watchers: at most every ``SNAPSHOT_INTERVAL_S``, and
+less often if a snapshot takes more than 1/``COST_SHARE`` of the time. Nothing is queued: a reader
+that is slow receives the newest state next, and a ``missed`` item if events it has not read are no
+longer held. ``telemetry.watch_items`` computes the Moments; ``schemas.events`` defines the items.
+It works on a standby as on the leader, because it only reads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from paceline.coordinator import CoordinatorState
-from paceline.coordinator.state.deployment import DeploymentState
+from paceline.coordinator import Coordinator, CoordinatorState
+from paceline.coordinator.state import DeploymentState
 from paceline.errors import PacelineError, ServiceUnavailable
-from paceline.schemas.calls import EventList
-from paceline.schemas.events import Dropped, Event, EventItem, LeaderView, Missed, Moment
-from paceline.schemas.plan import Plan
-from paceline.schemas.records import Deployment, Failure, WorkerStatus
+from paceline.schemas import (
+    Deployment,
+    Dropped,
+    Event,
+    EventItem,
+    Failure,
+    LeaderView,
+    Missed,
+    Moment,
+    WorkerStatus,
+)
 from paceline.telemetry import (
     DeploymentSnapshot,
     MomentBuilder,
@@ -38,39 +44,32 @@ from paceline.telemetry import (
     of_deployment,
 )
 
-# Snapshots of the state: only a copy is made under the coordinator's lock. A finished deployment is
-# copied once, and the source of each worker once per plan.
+log = logging.getLogger(__name__)
 
+SNAPSHOT_INTERVAL_S = 0.5  # between two snapshots
+COST_SHARE = 20  # a snapshot takes at most 1/20 of the time
 SHOWN_FINAL = 20  # newest finished deployments in a snapshot
 SHOWN_FINAL_PARTS = 20_000  # most worker parts of these
-
-Answer = TypeVar("Answer")
-
-
-class StateReader(Protocol):
-    """The coordinator's interface that Looks needs."""
-
-    def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
-    def now(self) -> float: ...
+POLL_S = 0.1  # between two looks of a connection for something new
+HEARTBEAT_S = 3.0  # without a message, then a comment keeps the connection alive
+RETRY_MS = 1000  # before a browser reconnects
+MOST_WATCHERS = 200
 
 
 class SnapshotReader:
     """Takes snapshots of the coordinator's state; used by one thread at a time."""
 
-    def __init__(self, coordinator: StateReader, leader: Callable[[], LeaderView]) -> None:
+    def __init__(self, coordinator: Coordinator, leader: Callable[[], LeaderView]) -> None:
         self._coordinator, self._leader = coordinator, leader
-        self._upstream: dict[tuple[str, int], dict[str, str]] = {}
         self._ended: dict[str, DeploymentSnapshot] = {}
 
     def take(self, wanted: set[str]) -> StateSnapshot:
         """Return a snapshot: all running deployments, the newest finished ones, and ``wanted``."""
         leader = self._leader()
-        look = self._coordinator.read(lambda state: self._seen(state, wanted, leader))
-        shown = {each.deployment.deployment_id: each for each in look.deployments}
-        for key in [each for each in self._upstream if each[0] not in shown]:
-            del self._upstream[key]
-        self._ended = {key: each for key, each in shown.items() if _is_over(each)}
-        return look
+        snapshot = self._coordinator.read(lambda state: self._seen(state, wanted, leader))
+        shown = {each.deployment.deployment_id: each for each in snapshot.deployments}
+        self._ended = {key: each for key, each in shown.items() if _is_finished(each)}
+        return snapshot
 
     def _seen(self, state: CoordinatorState, wanted: set[str], leader: LeaderView) -> StateSnapshot:
         """Copy the state into a snapshot; runs under the coordinator's lock."""
@@ -106,7 +105,8 @@ class SnapshotReader:
         ended = self._ended.get(deployment.deployment_id)
         if ended and ended.deployment == deployment and ended.activation == activation:
             return ended  # a finished deployment does not change: reuse the copy
-        upstream = self._sources(deployment, run.plan)
+        planned = () if run.plan is None else run.plan.workers
+        upstream = {each.worker_id: each.lanes[0].source.key for each in planned if each.lanes}
         everything = tuple(range(deployment.total_chunks))
         parts = {}
         for worker_id, part in run.parts.items():
@@ -129,19 +129,6 @@ class SnapshotReader:
             )
         return DeploymentSnapshot(deployment, parts, activation)
 
-    def _sources(self, deployment: Deployment, plan: Plan | None) -> dict[str, str]:
-        """Return the source of each worker's first lane; computed once per plan."""
-        key = (deployment.deployment_id, 0 if plan is None else plan.epoch)
-        if key not in self._upstream:
-            workers = () if plan is None else plan.workers
-            self._upstream = {
-                other: known for other, known in self._upstream.items() if other[0] != key[0]
-            }
-            self._upstream[key] = {
-                each.worker_id: each.lanes[0].source.key for each in workers if each.lanes
-            }
-        return self._upstream[key]
-
 
 def _activation(run: DeploymentState, newest: int) -> Literal["none", "switching", "active"]:
     """Return the run's activation; the ``newest`` activation number of a model is active."""
@@ -150,93 +137,35 @@ def _activation(run: DeploymentState, newest: int) -> Literal["none", "switching
     return "active" if 0 < run.memo.number == newest else "none"
 
 
-def _is_over(seen: DeploymentSnapshot) -> bool:
+def _is_finished(seen: DeploymentSnapshot) -> bool:
     return seen.deployment.status.is_final and seen.activation != "switching"
-
-
-log = logging.getLogger(__name__)
-
-FRAME_S = 0.5  # between two snapshots
-COST_SHARE = 20  # a snapshot takes at most 1/20 of the time
-NEWS_S = 0.1  # between two reads of events
-HEARTBEAT_S = 3.0  # without a message, then a comment keeps the connection alive
-SEND_DEADLINE_S = 20.0  # a reader that takes longer for one message is disconnected
-RETRY_MS = 1000  # before a browser reconnects
-MOST_WATCHERS = 200
-MOST_QUEUED = 4096  # messages queued for one reader
-MOST_QUEUED_BYTES = 16 * 1024 * 1024
-
-
-class EventSource(StateReader, Protocol):
-    """The coordinator's interface that StreamHub needs."""
-
-    @property
-    def stopping(self) -> bool: ...
-    def events(self, after: int) -> EventList: ...
 
 
 @dataclass(eq=False)
 class Watcher:
-    """One reader: its filter and its queue of messages."""
+    """One connection: its filter, and what was sent to it."""
 
-    deployment_id: str | None = None
-    after: int = 0  # sequence number of the last event sent from history
-    live_from: int = 0  # events after this number arrive through the queue
+    deployment_id: str | None
+    after: int  # sequence number of the last event sent
     targets: frozenset[str] = frozenset()
     since: float = 0.0  # worker events before this time (seconds since the Unix epoch) are not sent
-    fresh: bool = True  # it needs a full Moment before partial ones
-    waiting: deque[bytes] = field(default_factory=deque)
-    waiting_bytes: int = 0
-    dropped: str = ""
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def put(self, message: bytes) -> None:
-        """Queue a message; a full queue ends the connection."""
-        full = len(self.waiting) >= MOST_QUEUED
-        if self.waiting and (full or self.waiting_bytes + len(message) > MOST_QUEUED_BYTES):
-            self.drop(f"too slow: {len(self.waiting)} messages wait to be read")
-            return
-        self.waiting.append(message)
-        self.waiting_bytes += len(message)
-        self.news.set()
-
-    def drop(self, reason: str) -> None:
-        """Discard queued messages and end the connection after sending ``reason``."""
-        if not self.dropped:
-            self.dropped = reason
-            self.waiting.clear()
-            self.waiting.append(_message(Dropped(reason=reason)))
-            self.news.set()
-
-    async def next(self, timeout_s: float) -> bytes | None:
-        """Return the next message, or None after ``timeout_s``."""
-        if not self.waiting:
-            self.news.clear()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.news.wait(), timeout_s)
-        if not self.waiting:
-            return None
-        message = self.waiting.popleft()
-        self.waiting_bytes -= len(message)
-        return message
+    moment: int = -1  # number of the last Moment sent
 
 
 class StreamHub:
-    """Sends events and Moments to all watchers of this process; runs in one event loop."""
+    """Snapshots and Moments for all watchers of this process; runs in one event loop."""
 
-    def __init__(self, coordinator: EventSource, leader: Callable[[], LeaderView]) -> None:
-        self._coordinator = coordinator
-        self._looks = SnapshotReader(coordinator, leader)
-        self._watchers: set[Watcher] = set()
+    def __init__(self, coordinator: Coordinator, leader: Callable[[], LeaderView]) -> None:
+        self.coordinator = coordinator
+        self._snapshots = SnapshotReader(coordinator, leader)
         self._moments = MomentBuilder()
-        self._after = 0
-        self._task: asyncio.Task[None] | None = None
-        self.dropped = 0  # since this process began
-
-    @property
-    def watching(self) -> int:
-        """Return the number of watchers."""
-        return len(self._watchers)
+        self._watchers: set[Watcher] = set()
+        self._lock = asyncio.Lock()
+        self._changed: Moment | None = None
+        self._number = 0  # of the newest Moment
+        self._messages: dict[tuple[bool, str | None], bytes] = {}  # of the newest Moment
+        self._due_s = 0.0  # when the next snapshot is taken
+        self._has_new = False  # a watcher that no snapshot was taken for
 
     async def join(self, deployment_id: str | None, after: int | None) -> Watcher:
         """Return a new watcher that starts after event ``after`` (None: from now on).
@@ -247,7 +176,7 @@ class StreamHub:
         if deployment_id is not None:
             # On a thread: the state is locked during a write to the store, which may hang.
             record = await run_in_threadpool(
-                self._coordinator.read, lambda state: state.run(deployment_id).deployment
+                self.coordinator.read, lambda state: state.run(deployment_id).deployment
             )
             targets, since = frozenset(record.target_workers), record.started_at
         if len(self._watchers) >= MOST_WATCHERS:
@@ -256,181 +185,114 @@ class StreamHub:
                 wanted=f"at most {MOST_WATCHERS}",
                 do="Watch another replica, or come back.",
             )
-        if self._task is None or self._task.done():
-            self._moments = MomentBuilder()
-            self._after = self._coordinator.events(2**62).last
-            self._task = asyncio.get_running_loop().create_task(self._serve())
-        live_from = self._after
-        watcher = Watcher(
-            deployment_id=deployment_id,
-            after=live_from if after is None else min(after, live_from),
-            live_from=live_from,
-            targets=targets,
-            since=since,
-        )
+        last = self.coordinator.events(2**62).last
+        start = last if after is None else min(after, last)
+        watcher = Watcher(deployment_id, start, targets, since)
         self._watchers.add(watcher)
+        self._has_new = True
         return watcher
 
     def leave(self, watcher: Watcher) -> None:
         """Remove a watcher."""
         self._watchers.discard(watcher)
 
-    async def close(self) -> None:
-        """End every connection."""
-        for each in list(self._watchers):
-            each.drop("the coordinator stops")
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    def past(self, watcher: Watcher) -> Iterator[bytes]:
-        """Yield the events before the watcher joined, or a Missed item if some are discarded."""
-        first, until = True, watcher.live_from
-        while watcher.after < until:
-            found = self._coordinator.events(watcher.after)
-            if first and found.first > watcher.after + 1:
-                yield _message(Missed(after=watcher.after, first=found.first))
-            first = False
-            for event in found.events:
-                if event.seq > until:
-                    break
-                if _concerns(event, watcher):
-                    yield _message(EventItem(event=event), event.seq)
-            watcher.after = max(watcher.after + 1, min(found.last, until))
-
-    async def _serve(self) -> None:
-        clock = asyncio.get_running_loop().time
-        next_look_s = 0.0
-        while self._watchers:
-            if self._coordinator.stopping:
-                for each in list(self._watchers):
-                    each.drop("the coordinator stops")
-                return
-            try:
-                self._tell_events()
-                began_s = clock()
-                fresh = any(each.fresh for each in self._watchers)
-                if began_s >= next_look_s or fresh:
-                    await self._tell_moment()
-                    next_look_s = clock() + max(FRAME_S, COST_SHARE * (clock() - began_s))
-            except PacelineError as error:
-                log.warning("nothing to show: %s", error)  # the store is unavailable; watchers wait
-            except Exception:
-                # A bug must not leave watchers connected without any message.
-                log.exception("the stream broke")
-                for each in list(self._watchers):
-                    each.drop("the coordinator failed; its log says why")
-                return
-            await asyncio.sleep(NEWS_S)
-
-    def _tell_events(self) -> None:
+    def events(self, watcher: Watcher) -> Iterator[bytes]:
+        """Yield the events that ``watcher`` has not read, and a Missed item for discarded ones."""
         while True:
-            found = self._coordinator.events(self._after)
+            found = self.coordinator.events(watcher.after)
+            if found.first > watcher.after + 1:
+                yield _message(Missed(after=watcher.after, first=found.first))
             for event in found.events:
-                message = b""
-                for each in self._watchers:
-                    if _concerns(event, each):
-                        message = message or _message(EventItem(event=event), event.seq)
-                        each.put(message)
-            if found.last <= self._after:
-                self._after = found.last  # a new store numbers events from 1
-                return
-            self._after = found.last
-            if not found.events:
+                if _matches(event, watcher):
+                    yield _message(EventItem(event=event), event.seq)
+            at_end = not found.events or found.last <= watcher.after
+            watcher.after = found.last  # lower than before if a new store numbers them from 1
+            if at_end:
                 return
 
-    async def _tell_moment(self) -> None:
-        listeners = [(each, (each.fresh, each.deployment_id)) for each in self._watchers]
-        targets = {each.deployment_id: each.targets for each in self._watchers}
-        # On a thread: 10,000 workers take about 0.3 s, and this loop also serves heartbeats.
-        said = await asyncio.to_thread(self._moment, {key for _, key in listeners}, targets)
-        for each, key in listeners:
-            each.fresh = False
-            each.put(said[key])
+    async def moment(self, watcher: Watcher) -> bytes | None:
+        """Return the changes since the watcher's last Moment, or everything if it missed one.
 
-    def _moment(
-        self, wanted: set[tuple[bool, str | None]], targets: dict[str | None, frozenset[str]]
-    ) -> dict[tuple[bool, str | None], bytes]:
-        """Return one message per (fresh, deployment_id): full or changes, of one or all."""
-        look = self._looks.take({each for _, each in wanted if each is not None})
-        changed = self._moments.take(look)
-        whole = self._moments.whole() if any(fresh for fresh, _ in wanted) else changed
-        said = {}
-        for fresh, deployment_id in wanted:
-            moment = whole if fresh else changed
-            if deployment_id is not None:
-                moment = of_deployment(moment, deployment_id, targets[deployment_id])
-            said[fresh, deployment_id] = _message(moment)
-        return said
+        None if it has the newest. A snapshot that is due is taken first.
+        """
+        # A reader that disconnects must not release the lock while a thread still works.
+        return await asyncio.shield(asyncio.ensure_future(self._next_moment(watcher)))
+
+    async def _next_moment(self, watcher: Watcher) -> bytes | None:
+        clock = asyncio.get_running_loop().time
+        async with self._lock:
+            if (began_s := clock()) >= self._due_s or self._has_new:
+                self._due_s, self._has_new = began_s + SNAPSHOT_INTERVAL_S, False
+                # On a thread: 10,000 workers take about 0.3 s, and this loop serves heartbeats too.
+                await asyncio.to_thread(self._take, {each.deployment_id for each in self._watchers})
+                self._due_s = max(self._due_s, clock() + COST_SHARE * (clock() - began_s))
+            if self._number in (0, watcher.moment):
+                return None
+            key = (watcher.moment != self._number - 1, watcher.deployment_id)
+            if key not in self._messages:
+                self._messages[key] = await asyncio.to_thread(self._encoded, *key, watcher.targets)
+            watcher.moment = self._number
+            return self._messages[key]
+
+    def _take(self, wanted: set[str | None]) -> None:
+        self._changed = self._moments.take(self._snapshots.take({each for each in wanted if each}))
+        self._number += 1
+        self._messages = {}
+
+    def _encoded(self, full: bool, deployment_id: str | None, targets: frozenset[str]) -> bytes:
+        moment = self._moments.whole() if full else self._changed
+        assert moment is not None
+        if deployment_id is not None:
+            moment = of_deployment(moment, deployment_id, targets)
+        return _message(moment)
 
 
-class EventStream(Response):
-    """One reader's HTTP response, until the reader disconnects or is dropped."""
+class EventStream(StreamingResponse):
+    """One reader's HTTP response, until the reader disconnects or the coordinator stops.
 
-    media_type = "text/event-stream"
+    The connection's read deadline (``api.limits``) ends a reader that takes nothing.
+    """
 
     def __init__(self, hub: StreamHub, watcher: Watcher, longest_s: float | None = None) -> None:
         self._hub, self._watcher, self._longest_s = hub, watcher, longest_s
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(headers=headers)
-        del self.headers["content-length"]
+        super().__init__(self._messages(), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the reader disconnects, is dropped, or takes too long for a message."""
-        del scope
-        gone = asyncio.ensure_future(_left(receive))
-        telling = asyncio.ensure_future(self._tell(send))
+        """Send until the reader disconnects or the stream ends."""
         try:
-            await asyncio.wait({gone, telling}, return_when=asyncio.FIRST_COMPLETED)
+            await super().__call__(scope, receive, send)
         finally:
             self._hub.leave(self._watcher)
-            for each in (gone, telling):
-                each.cancel()
-            results = await asyncio.gather(gone, telling, return_exceptions=True)
-        broken = results[1]
-        if isinstance(broken, Exception) and not isinstance(broken, OSError):
-            raise broken
 
-    async def _tell(self, send: Send) -> None:
+    async def _messages(self) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
-        until_s = None if self._longest_s is None else clock() + self._longest_s
-        watcher = self._watcher
-        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await self._send(send, start)
-        await self._body(send, f"retry: {RETRY_MS}\n\n".encode())
-        for message in self._hub.past(watcher):
-            await self._body(send, message)
-        while True:
-            wait_s = HEARTBEAT_S
-            if until_s is not None:
-                wait_s = min(wait_s, until_s - clock())
-                if wait_s <= 0:
-                    watcher.drop("the time that was asked for is over")
-            next_message = await watcher.next(max(0.0, wait_s))
-            await self._body(send, next_message or b": still here\n\n")
-            if watcher.dropped and not watcher.waiting:
-                self._hub.dropped += 1
-                await self._send(send, {"type": "http.response.body", "body": b""})
+        sent_s = clock()
+        until_s = math.inf if self._longest_s is None else sent_s + self._longest_s
+        yield f"retry: {RETRY_MS}\n\n".encode()
+        while not self._hub.coordinator.stopping:
+            for message in self._hub.events(self._watcher):
+                yield message
+                sent_s = clock()
+            try:
+                moment = await self._hub.moment(self._watcher)
+            except PacelineError as error:
+                log.warning("nothing to show: %s", error)  # the store is unavailable; watchers wait
+                moment = None
+            if moment is not None:
+                yield moment
+                sent_s = clock()
+            elif clock() - sent_s >= HEARTBEAT_S:
+                yield b": still here\n\n"
+                sent_s = clock()
+            if clock() >= until_s:
+                yield _message(Dropped(reason="the time that was asked for is over"))
                 return
-
-    async def _body(self, send: Send, body: bytes) -> None:
-        await self._send(send, {"type": "http.response.body", "body": body, "more_body": True})
-
-    async def _send(self, send: Send, message: dict[str, object]) -> None:
-        try:
-            await asyncio.wait_for(send(message), SEND_DEADLINE_S)
-        except TimeoutError:
-            self._watcher.drop("too slow: a message was not taken in time")
-            raise ConnectionResetError("the reader does not read") from None
+            await asyncio.sleep(min(POLL_S, max(0.0, until_s - clock())))
+        yield _message(Dropped(reason="the coordinator stops"))
 
 
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _concerns(event: Event, watcher: Watcher) -> bool:
+def _matches(event: Event, watcher: Watcher) -> bool:
     if watcher.deployment_id is None:
         return True
     if event.deployment_id is not None:

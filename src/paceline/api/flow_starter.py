@@ -9,88 +9,61 @@ is delayed. This module calls Prefect's REST API and does not import Prefect.
 
 from __future__ import annotations
 
-import base64
-import http.client
+import contextlib
 import json
 import logging
-import random
 import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
-from urllib.parse import quote, urlsplit
-
-from pydantic import BaseModel
+from typing import Any
+from urllib.parse import quote
 
 from paceline.config import Runtime
-from paceline.coordinator import CoordinatorState
-from paceline.coordinator.state.messages import Cancel, Event, FlowReported
+from paceline.coordinator import Coordinator
+from paceline.coordinator.state import Cancel, FlowReported
 from paceline.errors import (
     AccessDenied,
+    InvalidInput,
     InvalidProfile,
     NotFound,
     PacelineError,
     ServiceUnavailable,
 )
-from paceline.schemas.base import new_run_id
-from paceline.schemas.events import EventName
-from paceline.schemas.records import Deployment, DeploymentStatus
+from paceline.schemas import Deployment, DeploymentStatus, EventName, new_run_id
+from paceline.system import Endpoint, HttpServer, basic_authorization
 
 log = logging.getLogger(__name__)
 
 FLOW = "distribute-model/distribute-model"  # as prefect.yaml registers it
 CALL_TIMEOUT_S = 5.0
-LOOK_S = 0.5
+CHECK_INTERVAL_S = 0.5
 STATES_S = 2.0  # between two reads of the flow runs' states
-BACKOFF_S = 1.0  # after a failed start; doubled up to BACKOFF_MAX_S, jittered
-BACKOFF_MAX_S = 60.0
+RETRY_S = 15.0  # after a failed start
 AT_ONCE = 200  # flow runs in one request for states
-SETTLE_S = 600.0  # after a deployment's cancel, in which its flow run is cancelled too
+CANCEL_WINDOW_S = 600.0  # after a deployment's cancel, in which its flow run is cancelled too
 
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
 ENDED_BADLY = frozenset({"CRASHED", "FAILED"})
 ENDED = ENDED_BADLY | {"CANCELLED", "COMPLETED"}
 
-Answer = TypeVar("Answer")
-
-
-class FlowStarter(Protocol):
-    """The orchestrator's interface that FlowKeeper needs; every call has a deadline."""
-
-    def start(self, deployment: Deployment) -> str:
-        """Return the id of the flow run that drives ``deployment``; idempotent."""
-        ...
-
-    def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the states (Prefect's types) of those flow runs that exist."""
-        ...
-
-    def cancel(self, flow_run_id: str) -> None:
-        """Request cancellation of the flow run; idempotent."""
-        ...
-
 
 class PrefectStarter:
-    """FlowStarter for a Prefect server, over its REST API."""
+    """Starts, reads and cancels flow runs of a Prefect server, over its REST API."""
 
     def __init__(self, api_url: str, authorization: str = "") -> None:
         """``authorization`` is "user:password", or "" if the server needs none."""
-        parts = urlsplit(api_url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            endpoint = Endpoint.of(api_url)
+        except InvalidInput as error:
             raise InvalidProfile(
                 "no Prefect server to start flows at",
-                got=api_url or "nothing",
+                got=error.got,
                 wanted="endpoints.prefect_api_url, e.g. http://prefect:4200/api",
                 do='Set it, or set control.flow_starter = "off".',
-            )
-        self.api_url = api_url.rstrip("/")
-        self._parts = parts
-        self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if authorization:
-            secret = base64.b64encode(authorization.encode()).decode()
-            self._headers["Authorization"] = f"Basic {secret}"
+            ) from error
+        self._server = HttpServer(endpoint, name="Prefect's server")
+        self._headers = {"Content-Type": "application/json", **basic_authorization(authorization)}
         self._flow_id = ""
 
     @classmethod
@@ -99,6 +72,7 @@ class PrefectStarter:
         return cls(runtime.endpoints.prefect_api_url, runtime.secrets.prefect_auth)
 
     def start(self, deployment: Deployment) -> str:
+        """Return the id of the flow run that drives ``deployment``; idempotent."""
         if not self._flow_id:
             self._flow_id = str(self._call("GET", f"/deployments/name/{FLOW}")["id"])
         body = {
@@ -123,6 +97,7 @@ class PrefectStarter:
         return str(made["id"])
 
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
+        """Return the states (Prefect's types) of those flow runs that exist."""
         found: dict[str, str] = {}
         # Callers supply flow run ids, and Prefect refuses a request that contains an invalid one.
         every = sorted(filter(_is_id, flow_run_ids))
@@ -134,55 +109,23 @@ class PrefectStarter:
         return found
 
     def cancel(self, flow_run_id: str) -> None:
+        """Request cancellation of the flow run; idempotent."""
         # Through CANCELLING, as Prefect's own page does: the runner ends its process first.
         body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
         self._call("POST", f"/flow_runs/{quote(flow_run_id, safe='')}/set_state", body)
 
     def _call(self, method: str, path: str, body: object = None) -> Any:
-        where = f"{method} {self.api_url}{path}"
-        kind = (
-            http.client.HTTPSConnection
-            if self._parts.scheme == "https"
-            else http.client.HTTPConnection
-        )
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=CALL_TIMEOUT_S)
+        payload = None if body is None else json.dumps(body).encode()
+        answer = self._server.call(method, path, payload, self._headers, timeout_s=CALL_TIMEOUT_S)
+        where = f"{method} {self._server.endpoint.url}{path}"
+        if answer.status >= 300:
+            raise _refused(answer.status, answer.body, where)
         try:
-            payload = None if body is None else json.dumps(body)
-            connection.request(
-                method, self._parts.path.rstrip("/") + path, body=payload, headers=self._headers
-            )
-            response = connection.getresponse()
-            answer = response.read()
-        except (OSError, http.client.HTTPException) as error:
-            raise ServiceUnavailable(
-                "Prefect's server does not answer",
-                got=f"{type(error).__name__}: {error}",
-                where=where,
-            ) from error
-        finally:
-            connection.close()
-        if response.status >= 300:
-            raise _refused(response.status, answer, where)
-        try:
-            return json.loads(answer) if answer else None
+            return json.loads(answer.body) if answer.body else None
         except ValueError as error:
             raise ServiceUnavailable(
-                "Prefect's answer cannot be read", got=answer[:200], where=where
+                "Prefect's answer cannot be read", got=answer.body[:200], where=where
             ) from error
-
-
-class FlowCoordinator(Protocol):
-    """The coordinator's interface that FlowKeeper needs."""
-
-    def read(self, question: Callable[[CoordinatorState], Answer]) -> Answer: ...
-    def handle(self, event: Event) -> BaseModel | None: ...
-    def now(self) -> float: ...
-
-
-@dataclass(slots=True)
-class _Delay:
-    attempts: int = 0
-    due_s: float = 0.0
 
 
 class FlowRunSupervisor:
@@ -190,16 +133,15 @@ class FlowRunSupervisor:
 
     def __init__(
         self,
-        coordinator: FlowCoordinator,
-        starter: FlowStarter,
+        coordinator: Coordinator,
+        starter: PrefectStarter,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._coordinator, self._starter = coordinator, starter
         self._monotonic = monotonic
-        self._delays: dict[str, _Delay] = {}
-        self._told: dict[str, str] = {}  # flow run → its failed state that was reported
-        self._settled: set[str] = set()  # cancelled deployments whose flow run has ended
+        self._retry_s: dict[str, float] = {}  # deployment whose start failed → when to try again
+        self._reported: dict[str, str] = {}  # flow run → its failed state that was reported
         self._states_s = -STATES_S
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="flow-keeper", daemon=True)
@@ -224,21 +166,18 @@ class FlowRunSupervisor:
             for each in deployments
             if each.flow_wanted and each.flow_run_id is None and not each.status.is_final
         ]
-        self._delays = {
-            each.deployment_id: self._delays.get(each.deployment_id, _Delay()) for each in wanting
-        }
+        waiting = {each.deployment_id for each in wanting}
+        self._retry_s = {key: at for key, at in self._retry_s.items() if key in waiting}
         for each in wanting:
-            if (
-                not self._stop.is_set()
-                and self._delays[each.deployment_id].due_s <= self._monotonic()
-            ):
+            due_s = self._retry_s.get(each.deployment_id, 0.0)
+            if not self._stop.is_set() and due_s <= self._monotonic():
                 self._start(each)
         if self._monotonic() - self._states_s >= STATES_S:
             self._states_s = self._monotonic()
             self._reconcile([each for each in deployments if each.flow_run_id is not None])
 
     def _keep(self) -> None:
-        while not self._stop.wait(LOOK_S):
+        while not self._stop.wait(CHECK_INTERVAL_S):
             try:
                 self.look()
             except PacelineError as error:
@@ -248,53 +187,37 @@ class FlowRunSupervisor:
                 log.exception("the flow keeper failed")
 
     def _start(self, deployment: Deployment) -> None:
-        delay = self._delays[deployment.deployment_id]
         try:
             flow_run_id = self._starter.start(deployment)
         except PacelineError as error:
-            delay.attempts += 1
-            pause_s = min(BACKOFF_MAX_S, BACKOFF_S * 2 ** min(delay.attempts - 1, 10))
-            pause_s *= random.uniform(0.7, 1.3)
-            delay.due_s = self._monotonic() + pause_s
             log.warning("no flow run for %s yet: %s", deployment.deployment_id, error)
-            if delay.attempts & (delay.attempts - 1) == 0:  # report the 1st, 2nd, 4th, 8th… failure
-                reason: dict[str, object] = {
-                    "attempts": delay.attempts,
-                    "again_in_s": round(pause_s, 1),
-                    "reason": error.one_line()[:500],
-                }
-                self._tell(deployment, EventName.FLOW_DELAYED, reason)
+            if deployment.deployment_id not in self._retry_s:  # one event for all attempts
+                data = {"again_in_s": RETRY_S, "reason": error.one_line()[:500]}
+                self._report(deployment, EventName.FLOW_DELAYED, data)
+            self._retry_s[deployment.deployment_id] = self._monotonic() + RETRY_S
             return
-        data: dict[str, object] = {"flow_run_id": flow_run_id}
-        self._tell(deployment, EventName.FLOW_STARTED, data, flow_run_id)
+        self._report(deployment, EventName.FLOW_STARTED, {"flow_run_id": flow_run_id}, flow_run_id)
 
     def _reconcile(self, driven: list[Deployment]) -> None:
         now = self._coordinator.now()
-        self._settled &= {each.deployment_id for each in driven}  # forget deleted deployments
         open_ = [each for each in driven if not each.status.is_final]
         ending = [
             each
             for each in driven
             if each.status is DeploymentStatus.CANCELLED
-            and each.deployment_id not in self._settled
-            and now - (each.completed_at or now) < SETTLE_S
+            and now - (each.completed_at or now) < CANCEL_WINDOW_S
         ]
         followed = {each.flow_run_id for each in (*open_, *ending) if each.flow_run_id}
-        self._told = {key: value for key, value in self._told.items() if key in followed}
+        self._reported = {key: value for key, value in self._reported.items() if key in followed}
         if not followed:
             return
         states = self._starter.states(followed)
         for each in open_:
             self._follow(each, states.get(each.flow_run_id or "", ""))
         for each in ending:
-            state = states.get(each.flow_run_id or "", "")
-            if not state or state in ENDED:
-                self._settled.add(each.deployment_id)
-            elif state not in ENDING:
-                try:
+            if states.get(each.flow_run_id or "", "COMPLETED") not in ENDING | ENDED:
+                with contextlib.suppress(NotFound):  # the flow run was deleted meanwhile
                     self._starter.cancel(each.flow_run_id or "")
-                except NotFound:
-                    self._settled.add(each.deployment_id)  # the flow run was deleted meanwhile
 
     def _follow(self, deployment: Deployment, state: str) -> None:
         flow_run_id, identity = deployment.flow_run_id or "", deployment.deployment_id
@@ -303,18 +226,18 @@ class FlowRunSupervisor:
             log.info("flow run %s was cancelled, and %s with it", flow_run_id, identity)
             self._coordinator.handle(Cancel(deployment_id=identity, at=self._coordinator.now()))
         elif state in ENDED_BADLY:
-            if self._told.get(flow_run_id) != state:
-                self._told[flow_run_id] = state
-                data: dict[str, object] = {"flow_run_id": flow_run_id, "state": state.lower()}
-                self._tell(deployment, EventName.FLOW_ENDED, data)
+            if self._reported.get(flow_run_id) != state:
+                self._reported[flow_run_id] = state
+                data = {"flow_run_id": flow_run_id, "state": state.lower()}
+                self._report(deployment, EventName.FLOW_ENDED, data)
         else:
-            self._told.pop(flow_run_id, None)  # it is running (again)
+            self._reported.pop(flow_run_id, None)  # it is running (again)
 
-    def _tell(
+    def _report(
         self,
         deployment: Deployment,
         name: EventName,
-        data: dict[str, object],
+        data: Mapping[str, object],
         flow_run_id: str | None = None,
     ) -> None:
         self._coordinator.handle(
@@ -322,7 +245,7 @@ class FlowRunSupervisor:
                 deployment_id=deployment.deployment_id,
                 name=name,
                 flow_run_id=flow_run_id,
-                data=data,
+                data=dict(data),
                 at=self._coordinator.now(),
             )
         )
@@ -342,7 +265,7 @@ def _refused(status: int, answer: bytes, where: str) -> PacelineError:
         return AccessDenied("Prefect refuses our credentials", got=got, where=where)
     if status == 404:
         return NotFound(
-            "Prefect does not know it",
+            "Prefect does not have it",
             got=got,
             where=where,
             do="Register the deployments: `python -m paceline.flows.register`.",

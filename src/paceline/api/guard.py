@@ -1,8 +1,9 @@
-"""Authentication, authorisation and rate limits before every route; redirects to the leader.
+"""What every call passes before its route: host name, sizes, token, scope, rate limits, leader.
 
-Plain ASGI middleware, because every heartbeat passes through it: one SHA-256, one dictionary
-lookup, one token bucket. A call to a route that is not in ``api.routes`` is refused here and does
-not reach the app.
+``Guard`` is plain ASGI middleware, because every heartbeat passes through it: one SHA-256, one
+dictionary lookup, one token bucket. FastAPI's security dependencies would run after it has read the
+body, so a caller without a token could send one. A call to a route that is not in ``api.routes`` is
+refused here and does not reach the app.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hmac
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from starlette.concurrency import run_in_threadpool
@@ -19,14 +20,27 @@ from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from paceline.api.limits import MAX_BODY_BYTES, TokenBuckets, refuse
+from paceline.api.limits import (
+    MAX_BODY_BYTES,
+    HostNames,
+    TokenBuckets,
+    bounded_body,
+    size_refusal,
+)
 from paceline.api.problems import problem_response
-from paceline.api.routes import RouteMatch, RouteTable
+from paceline.api.routes import RouteMatch, find_route
 from paceline.config import Secrets, SecuritySettings
-from paceline.coordinator.callers import Call, Caller, acting
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.stores.contracts import Term
-from paceline.coordinator.tokens import INCLUDES, TokenRegistry, scopes_of, sha256_of
+from paceline.coordinator import (
+    INCLUDES,
+    Call,
+    Caller,
+    Coordinator,
+    TokenRegistry,
+    current_call,
+    scopes_of,
+    sha256_of,
+)
+from paceline.coordinator.stores import Term
 from paceline.errors import (
     AccessDenied,
     InvalidInput,
@@ -35,8 +49,7 @@ from paceline.errors import (
     PacelineError,
     TooManyCalls,
 )
-from paceline.schemas.access import Scope as TokenScope
-from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
+from paceline.schemas import EPOCH_HEADER, LEADER_HEADER, Scope as TokenScope
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +60,7 @@ UNBOUND_WORKERS = 400.0  # a token that is bound to no worker has the limit of s
 CHANGE_BYTES_PER_S = 256 * 1024.0
 CHANGE_BYTES_AT_ONCE = 64 * 1024 * 1024.0
 OPEN_PER_S = 50.0  # calls to open paths, per client address
-OWNER = "installation"  # name in audit rows of the installation's first admin token
+FIRST_ADMIN = "installation"  # name in audit rows of the installation's first admin token
 METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 
@@ -61,7 +74,7 @@ class RefusedCall:
 
 
 class Authenticator:
-    """Authenticates bearer tokens: the installation's own and those of the TokenBook."""
+    """Authenticates bearer tokens: the installation's own and those of the TokenRegistry."""
 
     def __init__(self, secrets: Secrets, book: Callable[[], TokenRegistry]) -> None:
         if not secrets.coordinator_token:
@@ -72,12 +85,11 @@ class Authenticator:
                 do="Start it with `paceline up`, which makes one.",
             )
         self._book = book
-        agents, owner = _standing("agents", TokenScope.WORKER), _standing(OWNER, TokenScope.ADMIN)
         self._standing = (
-            (sha256_of(secrets.for_agents), agents),
-            (sha256_of(secrets.coordinator_token), owner),
+            (sha256_of(secrets.agents_token), _builtin_caller("agents", TokenScope.WORKER)),
+            (sha256_of(secrets.coordinator_token), _builtin_caller(FIRST_ADMIN, TokenScope.ADMIN)),
         )
-        self.seen: dict[str, float] = {}  # when each TokenBook token was last used
+        self.seen: dict[str, float] = {}  # when each TokenRegistry token was last used
 
     def recognise(self, authorization: list[bytes], now: float) -> Caller:
         """Return the caller whose token the header carries; raises AccessDenied."""
@@ -105,24 +117,26 @@ class Authenticator:
         )
 
 
-class AuthMiddleware:
-    """ASGI middleware that checks token, scope and rate limits before a route; see the module."""
+class Guard:
+    """ASGI middleware that checks a call before its route; see the module."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
-        doorman: Authenticator,
+        authenticator: Authenticator,
         security: SecuritySettings,
+        names: Iterable[str],
         refused: Callable[[RefusedCall], None],
         begin: Callable[[str], object],
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """``begin`` is called with a worker token's id when the token is first used."""
-        self._app, self._doorman, self._refused, self._begin = app, doorman, refused, begin
+        self._app, self._authenticator = app, authenticator
+        self._refused, self._begin = refused, begin
+        self._names = HostNames((*names, *security.rest_hosts))
         self._monotonic, self._wall = monotonic, wall
-        self._table = RouteTable()
         calls, beats = security.calls_per_s, security.beats_per_s
         fails = security.failures_per_minute
         self._open = TokenBuckets(OPEN_PER_S, OPEN_PER_S * BURST)
@@ -133,11 +147,17 @@ class AuthMiddleware:
         self._failures = TokenBuckets(fails / 60.0, fails)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
+        if scope["type"] != "http":  # lifespan; uvicorn serves no websockets
             await self._app(scope, receive, send)
             return
-        method = scope.get("method", "GET")
-        found = self._table.find(method, scope["path"])
+        method = scope["method"]
+        if (error := self._names.refusal(scope)) is not None:
+            await problem_response(error, 421)(scope, receive, send)
+            return
+        if (too_large := size_refusal(scope)) is not None:
+            await problem_response(*too_large)(scope, receive, send)
+            return
+        found = find_route(method, scope["path"])
         address = scope["client"][0] if scope.get("client") else ""
         caller, refusal = self._judge(scope, found, address)
         route = found.route
@@ -151,7 +171,8 @@ class AuthMiddleware:
         if refusal is not None:
             if call.is_change:
                 self._refused(RefusedCall(call, refusal.status, refusal.error.code))
-            await refuse(refusal.error, refusal.status, scope, receive, send, refusal.headers)
+            response = problem_response(refusal.error, refusal.status, refusal.headers)
+            await response(scope, receive, send)
             return
 
         async def noted(message: Message) -> None:
@@ -165,27 +186,27 @@ class AuthMiddleware:
                 await run_in_threadpool(self._begin, caller.token_id)
             except PacelineError as error:  # cannot commit now; the next call tries again
                 log.info("first use of %s is not kept now: %s", caller.token_id, error)
-        mark = acting.set(call)
+        mark = current_call.set(call)
         try:
-            await self._app(scope, receive, noted if call.is_change else send)
+            await self._app(scope, bounded_body(receive), noted if call.is_change else send)
         finally:
-            acting.reset(mark)
+            current_call.reset(mark)
 
     def _judge(
         self, scope: Scope, found: RouteMatch, address: str
     ) -> tuple[Caller | None, _Refusal | None]:
         now_s, route = self._monotonic(), found.route
         if route is not None and route.is_open:
-            return None, _too_often(self._open.take(address, now_s))
+            return None, _rate_limited(self._open.take(address, now_s))
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         try:
-            caller = self._doorman.recognise(given, self._wall())
+            caller = self._authenticator.recognise(given, self._wall())
         except AccessDenied as error:
             # An address with many failures receives 429; a valid token passes even from there.
-            late = _too_often(self._failures.take(address, now_s))
+            late = _rate_limited(self._failures.take(address, now_s))
             return None, late or _Refusal(error, 401)
         if route is None:
-            return caller, _unknown(scope, self._table)
+            return caller, _unknown(scope)
         if caller.scopes.isdisjoint(route.scopes):
             wanted = " or ".join(route.scopes)
             denied = AccessDenied(
@@ -196,10 +217,12 @@ class AuthMiddleware:
                 do="Ask an admin for a token that has it too: `paceline tokens create"
                 f" --scope {route.scopes[0]}`.",
             )
-            return caller, _too_often(self._take(caller, "calls", now_s)) or _Refusal(denied, 403)
-        late = _too_often(self._take(caller, route.bucket, now_s))
+            return caller, _rate_limited(self._take(caller, "calls", now_s)) or _Refusal(
+                denied, 403
+            )
+        late = _rate_limited(self._take(caller, route.bucket, now_s))
         if late is None and route.is_change:
-            late = _too_often(self._bodies.take(caller.token_id, now_s, _body_bytes(scope)))
+            late = _rate_limited(self._bodies.take(caller.token_id, now_s, _body_bytes(scope)))
         return caller, late
 
     def _take(self, caller: Caller, bucket: str, now_s: float) -> float:
@@ -213,7 +236,7 @@ def _body_bytes(scope: Scope) -> int:
     """Return the body's length from Content-Length, or the maximum if there is none."""
     for name, value in scope["headers"]:
         if name == b"content-length":
-            return int(value)  # digits only: SizeGuard checked it
+            return int(value)  # digits only: size_refusal checked it
     return MAX_BODY_BYTES
 
 
@@ -222,7 +245,7 @@ def _is_refusal(status: int) -> bool:
     return status >= 400 and status != 503
 
 
-def _standing(name: str, scope: TokenScope) -> Caller:
+def _builtin_caller(name: str, scope: TokenScope) -> Caller:
     return Caller(name=name, token_id=name, scopes=INCLUDES[scope])
 
 
@@ -233,7 +256,7 @@ class _Refusal:
     headers: dict[str, str] | None = None
 
 
-def _too_often(wait_s: float) -> _Refusal | None:
+def _rate_limited(wait_s: float) -> _Refusal | None:
     if not wait_s:
         return None
     error = TooManyCalls(
@@ -244,9 +267,9 @@ def _too_often(wait_s: float) -> _Refusal | None:
     return _Refusal(error, 429, {"Retry-After": str(math.ceil(wait_s))})
 
 
-def _unknown(scope: Scope, table: RouteTable) -> _Refusal:
-    where = f"{scope.get('method', 'a socket')} {scope['path'][:200]}"
-    allowed = [method for method in METHODS if table.find(method, scope["path"]).route]
+def _unknown(scope: Scope) -> _Refusal:
+    where = f"{scope['method']} {scope['path'][:200]}"
+    allowed = [method for method in METHODS if find_route(method, scope["path"]).route]
     if not allowed:
         return _Refusal(NotFound("no such route", where=where, do="See /docs."), 404)
     error = InvalidInput("no such method here", wanted=", ".join(allowed), where=where)
@@ -296,23 +319,25 @@ class LeaderGate:
         if not deciding or term is not None:
             await self._app(scope, receive, stamped)
         elif leader is not None:
-            redirect = Response(status_code=307, headers={"Location": _at(leader, scope)})
+            redirect = Response(
+                status_code=307, headers={"Location": _leader_location(leader, scope)}
+            )
             await redirect(scope, receive, stamped)
         else:
-            await problem_response(_nobody())(scope, receive, stamped)
+            await problem_response(_no_leader())(scope, receive, stamped)
 
     async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = {EPOCH_HEADER: str(self._coordinator.leader_epoch)}
-        await problem_response(_nobody(), headers=headers)(scope, receive, send)
+        await problem_response(_no_leader(), headers=headers)(scope, receive, send)
 
 
-def _at(leader: Term, scope: Scope) -> str:
+def _leader_location(leader: Term, scope: Scope) -> str:
     path: bytes = scope.get("raw_path") or scope["path"].encode()
     query: bytes = scope.get("query_string", b"")
     return leader.url + (path + (b"?" + query if query else b"")).decode("latin-1")
 
 
-def _nobody() -> NotLeading:
+def _no_leader() -> NotLeading:
     return NotLeading(
         "this replica does not lead",
         got="nobody is known to lead now",

@@ -2,7 +2,7 @@
 
 ``HeartbeatMiddleware`` runs after the guards and before the routes. A heartbeat that only reports
 progress is parsed once, decided on the event loop and answered without a thread, in about a
-quarter of the time that its route takes (figures in docs/LOG.md). A malformed one goes to the
+quarter of the time that its route takes (docs/measurements). A malformed one goes to the
 route in ``api.deployments``; one that must be committed, or that finds the state locked, goes to a
 worker thread. All are answered as the route documents.
 """
@@ -17,11 +17,10 @@ from starlette.concurrency import run_in_threadpool
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.api.problems import problem_response
-from paceline.coordinator.callers import require_worker
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state.messages import AwaitCommands, HeartbeatReceived
+from paceline.coordinator import Coordinator, require_worker
+from paceline.coordinator.state import AwaitCommands, HeartbeatReceived
 from paceline.errors import PacelineError
-from paceline.schemas.calls import Heartbeat, HeartbeatAnswer
+from paceline.schemas import Heartbeat, HeartbeatAnswer
 
 PATH = "/workers/heartbeat"
 LONGEST_POLL_S = 30.0
@@ -34,8 +33,6 @@ class HeartbeatMiddleware:
 
     def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
         self._app, self._coordinator = app, coordinator
-        # Serialised answers without commands; there are few different ones.
-        self._plain: dict[tuple[int, float, tuple[str, ...]], bytes] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = (
@@ -50,10 +47,7 @@ class HeartbeatMiddleware:
         arrived = BufferedBody(receive)
         try:
             beat = Heartbeat.model_validate_json(await arrived.body())
-        except (
-            ValueError,
-            HTTPException,
-        ):  # the route reports the error
+        except (ValueError, HTTPException):  # the route reports the error
             await self._app(scope, arrived.again, send)
             return
         try:
@@ -62,20 +56,7 @@ class HeartbeatMiddleware:
         except PacelineError as error:
             await problem_response(error)(scope, receive, send)
             return
-        await self._send(answer, send)
-
-    async def _send(self, answer: HeartbeatAnswer, send: Send) -> None:
-        body = None
-        plain = answer.go_on and not answer.commands
-        key = (answer.epoch, answer.next_beat_s, answer.barred)
-        if plain:
-            body = self._plain.get(key)
-        if body is None:
-            body = answer.model_dump_json(by_alias=True).encode()
-            if plain:
-                if len(self._plain) > 1000:
-                    self._plain.clear()  # the interval grows with each worker that registers
-                self._plain[key] = body
+        body = answer.model_dump_json(by_alias=True).encode()
         headers = [JSON, (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -92,29 +73,29 @@ async def answer_beat(coordinator: Coordinator, beat: Heartbeat, wait_s: float) 
     listen = AwaitCommands(worker_id=beat.worker_id, incarnation=beat.incarnation)
     clock = asyncio.get_running_loop().time
     until_s = clock() + wait_s
-    heard: asyncio.Future[None] | None = None
+    news: asyncio.Future[None] | None = None
     try:
         while answer.go_on and not answer.commands and not coordinator.stopping:
             left_s = until_s - clock()
             if left_s <= 0:
                 break
-            if heard is None or heard.done():
-                heard = coordinator.bell.listen()  # before the read: no command is missed
+            if news is None or news.done():
+                news = coordinator.notifier.listen()  # before the read: no command is missed
             else:
-                await asyncio.wait([heard], timeout=left_s)
-                if not heard.done():
+                await asyncio.wait([news], timeout=left_s)
+                if not news.done():
                     break
             answer = await _decide(coordinator, listen)
     finally:
-        if heard is not None:
-            coordinator.bell.leave(heard)
+        if news is not None:
+            coordinator.notifier.leave(news)
     return answer
 
 
 async def _decide(
     coordinator: Coordinator, event: HeartbeatReceived | AwaitCommands
 ) -> HeartbeatAnswer:
-    answer = coordinator.decide_now(event)
+    answer = coordinator.try_decide(event)
     if answer is None:
         slow = await run_in_threadpool(coordinator.handle, event)
         assert isinstance(slow, HeartbeatAnswer)

@@ -7,17 +7,16 @@ headers, and bodies that are too long or too slow.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any
 
 from fastapi import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from starlette.types import Message, Receive, Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from paceline.api.problems import problem_response
 from paceline.errors import InvalidInput, PacelineError
+from paceline.system import is_loopback
 
 MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_KEYS = 32 * 1024  # of a body's JSON objects: each unknown one makes an error of its own
@@ -25,128 +24,82 @@ MAX_TARGET_BYTES = 8 * 1024  # path and query
 MAX_HEADERS = 100
 MAX_HEADER_BYTES = 32 * 1024
 BODY_S = 30.0  # to receive the body; a long poll begins after it
+_HOST = re.compile(r"(?:\[(?P<address>[^\]]+)\]|(?P<name>[^\[:][^:]*))(?::[0-9]{1,5})?")
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
-class HostGuard:
-    """ASGI middleware that accepts a Host of loopback or ``names``; the port is ignored."""
+class HostNames:
+    """The names that the Host header may carry: loopback's and ``names``; the port is ignored."""
 
-    def __init__(self, app: ASGIApp, *, names: Iterable[str] = ()) -> None:
-        self._app = app
+    def __init__(self, names: Iterable[str] = ()) -> None:
         self._names = frozenset(name.lower().strip("[]") for name in (*LOOPBACK_NAMES, *names))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
+    def refusal(self, scope: Scope) -> PacelineError | None:
+        """Return why the request's Host is refused, None if it is not."""
         given = [value for name, value in scope["headers"] if name == b"host"]
         host = host_of(given[0].decode("latin-1")) if len(given) == 1 else None
-        if host is not None and (host in self._names or _is_loopback(host)):
-            await self._app(scope, receive, send)
-            return
-        error = InvalidInput(
+        if host is not None and (host in self._names or is_loopback(host)):
+            return None
+        return InvalidInput(
             "this server is not called by that name",
             got=b", ".join(given).decode("latin-1") or "no Host",
             wanted="one of its names in the Host header",
             do="Call it by its own name, or add that name to [security] rest_hosts.",
         )
-        await refuse(error, 421, scope, receive, send)
 
 
-class SizeGuard:
-    """ASGI middleware that refuses URLs, headers and bodies over the limits."""
-
-    def __init__(self, app: ASGIApp, *, max_bytes: int = MAX_BODY_BYTES) -> None:
-        self._app = app
-        self._max_bytes = max_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        refusal = self._refusal(scope)
-        if refusal is not None:
-            await refuse(*refusal, scope, receive, send)
-            return
-        clock = asyncio.get_running_loop().time
-        until_s, arrived, keys, ended = clock() + BODY_S, 0, 0, False
-
-        async def counted() -> Message:
-            nonlocal arrived, keys, ended
-            if ended:
-                return await receive()  # only a disconnect can follow
-            try:
-                async with asyncio.timeout_at(until_s):
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(408, f"the body took longer than {BODY_S:.0f} s") from None
-            arrived += len(body := message.get("body", b""))
-            keys += body.count(b":")  # counts colons in strings too
-            ended = not message.get("more_body", False)
-            if arrived > self._max_bytes:
-                raise HTTPException(413, f"the body is longer than {self._max_bytes} bytes")
-            if keys > MAX_KEYS:
-                raise HTTPException(413, f"the body has more than {MAX_KEYS} keys (or colons)")
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _refusal(self, scope: Scope) -> tuple[PacelineError, int] | None:
-        target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
-        if target > MAX_TARGET_BYTES:
-            what, wanted = "the address is too long", f"at most {MAX_TARGET_BYTES} bytes"
-            return InvalidInput(what, got=target, wanted=wanted), 414
-        headers = scope["headers"]
-        size = sum(len(name) + len(value) for name, value in headers)
-        if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
-            what = "the headers are too long"
-            wanted = f"at most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes"
-            return InvalidInput(what, got=f"{len(headers)}, {size} bytes", wanted=wanted), 431
-        for name, value in headers:
-            if name == b"content-length" and self._too_long(value):
-                wanted = f"at most {self._max_bytes} bytes"
-                return InvalidInput("the body is too long", wanted=wanted), 413
-        return None
-
-    def _too_long(self, value: bytes) -> bool:
+def size_refusal(scope: Scope) -> tuple[PacelineError, int] | None:
+    """Return why URL, headers or the announced body are too large, and the status; else None."""
+    target = len(scope.get("raw_path") or b"") + len(scope["query_string"])
+    if target > MAX_TARGET_BYTES:
+        what, wanted = "the address is too long", f"at most {MAX_TARGET_BYTES} bytes"
+        return InvalidInput(what, got=target, wanted=wanted), 414
+    headers = scope["headers"]
+    size = sum(len(name) + len(value) for name, value in headers)
+    if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+        wanted = f"at most {MAX_HEADERS} headers and {MAX_HEADER_BYTES} bytes"
+        got = f"{len(headers)}, {size} bytes"
+        return InvalidInput("the headers are too long", got=got, wanted=wanted), 431
+    for name, value in headers:
         # Digits only: servers refuse anything else; int() of 10,000 digits is too expensive.
-        return not value.isdigit() or len(value) > 18 or int(value) > self._max_bytes
+        if name == b"content-length" and (
+            not value.isdigit() or len(value) > 18 or int(value) > MAX_BODY_BYTES
+        ):
+            wanted = f"at most {MAX_BODY_BYTES} bytes"
+            return InvalidInput("the body is too long", wanted=wanted), 413
+    return None
 
 
-async def refuse(
-    error: PacelineError,
-    status: int,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-    headers: dict[str, str] | None = None,
-) -> None:
-    """Send a problem document, or close a websocket."""
-    if scope["type"] == "websocket":
-        await send({"type": "websocket.close", "code": 1008})
-        return
-    await problem_response(error, status, headers)(scope, receive, send)
+def bounded_body(receive: Receive) -> Receive:
+    """Return ``receive`` that raises HTTPException for a body that is too long or too slow."""
+    clock = asyncio.get_running_loop().time
+    until_s, arrived, keys, ended = clock() + BODY_S, 0, 0, False
+
+    async def counted() -> Message:
+        nonlocal arrived, keys, ended
+        if ended:
+            return await receive()  # only a disconnect can follow
+        try:
+            async with asyncio.timeout_at(until_s):
+                message = await receive()
+        except TimeoutError:
+            raise HTTPException(408, f"the body took longer than {BODY_S:.0f} s") from None
+        arrived += len(body := message.get("body", b""))
+        keys += body.count(b":")  # counts colons in strings too
+        ended = not message.get("more_body", False)
+        if arrived > MAX_BODY_BYTES:
+            raise HTTPException(413, f"the body is longer than {MAX_BODY_BYTES} bytes")
+        if keys > MAX_KEYS:
+            raise HTTPException(413, f"the body has more than {MAX_KEYS} keys (or colons)")
+        return message
+
+    return counted
 
 
 def host_of(header: str) -> str | None:
     """Return the name in a Host header without its port; None if it is not a host."""
-    text = header.strip().lower()
-    if text.startswith("["):
-        name, bracket, rest = text[1:].partition("]")
-        return name if bracket and (not rest or _is_port(rest)) else None
-    name, colon, port = text.partition(":")
-    return name if name and (not colon or _is_port(":" + port)) else None
-
-
-def _is_port(text: str) -> bool:
-    return text.startswith(":") and text[1:].isdecimal() and len(text) <= 6
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    found = _HOST.fullmatch(header.strip().lower())
+    return found and (found["name"] or found["address"])
 
 
 MOST = 20_000  # keys that Buckets stores; a dropped key starts again with a full bucket
@@ -181,83 +134,76 @@ class TokenBuckets:
 # Limits per connection. uvicorn has no deadline for the first byte of a connection or for the end
 # of a request's headers, and buffers what arrives: a thousand slow callers would hold a thousand
 # descriptors, and endless headers all memory. It has none either for a caller that stops reading,
-# with the rest of a manifest in memory. SizeGuard limits bodies, uvicorn idle connections.
+# with the rest of a manifest in memory. ``bounded_body`` limits bodies, uvicorn idle connections.
 
 HEADERS_S = 15.0  # from connect, or from the first byte after an answer, to the headers' end
 HEADERS_BYTES = 64 * 1024
-TAKEN_S = 30.0  # in which a caller must read some of a response that waits
-
-_Base: Any = object if TYPE_CHECKING else AutoHTTPProtocol  # httptools' where it is installed
+RESPONSE_READ_DEADLINE_S = 30.0  # in which a caller must read some of a response that waits
 
 
-class HttpProtocol(_Base):  # type: ignore[misc]  # one of two classes, chosen at run time
+class HttpProtocol(HttpToolsProtocol):
     """uvicorn's HTTP/1.1 protocol with deadlines for request headers and response reads."""
 
     headers_s = HEADERS_S
-    taken_s = TAKEN_S
-    _stalled: asyncio.TimerHandle | None = None
-    _deadline: asyncio.TimerHandle | None = None
+    read_s = RESPONSE_READ_DEADLINE_S
+    _headers_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
     _unparsed = 0
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the deadline for the request headers."""
         super().connection_made(transport)
-        self._arm()
+        self._await_headers()
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes; stop the header deadline once a request is complete."""
         super().data_received(data)
         if self.cycle is not None and not self.cycle.response_complete:
-            self._disarm()
+            self._cancel_headers()
             return
-        self._arm()
+        self._await_headers()
         self._unparsed += len(data)
         if self._unparsed > HEADERS_BYTES:
             self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the deadlines."""
-        self._disarm()
-        self._taken()
+        self._cancel_headers()
+        self._cancel_read()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         """Start the read deadline; nothing is added to the write buffer meanwhile."""
         super().pause_writing()
-        self._watch()
+        self._await_read()
 
     def resume_writing(self) -> None:
         """Cancel the read deadline."""
-        self._taken()
+        self._cancel_read()
         super().resume_writing()
 
-    def _watch(self) -> None:
-        self._taken()
+    def _await_read(self) -> None:
+        self._cancel_read()
         left = self.transport.get_write_buffer_size()
-        self._stalled = self.loop.call_later(self.taken_s, self._look, left)
+        self._read_timer = self.loop.call_later(self.read_s, self._check_read, left)
 
-    def _look(self, left: int) -> None:
-        self._stalled = None
+    def _check_read(self, left: int) -> None:
         if self.transport.get_write_buffer_size() < left:
-            self._watch()
+            self._await_read()
         else:
             self.transport.abort()
 
-    def _taken(self) -> None:
-        if self._stalled is not None:
-            self._stalled.cancel()
-            self._stalled = None
+    def _cancel_read(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _arm(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(self.headers_s, self._give_up)
+    def _await_headers(self) -> None:
+        if self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(self.headers_s, self.transport.abort)
 
-    def _disarm(self) -> None:
+    def _cancel_headers(self) -> None:
         self._unparsed = 0
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-
-    def _give_up(self) -> None:
-        self._deadline = None
-        self.transport.abort()
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None

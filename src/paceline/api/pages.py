@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from http import HTTPStatus
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Query, Response
@@ -10,13 +9,17 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse
 
 from paceline.api.event_stream import EventStream, StreamHub
-from paceline.api.routes import ROUTES, Route
+from paceline.api.routes import ROUTES
 from paceline.coordinator import Coordinator, CoordinatorState
-from paceline.schemas.calls import Problem
-from paceline.schemas.events import LeaderView
-from paceline.telemetry import FleetMetrics, Snapshot, docs_page, fleet_page
-from paceline.telemetry.metrics import CONTENT_TYPE
-from paceline.telemetry.page import PAGE_HEADERS
+from paceline.schemas import LeaderView, Problem
+from paceline.telemetry import (
+    CONTENT_TYPE,
+    PAGE_HEADERS,
+    FleetMetrics,
+    Snapshot,
+    docs_page,
+    fleet_page,
+)
 
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/event-stream": {}}, "description": "Items of paceline.schemas.events."}
@@ -25,11 +28,8 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 def add_observation(
     app: FastAPI, coordinator: Coordinator, *, url: str = "", replica_id: str = ""
-) -> StreamHub:
-    """Add /metrics, /events/stream, /fleet and /docs to ``app``; return the stream's hub.
-
-    The caller closes the hub.
-    """
+) -> None:
+    """Add /metrics, /events/stream, /fleet and /docs to ``app``."""
     metrics = FleetMetrics(lambda: coordinator.read(_snapshot))
 
     @app.get("/metrics", tags=["observation"], response_class=Response)
@@ -68,8 +68,6 @@ def add_observation(
     async def get_docs_page() -> HTMLResponse:
         return HTMLResponse(docs_page(), headers=PAGE_HEADERS)
 
-    return hub
-
 
 def _leader(coordinator: Coordinator, url: str, replica_id: str) -> LeaderView:
     leader = coordinator.leader
@@ -92,21 +90,28 @@ def _snapshot(state: CoordinatorState) -> Snapshot:
             if not each.status.is_final
         },
         workers=state.fleet.workers(),
-        beats=state.beats,
-        beats_refused=state.beats_refused,
+        beats=state.agents.beats,
+        beats_refused=state.agents.beats_refused,
         leader_epoch=state.leader_epoch,
     )
 
 
-# The OpenAPI document: schemas from FastAPI, scopes and statuses from ``api.routes``. Every error
-# is a problem document, so each possible status is listed with that schema; FastAPI's default 422,
-# which never occurs, is removed.
+# The OpenAPI document: schemas from FastAPI, scopes from ``api.routes``. Every error is a problem
+# document, which is the default response of each operation.
 
 SCHEME = "token"
-EVERYWHERE = (414, 421, 429, 431)
-GUARDED = (401, 403, 503)
-WITH_BODY = (400, 408, 413, 422)
-HEADERS = {401: "WWW-Authenticate", 429: "Retry-After", 503: "Retry-After"}
+PROBLEM: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "A problem document (RFC 9457).",
+        "content": {
+            "application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}
+        },
+    }
+}
+LEADER = {
+    "description": "Another replica leads: call it.",
+    "headers": {"Location": {"schema": {"type": "string"}}},
+}
 ABOUT = """Paceline's coordinator. Every error is a problem document (RFC 9457) with what was got
 and wanted, where, and what to do. Replicas that do not lead answer reads and send changes to the
 leader.
@@ -128,12 +133,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     made = get_openapi(
         title=app.title, version=app.version, description=ABOUT, routes=list(app.routes)
     )
-    components = made.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    for stock in ("HTTPValidationError", "ValidationError"):
-        schemas.pop(stock, None)
-    schemas["Problem"] = Problem.model_json_schema(ref_template="#/components/schemas/{model}")
-    components["securitySchemes"] = {
+    made["components"]["schemas"]["Problem"] = Problem.model_json_schema()
+    made["components"]["securitySchemes"] = {
         SCHEME: {
             "type": "http",
             "scheme": "bearer",
@@ -142,37 +143,12 @@ def _document(app: FastAPI) -> dict[str, Any]:
     }
     for path, methods in made["paths"].items():
         for method, operation in methods.items():
-            _complete(operation, ROUTES[method.upper(), path])
-    return made
-
-
-def _complete(operation: dict[str, Any], route: Route) -> None:
-    operation["security"] = [] if route.is_open else [{SCHEME: []}]
-    if not route.is_open:
-        scopes = " or ".join(f"`{scope}`" for scope in route.scopes)
-        operation["description"] = f"{operation.get('description', '')}\n\nScope: {scopes}.".strip()
-    responses = operation.setdefault("responses", {})
-    responses.pop("422", None)
-    for content in responses.get("200", {}).get("content", {}).items():
-        if content[0] == "text/event-stream":
-            content[1].pop("schema", None)  # its items are in docs/schemas/event-stream.json
-    statuses = {*EVERYWHERE, *route.errors}
-    if not route.is_open:
-        statuses.update(GUARDED)
-    if "requestBody" in operation:
-        statuses.update(WITH_BODY)
-    if route.is_change or route.bucket == "beats":
-        responses["307"] = {
-            "description": "Another replica leads: call it.",
-            "headers": {"Location": {"schema": {"type": "string"}}},
-        }
-    for status in sorted(statuses):
-        responses[str(status)] = _problem(status)
-
-
-def _problem(status: int) -> dict[str, Any]:
-    content = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    made: dict[str, Any] = {"description": HTTPStatus(status).phrase, "content": content}
-    if status in HEADERS:
-        made["headers"] = {HEADERS[status]: {"required": True, "schema": {"type": "string"}}}
+            route = ROUTES[method.upper(), path]
+            operation["security"] = [] if route.is_open else [{SCHEME: []}]
+            if not route.is_open:
+                scopes = " or ".join(f"`{scope}`" for scope in route.scopes)
+                about = operation.get("description", "")
+                operation["description"] = f"{about}\n\nScope: {scopes}.".strip()
+            if route.is_change or route.bucket == "beats":
+                operation["responses"]["307"] = LEADER
     return made

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from paceline import errors
 from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavailable
-from paceline.schemas.calls import Problem
+from paceline.schemas import Problem
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Table of all REST routes: required scopes, rate limit, audit and error statuses.
+"""Table of all REST routes: required scopes, rate limit and audit.
 
 The guard enforces it and the OpenAPI document is generated from it. An app with a route that is
 missing here does not start.
@@ -15,10 +15,9 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from paceline.errors import InvalidInput
-from paceline.schemas.access import Scope
+from paceline.schemas import Scope
 
 Bucket = Literal["open", "calls", "beats"]
-PARAMETER = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +27,6 @@ class Route:
     scopes: tuple[Scope, ...]  # any one of them is enough; empty: no token needed
     bucket: Bucket = "calls"  # the rate limit that applies
     is_change: bool = False  # gets an audit row, whether accepted or refused
-    errors: tuple[int, ...] = ()  # HTTP statuses besides those of every guarded route
 
     @property
     def is_open(self) -> bool:
@@ -36,67 +34,53 @@ class Route:
         return not self.scopes
 
 
-def _open(errors: tuple[int, ...] = ()) -> Route:
-    return Route(scopes=(), bucket="open", errors=errors)
-
-
-def _read(*errors: int) -> Route:
-    return Route(scopes=(Scope.READ,), errors=errors)
-
-
-def _change(*errors: int, scope: Scope = Scope.DEPLOY) -> Route:
-    return Route(scopes=(scope,), is_change=True, errors=(400, 413, *errors))
-
-
-def _worker(*errors: int, is_change: bool = False) -> Route:
-    return Route(scopes=(Scope.WORKER,), bucket="beats", is_change=is_change, errors=errors)
-
-
+OPEN = Route(scopes=(), bucket="open")
+READ = Route(scopes=(Scope.READ,))
+ADMIN = Route(scopes=(Scope.ADMIN,))
+DEPLOY = Route(scopes=(Scope.DEPLOY,), is_change=True)
+ADMIN_CHANGE = Route(scopes=(Scope.ADMIN,), is_change=True)
+WORKER = Route(scopes=(Scope.WORKER,), bucket="beats")
 ONE = "/deployments/{deployment_id}"
 STAGE = "/ledger/{stage}/{input_digest}"
 ROUTES: dict[tuple[str, str], Route] = {
-    ("POST", "/deployments"): _change(404, 409, 422, 507),
-    ("GET", "/deployments"): _read(422),
-    ("GET", ONE): _read(404, 422),
-    ("DELETE", ONE): _change(404, 409, 422),
-    ("GET", f"{ONE}/workers"): _read(404, 422),
-    ("GET", f"{ONE}/manifest"): Route(
-        scopes=(Scope.READ, Scope.WORKER), bucket="beats", errors=(404, 422)
-    ),
-    ("GET", f"{ONE}/lanes"): _worker(404, 409, 422),
-    ("GET", f"{ONE}/plan"): _read(404, 422),
-    ("GET", f"{ONE}/switch"): _read(404, 422),
-    ("POST", f"{ONE}/activate"): _change(404, 409, 422),
-    ("POST", f"{ONE}/rollback"): _change(404, 409, 422),
-    ("POST", f"{ONE}/budget"): _change(404, 409, 422, scope=Scope.ADMIN),
-    ("POST", "/workers/register"): _worker(400, 409, 413, 422, is_change=True),
-    ("POST", "/workers/heartbeat"): _worker(400, 409, 413, 422),
-    ("GET", "/workers"): _read(),
-    ("POST", "/workers/join"): _change(409, 422, scope=Scope.JOIN),
-    ("POST", "/workers/renew"): _change(409, 422, scope=Scope.WORKER),
-    ("GET", STAGE): _read(404, 422),
-    ("PUT", STAGE): _change(409, 422, scope=Scope.LEDGER),
-    ("GET", "/events"): _read(422),
-    ("GET", "/events/stream"): _read(404, 422),
-    ("GET", "/audit"): Route(scopes=(Scope.ADMIN,), errors=(422,)),
-    ("GET", "/tokens"): Route(scopes=(Scope.ADMIN,)),
-    ("POST", "/tokens"): _change(409, 422, scope=Scope.ADMIN),
-    ("POST", "/tokens/join"): _change(409, 422, scope=Scope.ADMIN),
-    ("DELETE", "/tokens/{token_id}"): _change(404, 422, scope=Scope.ADMIN),
-    ("GET", "/metrics"): _read(),
-    ("GET", "/openapi.json"): _read(),
+    ("POST", "/deployments"): DEPLOY,
+    ("GET", "/deployments"): READ,
+    ("GET", ONE): READ,
+    ("DELETE", ONE): DEPLOY,
+    ("GET", f"{ONE}/workers"): READ,
+    ("GET", f"{ONE}/manifest"): Route(scopes=(Scope.READ, Scope.WORKER), bucket="beats"),
+    ("GET", f"{ONE}/lanes"): WORKER,
+    ("GET", f"{ONE}/plan"): READ,
+    ("GET", f"{ONE}/switch"): READ,
+    ("POST", f"{ONE}/activate"): DEPLOY,
+    ("POST", f"{ONE}/rollback"): DEPLOY,
+    ("POST", f"{ONE}/budget"): ADMIN_CHANGE,
+    ("POST", "/workers/register"): Route(scopes=(Scope.WORKER,), bucket="beats", is_change=True),
+    ("POST", "/workers/heartbeat"): WORKER,
+    ("GET", "/workers"): READ,
+    ("POST", "/workers/join"): Route(scopes=(Scope.JOIN,), is_change=True),
+    ("POST", "/workers/renew"): Route(scopes=(Scope.WORKER,), is_change=True),
+    ("GET", STAGE): READ,
+    ("PUT", STAGE): Route(scopes=(Scope.LEDGER,), is_change=True),
+    ("GET", "/events"): READ,
+    ("GET", "/events/stream"): READ,
+    ("GET", "/audit"): ADMIN,
+    ("GET", "/tokens"): ADMIN,
+    ("POST", "/tokens"): ADMIN_CHANGE,
+    ("POST", "/tokens/join"): ADMIN_CHANGE,
+    ("DELETE", "/tokens/{token_id}"): ADMIN_CHANGE,
+    ("GET", "/metrics"): READ,
+    ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.
-    ("GET", "/healthz"): _open(),
-    ("GET", "/readyz"): _open((503,)),
-    ("GET", "/ca.pem"): _open((503,)),
-    ("GET", "/fleet"): _open(),
-    ("GET", "/docs"): _open(),
+    ("GET", "/healthz"): OPEN,
+    ("GET", "/readyz"): OPEN,
+    ("GET", "/ca.pem"): OPEN,
+    ("GET", "/fleet"): OPEN,
+    ("GET", "/docs"): OPEN,
 }
 
 
-def paths_open() -> tuple[str, ...]:
-    """Return the paths that need no token."""
-    return tuple(path for (_, path), route in ROUTES.items() if route.is_open)
+OPEN_PATHS = tuple(path for (_, path), route in ROUTES.items() if route.is_open)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,28 +92,23 @@ class RouteMatch:
     route: Route | None
 
 
-class RouteTable:
-    """Finds a call's route by method and path: exact paths first, then patterns."""
+_EXACT = frozenset(path for _, path in ROUTES if "{" not in path)
+_PATTERNS = {
+    path: re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path))
+    for _, path in ROUTES
+    if "{" in path
+}
 
-    def __init__(self, routes: dict[tuple[str, str], Route] | None = None) -> None:
-        self._routes = ROUTES if routes is None else routes
-        paths = dict.fromkeys(path for _, path in self._routes)
-        self._exact = frozenset(path for path in paths if "{" not in path)
-        self._patterns = [
-            (re.compile(PARAMETER.sub(r"(?P<\1>[^/]+)", path)), path)
-            for path in paths
-            if "{" in path
-        ]
 
-    def find(self, method: str, path: str) -> RouteMatch:
-        """Return the route of ``method path``; HEAD does not match GET, as in the app."""
-        if path in self._exact:
-            return RouteMatch(path, {}, self._routes.get((method, path)))
-        for pattern, template in self._patterns:
-            match = pattern.fullmatch(path)
-            if match is not None:
-                return RouteMatch(template, match.groupdict(), self._routes.get((method, template)))
-        return RouteMatch("", {}, None)
+def find_route(method: str, path: str) -> RouteMatch:
+    """Return the route of ``method path``; HEAD does not match GET, as in the app."""
+    if path in _EXACT:
+        return RouteMatch(path, {}, ROUTES.get((method, path)))
+    for template, pattern in _PATTERNS.items():
+        match = pattern.fullmatch(path)
+        if match is not None:
+            return RouteMatch(template, match.groupdict(), ROUTES.get((method, template)))
+    return RouteMatch("", {}, None)
 
 
 def require_declared(app: FastAPI) -> None:

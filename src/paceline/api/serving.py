@@ -26,9 +26,8 @@ from fastapi import FastAPI
 from paceline.api.limits import LOOPBACK_NAMES, HttpProtocol
 from paceline.config import Runtime
 from paceline.errors import InvalidProfile, PortInUse
-from paceline.relay.transport.identity import ensure_authority, issue_server
-from paceline.system.addresses import is_loopback
-from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories
+from paceline.relay.transport import ensure_authority, issue_server
+from paceline.system import PRIVATE_DIRECTORY, ensure_private, is_loopback, make_directories
 from paceline.text import OneLine
 
 log = logging.getLogger(__name__)
@@ -46,11 +45,11 @@ def serve_app(
     port: int,
     ready_fd: int | None,
     tls: ssl.SSLContext | None = None,
-    end_waits: Callable[[FastAPI], None],
+    end_long_polls: Callable[[FastAPI], None],
 ) -> int:
     """Serve the app that ``make_app`` returns until SIGTERM or SIGINT; return the exit status.
 
-    ``tls`` None serves plain HTTP; ``protection_of`` decides whether ``host`` allows that.
+    ``tls`` None serves plain HTTP; ``port_protection`` decides whether ``host`` allows that.
     """
     _log_to(log_file)
     listener = _bind(host, port)
@@ -77,7 +76,7 @@ def serve_app(
         config.ssl = tls
         server = _Server(
             config,
-            end_waits=lambda: end_waits(app),
+            end_long_polls=lambda: end_long_polls(app),
             announce=lambda: _announce(ready_fd, url),
         )
         server.run(sockets=[listener])
@@ -96,11 +95,11 @@ class _Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         *,
-        end_waits: Callable[[], None],
+        end_long_polls: Callable[[], None],
         announce: Callable[[], None],
     ) -> None:
         super().__init__(config)
-        self._end_waits, self._announce = end_waits, announce
+        self._end_waits, self._announce = end_long_polls, announce
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -178,20 +177,15 @@ class PortProtection:
     tls: ssl.SSLContext | None
     names: tuple[str, ...]
 
-    @property
-    def scheme(self) -> str:
-        """Return the scheme of its URLs."""
-        return "https" if self.tls else "http"
 
-
-def protection_of(runtime: Runtime, host: str) -> PortProtection:
+def port_protection(runtime: Runtime, host: str) -> PortProtection:
     """Return the TLS context and host names for serving on ``host``.
 
     Raises InvalidProfile that lists every missing setting, before anything listens.
     """
     _require_settings(runtime, host)
     security = runtime.profile.security
-    names = names_of(runtime, host)
+    names = allowed_hosts(runtime, host)
     if security.rest_tls in ("off", "plaintext-anywhere"):
         return PortProtection(None, names)
     if security.rest_tls == "files":
@@ -204,7 +198,7 @@ def protection_of(runtime: Runtime, host: str) -> PortProtection:
     return PortProtection(_context(cert, key), names)
 
 
-def names_of(runtime: Runtime, host: str) -> tuple[str, ...]:
+def allowed_hosts(runtime: Runtime, host: str) -> tuple[str, ...]:
     """Return the names, besides loopback's, that the Host header may carry."""
     own = () if not host or _is_wildcard(host) else (host,)
     return (*own, *runtime.profile.security.rest_hosts)

@@ -6,67 +6,67 @@ state directory for a fleet whose servers run elsewhere, `keys` handles manifest
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
 import click
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from paceline.cli.options import (
     json_option,
+    parsed,
     profile_options,
     read_profile,
+    show,
     state_directory,
     state_option,
 )
-from paceline.client import Endpoint
-from paceline.cluster.embedded import SECRETS_FILE
-from paceline.config import RUNTIME_FILE, Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.client import AccessClient
+from paceline.cluster import SECRETS_FILE
+from paceline.config import (
+    DEFAULT_S3,
+    RUNTIME_FILE,
+    Endpoints,
+    Profile,
+    Runtime,
+    Secrets,
+    load_runtime,
+    save_runtime,
+)
 from paceline.errors import Conflict, InvalidInput
-from paceline.relay.transport.identity import ensure_authority, fingerprint
-from paceline.schemas.access import (
+from paceline.relay.transport import ensure_authority, fingerprint
+from paceline.schemas import (
     AuditShown,
     CreatedToken,
     CreateJoinToken,
     CreateToken,
+    Event,
     FleetInitialised,
     TokenMade,
     TokenRevoked,
     TokensShown,
     TokenView,
 )
-from paceline.system.files import own_directory
-
-if TYPE_CHECKING:
-    from paceline.client.calls import AccessClient
-    from paceline.schemas.events import Event
-
+from paceline.system import Endpoint, ensure_own_directory
 
 SCOPES = ("read", "deploy", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
-class Duration(click.ParamType[float]):
-    """A time such as 90s, 15m, 12h or 30d, in seconds."""
+def _seconds(text: str) -> float:
+    """Return a time such as 90s, 15m, 12h or 30d in seconds."""
+    try:
+        return float(text[:-1]) * UNITS[text[-1:]]
+    except (KeyError, ValueError) as error:
+        wanted = "a number and s, m, h or d"
+        raise InvalidInput("not a duration", got=repr(text), wanted=wanted) from error
 
-    name = "duration"
 
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> float:
-        """Return the seconds, or fail with the expected format."""
-        if isinstance(value, float):
-            return value
-        text = str(value)
-        try:
-            return float(text[:-1]) * UNITS[text[-1:]]
-        except (KeyError, ValueError):
-            self.fail(f"{text!r} is no duration; wanted a number and s, m, h or d.", param, ctx)
+DURATION: dict[str, Any] = {"metavar": "DURATION", "callback": parsed(_seconds)}
 
 
 @click.group()
@@ -84,7 +84,7 @@ def tokens() -> None:
     required=True,
     help="What it opens (repeatable); deploy includes read, admin includes all.",
 )
-@click.option("--ttl", type=Duration(), default=None, help="Its life, e.g. 30d; default: no end.")
+@click.option("--ttl", **DURATION, default=None, help="Its life, e.g. 30d; default: no end.")
 @click.option("--worker-id", default=None, help="It speaks for this worker only (scope worker).")
 @state_option
 @json_option
@@ -105,7 +105,7 @@ def create(
 
 @tokens.command()
 @click.option("--worker-id", required=True, help="The worker that the node will be.")
-@click.option("--ttl", type=Duration(), default="1h", show_default=True, help="At most 7d.")
+@click.option("--ttl", **DURATION, default="1h", show_default=True, help="At most 7d.")
 @state_option
 @json_option
 def join(worker_id: str, ttl: float, state: Path | None, as_json: bool) -> int:
@@ -167,10 +167,7 @@ def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_j
         client.revoke_token(token_id)
         ended = [token_id]
     for each in ended:
-        if as_json:
-            click.echo(TokenRevoked(token_id=each).model_dump_json())
-        else:
-            click.echo(f"{each} opens nothing any more")
+        show(TokenRevoked(token_id=each), as_json, f"{each} opens nothing any more")
     return 0
 
 
@@ -178,7 +175,7 @@ def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_j
 @click.option("--deployment", default=None, help="Of this deployment only.")
 @click.option("--worker-id", default=None, help="Of this worker only.")
 @click.option("--name", "names", multiple=True, help="Of this kind, e.g. change.refused.")
-@click.option("--since", type=Duration(), default=None, help="Of the last so long, e.g. 12h.")
+@click.option("--since", **DURATION, default=None, help="Of the last so long, e.g. 12h.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
 @state_option
 @json_option
@@ -201,24 +198,16 @@ def audit(
         newest_first=True,
     )
     rows.reverse()
-    if as_json:
-        click.echo(AuditShown(events=tuple(rows)).model_dump_json())
-    else:
-        for each in rows:
-            click.echo(_line(each))
+    if rows or as_json:
+        show(AuditShown(events=tuple(rows)), as_json, *map(_line, rows))
     return 0
 
 
 def _client(state: Path | None) -> AccessClient:
-    from paceline.client.calls import AccessClient
-    from paceline.config import load_runtime
-
     return AccessClient.of(load_runtime(state_directory(state)))
 
 
 def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
-    from pydantic import ValidationError
-
     try:
         return kind.model_validate(given)
     except ValidationError as error:
@@ -232,10 +221,9 @@ def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
 
 
 def _say_made(made: CreatedToken, as_json: bool) -> None:
+    show(TokenMade.model_validate(made.model_dump()), as_json, made.token)
     if as_json:
-        click.echo(TokenMade.model_validate(made.model_dump()).model_dump_json())
         return
-    click.echo(made.token)
     until = f"until {_at(made.record.expires_at)}" if made.record.expires_at else "without end"
     click.echo(f"id {made.record.token_id}, {until}; it is shown this once", err=True)
 
@@ -257,9 +245,9 @@ def _at(seconds: float | None) -> str:
 
 def _line(event: Event) -> str:
     on = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
-    told = " ".join(f"{key}={value}" for key, value in on.items() if value not in (None, ""))
+    details = " ".join(f"{key}={value}" for key, value in on.items() if value not in (None, ""))
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(event.at))
-    return f"{event.seq:>7} {when} {event.name.value} {told}"
+    return f"{event.seq:>7} {when} {event.name.value} {details}"
 
 
 # Written by `init` or a join, and by `up`: each holds secrets that have no other copy.
@@ -309,7 +297,7 @@ def init(
             do="Name another with --state, or edit its profile in place.",
         )
     settings = _with_names(settings, [Endpoint.of(url) for url in urls])
-    own_directory(directory)
+    ensure_own_directory(directory)
     kept = (directory / settings.security.authority / "ca-key.pem").exists()
     authority = ensure_authority(directory / settings.security.authority)
     runtime = Runtime(
@@ -319,7 +307,7 @@ def init(
             coordinator_url=urls[0],
             coordinator_urls=urls,
             coordinator_ca=_trusted(settings),
-            s3_url=settings.objects.endpoint_url,
+            s3_url=settings.objects.endpoint_url or DEFAULT_S3,
             prefect_api_url=prefect,
             prefect_ui_url=prefect.removesuffix("/api"),
             mlflow_url=mlflow,
@@ -333,7 +321,7 @@ def init(
         coordinators=urls,
         authority=fingerprint(authority.cert.read_bytes()),
     )
-    click.echo(made.model_dump_json() if as_json else _next_steps(made, kept=kept))
+    show(made, as_json, _next_steps(made, kept=kept))
     return 0
 
 
@@ -417,10 +405,10 @@ def new(path: Path, as_json: bool) -> int:
     return 0
 
 
-@keys.command()
+@keys.command("show")
 @path_argument
 @json_option
-def show(path: Path, as_json: bool) -> int:
+def show_key(path: Path, as_json: bool) -> int:
     """Print the public key of the private key in PATH."""
     from paceline.manifest import load_key, public_key
 
@@ -429,7 +417,4 @@ def show(path: Path, as_json: bool) -> int:
 
 
 def _say(path: Path, public: str, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"status": "complete", "path": str(path), "public_key": public}))
-    else:
-        click.echo(public)
+    show({"status": "complete", "path": str(path), "public_key": public}, as_json, public)

@@ -15,8 +15,9 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.event_following import Item, Lost
-from paceline.schemas.events import (
+from paceline.cli.options import duration, size
+from paceline.client import Item, Lost
+from paceline.schemas import (
     ChunkRun,
     DeploymentMoment,
     Dropped,
@@ -28,8 +29,8 @@ from paceline.schemas.events import (
     Moment,
     PartMoment,
     WorkerMoment,
+    WorkerStatus,
 )
-from paceline.schemas.records import WorkerStatus
 from paceline.text import printable
 
 SHOWN_EVENTS = 6
@@ -104,7 +105,8 @@ def render(board: Board, width: int, height: int) -> RenderableType:
     shown = board.deployment
     if shown is None:
         return Text(_connection(board), style="dim")
-    events = _events(board.events, width)
+    worth = [each for each in board.events if each.name is not EventName.WORKER_COMPLETED]
+    events = worth[-SHOWN_EVENTS:]
     rows = max(4, height - HEAD_ROWS - len(events))
     lines: list[RenderableType] = [
         _title(shown, width),
@@ -141,36 +143,12 @@ def told(event: Event) -> str:
     change = f"{data.pop('from')} → {data.pop('to')}" if {"from", "to"} <= data.keys() else ""
     detail = ", ".join(f"{key} {value}" for key, value in data.items())
     words = [event.name.value, event.worker_id or "", change, f"({detail})" if detail else ""]
-    return plain(" ".join([at, *(each for each in words if each)]))
-
-
-def plain(text: str) -> str:
-    """Return ``text``, which workers chose, on one line without terminal control sequences."""
-    return printable(text)
+    return printable(" ".join([at, *(each for each in words if each)]))
 
 
 def is_bad(event: Event) -> bool:
     """Return whether a person should look at this event."""
     return event.name in BAD or event.data.get("to") in ("failed", "stalled", "cancelled")
-
-
-def size(count: float) -> str:
-    """Return a count of bytes with a decimal unit, such as 1.5 GB."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with a unit, such as 9.5 s or 1:30 min."""
-    if seconds < 99.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02} min"
-    return f"{minutes // 60}:{minutes % 60:02} h"
 
 
 def cells(runs: Iterable[ChunkRun], chunks: int, width: int, coming: float = 0.0) -> str:
@@ -218,7 +196,7 @@ def _title(shown: DeploymentMoment, width: int) -> Text:
         line.append(f"  plan {shown.epoch}")
     line.truncate(width)
     if shown.failure is not None:
-        why = plain(f"{shown.failure.code}: {shown.failure.message}")
+        why = printable(f"{shown.failure.code}: {shown.failure.message}")
         line.append(f"\n{why}", style="red")
     return line
 
@@ -308,7 +286,7 @@ def _state(part: PartMoment) -> tuple[str, str]:
     if not part.alive:
         return "lost", "red"
     if part.status in FAILED:
-        why = f": {plain(part.failure.code)}" if part.failure else ""
+        why = f": {printable(part.failure.code)}" if part.failure else ""
         return f"{part.status.value.replace('_', ' ')}{why}", "red"
     if part.standing != "line":
         return part.standing, "yellow"
@@ -317,13 +295,6 @@ def _state(part: PartMoment) -> tuple[str, str]:
 
 def _source(key: str | None) -> str:
     return "the source" if key and key.startswith("origin:") else key or ""
-
-
-def _events(events: Iterable[Event], width: int) -> list[Event]:
-    del width
-    every = list(events)
-    worth = [each for each in every if each.name is not EventName.WORKER_COMPLETED]
-    return worth[-SHOWN_EVENTS:]
 
 
 def _sentence(event: Event) -> Text:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.flows import run_flow, run_id_option, start_flow
+from paceline.cli.flows import FlowCall, run_id_option
 from paceline.cli.options import (
     LINK,
     SIZE,
@@ -22,17 +22,18 @@ from paceline.cli.options import (
     profile_options,
     read_profile,
     say_only_defects,
+    show,
     state_directory,
     state_option,
 )
-from paceline.cli.progress import LINE_EVERY_S, StageBars
+from paceline.cli.progress import StageBars
 from paceline.config import Profile, load_runtime
 from paceline.errors import InvalidInput, NotReady
-from paceline.manifest.progress import ProgressFormatter, PublishProgress
+from paceline.manifest import ProgressFormatter, PublishProgress
 from paceline.tasks.run import StageUpdate
 
 if TYPE_CHECKING:
-    from paceline.schemas.command_results import Distribution
+    from paceline.schemas import Distribution, PieceHash
     from paceline.storage import ObjectStore
 
 
@@ -47,6 +48,11 @@ directory_type = click.Path(path_type=Path)
 @click.option("--sign", type=directory_type, default=None, help="Private key (paceline keys new).")
 @click.option("--piece", **SIZE, help="Piece size (default: from the model's).")
 @click.option("--chunk", **SIZE, help="Chunk size (default: from model and link).")
+@click.option(
+    "--piece-hash",
+    type=click.Choice(["blake3", "sha256"]),
+    help="Hash of the pieces (default: sha256 if security.fips, else blake3).",
+)
 @click.option("--link", **LINK, help="The workers' link, e.g. 10Gbps.")
 @click.option("--allow-older", is_flag=True, help="Publish although a newer version is there.")
 @click.option(
@@ -66,6 +72,7 @@ def publish(
     sign: Path | None,
     piece: int | None,
     chunk: int | None,
+    piece_hash: PieceHash | None,
     link: float | None,
     allow_older: bool,
     discard_unfinished: bool,
@@ -81,26 +88,31 @@ def publish(
     it in its own bucket, as a run.
     """
     if url is None:
-        direct = (sign, piece, chunk, link, allow_older, discard_unfinished)
+        direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
         if any(value not in (None, False) for value in direct):
             raise InvalidInput(
                 "these options want a URL",
-                got="--sign, --piece, --chunk, --link, --allow-older or --discard-unfinished",
+                got="--sign, --piece, --chunk, --piece-hash, --link, --allow-older or "
+                "--discard-unfinished",
                 wanted="paceline publish DIRECTORY s3://bucket/prefix …",
             )
-        here = start_flow(state, run_id)
-        from paceline.flows.publish import publish_model as flow
-
+        call = FlowCall(state=state, run_id=run_id, as_json=as_json)
         where = str(directory.absolute())
-        return run_flow(flow, as_json, directory=where, model_id=model_id, version=version, **here)
-    from paceline.manifest import discard_unfinished as discard
-    from paceline.manifest import load_key, publish_model
-    from paceline.schemas.command_results import Published
+        flow = "publish.publish_model"
+        return call.run(flow, directory=where, model_id=model_id, version=version)
+    from paceline.manifest import discard_unfinished as discard, load_key, publish_model
+    from paceline.schemas import Published
     from paceline.storage import parse_url
 
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
     settings, store = _objects(state, read_profile(profile, overrides))
+    if settings.security.fips and piece_hash == "blake3":
+        raise InvalidInput(
+            "this installation publishes only SHA-256 (security.fips)",
+            got="--piece-hash blake3",
+            wanted="--piece-hash sha256, or no option",
+        )
     key = load_key(sign) if sign else None
     say_only_defects()
     began = time.monotonic()
@@ -116,9 +128,10 @@ def publish(
             link_mbit=link or settings.cluster.link_mbit,
             piece_bytes=piece or 0,
             chunk_bytes=chunk or 0,
+            piece_hash=piece_hash or settings.security.piece_hash,
             key=key,
             allow_older=allow_older,
-            tell=bars,
+            tell=bars.show,
         )
     if store.has_conditional_writes is False:
         click.echo(
@@ -137,20 +150,21 @@ def publish(
         pieces=manifest.piece_count,
         chunk_size=manifest.chunk_bytes,
         piece_size=manifest.piece_bytes,
+        piece_hash=manifest.piece_hash,
         uploaded_files=store.uploaded_files,
         resumed_bytes=store.reused_bytes,
         signed_by=manifest.signature.public_key if manifest.signature else None,
         seconds=time.monotonic() - began,
     )
-    if as_json:
-        click.echo(done.model_dump_json())
-    else:
-        click.echo(
-            f"{model_id} {version} at {done.url}: {done.bytes:,} bytes in {done.files} files, "
-            f"{done.pieces} pieces, {done.uploaded_files} uploaded in {done.seconds:.1f} s\n"
-            f"digest {done.manifest_digest}"
-            + (f"\nsigned by {done.signed_by}" if done.signed_by else "")
-        )
+    show(
+        done,
+        as_json,
+        f"{model_id} {version} at {done.url}: {done.bytes:,} bytes in {done.files} files, "
+        f"{done.pieces} pieces ({done.piece_hash}), {done.uploaded_files} uploaded in "
+        f"{done.seconds:.1f} s",
+        f"digest {done.manifest_digest}",
+        *([f"signed by {done.signed_by}"] if done.signed_by else []),
+    )
     return 0
 
 
@@ -164,7 +178,7 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
     except NotReady:
         if state is not None:  # the user named an installation that does not exist
             raise
-        return profile, ObjectStore.from_access(object_access(profile))
+        return profile, ObjectStore(object_access(profile))
     return runtime.profile, ObjectStore.from_runtime(runtime)
 
 
@@ -235,31 +249,26 @@ def distribute(
                 got=model_id,
                 wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
             )
-        here = start_flow(state, run_id)
-        from paceline.flows.distribute import distribute_model
-
-        return run_flow(
-            distribute_model,
-            as_json,
+        call = FlowCall(state=state, run_id=run_id, as_json=as_json)
+        return call.run(
+            "distribute.distribute_model",
             cancels=cancel_on_interrupt,
             model_id=model_id,
             version=version,
             target_workers=list(targets) or None,
             activate=not stage_only,
-            **here,
         )
     if version is not None:
         raise InvalidInput(
             "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
         )
     from paceline.manifest import TrustPolicy
-    from paceline.relay.standalone import distribute as bring
-    from paceline.relay.store.disk_space import StorePolicy
+    from paceline.relay.store import StorePolicy
+    from paceline.standalone import distribute as bring
 
     settings, objects = read_profile(profile, overrides), None
     if model_id.startswith("s3://"):
         settings, objects = _objects(state, settings)
-    security = settings.security
     say_only_defects()
     with ends_in_order(), RelayBars() as bars:
         done = bring(
@@ -274,24 +283,21 @@ def distribute(
             digest=digest,
             model_id=named,
             version=as_version,
-            trust=TrustPolicy.of(security.trusted_publishers, required=security.require_signature),
+            trust=TrustPolicy.of(settings.security),
             allow_older=allow_older,
             activate=not stage_only,
             max_failed=settings.relay.max_failed,
             first_port=port,
             extra_origin_bytes=extra_origin or 0,
-            policy=StorePolicy.of(settings.store),
-            on_progress=bars,
+            policy=StorePolicy.of(settings),
+            on_progress=bars.show,
             on_notice=lambda said: bars.say(f"! {said}"),
         )
-    if as_json:
-        click.echo(done.model_dump_json())
-    else:
-        click.echo(_told(done))
+    show(done, as_json, _described(done))
     return 0
 
 
-def _told(done: Distribution) -> str:
+def _described(done: Distribution) -> str:
     earlier = done.origin_before_bytes
     before = f" (of that {earlier:,} before this call)" if earlier else ""
     lines = [
@@ -325,63 +331,27 @@ def _there(done: Distribution) -> int:
 RATE_OVER_S = 10.0
 
 
-class PatientBars:
-    """Shows stages; use it as a context manager.
-
-    Without a terminal a stage's first line comes after LINE_EVERY_S, and shorter stages print
-    nothing: the command's result covers them.
-    """
+class PublishBars(StageBars):
+    """Progress of ``publish_model``; pass ``show`` to it."""
 
     def __init__(self) -> None:
-        self._bars = StageBars()
-        self._stage = ""
-        self._shown = False
-        self._began_s = 0.0
-
-    def __enter__(self) -> Self:
-        self._bars.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bars.__exit__(None, None, None)
-
-    def say(self, line: str) -> None:
-        """Show one line above the bars."""
-        self._bars.say(line)
-
-    def _show(self, stage: str, share: float, said: str, now_s: float, *, is_over: bool) -> None:
-        if stage != self._stage:
-            self._stage, self._shown, self._began_s = stage, False, now_s
-        if not self._bars.live:
-            early = now_s - self._began_s < LINE_EVERY_S
-            if not self._shown and (early or is_over):
-                return
-        self._shown = True
-        self._bars(StageUpdate(stage=stage, fraction=share, message=said, done=is_over))
-
-
-class PublishBars(PatientBars):
-    """Progress callback for ``publish_model``."""
-
-    def __init__(self) -> None:
-        super().__init__()
+        super().__init__(patient=True)
         self._pace = ProgressFormatter()
 
-    def __call__(self, moved: PublishProgress) -> None:
+    def show(self, moved: PublishProgress) -> None:
         """Show the progress."""
-        now_s = time.monotonic()
-        said = self._pace.said(moved, now_s)
-        self._show(moved.stage, moved.share, said, now_s, is_over=moved.is_over)
+        said = self._pace.said(moved, time.monotonic())
+        self(StageUpdate(stage=moved.stage, fraction=moved.share, message=said, done=moved.is_over))
 
 
-class RelayBars(PatientBars):
-    """Progress callback for ``distribute``: pieces on all workers."""
+class RelayBars(StageBars):
+    """Progress of ``distribute``, in pieces on all workers; pass ``show`` to it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(patient=True)
         self._past: deque[tuple[float, int]] = deque()  # (time, pieces held), last RATE_OVER_S
 
-    def __call__(self, held: int, wanted: int) -> None:
+    def show(self, held: int, wanted: int) -> None:
         """Show the progress and the remaining time."""
         now_s = time.monotonic()
         self._past.append((now_s, held))
@@ -391,5 +361,5 @@ class RelayBars(PatientBars):
         rate = (held - then) / (now_s - then_s) if now_s > then_s else 0.0
         eta = f", {left / rate:.0f} s left" if left > 0 and rate > 0 else ""
         said = f"{held:,} of {wanted:,} pieces on all workers{eta}"
-        share = held / wanted if wanted else 0.0
-        self._show("relay", share, said, now_s, is_over=0 < wanted <= held)
+        share, done = held / wanted if wanted else 0.0, 0 < wanted <= held
+        self(StageUpdate(stage="relay", fraction=share, message=said, done=done))

@@ -2,59 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import click
 
-from paceline.cli.options import json_option, point_prefect_at, state_directory, state_option
+from paceline.cli.options import (
+    json_option,
+    point_prefect_at,
+    show,
+    state_directory,
+    state_option,
+)
 from paceline.client import CoordinatorClient
 from paceline.config import load_runtime
 from paceline.errors import InvalidInput, PacelineError
-from paceline.schemas import new_run_id
-from paceline.schemas.base import SHA256_HEX
+from paceline.schemas import SHA256_HEX, new_run_id
 
 DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 
 
-def start_flow(state: Path | None, run_id: str | None) -> dict[str, Any]:
-    """Point Prefect at the installation and return the parameters common to all flows."""
-    runtime = load_runtime(state_directory(state))
-    point_prefect_at(runtime)
-    return {"state_dir": str(runtime.state_dir), "run_id": run_id or new_run_id()}
+run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def run_flow(flow: Any, as_json: bool, *, cancels: bool = False, **parameters: Any) -> int:
-    """Run ``flow`` in this process and print its result.
+@dataclass(frozen=True, kw_only=True)
+class FlowCall:
+    """What every command that runs a flow is given: the installation, the run, the output."""
 
-    When interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
-    """
-    from paceline.cli.progress import StageBars
-    from paceline.tasks.run import Run, listen
+    state: Path | None
+    run_id: str | None
+    as_json: bool
 
-    run = Run.open(parameters["state_dir"], parameters["run_id"])  # the flow opens the same run
-    with StageBars() as bars:
-        end = listen(bars)
-        try:
-            result = flow(**parameters)
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                for deployment_id in run.driving:
-                    bars.say(_left_behind(run.coordinator, deployment_id, cancels=cancels))
-            raise
-        finally:
-            end()
-    notes = list(run.summary.notes)
-    answer = {"status": "complete", "run_id": parameters["run_id"], "notes": notes} | result
-    if as_json:
-        click.echo(json.dumps(answer))
-    else:
-        for note in notes:
-            click.echo(f"! {note}")
-        click.echo(f"done: run {parameters['run_id']}")
-    return 0
+    def run(self, name: str, *, cancels: bool = False, **parameters: Any) -> int:
+        """Run the flow ``module.function`` below paceline.flows here, and print its result.
+
+        When interrupted, it reports the deployments that continue, or with ``cancels`` cancels
+        them.
+        """
+        from paceline.cli.progress import StageBars
+
+        runtime = load_runtime(state_directory(self.state))
+        point_prefect_at(runtime)  # before Prefect is imported
+        from paceline.tasks.run import Run, listening
+
+        module, _, function = name.partition(".")
+        flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
+        run = Run.open(runtime.state_dir, self.run_id or new_run_id())  # the flow opens the same
+        with StageBars() as bars, listening(bars):
+            try:
+                result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    for deployment_id in run.driving:
+                        bars.say(_left_behind(run.coordinator, deployment_id, cancels=cancels))
+                raise
+        notes = list(run.summary.notes)
+        answer = {"status": "complete", "run_id": run.run_id, "notes": notes} | result
+        show(answer, self.as_json, *(f"! {note}" for note in notes), f"done: run {run.run_id}")
+        return 0
+
+
+def flow_options(command: F) -> F:
+    """Add --run-id, --state and --json; ``command`` gets them as ``call``, a FlowCall."""
+
+    @run_id_option
+    @state_option
+    @json_option
+    @functools.wraps(command)
+    def wrapped(run_id: str | None, state: Path | None, as_json: bool, **given: Any) -> Any:
+        return command(call=FlowCall(state=state, run_id=run_id, as_json=as_json), **given)
+
+    return cast(F, wrapped)
 
 
 def _left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
@@ -73,7 +98,6 @@ def _left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool
     )
 
 
-run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
 model_argument = click.argument("model_id")
 version_argument = click.argument("version")
 
@@ -81,34 +105,21 @@ version_argument = click.argument("version")
 @click.command()
 @click.option("--data", type=click.Path(path_type=Path), default=None, help="Your own text files.")
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
-@run_id_option
-@state_option
-@json_option
-def lifecycle(
-    data: Path | None, approver: str | None, run_id: str | None, state: Path | None, as_json: bool
-) -> int:
+@flow_options
+def lifecycle(call: FlowCall, data: Path | None, approver: str | None) -> int:
     """Run the whole lifecycle on the installation that is up."""
-    here = start_flow(state, run_id)
-    from paceline.flows.lifecycle import run_lifecycle
-
     source = None if data is None else str(data.absolute())
-    return run_flow(run_lifecycle, as_json, data=source, approver=approver, **here)
+    return call.run("lifecycle.run_lifecycle", data=source, approver=approver)
 
 
 @click.command()
 @model_argument
 @version_argument
-@run_id_option
-@state_option
-@json_option
-def verify(
-    model_id: str, version: str, run_id: str | None, state: Path | None, as_json: bool
-) -> int:
-    """Have every node read its copy again and check every byte."""
-    here = start_flow(state, run_id)
-    from paceline.flows.distribute import verify_model
-
-    return run_flow(verify_model, as_json, model_id=model_id, version=version, **here)
+@click.option("--full", is_flag=True, help="Also by the SHA-256 of files and chunks.")
+@flow_options
+def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
+    """Have every node read its copy again and check every byte by the digest of its piece."""
+    return call.run("distribute.verify_model", model_id=model_id, version=version, full=full)
 
 
 @click.command()
@@ -123,31 +134,19 @@ def verify(
 @click.option("--project", help="Which project the data belong to.")
 @click.option("--max-bytes", type=click.IntRange(min=1024))
 @click.option("--shard-bytes", type=click.IntRange(min=1024))
-@run_id_option
-@state_option
-@json_option
-def snapshot(
-    data: str | None,
-    format_: str | None,
-    run_id: str | None,
-    state: Path | None,
-    as_json: bool,
-    **options: Any,
-) -> int:
+@flow_options
+def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: Any) -> int:
     """Make a snapshot of the samples at DATA: a directory, a file, or s3://bucket/prefix.
 
     What is not said is as in the profile's [data].
     """
-    here = start_flow(state, run_id)
-    from paceline.flows.publish import build_snapshot
-
     reading = {"format": format_, **options}
     reading["features"] = [_placed(each) for each in options["features"]] or None
     if options["tokenizer"] not in {None, "bytes"}:
         reading["tokenizer"] = _placed(options["tokenizer"])
     reading = {name: value for name, value in reading.items() if value is not None}
     source = None if data is None else _placed(data)
-    return run_flow(build_snapshot, as_json, data=source, reading=reading, **here)
+    return call.run("publish.build_snapshot", data=source, reading=reading)
 
 
 def _placed(name: str) -> str:
@@ -164,34 +163,19 @@ REPORT = "JSON of `paceline evaluate --json`, or the report_digest in it."
 @click.option("--base", "base_version", required=True, help="Version the candidate started from.")
 @click.option("--trained", metavar="FILE|DIGEST", required=True, help=TRAINED)
 @click.option("--snapshot", required=True, help="URL of the data snapshot.")
-@run_id_option
-@state_option
-@json_option
-def evaluate(
-    model_id: str,
-    base_version: str,
-    trained: str,
-    snapshot: str,
-    run_id: str | None,
-    state: Path | None,
-    as_json: bool,
-) -> int:
+@flow_options
+def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, snapshot: str) -> int:
     """Judge a training job's candidate on held-out files, and record the report.
 
     The training is found by its digest in what the installation recorded.
     """
     digest = _digest_of(trained, "training_digest", "train")
-    here = start_flow(state, run_id)
-    from paceline.flows.evaluate import evaluate_model
-
-    return run_flow(
-        evaluate_model,
-        as_json,
+    return call.run(
+        "evaluate.evaluate_model",
         model_id=model_id,
         base_version=base_version,
         trained=digest,
         snapshot_url=snapshot,
-        **here,
     )
 
 
@@ -202,19 +186,15 @@ def evaluate(
 @click.option("--trained", metavar="FILE|DIGEST", help="Refuse a report about another training.")
 @click.option("--snapshot", help="Refuse a report about another data snapshot (its URL).")
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
-@run_id_option
-@state_option
-@json_option
+@flow_options
 def promote(
+    call: FlowCall,
     model_id: str,
     report: str,
     base_version: str | None,
     trained: str | None,
     snapshot: str | None,
     approver: str | None,
-    run_id: str | None,
-    state: Path | None,
-    as_json: bool,
 ) -> int:
     """Gate a judged candidate; on a pass make it champion and publish it.
 
@@ -223,19 +203,14 @@ def promote(
     """
     digest = _digest_of(report, "report_digest", "evaluate")
     training = None if trained is None else _digest_of(trained, "training_digest", "train")
-    here = start_flow(state, run_id)
-    from paceline.flows.promote import promote_model
-
-    return run_flow(
-        promote_model,
-        as_json,
+    return call.run(
+        "promote.promote_model",
         model_id=model_id,
         report=digest,
         base_version=base_version,
         trained=training,
         snapshot_url=snapshot,
         approver=approver,
-        **here,
     )
 
 
@@ -248,12 +223,8 @@ def promote(
     show_default=True,
     help="With a deployment: seconds that the fleet may take.",
 )
-@run_id_option
-@state_option
-@json_option
-def rollback(
-    what: str, deadline: float, run_id: str | None, state: Path | None, as_json: bool
-) -> int:
+@flow_options
+def rollback(call: FlowCall, what: str, deadline: float) -> int:
     """Go back to what was before, without a transfer.
 
     MODEL_ID: its previous champion, in the registry and on every node. DEPLOYMENT_ID: the version
@@ -262,11 +233,8 @@ def rollback(
     if DEPLOYMENT_ID.fullmatch(what):
         from paceline.cli.watching import roll_back
 
-        return roll_back(what, deadline, state, as_json)
-    here = start_flow(state, run_id)
-    from paceline.flows.rollback import rollback_model
-
-    return run_flow(rollback_model, as_json, model_id=what, **here)
+        return roll_back(what, deadline, call.state, call.as_json)
+    return call.run("rollback.rollback_model", model_id=what)
 
 
 def _digest_of(given: str, field: str, command: str) -> str:

@@ -6,7 +6,6 @@ processes.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from paceline.cli.options import (
     point_prefect_at,
     profile_options,
     read_profile,
+    show,
     state_directory,
     state_option,
 )
@@ -37,7 +37,13 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
     runtime = fleet.start(
         settings, directory, detach=True, extra_services=extra_services(directory)
     )
-    _show(runtime, as_json, "running")
+    links = pages(runtime)
+    show(
+        {"status": "running", "state": str(directory), "links": links},
+        as_json,
+        *_lines(links),
+        "Stop it with `paceline down`.",
+    )
     return 0
 
 
@@ -50,13 +56,12 @@ def down(state: Path | None, as_json: bool) -> int:
 
     directory = state_directory(state)
     stopped = fleet.stop(directory).was_running
-    if as_json:
-        click.echo(
-            json.dumps({"status": "stopped", "was_running": stopped, "state": str(directory)})
-        )
-    else:
-        what = "stopped" if stopped else "nothing was running"
-        click.echo(f"{what}; the state is in {directory} (delete it to start afresh)")
+    what = "stopped" if stopped else "nothing was running"
+    show(
+        {"status": "stopped", "was_running": stopped, "state": str(directory)},
+        as_json,
+        f"{what}; the state is in {directory} (delete it to start afresh)",
+    )
     return 0
 
 
@@ -76,11 +81,7 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
         run = Run.open(runtime.state_dir, run_id)
         run.registry.find_run(run_id)  # raises NotFound: `where` must not create a run
         found |= links(run)
-    if as_json:
-        click.echo(json.dumps(found))
-    else:
-        for name, target in found.items():
-            click.echo(f"{name:<14} {target}")
+    show(found, as_json, *_lines(found))
     return 0
 
 
@@ -96,14 +97,8 @@ def pages(runtime: Runtime) -> dict[str, str]:
     }
 
 
-def _show(runtime: Runtime, as_json: bool, state: str) -> None:
-    found: dict[str, Any] = pages(runtime)
-    if as_json:
-        click.echo(json.dumps({"status": state, "state": str(runtime.state_dir), "links": found}))
-        return
-    for name, target in found.items():
-        click.echo(f"{name:<14} {target}")
-    click.echo("Stop it with `paceline down`.")
+def _lines(links: dict[str, str]) -> list[str]:
+    return [f"{name:<14} {target}" for name, target in links.items()]
 
 
 STATE = click.option(
@@ -160,20 +155,7 @@ STATE = click.option(
     " that the token names.",
 )
 def agent(
-    state: Path,
-    worker_id: str,
-    host: str,
-    rack: str,
-    zone: str,
-    link_mbit: float | None,
-    limit_mbit: float | None,
-    listen: str,
-    advertise: str,
-    warm: bool,
-    die_with_parent: bool,
-    join_token: str,
-    coordinator_url: str,
-    ca: Path | None,
+    state: Path, join_token: str, coordinator_url: str, ca: Path | None, **options: Any
 ) -> int:
     """Hold this node's models, and relay their pieces to its peers.
 
@@ -182,29 +164,17 @@ def agent(
     store that another agent holds (StateLocked), or a disk that refuses; 75 where there is nothing
     to join yet, 77 where the coordinator refuses; standard error says what, and what to do.
     """
-    from paceline.relay.agent import run_agent
-    from paceline.relay.process import AgentConfig
+    from paceline.relay import AgentConfig, run_agent
 
-    config = AgentConfig(  # first: a configuration error must not use up the one-time token
-        state_dir=state.absolute(),
-        worker_id=worker_id,
-        host=host,
-        rack=rack,
-        zone=zone,
-        link_mbit=link_mbit,
-        limit_mbit=limit_mbit,
-        listen=listen,
-        advertise=advertise,
-        warm=warm,
-        die_with_parent=die_with_parent,
-    )
+    # first: a configuration error must not use up the one-time token
+    config = AgentConfig(state_dir=state.absolute(), **options)
     if join_token or coordinator_url:
-        _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
+        _join(state.absolute(), config.worker_id, coordinator_url, join_token, ca)
     return run_agent(config)
 
 
 def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:
-    from paceline.relay.joining import join
+    from paceline.relay import join
 
     if not token or not url:
         raise click.UsageError("--join and --coordinator belong together.")
@@ -238,7 +208,7 @@ def coordinator(state: Path, host: str, port: int, replica_id: str, advertise: s
     leads, the others answer reads, send writes on to the leader, and take over when it dies. A
     replica that is asked to stop makes way at once.
     """
-    from paceline.api.app import serve
+    from paceline.api import serve
     from paceline.config import load_runtime
 
     return serve(load_runtime(state), host, port, replica_id=replica_id, advertise=advertise)

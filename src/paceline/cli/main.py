@@ -18,7 +18,7 @@ from typing import Any
 import click
 
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
-from paceline.text import OneLine, quoted
+from paceline.text import OneLine, indented
 
 # name → (module, function, help); the help is stored here so that `--help` imports nothing
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -37,8 +37,8 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "watch": ("watching", "watch", "Show a deployment live: rate, ETA, who has which chunk."),
     "activate": ("watching", "activate", "Switch the fleet to a deployment's version."),
     "cancel": ("watching", "cancel", "Stop a deployment for good."),
-    "plan": ("plan", "plan", "Forecast what each topology would take, before a byte moves."),
-    "simulate": ("simulate", "simulating", "Simulate a deployment, failures included."),
+    "plan": ("forecast", "plan", "Forecast what each topology would take, before a byte moves."),
+    "simulate": ("forecast", "simulating", "Simulate a deployment, failures included."),
     "tokens": ("access", "tokens", "Make, list and revoke tokens; let a node join."),
     "audit": ("access", "audit", "Show who changed what, from where, and what was refused."),
     "keys": ("access", "keys", "Make the keys that sign manifests."),
@@ -168,7 +168,7 @@ def _translated(error: Exception) -> PacelineError:
             where=os.environ.get("PREFECT_API_URL"),
             do="See `paceline status`; start the installation with `paceline up`.",
         )
-    sys.stderr.write(quoted("".join(traceback.format_exception(error)).rstrip()) + "\n")
+    sys.stderr.write(indented("".join(traceback.format_exception(error)).rstrip()) + "\n")
     return PacelineError(
         "unexpected error",
         got=f"{type(error).__name__}: {first}",

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
 import click
+from pydantic import BaseModel
 
 from paceline.cluster import Ready, ServiceSpec
 from paceline.config import Profile, Runtime, default_state_dir, load_profile
 from paceline.errors import InvalidInput
-from paceline.schemas.base import COUNT_MAX
+from paceline.schemas import COUNT_MAX
 from paceline.text import OneLine
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,6 +33,16 @@ state_option = click.option(
     help="State directory (default: $PACELINE_STATE or ./.paceline).",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> None:
+    """Print ``answer`` as one JSON object, or ``lines`` for a person."""
+    if not as_json:
+        click.echo("\n".join(lines))
+    elif isinstance(answer, BaseModel):
+        click.echo(answer.model_dump_json())
+    else:
+        click.echo(json.dumps(answer))
 
 
 def profile_options(command: F) -> F:
@@ -80,11 +92,24 @@ def point_prefect_at(runtime: Runtime) -> None:
 # Commands that transfer bytes: SIGTERM and SIGHUP act like Ctrl-C, so that open files are closed
 # and verified pieces are kept; and the relay's log stays out of the terminal.
 
-LAST = (signal.SIGTERM, signal.SIGHUP)
-
 
 class Terminated(KeyboardInterrupt):
     """This process received SIGTERM or SIGHUP."""
+
+
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], object], *numbers: int) -> Iterator[None]:
+    """Within the ``with``, ``handler`` gets these signals; ignored ones (nohup) stay ignored."""
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 @contextmanager
@@ -94,16 +119,8 @@ def ends_in_order() -> Iterator[None]:
     def end(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for number in LAST:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                before[number] = signal.signal(number, end)
-    try:
+    with handling(end, signal.SIGTERM, signal.SIGHUP):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def say_only_defects() -> None:
@@ -125,6 +142,25 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
             blocking=False,
         )
     ]
+
+
+def size(count: float) -> str:
+    """Return a count of bytes with a decimal unit, such as 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} PB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds with a unit, such as 9.5 s or 1:30 min."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"
 
 
 # Sizes and speeds: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
@@ -194,31 +230,3 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
 
 SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(size_bytes)}
 LINK: dict[str, Any] = {"metavar": "SPEED", "callback": parsed(link_mbit)}
-
-
-_FLEET = (
-    click.option("--link", **LINK, required=True, help="Each worker's link, e.g. 10Gbps."),
-    click.option("--external", **LINK, help="The link to the source (default: as fast as --link)."),
-    click.option(
-        "--racks", type=int, default=0, help="Racks of equal size (default: 32 workers each)."
-    ),
-    click.option(
-        "--oversubscription",
-        type=float,
-        default=1.0,
-        show_default=True,
-        help="A rack's links together / its uplink.",
-    ),
-    click.option(
-        "--disk", **LINK, help="What a worker's disk writes, e.g. 2GB/s (default: no bound)."
-    ),
-    click.option("--piece", **SIZE, help="Piece size (default: as publish would choose)."),
-    click.option("--chunk", **SIZE, help="Chunk size (default: 0.8 s of the link)."),
-)
-
-
-def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``command`` with the options of `plan` and `simulate` that describe a fleet."""
-    for option in reversed(_FLEET):
-        command = option(command)
-    return command

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -17,9 +17,14 @@ LINE_EVERY_S = 5.0
 
 
 class StageBars:
-    """Shows StageUpdates; call it as a listener inside a ``with``."""
+    """Shows StageUpdates; call it as a listener inside a ``with``.
 
-    def __init__(self) -> None:
+    With ``patient`` and without a terminal, a stage's first line comes after LINE_EVERY_S and a
+    shorter stage prints nothing, because the command's result covers it.
+    """
+
+    def __init__(self, *, patient: bool = False) -> None:
+        self._patient = patient
         self._console = Console(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
@@ -33,13 +38,9 @@ class StageBars:
         )
         self._tasks: dict[str, TaskID] = {}
         self._line_at: dict[str, float] = {}
+        self._began: dict[str, float] = {}
 
-    @property
-    def live(self) -> bool:
-        """Return whether there is a terminal to draw bars on."""
-        return self._live
-
-    def __enter__(self) -> StageBars:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -79,6 +80,10 @@ class StageBars:
 
     def _line(self, update: StageUpdate) -> None:
         now = time.monotonic()
+        if self._patient and update.stage not in self._line_at:
+            began = self._began.setdefault(update.stage, now)
+            if update.done or now - began < LINE_EVERY_S:
+                return
         if not update.done and now - self._line_at.get(update.stage, -1e9) < LINE_EVERY_S:
             return
         self._line_at[update.stage] = now

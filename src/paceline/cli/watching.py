@@ -13,29 +13,32 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from paceline.cli.board import Board, View, duration, figures, is_bad, plain, render, told
-from paceline.cli.event_following import Follower, Item, Lost
-from paceline.cli.options import json_option, state_directory, state_option
-from paceline.client import CoordinatorClient
+from paceline.cli.board import Board, View, figures, is_bad, render, told
+from paceline.cli.options import duration, json_option, show, state_directory, state_option
+from paceline.client import CoordinatorClient, Follower, Item, Lost
 from paceline.config import Runtime, load_runtime
 from paceline.errors import (
     Cancelled,
-    Conflict,
     DeploymentFailed,
     NotFound,
     NotReady,
     PacelineError,
     ServiceUnavailable,
-    WorkerLost,
 )
-from paceline.schemas.calls import SwitchPhase, SwitchView
-from paceline.schemas.command_results import Changed, ReplicaStatus, StatusReport
-from paceline.schemas.events import DeploymentMoment, EventItem, Missed, Moment, Outcome
-from paceline.schemas.records import DeploymentStatus
+from paceline.schemas import (
+    Changed,
+    DeploymentMoment,
+    DeploymentStatus,
+    EventItem,
+    Missed,
+    Moment,
+    Outcome,
+    ReplicaStatus,
+    StatusReport,
+)
+from paceline.text import printable, shortened
 
 LINE_EVERY_S = 5.0  # without a terminal
-POLL_S = 0.2
-NAMED = 10
 
 deployment_argument = click.argument("deployment_id", metavar="ID")
 
@@ -148,7 +151,7 @@ def cancel(deployment_id: str, state: Path | None, as_json: bool) -> int:
     done = Changed(
         status="cancelled", deployment_id=deployment_id, seconds=time.monotonic() - began
     )
-    click.echo(done.model_dump_json() if as_json else f"cancelled {deployment_id}")
+    show(done, as_json, f"cancelled {deployment_id}")
     return 0
 
 
@@ -248,9 +251,9 @@ def _said(ended: DeploymentMoment) -> str:
         f"{ended.workers_complete} of {ended.workers} workers"
     )
     if ended.workers_failed:
-        line += f", without {_named(ended.workers_failed)}"
+        line += f", without {shortened(ended.workers_failed)}"
     if ended.failure is not None and ended.status is not DeploymentStatus.COMPLETE:
-        line += "\n" + plain(f"{ended.failure.code}: {ended.failure.message}")
+        line += "\n" + printable(f"{ended.failure.code}: {ended.failure.message}")
     if ended.status is DeploymentStatus.COMPLETE and ended.activation == "none":
         line += f"\nSwitch to it with `paceline activate {ended.deployment_id}`."
     return line
@@ -263,50 +266,21 @@ def _switched(
     client: CoordinatorClient, deployment_id: str, began: float, deadline_s: float, as_json: bool
 ) -> None:
     """Wait for the requested switch and print its outcome; raises where it did not happen."""
-    view = _await_switch(client, deployment_id, began + deadline_s)
-    waiting = tuple(
-        each.worker_id for each in view.workers if each.state not in ("switched", "other")
-    )
-    if view.phase in (SwitchPhase.REFUSED, SwitchPhase.SUPERSEDED):
-        raise Conflict(
-            f"the fleet was not switched: {view.phase.value}",
-            got=view.failure.message if view.failure else f"{view.ready} workers ready",
-            wanted=f"{view.quorum} workers ready",
-            where=deployment_id,
-            do="Nobody switched without a quorum. Mend what is named, and ask again.",
-        )
-    if view.phase is not SwitchPhase.SWITCHED:
-        raise WorkerLost(
-            "not every worker has switched in time",
-            got=f"{view.switched} have; waiting for {_named(waiting)}",
-            wanted=f"within {deadline_s:g} s",
-            where=deployment_id,
-            do="It is decided, and goes on: who is away switches when it returns.",
-        )
+    view = client.await_switch(deployment_id, deadline_s)
     done = Changed(
         status="switched",
         deployment_id=deployment_id,
         workers=view.switched,
-        waiting=waiting,
+        waiting=view.waiting,
         seconds=time.monotonic() - began,
     )
-    if as_json:
-        click.echo(done.model_dump_json())
-        return
     versions = sorted({each.version for each in view.workers if each.version})
-    click.echo(
+    show(
+        done,
+        as_json,
         f"{view.switched} workers run {', '.join(versions) or 'it'}, in {duration(done.seconds)}"
-        + (f"; {_named(waiting)} will when they return" if waiting else "")
+        + (f"; {shortened(view.waiting)} will when they return" if view.waiting else ""),
     )
-
-
-def _await_switch(client: CoordinatorClient, deployment_id: str, until_s: float) -> SwitchView:
-    while True:
-        view = client.switch(deployment_id)
-        under_way = view.phase in (SwitchPhase.PREPARING, SwitchPhase.SWITCHING)
-        if not under_way or time.monotonic() >= until_s:
-            return view
-        time.sleep(POLL_S)
 
 
 # --- the fleet -----------------------------------------------------------------------------------
@@ -374,15 +348,10 @@ def _show(report: StatusReport, directory: Path) -> None:
         return
     lost = tuple(each.worker_id for each in report.workers if not each.alive)
     alive = len(report.workers) - len(lost)
-    gone = f"; lost: {_named(lost)}" if lost else ""
+    gone = f"; lost: {shortened(lost)}" if lost else ""
     click.echo(f"workers              {alive} alive of {len(report.workers)}{gone}")
     for shown in report.deployments:
         active = f", {shown.activation}" if shown.activation != "none" else ""
         click.echo(
             f"{shown.deployment_id}  {shown.model_id} {shown.version}  {figures(shown)}{active}"
         )
-
-
-def _named(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more

@@ -1,11 +1,10 @@
 """REST client of the coordinator; few imports, because every agent loads it.
 
 ``calls`` has one method per REST call. ``failover`` finds the leader among several replicas and
-refuses responses from an older epoch. ``connection`` carries one exchange and detects a server that
-hangs.
+refuses responses from an older epoch. ``events`` follows the event stream. HTTP itself is
+``system.http``.
 """
 
-from paceline.client.calls import CoordinatorClient
-from paceline.client.connection import Endpoint
+import lazy_loader
 
-__all__ = ["CoordinatorClient", "Endpoint"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

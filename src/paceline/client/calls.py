@@ -5,41 +5,47 @@ Finding the leader, retries and timeouts are in ``failover``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import Self
 from urllib.parse import quote, urlencode
 
 from paceline.client.failover import FailoverClient
 from paceline.config import Runtime
-from paceline.errors import NotFound
-from paceline.schemas.access import (
+from paceline.errors import Conflict, NotFound, TemporaryError, WorkerLost
+from paceline.schemas import (
+    CreatedDeployment,
+    CreateDeployment,
     CreatedToken,
     CreateJoinToken,
     CreateToken,
-    JoinWorker,
-    TokenList,
-    TokenView,
-    WorkerIdentity,
-)
-from paceline.schemas.calls import (
-    CreatedDeployment,
-    CreateDeployment,
+    Deployment,
     DeploymentList,
     DeploymentView,
+    Event,
     EventList,
     Heartbeat,
     HeartbeatAnswer,
+    JoinWorker,
+    Plan,
     Registered,
     RegisterWorker,
+    StageRecord,
     Success,
+    SwitchPhase,
     SwitchView,
+    TokenList,
+    TokenView,
+    Worker,
+    WorkerIdentity,
+    WorkerLanes,
     WorkerList,
+    WorkerProgress,
     WorkerProgressList,
 )
-from paceline.schemas.events import Event
-from paceline.schemas.plan import Plan, WorkerLanes
-from paceline.schemas.records import Deployment, StageRecord, Worker, WorkerProgress
+from paceline.text import shortened
 
+POLL_S = 0.2
 FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
 
 
@@ -64,7 +70,7 @@ class CoordinatorClient(FailoverClient):
         urls = known.coordinator_urls or (known.coordinator_url,)
         if patience_s is None:
             patience_s = FAILOVER_S if len(urls) > 1 else 0.0
-        token = secrets.for_agents if worker else secrets.coordinator_token
+        token = secrets.agents_token if worker else secrets.coordinator_token
         ca = runtime.coordinator_ca
         return cls(urls, token, timeout_s, patience_s=patience_s, ca=ca)
 
@@ -143,6 +149,44 @@ class CoordinatorClient(FailoverClient):
     def switch(self, deployment_id: str) -> SwitchView:
         """Return the deployment's newest switch; raises NotFound if there was none."""
         return self._call(SwitchView, "GET", f"{_path(deployment_id)}/switch")
+
+    def await_switch(
+        self, deployment_id: str, deadline_s: float, workers: Collection[str] = ()
+    ) -> SwitchView:
+        """Return the newest switch once the fleet has switched, each of ``workers`` included.
+
+        Raises Conflict if it was refused or superseded, WorkerLost if workers have not switched in
+        time; they switch when they return.
+        """
+        until_s = time.monotonic() + deadline_s
+        view: SwitchView | None = None
+        while True:
+            is_late = time.monotonic() >= until_s
+            try:
+                view = self.switch(deployment_id)
+            except TemporaryError:
+                if is_late:
+                    raise
+            is_done = view is not None and view.phase is SwitchPhase.SWITCHED
+            if view is not None and is_done and not set(view.waiting) & set(workers):
+                return view
+            if view is not None and view.phase in (SwitchPhase.REFUSED, SwitchPhase.SUPERSEDED):
+                raise Conflict(
+                    f"the fleet was not switched: {view.phase}",
+                    got=view.failure.message if view.failure else f"{view.ready} workers ready",
+                    wanted=f"{view.quorum} workers ready",
+                    where=f"deployment {deployment_id}",
+                    do="No worker switches without a quorum. Mend what is named, and ask again.",
+                )
+            if view is not None and is_late:
+                raise WorkerLost(
+                    "not every worker has switched in time",
+                    got=f"{view.switched} have; waiting for {shortened(view.waiting)}",
+                    wanted=f"within {deadline_s:g} s",
+                    where=f"deployment {deployment_id}",
+                    do="The switch is decided: a worker that is away switches when it returns.",
+                )
+            time.sleep(POLL_S)
 
     def ledger_get(self, stage: str, input_digest: str) -> StageRecord | None:
         """Return the stage's recorded result for these inputs, or None if it never finished."""

@@ -1,27 +1,28 @@
 """Failover of REST calls between coordinator replicas: redirects, retries and stale answers.
 
-Each thread keeps its own connection alive. With one URL a call is sent there and not retried. With
-several replicas the client finds the leader, and with ``patience_s`` it waits for one while there
-is none. Repeating is safe because every call of this API may be repeated. The calls themselves are
-in ``calls``.
+With one URL a call is sent there and not retried. With several replicas the client finds the
+leader, and with ``patience_s`` it waits for one while there is none. A replica whose answer is late
+must answer its health check, else it counts as frozen: its kernel accepts connections, and no
+answer comes. Repeating is safe because every call of this API may be repeated. The calls themselves
+are in ``calls``.
 """
 
 from __future__ import annotations
 
 import http
-import http.client
 import random
 import ssl
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from urllib3.exceptions import ReadTimeoutError
 
 from paceline import errors
-from paceline.client.connection import Connection, Endpoint, Request, Response
 from paceline.config import one_certificate, read_certificate
 from paceline.errors import (
     AccessDenied,
@@ -32,8 +33,8 @@ from paceline.errors import (
     ServiceUnavailable,
     TemporaryError,
 )
-from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
-from paceline.schemas.calls import Problem
+from paceline.schemas import EPOCH_HEADER, LEADER_HEADER, Problem
+from paceline.system import Endpoint, HttpServer, Response
 
 SUSPECT_S = 2.0  # how long an endpoint that did not answer is tried last
 
@@ -110,7 +111,7 @@ class Replicas:
         """Return the endpoint of ``url``, or None; the token is sent only to known endpoints."""
         return next((each for each in self.endpoints if url and each.serves(url)), None)
 
-    def believe(self, epoch: int | None) -> bool:
+    def accept_epoch(self, epoch: int | None) -> bool:
         """Return whether ``epoch`` is not older than the highest seen, and store it if so."""
         if epoch is None:
             return True  # no epoch header: a refusal by a guard before the leader check
@@ -122,8 +123,21 @@ class Replicas:
 
 
 ROUND_S = 0.25  # between two rounds over the endpoints, jittered
+CONNECT_S = 1.0  # connect timeout if there are other endpoints
+LATE_S = 2.0  # without an answer, beyond the wait that the call requested
+HEALTH_S = 1.0
 
 Answer = TypeVar("Answer", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    method: str
+    path: str
+    body: bytes | None
+    headers: Mapping[str, str]
+    timeout_s: float  # with the long poll's wait
+    wait_s: float  # how long the request asks the server to wait (long poll)
 
 
 class FailoverClient:
@@ -143,8 +157,7 @@ class FailoverClient:
         self.use_token(token)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._tls = trusting(ca) if ca else None
-        self._local = threading.local()
+        self._servers = servers_of(self._replicas.endpoints, tls_context_of(ca) if ca else None)
 
     def use_token(self, token: str) -> None:
         """Use ``token`` from the next call on."""
@@ -161,11 +174,9 @@ class FailoverClient:
         return self._replicas.epoch
 
     def close(self) -> None:
-        """Close this thread's connection; the next call opens another."""
-        held = getattr(self._local, "held", None)
-        if held is not None:
-            held.close()
-            self._local.held = None
+        """Close idle connections; the next call opens another."""
+        for each in self._servers.values():
+            each.close()
 
     def _call(
         self,
@@ -205,18 +216,20 @@ class FailoverClient:
         if payload is not None:
             given["Content-Type"] = "application/json"
         limit_s = (self._timeout_s if timeout_s is None else timeout_s) + wait_s
-        sent = Request(method, path, payload, given, limit_s, wait_s)
+        sent = _Request(
+            method=method, path=path, body=payload, headers=given, timeout_s=limit_s, wait_s=wait_s
+        )
         until_s = time.monotonic() + self._patience_s
         while True:
             try:
-                return self._ask_around(sent)
+                return self._try_replicas(sent)
             except ServiceUnavailable:
                 pause_s = ROUND_S * random.uniform(0.5, 1.5)
                 if time.monotonic() + pause_s >= until_s:
                     raise
             time.sleep(pause_s)
 
-    def _ask_around(self, sent: Request) -> bytes:
+    def _try_replicas(self, sent: _Request) -> bytes:
         """Try each endpoint, following redirects to the leader; return the response body."""
         waiting = self._replicas.order()
         problem: ServiceUnavailable | None = None
@@ -226,19 +239,12 @@ class FailoverClient:
             asked.add(endpoint)
             where = f"{sent.method} {endpoint.url}{sent.path}"
             try:
-                answer = self._connection(endpoint).exchange(sent)
-            except (OSError, http.client.HTTPException) as error:
-                self.close()
+                answer = self._exchange(self._servers[endpoint], sent)
+            except ServiceUnavailable as error:
                 self._replicas.silent(endpoint)
-                problem = problem or ServiceUnavailable(
-                    "the coordinator does not answer",
-                    got=f"{type(error).__name__}: {error}",
-                    where=where,
-                    do="Check that it runs (`paceline status`); the call may be repeated.",
-                )
-                problem.__cause__ = problem.__cause__ or error
+                problem = problem or error
                 continue
-            if not self._replicas.believe(_epoch_of(answer)):
+            if not self._replicas.accept_epoch(_epoch_of(answer)):
                 problem = _outdated(answer, self._replicas.epoch, where)
                 continue
             if answer.status == http.HTTPStatus.TEMPORARY_REDIRECT:
@@ -251,12 +257,28 @@ class FailoverClient:
             if 200 <= answer.status < 300:
                 self._replicas.answered(endpoint, answer.headers.get(LEADER_HEADER))
                 return answer.body
-            refusal = _error_of(answer.status, answer.body, where)
+            refusal = error_of(answer.status, answer.body, where)
             if not isinstance(refusal, ServiceUnavailable):
                 raise refusal
             problem = refusal
         assert problem is not None
         raise problem
+
+    def _exchange(self, server: HttpServer, sent: _Request) -> Response:
+        """Return the response; a late one is awaited once more if the server is alive."""
+        limits_s = [sent.timeout_s]
+        if self._replicas.several and sent.wait_s + LATE_S < sent.timeout_s:
+            limits_s.insert(0, sent.wait_s + LATE_S)
+        while True:
+            limit_s = limits_s.pop(0)
+            try:
+                return server.call(
+                    sent.method, sent.path, sent.body, sent.headers, timeout_s=limit_s
+                )
+            except ServiceUnavailable as error:
+                if not limits_s or not isinstance(error.__cause__, ReadTimeoutError):
+                    raise
+                server.call("GET", "/healthz", timeout_s=HEALTH_S)
 
     def _leader_at(self, answer: Response, where: str) -> Endpoint:
         named = answer.headers.get("Location")
@@ -271,17 +293,24 @@ class FailoverClient:
             )
         return leader
 
-    def _connection(self, endpoint: Endpoint) -> Connection:
-        held: Connection | None = getattr(self._local, "held", None)
-        if held is None or held.endpoint != endpoint:
-            if held is not None:
-                held.close()
-            held = Connection(endpoint, self._tls, probing=self._replicas.several)
-            self._local.held = held
-        return held
+
+def servers_of(
+    endpoints: Sequence[Endpoint], tls: ssl.SSLContext | None
+) -> dict[Endpoint, HttpServer]:
+    """Return each replica's connections."""
+    return {
+        each: HttpServer(
+            each,
+            name="the coordinator",
+            do="Check that it runs (`paceline status`); the call may be repeated.",
+            tls=tls,
+            connect_s=CONNECT_S if len(endpoints) > 1 else None,
+        )
+        for each in endpoints
+    }
 
 
-def trusting(ca: str | Path | bytes) -> ssl.SSLContext:
+def tls_context_of(ca: str | Path | bytes) -> ssl.SSLContext:
     """Return a TLS context that trusts only the certificate ``ca`` (PEM, or its file).
 
     Raises InvalidInput if it is not exactly one certificate.
@@ -319,7 +348,7 @@ def _not_leading(endpoint: Endpoint, leader: Endpoint, where: str) -> ServiceUna
     )
 
 
-def _error_of(status: int, answer: bytes, where: str) -> PacelineError:
+def error_of(status: int, answer: bytes, where: str) -> PacelineError:
     """Return the error of a problem document, or the nearest one for another response."""
     try:
         problem = Problem.model_validate_json(answer)

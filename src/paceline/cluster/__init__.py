@@ -6,26 +6,6 @@ imports dask, and only when a Fleet connects. It does not import training, the r
 runs an argv.
 """
 
-from paceline.cluster.addresses import AgentInfo, Node, labels_of, node_names
-from paceline.cluster.client import Fleet
-from paceline.cluster.held_nodes import ProcessResult
-from paceline.cluster.installation import start, status, stop
-from paceline.cluster.service import Ready, ServiceSpec, StopReport
-from paceline.schemas.command_results import InstallationStatus, ServiceStatus
+import lazy_loader
 
-__all__ = [
-    "AgentInfo",
-    "Fleet",
-    "InstallationStatus",
-    "Node",
-    "ProcessResult",
-    "Ready",
-    "ServiceSpec",
-    "ServiceStatus",
-    "StopReport",
-    "labels_of",
-    "node_names",
-    "start",
-    "status",
-    "stop",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

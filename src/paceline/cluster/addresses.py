@@ -11,39 +11,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from types import TracebackType
 
 from paceline.config import Profile
 from paceline.errors import PortInUse
-from paceline.schemas.base import Record
-from paceline.schemas.plan import Labels
+from paceline.schemas import Labels, Record
 
 
-class ReservedPort:
-    """A port that stays reserved until ``close``."""
+def reserve_port(host: str, port: int = 0, *, purpose: str = "a server") -> socket.socket:
+    """Return a socket that reserves ``port`` (any free one for 0) until it is closed.
 
-    def __init__(self, reservation: socket.socket) -> None:
-        self._socket = reservation
-        self.number: int = reservation.getsockname()[1]
-
-    def close(self) -> None:
-        """Release the port."""
-        self._socket.close()
-
-    def __enter__(self) -> ReservedPort:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-
-def reserve_port(host: str, port: int = 0, *, purpose: str = "a server") -> ReservedPort:
-    """Return a reservation of ``port``, or of any free one for 0. Raises PortInUse."""
+    Raises PortInUse.
+    """
     reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -59,7 +37,15 @@ def reserve_port(host: str, port: int = 0, *, purpose: str = "a server") -> Rese
             where=f"{host}:{port}",
             do="Stop what listens there, or ask for another port (0 takes any free one).",
         ) from error
-    return ReservedPort(reservation)
+    return reservation
+
+
+def accepts(host: str, port: int, timeout_s: float) -> bool:
+    """Return whether a connection to ``port`` is accepted."""
+    with contextlib.suppress(OSError, OverflowError):
+        socket.create_connection((host, port), timeout=timeout_s).close()
+        return True
+    return False
 
 
 def listens(pids: list[int], port: int) -> bool:

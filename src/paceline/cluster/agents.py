@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import random
-import socket
 import subprocess
 import threading
 import time
@@ -21,10 +20,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.addresses import AgentInfo
-from paceline.cluster.processes import clean_environment, dying_with_us
-from paceline.config import write_private
+from paceline.cluster.addresses import AgentInfo, accepts
+from paceline.cluster.processes import dying_with_us, last_line, node_environment
 from paceline.errors import NotReady
+from paceline.system import write_private
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class AgentKeeper:
     def __init__(self, order: AgentOrder) -> None:
         self.order = order
         self.directory = Path(order.node_dir)
-        self._changed = threading.Condition()
+        self.log_path = self.directory / "agent.log"
         self._info: AgentInfo | None = None
         self._problem = ""
         threading.Thread(target=self._keep, name=f"agent-{order.worker_id}", daemon=True).start()
@@ -63,19 +62,15 @@ class AgentKeeper:
         """Return the agent once it accepts connections; NotReady carries its last log line."""
         deadline = time.monotonic() + timeout_s
         while True:
-            with self._changed:
-                info = self._info
-                if info is None and time.monotonic() < deadline:
-                    self._changed.wait(0.1)
-                    continue
+            info = self._info
             if info is not None and _answers(info.address) and _is_alive(info.pid):
                 return info
             if time.monotonic() >= deadline:
                 raise NotReady(
                     "agent did not get ready",
-                    got=self._problem or self._last_words() or "silence",
+                    got=self._problem or last_line(self.log_path) or "silence",
                     wanted="an answer from the address in agent.json",
-                    where=self.directory / "agent.log",
+                    where=self.log_path,
                     do="Read that log.",
                 )
             time.sleep(0.05)
@@ -86,37 +81,28 @@ class AgentKeeper:
             began = time.monotonic()
             try:
                 if (found := find_agent(self.order)) is not None:
-                    self._set(found)
+                    self._info, self._problem = found, ""
                     self._follow(found.pid, None)
-                    self._set(None)
+                    self._info = None
                     if self._comes_back():
                         continue
                 self._run_own()
             except Exception as error:
                 log.exception("agent cannot be kept worker=%s", self.order.worker_id)
                 self._problem = repr(error)
-            self._set(None)
+            self._info = None
             failures = 0 if time.monotonic() - began > STEADY_S else failures + 1
             pause = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
             time.sleep(pause * random.uniform(0.7, 1.3))
 
     def _run_own(self) -> None:
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log_path = self.directory / "agent.log"
-        if log_path.exists() and log_path.stat().st_size > LOG_LIMIT_BYTES:
-            log_path.replace(log_path.with_suffix(".log.1"))
-        env = clean_environment()
-        for name in (
-            "OMP_NUM_THREADS",
-            "MKL_NUM_THREADS",
-            "OPENBLAS_NUM_THREADS",
-            "PYTHONHASHSEED",
-        ):
-            env.pop(name, None)
-        with log_path.open("ab") as output:
+        if self.log_path.exists() and self.log_path.stat().st_size > LOG_LIMIT_BYTES:
+            self.log_path.replace(self.log_path.with_suffix(".log.1"))
+        with self.log_path.open("ab") as output:
             process = subprocess.Popen(
                 dying_with_us(self.order.argv),
-                env=env,
+                env=node_environment(),
                 cwd=self.directory,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -129,12 +115,12 @@ class AgentKeeper:
             while process.poll() is None:
                 info = read_agent(self.order)
                 if info is not None and info.pid == process.pid and _answers(info.address):
-                    self._set(AgentInfo(**{**info.model_dump(), "adopted": False}))
+                    self._info, self._problem = info.model_copy(update={"adopted": False}), ""
                     self._follow(process.pid, process)
                     break
                 if time.monotonic() > deadline:
                     self._problem = (
-                        f"not ready after {READY_DEADLINE_S:.0f} s: {self._last_words()}"
+                        f"not ready after {READY_DEADLINE_S:.0f} s: {last_line(self.log_path)}"
                     )
                     break
                 time.sleep(WATCH_S)
@@ -143,7 +129,7 @@ class AgentKeeper:
                 process.kill()
             code = process.wait()
             if not self._problem:
-                self._problem = f"ended with {code}: {self._last_words()}"
+                self._problem = f"ended with {code}: {last_line(self.log_path)}"
             log.warning("agent ended worker=%s code=%d", self.order.worker_id, code)
 
     def _follow(self, pid: int, process: subprocess.Popen[bytes] | None) -> None:
@@ -157,19 +143,6 @@ class AgentKeeper:
                 return True
             time.sleep(WATCH_S)
         return False
-
-    def _set(self, info: AgentInfo | None) -> None:
-        with self._changed:
-            self._info = info
-            if info is not None:
-                self._problem = ""
-            self._changed.notify_all()
-
-    def _last_words(self) -> str:
-        with contextlib.suppress(OSError):
-            lines = (self.directory / "agent.log").read_bytes()[-4096:].decode(errors="replace")
-            return lines.strip().rsplit("\n", 1)[-1][:300]
-        return ""
 
 
 _keepers: dict[str, AgentKeeper] = {}
@@ -239,7 +212,4 @@ def _is_for(pid: int, worker_id: str) -> bool:
 
 def _answers(address: str) -> bool:
     host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError, ValueError, OverflowError):
-        socket.create_connection((host, int(port)), timeout=PROBE_TIMEOUT_S).close()
-        return True
-    return False
+    return port.isdecimal() and accepts(host, int(port), PROBE_TIMEOUT_S)

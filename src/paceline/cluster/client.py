@@ -8,19 +8,22 @@ dies. Dask's errors are translated here.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
+import os
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from paceline.cluster.addresses import AgentInfo, Node, labels_of, node_names
 from paceline.cluster.agents import AgentOrder, ensure_agent
-from paceline.cluster.held_nodes import HeldNodes, ProcessResult, open_nodes, run_process
-from paceline.cluster.pinned_calls import Calls
+from paceline.cluster.held_nodes import LAUNCH_DEADLINE_S, HeldNodes, events_in
+from paceline.cluster.pinned_calls import Calls, Crew, Member, check_cancel, claimed
+from paceline.cluster.worker_processes import Order
 from paceline.config import Runtime
 from paceline.errors import NotFound, PacelineError, ServiceUnavailable, WorkerLost
 
@@ -29,6 +32,18 @@ log = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 15.0
 RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
 AGENT = (sys.executable, "-m", "paceline.cli.main", "agent")
+TICK_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessResult:
+    """How a process ended."""
+
+    exit_code: int  # negative: by that signal
+    ended: Literal["exited", "deadline"]
+    last_line: str | None  # of its standard output
+    stderr_tail: str
+    seconds: float
 
 
 class Fleet:
@@ -118,30 +133,21 @@ class Fleet:
                 raise answer
         return {each: answers[each] for each in wanted}
 
-    def run_on(self, worker_id: str, fn: Callable[..., Any], *args: Any, timeout_s: float) -> Any:
-        """Return ``fn(*args)`` as run on ``worker_id``; its own error is raised here.
-
-        A ``fn`` with a keyword-only parameter ``worker_id`` gets the node's id. Raises WorkerLost
-        when the node's worker dies, ServiceUnavailable past ``timeout_s`` (``fn`` itself cannot be
-        stopped; for work that must be killable see `run_process`).
-        """
-        answer = self.map_nodes(fn, [worker_id], *args, timeout_s=timeout_s)[worker_id]
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
-
     def map_nodes(
         self, fn: Callable[..., Any], worker_ids: Sequence[str], *args: Any, timeout_s: float
     ) -> dict[str, Any]:
-        """Return the result of ``fn(*args)`` on each node, or the error that it raised there."""
+        """Return ``fn(*args, worker_id=…)`` as run on each node, or the error that it ended with.
+
+        WorkerLost where the worker died, ServiceUnavailable past ``timeout_s``; ``fn`` itself
+        cannot be stopped then. For work that must be killable see `run_process`.
+        """
         calls = self._calls(slot=True)
         deadline = time.monotonic() + timeout_s
         addresses = self._await_nodes(worker_ids, min(timeout_s, RETURN_DEADLINE_S), partial=True)
-        told = _takes_worker_id(fn)
         for worker_id in worker_ids:
             if worker_id in addresses:
-                named = {"worker_id": worker_id} if told else {}
-                calls.submit(worker_id, addresses[worker_id], fn, *args, **named)
+                address = addresses[worker_id]
+                calls.submit(worker_id, address, fn, *args, worker_id=worker_id)
         answers = calls.gather(max(0.1, deadline - time.monotonic()))
         return {each: answers.get(each, _away(each)) for each in worker_ids}
 
@@ -164,8 +170,43 @@ class Fleet:
         exception here it gets SIGTERM and, after ``grace_s``, SIGKILL, with everything it started.
         Raises WorkerLost.
         """
-        return run_process(
-            self, worker_id, argv, env or {}, input_json, on_event, deadline_s, cancel, grace_s
+        began = time.monotonic()
+        process = Member(
+            worker_id=worker_id,
+            address=self._await_nodes([worker_id], RETURN_DEADLINE_S)[worker_id],
+            order=Order(
+                process_id=f"process-{uuid.uuid4().hex[:12]}",
+                argv=tuple(argv),
+                env=dict(env or {}),
+                input_json=input_json,
+                directory=str(self.runtime.node_dir(worker_id) / "work"),
+            ),
+        )
+        crew = Crew(self, [process])
+        ended: Literal["exited", "deadline"] = "exited"
+        try:
+            crew.start(LAUNCH_DEADLINE_S)
+            while not process.over:
+                for _, event in events_in(crew.follow(TICK_S)):
+                    if on_event is not None:
+                        on_event(event)
+                check_cancel(cancel, worker_id)
+                if time.monotonic() - began > deadline_s and not process.over:
+                    ended = "deadline"
+                    break
+            if process.lost:
+                raise WorkerLost(
+                    "the process was lost with its node", got=process.lost, where=worker_id
+                )
+        finally:
+            crew.end(grace_s)
+        code = process.news.exit_code
+        return ProcessResult(
+            exit_code=-9 if code is None else code,
+            ended=ended,
+            last_line=process.last_line,
+            stderr_tail=process.news.stderr_tail,
+            seconds=time.monotonic() - began,
         )
 
     @contextlib.contextmanager
@@ -184,10 +225,16 @@ class Fleet:
         deadlock; ``on_wait`` gets a message that names the holder. Raises Conflict after
         ``wait_s``, Cancelled when ``cancel`` is set, WorkerLost for an unreachable node.
         """
-        with open_nodes(
-            self, workers, argv, wait_s=wait_s, cancel=cancel, on_wait=on_wait
-        ) as nodes:
-            yield nodes
+        job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
+        addresses = self._await_nodes(list(workers), RETURN_DEADLINE_S)
+        wanted = {each: addresses[each] for each in workers}
+        with claimed(self, job_id, wanted, wait_s, cancel, on_wait=on_wait):
+            nodes = HeldNodes(self, job_id, argv)
+            try:
+                nodes.start_all(wanted)
+                yield nodes
+            finally:
+                nodes.close()
 
     # -- used by the modules of this package
 
@@ -235,13 +282,6 @@ def _away(worker_id: str) -> WorkerLost:
         where=worker_id,
         do="Its nanny starts it again within seconds; see `paceline status` if it does not.",
     )
-
-
-def _takes_worker_id(fn: Callable[..., Any]) -> bool:
-    with contextlib.suppress(TypeError, ValueError):
-        found = inspect.signature(fn).parameters.get("worker_id")
-        return found is not None and found.kind == inspect.Parameter.KEYWORD_ONLY
-    return False
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from paceline.cluster.addresses import CONTROL_THREADS, node_names
 from paceline.cluster.agents import WANTED_FILE
 from paceline.cluster.embedded import CLUSTER_FILE, port_of
 from paceline.config import Runtime, load_runtime, read_certificate
-from paceline.system.files import write_private
+from paceline.system import write_private
 from paceline.text import log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ def _node_options(runtime: Runtime, worker_id: str, security: Any) -> dict[str, 
         "protocol": "tls",
         "security": security,
         "dashboard": False,
-        "death_timeout": 30,
+        "death_timeout": runtime.profile.services.ready_timeout_s,  # imports take long under load
     }
 
 

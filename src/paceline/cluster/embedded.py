@@ -7,9 +7,7 @@ deployments comes from the caller.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import ipaddress
 import secrets
 import shutil
 import sys
@@ -18,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.cluster.service import Ready, ServiceSpec
-from paceline.config import RUNTIME_FILE, Profile, Runtime, Secrets, write_private
+from paceline.config import RUNTIME_FILE, Profile, Runtime, Secrets
 from paceline.errors import Conflict, InvalidInput, InvalidProfile, MissingTool
-from paceline.system.addresses import is_loopback
-from paceline.system.files import own_directory
+from paceline.relay.transport import issue_server, make_authority
+from paceline.system import ensure_own_directory, is_loopback, write_private
 
 WORK_POOL = "paceline"
 PLAIN = ("s3", "prefect", "mlflow")  # servers without TLS
@@ -271,7 +269,7 @@ def _directory(runtime: Runtime, name: str) -> Path:
             wanted="a path without ?, # or %",
             do="Name another one with --state.",
         )
-    own_directory(path)
+    ensure_own_directory(path)
     return path
 
 
@@ -291,7 +289,7 @@ def _program(name: str) -> str:
 
 
 SECRETS_FILE = "secrets.json"
-_VALIDITY = datetime.timedelta(days=3650)
+VALID_DAYS = 3650
 
 
 def ensure_secrets(state_dir: Path) -> Secrets:
@@ -300,18 +298,23 @@ def ensure_secrets(state_dir: Path) -> Secrets:
     if path.is_file():
         return Secrets.model_validate_json(path.read_bytes())
     directory = state_dir / "tls"
-    own_directory(directory)
+    ensure_own_directory(directory)
+    # One certificate for scheduler, workers and clients: each must present one of this CA to Dask.
+    authority = make_authority(directory, "paceline installation")
+    certificate, key = issue_server(
+        authority, ("localhost", "127.0.0.1"), directory, valid_days=VALID_DAYS
+    )
+    authority.key.unlink()  # it signs nothing more
     made = Secrets(
         s3_access_key="paceline" + secrets.token_hex(6),
         s3_secret_key=secrets.token_urlsafe(30),
         coordinator_token=secrets.token_urlsafe(32),
         prefect_auth=f"paceline:{secrets.token_urlsafe(24)}",
         mlflow_auth=f"paceline:{secrets.token_urlsafe(24)}",
-        tls_ca=str(directory / "ca.pem"),
-        tls_cert=str(directory / "node.pem"),
-        tls_key=str(directory / "node-key.pem"),
+        tls_ca=str(authority.cert),
+        tls_cert=str(certificate),
+        tls_key=str(key),
     )
-    _write_certificates(Path(made.tls_ca), Path(made.tls_cert), Path(made.tls_key))
     write_private(path, made.model_dump_json(indent=2).encode())  # last: the certificates exist
     return made
 
@@ -337,51 +340,3 @@ def remove_runtime(state_dir: Path) -> None:
     """Remove the ``runtime.json`` that `paceline up` wrote; Conflict as in `require_ours`."""
     require_ours(state_dir)
     (state_dir / RUNTIME_FILE).unlink(missing_ok=True)
-
-
-def _write_certificates(ca_path: Path, cert_path: Path, key_path: Path) -> None:
-    # One certificate for scheduler, workers and clients: each must present one of this CA to Dask.
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        NoEncryption,
-        PrivateFormat,
-    )
-    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-
-    now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)
-
-    def builder(name: str, issuer: str, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-            .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-            .public_key(key)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now)
-            .not_valid_after(now + _VALIDITY)
-        )
-
-    ca_key = ec.generate_private_key(ec.SECP256R1())
-    node_key = ec.generate_private_key(ec.SECP256R1())
-    ca = (
-        builder("paceline installation", "paceline installation", ca_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-    usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    node = (
-        builder("paceline node", "paceline installation", node_key.public_key())
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
-        .sign(ca_key, hashes.SHA256())
-    )
-    write_private(ca_path, ca.public_bytes(Encoding.PEM))  # the CA's key is not stored
-    write_private(cert_path, node.public_bytes(Encoding.PEM))
-    write_private(
-        key_path, node_key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    )

@@ -2,8 +2,8 @@
 
 Implements on Dask the port that ``paceline.training`` defines for its launchers. A process is an
 argv; orders and events are JSON objects, one per line. The loss of a node's process or Dask worker
-is reported once; the process can be started again when the node is back. ``run_process`` runs a
-single process. This module does not import training.
+is reported once; the process can be started again when the node is back. This module does not
+import training.
 """
 
 from __future__ import annotations
@@ -11,108 +11,33 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from paceline.cluster import worker_processes as remote
-from paceline.cluster.pinned_calls import (
-    CLAIM_DEADLINE_S,
-    Calls,
-    Crew,
-    Member,
-    call,
-    check_cancel,
-    claimed,
-)
+from paceline.cluster.pinned_calls import CLAIM_DEADLINE_S, Calls, Crew, Member, call
 from paceline.cluster.worker_processes import Order
 from paceline.errors import PacelineError, WorkerLost
 from paceline.text import printable
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
 LAUNCH_DEADLINE_S = 20.0
 
-OnEvent = Callable[[dict[str, Any]], None]
 
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessResult:
-    """How a process ended."""
-
-    exit_code: int  # negative: by that signal
-    ended: Literal["exited", "deadline"]
-    last_line: str | None  # of its standard output
-    stderr_tail: str
-    seconds: float
-
-
-def run_process(
-    fleet: Any,
-    worker_id: str,
-    argv: Sequence[str],
-    env: Mapping[str, str],
-    input_json: str,
-    on_event: OnEvent | None,
-    deadline_s: float,
-    cancel: threading.Event | None,
-    grace_s: float,
-) -> ProcessResult:
-    """Run one process; see `FleetDescription.run_process`."""
-    began = time.monotonic()
-    process = Member(
-        worker_id=worker_id,
-        address=fleet._await_nodes([worker_id], 15.0)[worker_id],
-        order=Order(
-            process_id=f"process-{uuid.uuid4().hex[:12]}",
-            argv=tuple(argv),
-            env=dict(env),
-            input_json=input_json,
-            directory=str(fleet.runtime.node_dir(worker_id) / "work"),
-        ),
-    )
-    crew = Crew(fleet, [process])
-    ended: Literal["exited", "deadline"] = "exited"
-    try:
-        crew.start(LAUNCH_DEADLINE_S)
-        while not process.over:
-            deliver(crew.follow(TICK_S), on_event)
-            check_cancel(cancel, worker_id)
-            if time.monotonic() - began > deadline_s and not process.over:
-                ended = "deadline"
-                break
-        if process.lost:
-            raise WorkerLost(
-                "the process was lost with its node", got=process.lost, where=worker_id
-            )
-    finally:
-        crew.end(grace_s)
-    code = process.news.exit_code
-    return ProcessResult(
-        exit_code=-9 if code is None else code,
-        ended=ended,
-        last_line=process.last_line,
-        stderr_tail=process.news.stderr_tail,
-        seconds=time.monotonic() - began,
-    )
-
-
-def deliver(lines: Sequence[tuple[Member, str]], on_event: OnEvent | None) -> None:
-    """Pass each line that is a JSON object to ``on_event``; log the others."""
+def events_in(lines: Sequence[tuple[Member, str]]) -> Iterator[tuple[Member, dict[str, Any]]]:
+    """Yield each line that is a JSON object; log the others."""
     for member, line in lines:
         try:
             event = json.loads(line)
         except ValueError:
             event = None
-        if not isinstance(event, dict):
+        if isinstance(event, dict):
+            yield member, event
+        else:
             log.info("%s: %s", member.worker_id, printable(line, 500))
-        elif on_event is not None:
-            on_event(event)
 
 
 END_GRACE_S = 5.0
@@ -135,7 +60,7 @@ class Heard:
 
 
 class HeldNodes:
-    """The nodes of one job; see `FleetDescription.open_nodes`."""
+    """The nodes of one job; see `Fleet.open_nodes`."""
 
     def __init__(self, fleet: Any, job_id: str, argv: Sequence[str]) -> None:
         self._fleet = fleet
@@ -146,18 +71,13 @@ class HeldNodes:
         self._count = 0
         self._endings: list[tuple[Calls, float]] = []  # of dropped processes, with a deadline
 
-    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
-        """Write ``order`` as a JSON line to the node's process; raises WorkerLost."""
-        if why := self.tell_all({worker_id: order}):
-            raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
-
-    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def send_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Send each node its order, concurrently; return the reason for each node that failed."""
         calls = self._fleet._calls(slot=False)
-        untold: dict[str, str] = {}
+        failed: dict[str, str] = {}
         for worker_id, order in orders.items():
             if (member := self._members.get(worker_id)) is None:
-                untold[worker_id] = "no process runs there"
+                failed[worker_id] = "no process runs there"
                 continue
             text = json.dumps(order) + "\n"
             process_id = member.order.process_id
@@ -165,13 +85,13 @@ class HeldNodes:
         try:
             answers = calls.gather(CLAIM_DEADLINE_S)
         except PacelineError as error:  # the scheduler is gone: perhaps no node was reached
-            answers = {each: error for each in orders if each not in untold}
+            answers = {each: error for each in orders if each not in failed}
         for worker_id, answer in answers.items():
             if isinstance(answer, PacelineError):
-                untold[worker_id] = answer.one_line()
+                failed[worker_id] = answer.one_line()
             elif isinstance(answer, BaseException):
-                untold[worker_id] = repr(answer)
-        return untold
+                failed[worker_id] = repr(answer)
+        return failed
 
     def hear(self, timeout_s: float) -> list[Heard]:
         """Return lines and losses as soon as there are any, and [] after ``timeout_s``."""
@@ -179,15 +99,8 @@ class HeldNodes:
             time.sleep(min(0.1, timeout_s))
             return []
         self._look_after_endings()
-        heard: list[Heard] = []
-        for member, text in self._following.follow(timeout_s):
-            try:
-                line = json.loads(text)
-            except ValueError:
-                log.info("%s: %s", member.worker_id, text[:500])
-                continue
-            if isinstance(line, dict):
-                heard.append(Heard(member.worker_id, line))
+        lines = self._following.follow(timeout_s)
+        heard = [Heard(member.worker_id, event) for member, event in events_in(lines)]
         for member in [each for each in self._members.values() if each.over]:
             why = member.lost or f"its process ended with {member.news.exit_code}"
             if tail := member.news.stderr_tail.strip():
@@ -291,26 +204,3 @@ class HeldNodes:
         if (member := self._members.get(worker_id)) is None:
             raise WorkerLost("no process runs there", where=worker_id)
         return member
-
-
-@contextlib.contextmanager
-def open_nodes(
-    fleet: Any,
-    workers: Sequence[str],
-    argv: Sequence[str],
-    *,
-    wait_s: float,
-    cancel: threading.Event | None,
-    on_wait: Callable[[str], None] | None,
-) -> Iterator[HeldNodes]:
-    """Hold nodes and run ``argv`` on each; see `FleetDescription.open_nodes`."""
-    job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
-    addresses = fleet._await_nodes(list(workers), 15.0)
-    wanted = {each: addresses[each] for each in workers}
-    with claimed(fleet, job_id, wanted, wait_s, cancel, on_wait=on_wait):
-        nodes = HeldNodes(fleet, job_id, argv)
-        try:
-            nodes.start_all(wanted)
-            yield nodes
-        finally:
-            nodes.close()

@@ -14,21 +14,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from paceline import errors
 from paceline.cluster.embedded import remove_runtime, require_ours, require_protected
 from paceline.cluster.guard import descendants
-from paceline.cluster.processes import clean_environment, resident_bytes
+from paceline.cluster.processes import clean_environment, last_line, resident_bytes
 from paceline.cluster.service import Launch, ServiceSpec, StopReport
 from paceline.cluster.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
 from paceline.config import Profile, Runtime
 from paceline.errors import NotReady, PacelineError
-from paceline.schemas.command_results import InstallationStatus, ServiceStatus
-from paceline.system.files import ensure_private, own_directory
-from paceline.system.processes import holder_of
+from paceline.extras import require_extras
+from paceline.schemas import InstallationStatus, ServiceStatus
+from paceline.system import ensure_own_directory, ensure_private, process_holding
 
 STOP_DEADLINE_S = 40.0
 # On top of the profile's readiness deadline: imports, stopping after a failure.
@@ -42,29 +42,27 @@ def start(
     state_dir: Path | str,
     *,
     detach: bool,
-    liveness_fd: int | None = None,
     extra_services: Sequence[ServiceSpec] = (),
     only: Sequence[str] | None = None,
-    on_progress: Callable[[str, str, float | None], None] | None = None,
 ) -> Runtime:
     """Start an installation in ``state_dir`` and return it once all its blocking services are
     ready.
 
     ``detach`` leaves it running after this process; otherwise it stops when this process dies,
-    however that happens (or when ``liveness_fd``, the reading end of a pipe, closes). ``only``
-    names the embedded servers to run, all by default. ``on_progress`` gets (service, state,
-    seconds).
+    however that happens. ``only`` names the embedded servers to run, all by default.
 
-    Raises StateLocked, PortInUse, NotReady, MissingTool, InvalidProfile (servers would listen
-    unprotected), Conflict (the directory does not belong to an embedded installation), AccessDenied
-    (it belongs to another user); nothing is left running then.
+    Raises StateLocked, PortInUse, NotReady, MissingTool, MissingExtra, InvalidProfile (servers
+    would listen unprotected), Conflict (the directory does not belong to an embedded installation),
+    AccessDenied (it belongs to another user); nothing is left running then.
     """
+    if only is None:
+        require_extras("flows")  # its servers are programs: no import here would fail
     state = Path(state_dir).absolute()
     require_protected(profile, only)
     require_ours(state)
-    own_directory(state)
+    ensure_own_directory(state)
     logs = state / "logs"
-    own_directory(logs)
+    ensure_own_directory(logs)
     if _is_locked(state / LOCK_FILE):
         raise locked_error(state)
     launch = Launch(
@@ -72,20 +70,15 @@ def start(
         only=None if only is None else tuple(only),
         extra_services=tuple(extra_services),
     )
-    lent: list[int] = []
-    if not detach and liveness_fd is None:
+    report_read, report_write = os.pipe()
+    lent = [report_write]
+    argv = [sys.executable, "-m", "paceline.cluster.supervisor", "--state", str(state)]
+    argv += ["--report-fd", str(report_write)]
+    if not detach:
         reading, writing = os.pipe()
         _liveness.append(writing)
         lent.append(reading)
-        liveness_fd = reading
-    report_read, report_write = os.pipe()
-    lent.append(report_write)
-    lent_to_child = [report_write]
-    argv = [sys.executable, "-m", "paceline.cluster.supervisor", "--state", str(state)]
-    argv += ["--report-fd", str(report_write)]
-    if liveness_fd is not None and not detach:
-        argv += ["--liveness-fd", str(liveness_fd)]
-        lent_to_child.append(liveness_fd)
+        argv += ["--liveness-fd", str(reading)]
     log_path = logs / "supervisor.log"
     ensure_private(log_path)
     try:
@@ -97,19 +90,19 @@ def start(
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                pass_fds=lent_to_child,
+                pass_fds=lent,
                 start_new_session=True,
             )
     finally:
         for fd in lent:
             os.close(fd)
-    with os.fdopen(report_read, "rb") as reports:
+    with os.fdopen(report_read, "rb"):
         try:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(launch.model_dump_json().encode())
             deadline = time.monotonic() + profile.services.ready_timeout_s * 2 + STOP_MARGIN_S
-            runtime = _await_ready(reports, deadline, on_progress, log_path)
+            runtime = _await_ready(report_read, deadline, log_path)
         except BaseException:
             _end(process)
             raise
@@ -132,7 +125,7 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
         _wait_unlocked(state / SERVICES_LOCK_FILE, 10.0)
         remove_runtime(state)
         return StopReport(was_running=False)
-    with holder_of(state / LOCK_FILE, pid) as supervisor:
+    with process_holding(state / LOCK_FILE, pid) as supervisor:
         if supervisor is not None:
             supervisor.send(signal.SIGTERM)
         forced = not _wait_unlocked(state / LOCK_FILE, timeout_s)
@@ -171,39 +164,30 @@ def status(state_dir: Path | str) -> InstallationStatus:
     )
 
 
-def _await_ready(
-    reports: object,
-    deadline: float,
-    on_progress: Callable[[str, str, float | None], None] | None,
-    log_path: Path,
-) -> Runtime:
-    assert hasattr(reports, "fileno")
-    pending = b""
-    while True:
-        left = deadline - time.monotonic()
-        readable, _, _ = select.select([reports], [], [], max(0.0, left))
-        chunk = os.read(reports.fileno(), 65536) if readable else b""
+def _await_ready(reports: int, deadline: float, log_path: Path) -> Runtime:
+    """Return what the supervisor reports once: its runtime; raises the error that ended it."""
+    line = b""
+    while not line.endswith(b"\n"):
+        readable, _, _ = select.select([reports], [], [], max(0.0, deadline - time.monotonic()))
+        chunk = os.read(reports, 65536) if readable else b""
         if not chunk:
+            ended = f"it ended: {last_line(log_path) or '(no output)'}"
             raise NotReady(
                 "the supervisor did not get ready",
-                got="no word in time" if not readable else f"it ended: {_last_line(log_path)}",
+                got=ended if readable else "no report in time",
                 where=log_path,
                 do="Read that log, then try again.",
             )
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
-            event = json.loads(line)
-            if event["event"] == "ready" and "runtime" in event:
-                return Runtime.model_validate(event["runtime"])
-            if event["event"] == "error":
-                raise _rebuilt(event)
-            if on_progress is not None:
-                on_progress(event["service"], event["event"], event["seconds"])
+        line += chunk
+    report = json.loads(line)
+    if "code" in report:
+        raise _rebuilt(report)
+    return Runtime.model_validate(report)
 
 
-def _rebuilt(event: dict[str, Any]) -> PacelineError:
-    kind = getattr(errors, str(event["code"]), PacelineError)
-    what, got, wanted, where, do = event["fields"]
+def _rebuilt(report: dict[str, Any]) -> PacelineError:
+    kind = getattr(errors, str(report["code"]), PacelineError)
+    what, got, wanted, where, do = report["fields"]
     error: PacelineError = kind(what, got=got, wanted=wanted, where=where, do=do)
     return error
 
@@ -261,10 +245,3 @@ def _measured(service: ServiceStatus) -> ServiceStatus:
     return service.model_copy(
         update={"rss_bytes": resident_bytes(pids), "processes": len(pids) - 1}
     )
-
-
-def _last_line(path: Path) -> str:
-    with contextlib.suppress(OSError):
-        lines = path.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else "(no output)"
-    return "(no log)"

@@ -67,7 +67,10 @@ class Calls:
             return {}
         self._news.wait(timeout_s)
         self._news.clear()
-        answers = self._take(lambda future: future.status != "pending")
+        done = [each for each in self._pending if each.status != "pending"]
+        answers = {
+            self._pending[each][0]: _outcome(each, *self._pending.pop(each)) for each in done
+        }
         if time.monotonic() >= self._next_presence:
             self._next_presence = time.monotonic() + PRESENCE_EVERY_S
             present = set(self._addresses().values())
@@ -100,10 +103,6 @@ class Calls:
                 future.cancel()
         self._pending.clear()
         return keys
-
-    def _take(self, is_done: Callable[[Any], bool]) -> dict[str, Any]:
-        done = [future for future in self._pending if is_done(future)]
-        return {self._pending[each][0]: _outcome(each, *self._pending.pop(each)) for each in done}
 
 
 def _outcome(future: Any, key: str, address: str) -> Any:

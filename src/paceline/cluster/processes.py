@@ -18,6 +18,7 @@ from typing import IO, Any
 from paceline.errors import MissingTool
 
 GUARD = str(Path(__file__).with_name("guard.py"))
+TAIL_BYTES = 8192
 _FOREIGN_SETTINGS = ("PREFECT_", "MLFLOW_", "DASK_", "RCLONE_", "_MLFLOW")
 
 
@@ -149,6 +150,22 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     env["NO_PROXY"] = env["no_proxy"] = "127.0.0.1,localhost"
     env["DO_NOT_TRACK"] = "1"
     return env | dict(extra or {})
+
+
+def node_environment() -> dict[str, str]:
+    """Return `clean_environment` without what Dask's nanny sets for its own worker only."""
+    own = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
+    return {key: value for key, value in clean_environment().items() if key not in own}
+
+
+def last_line(log: Path, since: int = 0) -> str:
+    """Return the last line that is not blank in ``log`` after offset ``since``, or ""."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(min(since, size), size - TAIL_BYTES))
+        lines = file.read().decode(errors="replace").split("\n")
+        return next((line.strip()[:500] for line in reversed(lines) if line.strip()), "")
+    return ""
 
 
 def resident_bytes(pids: Sequence[int]) -> int:

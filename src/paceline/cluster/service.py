@@ -7,12 +7,7 @@ ready, how to stop it. This module does not import the servers or flows that it 
 
 from __future__ import annotations
 
-import base64
-import http.client
 import logging
-import socket
-import ssl
-import urllib.parse
 from collections import deque
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -20,12 +15,12 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.cluster.addresses import listens
+from paceline.cluster.addresses import accepts, listens
 from paceline.cluster.guard import descendants
-from paceline.cluster.processes import Guarded, clean_environment, start_guarded
-from paceline.errors import NotReady, PacelineError
-from paceline.schemas.base import Name, Record
-from paceline.schemas.command_results import ServiceStatus
+from paceline.cluster.processes import Guarded, clean_environment, last_line, start_guarded
+from paceline.errors import NotReady, PacelineError, ServiceUnavailable
+from paceline.schemas import Name, Record, ServiceStatus
+from paceline.system import basic_authorization, fetch
 
 
 class Ready(Record):
@@ -84,7 +79,6 @@ ALIVE_AFTER_S = 0.5  # a service without a check counts as ready once it has run
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 RESTART_WINDOW_S = 300.0
 LOG_LIMIT_BYTES = 32 * 1024 * 1024
-TAIL_BYTES = 8192
 GUARD_PATIENCE_S = 3.0  # beyond a service's own grace, before its guard is killed
 
 
@@ -185,7 +179,7 @@ class Service:
         log.info("service ready name=%s seconds=%.2f", self.spec.name, self.ready_s)
 
     def _crashed(self, now: float, reason: str) -> None:
-        self.problem = f"{reason}: {self.tail()}"
+        self.problem = f"{reason}: {last_line(self.log_path, self._log_offset)}"
         log.warning("service ended name=%s reason=%s", self.spec.name, self.problem)
         if self.spec.blocking and not self.was_ready:
             raise self._not_ready(reason)
@@ -200,9 +194,10 @@ class Service:
         self.state = "restarting"
 
     def _not_ready(self, reason: str) -> NotReady:
+        last = last_line(self.log_path, self._log_offset) or "(none)"
         return NotReady(
             f"{self.spec.name} did not get ready",
-            got=f"{reason}; its last words: {self.tail() or '(none)'}",
+            got=f"{reason}; its last line: {last}",
             wanted=_wanted(self.spec.ready),
             where=self.log_path,
             do="Read that log, then try again; everything was stopped.",
@@ -254,18 +249,6 @@ class Service:
             with self.log_path.open("r+b") as file:
                 file.truncate(0)
 
-    def tail(self) -> str:
-        """Return the last line that this run of the service wrote to its log."""
-        try:
-            with self.log_path.open("rb") as file:
-                size = file.seek(0, 2)
-                file.seek(max(min(self._log_offset, size), size - TAIL_BYTES))
-                lines = file.read().decode(errors="replace").splitlines()
-        except OSError:
-            return ""
-        said = [line.strip() for line in lines if line.strip()]
-        return said[-1][:500] if said else ""
-
     def status(self) -> ServiceStatus:
         """Return its status without memory use, which the caller measures."""
         running = self.process is not None and self.process.exit_code() is None
@@ -287,46 +270,27 @@ def check(ready: Ready, guard_pid: int) -> bool:
     """Return whether ``ready`` holds now; a port must be held by a descendant of the guard."""
     if ready.kind == "http" and not _answers(ready.url, ready.authorization):
         return False
-    if ready.kind == "port" and not _accepts(ready.host, ready.port):
+    if ready.kind == "port" and not accepts(ready.host, ready.port, CHECK_TIMEOUT_S):
         return False
     if ready.kind == "file" and not Path(ready.path).exists():
         return False
     return not ready.port or listens(descendants(guard_pid), ready.port)
 
 
-def _accepts(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=CHECK_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
-
-
 def _answers(url: str, authorization: str) -> bool:
-    parts = urllib.parse.urlsplit(url)
-    connection: http.client.HTTPConnection
-    if parts.scheme == "https":
+    try:
         # Without verification: the check only needs an answer. ``listens`` checks that the port
         # belongs to the service's own process.
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        connection = http.client.HTTPSConnection(
-            parts.netloc, timeout=CHECK_TIMEOUT_S, context=context
+        answer = fetch(
+            url,
+            name="the service",
+            headers=basic_authorization(authorization),
+            timeout_s=CHECK_TIMEOUT_S,
+            verify=False,
         )
-    else:
-        connection = http.client.HTTPConnection(parts.netloc, timeout=CHECK_TIMEOUT_S)
-    try:
-        headers = {}
-        if authorization:
-            encoded = base64.b64encode(authorization.encode()).decode()
-            headers["Authorization"] = f"Basic {encoded}"
-        target = urllib.parse.urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        connection.request("GET", target, headers=headers)
-        return 200 <= connection.getresponse().status < 300
-    except (OSError, http.client.HTTPException):
+    except ServiceUnavailable:
         return False
-    finally:
-        connection.close()
+    return 200 <= answer.status < 300
 
 
 def _wanted(ready: Ready) -> str:

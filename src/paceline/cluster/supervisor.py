@@ -16,12 +16,13 @@ import logging
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.cluster.addresses import ReservedPort, reserve_port
+from paceline.cluster.addresses import reserve_port
 from paceline.cluster.embedded import (
     embedded_services,
     ensure_secrets,
@@ -31,9 +32,10 @@ from paceline.cluster.embedded import (
 from paceline.cluster.guard import become_subreaper, descendants, kill_descendants
 from paceline.cluster.processes import resident_bytes
 from paceline.cluster.service import Launch, Service
-from paceline.config import Endpoints, Profile, Runtime, save_runtime, write_private
+from paceline.config import Endpoints, Profile, Runtime, save_runtime
 from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
-from paceline.schemas.command_results import InstallationStatus
+from paceline.schemas import InstallationStatus
+from paceline.system import write_private
 from paceline.text import log_to_stderr
 
 log = logging.getLogger(__name__)
@@ -45,7 +47,6 @@ TICK_S = 0.05
 IDLE_TICK_S = 0.5
 HOUSEKEEPING_S = 10.0
 LEFTOVERS_DEADLINE_S = 20.0
-MEMORY_WATERMARK_BYTES = 4_000_000_000  # servers stay below 2.5 GB; ranks and flows use the rest
 
 
 class Supervisor:
@@ -56,17 +57,16 @@ class Supervisor:
         self.report_fd = report_fd
         self.liveness_fd = liveness_fd
         self.services: list[Service] = []
-        self.ports: list[ReservedPort] = []
+        self.ports: dict[int, socket.socket] = {}
         self.started = time.monotonic()
         self.started_at = time.time()
         self.ready_s: float | None = None
         self.stop_reason = ""
         self._poller = select.poll()
         self._wake_read = -1
-        self._lock_fd = -1
         self._services_lock_fd = -1
         self._next_housekeeping = 0.0
-        self._told_memory = False
+        self._ready_timeout_s = 0.0  # the profile's
 
     def run(self, launch: Launch) -> None:
         """Start everything, report, keep it running, stop it. A failed start raises its error."""
@@ -94,39 +94,23 @@ class Supervisor:
             self._poller.register(self.liveness_fd, select.POLLIN)
 
     def _lock(self) -> None:
-        self._lock_fd = os.open(
-            self.state_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        for attempt in range(10):
-            try:
-                fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if attempt == 9:
-                    raise locked_error(self.state_dir) from error
-                time.sleep(0.02)  # perhaps only another process that tests the lock
-        os.ftruncate(self._lock_fd, 0)
-        os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
-        self._services_lock_fd = os.open(
-            self.state_dir / SERVICES_LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
-        )
-        deadline = time.monotonic() + LEFTOVERS_DEADLINE_S
-        while True:
-            # Guards of a killed supervisor may still be cleaning up: two servers on one database
-            # are worse than a short wait.
-            try:
-                fcntl.flock(self._services_lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise Conflict(
-                        "processes of an earlier start still run",
-                        wanted="none left",
-                        where=self.state_dir,
-                        do="Look for guard.py in the list of processes and end them.",
-                    ) from None
-                time.sleep(0.05)
-            else:
-                return
+        # Another process may test the lock for a moment.
+        lock_fd = _acquired(self.state_dir / LOCK_FILE, 0.2)
+        if lock_fd is None:
+            raise locked_error(self.state_dir)
+        os.ftruncate(lock_fd, 0)
+        os.pwrite(lock_fd, f"{os.getpid()}\n".encode(), 0)
+        # Guards of a killed supervisor may still be cleaning up: two servers on one database are
+        # worse than a short wait.
+        services_lock_fd = _acquired(self.state_dir / SERVICES_LOCK_FILE, LEFTOVERS_DEADLINE_S)
+        if services_lock_fd is None:
+            raise Conflict(
+                "processes of an earlier start still run",
+                wanted="none left",
+                where=self.state_dir,
+                do="Look for guard.py in the list of processes and end them.",
+            )
+        self._services_lock_fd = services_lock_fd
 
     def _start(self, launch: Launch) -> None:
         profile = Profile.model_validate(launch.profile)
@@ -154,18 +138,18 @@ class Supervisor:
                 raise NotReady("service waits for one that does not exist", got=sorted(unknown))
         save_runtime(runtime)  # complete: every port is already reserved
         self._save_status()
-        timeout_s = profile.services.ready_timeout_s
+        self._ready_timeout_s = profile.services.ready_timeout_s
         while not all(each.settled for each in self.services if each.spec.blocking):
             self._wait(TICK_S)
             if self.stop_reason:
                 raise Cancelled(f"start was given up: {self.stop_reason}", where=self.state_dir)
-            self._step(timeout_s)
+            self._step()
         self.ready_s = round(time.monotonic() - self.started, 2)
         self._save_status()
         used = resident_bytes([os.getpid(), *descendants(os.getpid())])
         log.info("installation ready seconds=%.2f resident_bytes=%d", self.ready_s, used)
         self._poller.unregister(self.report_fd)
-        self._report({"event": "ready", "runtime": json.loads(runtime.model_dump_json())})
+        self._report(json.loads(runtime.model_dump_json()))
         os.close(self.report_fd)
         self.report_fd = -1
 
@@ -173,15 +157,17 @@ class Supervisor:
         host = profile.services.host
 
         def port(purpose: str, wanted: int) -> int:
-            if wanted and wanted in [each.number for each in self.ports]:
+            if wanted in self.ports:
                 raise PortInUse(
                     "port is asked for twice",
                     got=f"{wanted} for {purpose} as well",
                     where="services of the profile",
                     do="Give each server its own, or 0 for any free one.",
                 )
-            self.ports.append(reserve_port(host, wanted, purpose=purpose))
-            return self.ports[-1].number
+            reservation = reserve_port(host, wanted, purpose=purpose)
+            number: int = reservation.getsockname()[1]
+            self.ports[number] = reservation
+            return number
 
         prefect = port("Prefect", profile.services.prefect_port)
         security, first = profile.security, profile.services.coordinator_port
@@ -207,30 +193,25 @@ class Supervisor:
     # -- running
 
     def _keep(self) -> None:
-        timeout_s = 120.0
         while not self.stop_reason:
             moving = any(
                 each.state in ("waiting", "starting", "restarting") for each in self.services
             )
             self._wait(TICK_S if moving else IDLE_TICK_S)
-            self._step(timeout_s)
+            self._step()
             if time.monotonic() >= self._next_housekeeping:
                 self._next_housekeeping = time.monotonic() + HOUSEKEEPING_S
                 for each in self.services:
                     each.keep_log_small()
                 self._kill_strays()
-                self._watch_memory()
 
-    def _step(self, timeout_s: float) -> None:
+    def _step(self) -> None:
         now = time.monotonic()
         settled = {each.spec.name for each in self.services if each.settled}
         changed = False
         for each in self.services:
-            if each.step(now, settled, timeout_s):
+            if each.step(now, settled, self._ready_timeout_s):
                 changed = True
-                self._report(
-                    {"event": each.state, "service": each.spec.name, "seconds": each.ready_s}
-                )
         if changed:
             self._save_status()
 
@@ -256,12 +237,6 @@ class Supervisor:
             log.warning("killing strays pids=%s", sorted(below - guarded))
             kill_descendants(keep=frozenset(guarded))
 
-    def _watch_memory(self) -> None:
-        used = resident_bytes([os.getpid(), *descendants(os.getpid())])
-        if used > MEMORY_WATERMARK_BYTES and not self._told_memory:
-            self._told_memory = True  # once: it is a hint, not an alert
-            log.warning("memory above watermark bytes=%d", used)
-
     # -- stopping
 
     def _stop(self) -> None:
@@ -276,7 +251,7 @@ class Supervisor:
                     os.read(self._wake_read, 4096)
         if not kill_descendants():
             log.error("processes outlived SIGKILL")
-        for reservation in self.ports:
+        for reservation in self.ports.values():
             reservation.close()
         self._save_status()
         remove_runtime(self.state_dir)
@@ -298,9 +273,27 @@ class Supervisor:
         except OSError as error:  # a full disk is no reason to stop what runs
             log.warning("status cannot be written error=%s", error)
 
-    def _report(self, event: dict[str, object]) -> None:
+    def _report(self, content: dict[str, object]) -> None:
+        """Write one JSON line to the process that started this one, if it still runs."""
         if self.report_fd >= 0:
-            report(self.report_fd, event)
+            with contextlib.suppress(OSError):
+                os.write(self.report_fd, json.dumps(content).encode() + b"\n")
+
+
+def _acquired(path: Path, wait_s: float) -> int | None:
+    """Return a descriptor that holds the lock on ``path``, or None after ``wait_s``."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                os.close(descriptor)
+                return None
+            time.sleep(0.02)
+        else:
+            return descriptor
 
 
 def locked_error(state_dir: Path) -> StateLocked:
@@ -316,12 +309,6 @@ def locked_error(state_dir: Path) -> StateLocked:
         where=state_dir,
         do="Use it as it is, stop it with `paceline down`, or name another directory with --state.",
     )
-
-
-def report(fd: int, event: dict[str, object]) -> None:
-    """Write one JSON line to the process that started this one, if it still runs."""
-    with contextlib.suppress(OSError):
-        os.write(fd, json.dumps(event).encode() + b"\n")
 
 
 def main() -> int:
@@ -344,7 +331,6 @@ def main() -> int:
         log.exception("installation failed")
         supervisor._report(
             {
-                "event": "error",
                 "code": error.code,
                 "fields": [
                     None if each is None else str(each)

@@ -11,6 +11,7 @@ depend on what the processes do.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -18,12 +19,12 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from paceline.cluster.processes import Guarded, clean_environment, start_guarded
+from paceline.cluster.processes import Guarded, node_environment, start_guarded
 from paceline.errors import Conflict, NotFound, WorkerLost
 
 LEASE_S = 30.0
@@ -34,8 +35,6 @@ STDERR_TAIL_BYTES = 32 * 1024
 MAX_PROCESSES = 256
 KILL_PATIENCE_S = 15.0
 TELL_PATIENCE_S = 5.0
-# The nanny sets these for its own worker; processes on the node must not inherit them.
-_WORKER_SETTINGS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONHASHSEED")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ class News:
 class _Process:
     guarded: Guarded
     gang_id: str | None
-    stdin: int | None = None  # the writing end, of a process with ``ReadRequest.listens``
+    stdin: int | None = None  # the writing end, where ``Order.listens``
     lines: deque[tuple[int, str]] = field(default_factory=deque)
     buffered: int = 0
     written: int = 0
@@ -95,21 +94,18 @@ def launch(order: Order) -> int:
                 "the node belongs to another gang", got=_gate and _gate[0], wanted=order.gang_id
             )
         Path(order.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-        env = clean_environment()
-        for name in _WORKER_SETTINGS:
-            env.pop(name, None)
-        env |= {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
-        with _input(order) as stdin:
+        env = node_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
+        with _input(order) as (stdin, write_end):
             guarded = start_guarded(
                 order.argv,
                 env=env,
                 cwd=order.directory,
                 grace_s=LEASE_S,
-                stdin=stdin.fileno(),
+                stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
-            process = _Process(guarded, order.gang_id, stdin=stdin.keep())
+            process = _Process(guarded, order.gang_id, stdin=write_end)
         _processes[order.process_id] = process
         threading.Thread(
             target=_watch, args=(process,), name=f"watch-{order.process_id}", daemon=True
@@ -118,7 +114,7 @@ def launch(order: Order) -> int:
 
 
 def tell(process_id: str, text: str) -> None:
-    """Write ``text`` to the standard input of a process with ``ReadRequest.listens``.
+    """Write ``text`` to the standard input of a process with ``Order.listens``.
 
     Raises WorkerLost where the process does not read it, because it ended or is frozen.
     """
@@ -221,36 +217,25 @@ def release(gang_id: str) -> None:
             _gate = None
 
 
-class _input:  # noqa: N801 - reads as what it is
-    """A process's standard input: a file with its input, or a pipe where ``order.listens``."""
-
-    def __init__(self, order: Order) -> None:
-        self._kept: int | None = None
-        if order.listens:
-            self._read, self._kept = os.pipe()
-        else:
-            with tempfile.TemporaryFile() as file:
-                file.write(order.input_json.encode())
-                file.seek(0)
-                self._read = os.dup(file.fileno())
-        self._write = self._kept
-
-    def __enter__(self) -> _input:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._read)
-        if self._write is not None:  # ``keep`` was not called: the process could not be started
-            os.close(self._write)
-
-    def fileno(self) -> int:
-        """Return the reading end."""
-        return self._read
-
-    def keep(self) -> int | None:
-        """Return the writing end; the caller now owns it."""
-        self._write = None
-        return self._kept
+@contextlib.contextmanager
+def _input(order: Order) -> Iterator[tuple[int, int | None]]:
+    """Yield a process's standard input, a file with its input or a pipe where ``order.listens``,
+    and the pipe's writing end, which stays open unless an error ends the ``with``.
+    """
+    if not order.listens:
+        with tempfile.TemporaryFile() as file:
+            file.write(order.input_json.encode())
+            file.seek(0)
+            yield file.fileno(), None
+        return
+    read, write = os.pipe()
+    try:
+        yield read, write
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
 
 
 def _known(process_id: str) -> _Process:

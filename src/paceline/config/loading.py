@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from paceline.config.settings import Profile
-from paceline.errors import InvalidProfile, shown
+from paceline.errors import InvalidProfile, short_repr
 
 MAX_BYTES = 256 * 1024  # of a file or of one override
 MAX_DOTS = 1000  # in one line; names and addresses contain dots too
@@ -115,7 +115,7 @@ def _explain(error: ValidationError, path: Path, overrides: Mapping[str, str]) -
         )
     return InvalidProfile(
         "bad value in profile",
-        got=f"{dotted} = {shown(first['input'])}",
+        got=f"{dotted} = {short_repr(first['input'])}",
         wanted=_wanted(first["msg"], location),
         where=where,
     )

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from paceline.config.settings import Profile, Settings
+from paceline.config.settings import ObjectSettings, Profile, Settings
 from paceline.errors import AccessDenied, Conflict, NotReady
-from paceline.system.files import write_private
+from paceline.system import write_private
 
 RUNTIME_FILE = "runtime.json"
+DEFAULT_S3 = "default"  # no endpoint is named: AWS's variables and files, else Amazon
 
 
 class Endpoints(Settings):
@@ -27,7 +28,7 @@ class Endpoints(Settings):
     coordinator_url: str = ""  # of the first (or only) replica
     coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
     coordinator_ca: str = ""  # PEM file that verifies their certificates
-    s3_url: str = ""
+    s3_url: str = ""  # "": none (this machine's disk); DEFAULT_S3: what boto3 finds
     prefect_api_url: str = ""
     prefect_ui_url: str = ""
     mlflow_url: str = ""
@@ -49,17 +50,17 @@ class Secrets(Settings):
     tls_key: str = ""
 
     @property
-    def for_agents(self) -> str:
+    def agents_token(self) -> str:
         """Return the agent's token for the coordinator; it allows a worker's calls only."""
         return self.worker_token or derived_token(self.coordinator_token, "agents")
 
     @property
-    def for_records(self) -> str:
+    def records_key(self) -> str:
         """Return the key that authenticates recorded results; "" on nodes that joined."""
         return derived_token(self.coordinator_token, "records")
 
     @property
-    def for_peers(self) -> str:
+    def peers_token(self) -> str:
         """Return the token between agents; the coordinator does not accept it."""
         return self.peer_token or derived_token(self.coordinator_token, "peers")
 
@@ -74,6 +75,18 @@ def derived_token(token: str, purpose: str) -> str:
     if not token:
         return ""
     return hmac.new(token.encode(), f"paceline {purpose}".encode(), hashlib.sha256).hexdigest()
+
+
+class ObjectAccess(ObjectSettings):
+    """An S3 server, and its credentials where the installation made them (it runs the server)."""
+
+    access_key: str = ""  # "": boto3's default chain
+    secret_key: str = ""
+
+    def __repr__(self) -> str:
+        return f"ObjectAccess({self.endpoint_url!r})"
+
+    __str__ = __repr__
 
 
 class Runtime(Settings):
@@ -108,6 +121,21 @@ class Runtime(Settings):
         return f"s3://{self.profile.storage.bucket}/records"
 
     @property
+    def object_access(self) -> ObjectAccess:
+        """Return how this process reaches the object store."""
+        named = self.endpoints.s3_url
+        if self.secrets.s3_access_key:  # the server that this installation runs
+            return ObjectAccess(
+                endpoint_url=named,
+                access_key=self.secrets.s3_access_key,
+                secret_key=self.secrets.s3_secret_key,
+            )
+        access = object_access(self.profile)
+        if named in ("", DEFAULT_S3):
+            return access
+        return access.model_copy(update={"endpoint_url": named})
+
+    @property
     def coordinator_ca(self) -> str:
         """Return the PEM file that verifies the coordinator's certificate; "": the system's CAs."""
         named = self.endpoints.coordinator_ca
@@ -127,46 +155,15 @@ class Runtime(Settings):
         }
 
 
-class ObjectAccess(Settings):
-    """An S3 server and the credentials for it, read from a profile and the environment."""
-
-    endpoint_url: str
-    access_key: str
-    secret_key: str
-    region: str
-
-    def __repr__(self) -> str:
-        return f"ObjectAccess({self.endpoint_url!r})"
-
-    __str__ = __repr__
-
-
 def object_access(profile: Profile) -> ObjectAccess:
-    """Return the S3 server that ``profile`` names, with the credentials it refers to.
+    """Return the S3 server that ``profile`` names; its credentials come from boto3's chain."""
+    return ObjectAccess(**profile.objects.model_dump())
 
-    Raises AccessDenied with the missing environment variable.
-    """
-    named = profile.objects
-    endpoint = (
-        named.endpoint_url
-        or os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-        or f"https://s3.{named.region}.amazonaws.com"
-    )
-    access_key = os.environ.get(named.access_key_env, "")
-    secret_key = os.environ.get(named.secret_key_env, "")
-    if not access_key or not secret_key:
-        missing = named.secret_key_env if access_key else named.access_key_env
-        raise AccessDenied(
-            "no S3 credentials",
-            got=f"${missing} is not set",
-            wanted=f"${named.access_key_env} and ${named.secret_key_env}",
-            where=endpoint,
-            do="Set both, or name a running installation with --state.",
-        )
-    return ObjectAccess(
-        endpoint_url=endpoint, access_key=access_key, secret_key=secret_key, region=named.region
-    )
+
+def aws_variables() -> tuple[str | None, ...]:
+    """Return AWS's variables with credentials, as they are now: a program may set them late."""
+    names = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
+    return tuple(os.environ.get(each) for each in names)
 
 
 def named_secret(variable: str, needed_by: str | None = None) -> str:

@@ -10,7 +10,7 @@ import re
 from collections.abc import MutableMapping, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
 
 
 class Settings(BaseModel):
@@ -33,7 +33,9 @@ def module_allowed(module: str, sources: Sequence[str]) -> bool:
     return any(module == each or module.startswith(f"{each}.") for each in sources)
 
 
-def scrub(environment: MutableMapping[str, str], *, secrets_only: bool = False) -> list[str]:
+def scrub_variables(
+    environment: MutableMapping[str, str], *, secrets_only: bool = False
+) -> list[str]:
     """Remove the variables that user code does not need; return their names.
 
     With ``secrets_only``, remove only those whose name looks like a secret's. Libraries that were
@@ -65,7 +67,7 @@ class DataSettings(Settings):
     missing_features: Literal["refuse", "skip"] = "refuse"  # how to treat a sample without features
     transform: str = ""  # module:function, sample → sample, on each read; "": none
     # processes per rank that run the transform: a hang (beyond transform_deadline_s) or crash loses
-    # only that sample; 0: on a thread of the rank, where a hang or crash stops the job
+    # only that sample; 0 is read as 1
     transform_processes: int = Field(default=1, ge=0, le=256)
     transform_deadline_s: float = Field(default=20.0, gt=0)  # well below guard.step_deadline_s
     tokenizer: str = "bytes"  # or a tokenizer.json
@@ -211,12 +213,28 @@ class StorageSettings(Settings):
 
 
 class ObjectSettings(Settings):
-    """An external S3 server, not run by this installation; credentials by reference only."""
+    """The S3 server of an installation that does not run its own.
 
-    endpoint_url: str = ""  # "": $AWS_ENDPOINT_URL, else Amazon's of the region
-    region: str = "us-east-1"
-    access_key_env: str = "AWS_ACCESS_KEY_ID"  # name of the environment variable
-    secret_key_env: str = "AWS_SECRET_ACCESS_KEY"  # noqa: S105 (a variable's name)
+    Credentials never stand here: every process takes them from boto3's default chain on its own
+    machine (environment, shared files, web identity, instance role), and so does what is left
+    empty here.
+    """
+
+    endpoint_url: str = ""  # "": what AWS's variables and files say, else Amazon's
+    region: str = ""
+    profile: str = ""  # a section of AWS's shared configuration and credentials files
+    addressing: Literal["", "auto", "path", "virtual"] = ""  # "": path with endpoint_url
+    ca: str = ""  # PEM file that verifies the endpoint's certificate
+    # Sent with every request that takes them, for instance RequestPayer = "requester",
+    # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
+    parameters: dict[str, str] = {}
+
+    @field_validator("parameters")
+    @classmethod
+    def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
+        if secret := sorted(each for each in value if "CustomerKey" in each):
+            raise ValueError(f"keys do not stand in a profile: {secret[0]}")
+        return value
 
 
 BucketPlace = Annotated[
@@ -230,6 +248,7 @@ class SecuritySettings(Settings):
 
     trusted_publishers: tuple[str, ...] = ()  # public keys, as `paceline keys new` prints them
     require_signature: bool = False  # refuse manifests not signed by one of them
+    fips: bool = False  # publish and accept only pieces hashed with SHA-256, not BLAKE3
     source_roots: tuple[str, ...] = ()  # local directories models may come from
     # Buckets, or "bucket/prefix", that models may come from, besides storage.bucket.
     source_buckets: tuple[BucketPlace, ...] = ()
@@ -255,6 +274,11 @@ class SecuritySettings(Settings):
     calls_per_s: float = Field(default=500.0, gt=0)  # per token; bursts up to four times as many
     beats_per_s: float = Field(default=50.0, gt=0)  # per worker
     failures_per_minute: float = Field(default=60.0, gt=0)  # refused tokens per client address
+
+    @property
+    def piece_hash(self) -> Literal["sha256"] | None:
+        """Return the hash of the pieces that are published; None: the default."""
+        return "sha256" if self.fips else None
 
 
 class StoreSettings(Settings):
@@ -306,6 +330,7 @@ class RelaySettings(Settings):
     beat_s: float = Field(default=0.5, gt=0)
     lost_after_beats: int = Field(default=6, ge=2)
     deadline_s: float = Field(default=600.0, gt=0)  # for one whole deployment
+    full_sha256: bool = False  # check SHA-256 of files and chunks before a version is visible
 
 
 class ModelSettings(Settings):

@@ -4,8 +4,6 @@ It tracks workers, deployments and plans. It transfers no model bytes and starts
 the REST routes are in ``paceline.api``.
 """
 
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state.settings import CoordinatorSettings
-from paceline.coordinator.state.state import CoordinatorState
+import lazy_loader
 
-__all__ = ["Coordinator", "CoordinatorSettings", "CoordinatorState"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

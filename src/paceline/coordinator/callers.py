@@ -1,8 +1,9 @@
 """The identity of the current call's sender, for the code that decides or commits its change.
 
-The authentication guard sets ``acting`` before the routes run; the context variable also reaches
+The authentication guard sets ``current_call`` before the routes run; the context variable also
+reaches
 worker threads. From it come the audit event of a change, committed in the change's own transaction
-(``audited``), and the check that a worker's token acts for that worker only. No HTTP here.
+(``with_audit_event``), and the check that a worker's token acts for that worker only. No HTTP here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
-from paceline.coordinator.state.messages import (
+from paceline.coordinator.state import (
     Answer,
     Effect,
     EmitEvent,
@@ -20,10 +21,9 @@ from paceline.coordinator.state.messages import (
     SaveWorker,
 )
 from paceline.errors import AccessDenied
-from paceline.schemas.access import Scope
-from paceline.schemas.events import EventName
+from paceline.schemas import EventName, Scope
 
-LONGEST = 200  # characters of each caller-chosen text in an audit event
+MAX_TEXT_CHARS = 200  # characters of each caller-chosen text in an audit event
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,14 +49,14 @@ class Call:
     is_change: bool = True  # whether its changes get an audit event
 
 
-acting: ContextVar[Call | None] = ContextVar("paceline_call", default=None)
+current_call: ContextVar[Call | None] = ContextVar("paceline_call", default=None)
 
 
-def caller() -> Caller:
+def current_caller() -> Caller:
     """Return the sender of the current call; raises AccessDenied where there is none."""
-    call = acting.get()
+    call = current_call.get()
     if call is None or call.caller is None:
-        raise AccessDenied("nobody is known to be calling", wanted="Authorization: Bearer TOKEN")
+        raise AccessDenied("the call is not authenticated", wanted="Authorization: Bearer TOKEN")
     return call.caller
 
 
@@ -65,7 +65,7 @@ def require_worker(worker_id: str) -> None:
 
     Calls from no guarded port (tests, the simulator) may act for every worker.
     """
-    call = acting.get()
+    call = current_call.get()
     if call is None or call.caller is None:
         return
     bound = call.caller.worker_id
@@ -79,19 +79,19 @@ def require_worker(worker_id: str) -> None:
         )
 
 
-def audited(effects: Sequence[Effect], at: float) -> list[Effect]:
+def with_audit_event(effects: Sequence[Effect], at: float) -> list[Effect]:
     """Return ``effects`` with an audit event of the change, where a caller made one."""
-    call = acting.get()
+    call = current_call.get()
     if call is None or not call.is_change or all(isinstance(e, Answer) for e in effects):
         return list(effects)
-    return [*effects, change_row(call, EventName.CHANGE_ACCEPTED, "accepted", at, effects)]
+    return [*effects, audit_event(call, EventName.CHANGE_ACCEPTED, "accepted", at, effects)]
 
 
-def change_row(
+def audit_event(
     call: Call, name: EventName, outcome: str, at: float, effects: Sequence[Effect] = ()
 ) -> EmitEvent:
     """Return the audit event of ``call``: who, what, on which identifiers, from where, outcome."""
-    on = {key: value[:LONGEST] for key, value in call.on.items()}
+    on = {key: value[:MAX_TEXT_CHARS] for key, value in call.on.items()}
     for each in effects:
         match each:
             case SaveDeployment(deployment):

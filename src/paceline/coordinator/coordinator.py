@@ -18,15 +18,17 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from paceline.coordinator.callers import audited
+from paceline.coordinator.callers import with_audit_event
 from paceline.coordinator.ledger import LedgerEntry, LedgerIndex
 from paceline.coordinator.notifier import RING_EVENTS, EventRing, Notifier
 from paceline.coordinator.role import Role
-from paceline.coordinator.state.messages import (
+from paceline.coordinator.state import (
     Activate,
     Answer,
     AwaitCommands,
     Cancel,
+    CoordinatorSettings,
+    CoordinatorState,
     Create,
     DropStage,
     Effect,
@@ -36,26 +38,32 @@ from paceline.coordinator.state.messages import (
     LoadedState,
     Rollback,
     SavePlan,
+    SaveStage,
     Tick,
 )
-from paceline.coordinator.state.settings import CoordinatorSettings
-from paceline.coordinator.state.state import CoordinatorState
-from paceline.coordinator.stores.contracts import Audit, Coordination, EventQuery, Progress, Term
+from paceline.coordinator.stores import Audit, Coordination, EventQuery, Progress, Term
 from paceline.coordinator.tokens import TokenRegistry
-from paceline.errors import InvalidInput, NotFound, PacelineError, ServiceUnavailable, StaleEpoch
+from paceline.errors import NotFound, PacelineError, ServiceUnavailable, StaleEpoch
 from paceline.manifest import Manifest
-from paceline.schemas import digest_of
-from paceline.schemas.calls import CreatedDeployment, CreateDeployment, EventList, HeartbeatAnswer
-from paceline.schemas.events import Event as Told
-from paceline.schemas.events import EventName
-from paceline.schemas.records import StageRecord
+from paceline.schemas import (
+    CreatedDeployment,
+    CreateDeployment,
+    Event as Told,
+    EventList,
+    EventName,
+    HeartbeatAnswer,
+    StageRecord,
+    digest_of,
+)
 
 log = logging.getLogger(__name__)
 
-STARVED_S = 5.0  # when ticks are later than this, the replica reports that it is not ready
-TROUBLE_S = 0.5  # between two attempts to read an unavailable store; calls in between are refused
-CREATIONS_AT_ONCE = 8  # each reads a manifest from the origin and occupies a thread
-EVENTS_AT_ONCE = 1_000
+MAX_TICK_DELAY_S = 5.0  # when ticks are later than this, the replica reports that it is not ready
+STORE_RETRY_S = (
+    0.5  # between two attempts to read an unavailable store; calls in between are refused
+)
+MAX_CREATIONS = 8  # each reads a manifest from the origin and occupies a thread
+EVENT_PAGE = 1_000
 
 Read = TypeVar("Read")
 
@@ -79,12 +87,12 @@ class Coordinator:
         self._patience = patience or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
-        self._creations = threading.BoundedSemaphore(CREATIONS_AT_ONCE)
+        self._creations = threading.BoundedSemaphore(MAX_CREATIONS)
         self._state = CoordinatorState(self._patience, leader_epoch=0)
         self._ring = EventRing()
         self._keeping = threading.Lock()  # held while the ledger changes
         self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
-        self._bell = Notifier()
+        self._notifier = Notifier()
         self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held while a standby reads the store
         self._followed: int | None = None
@@ -112,7 +120,7 @@ class Coordinator:
                 return
             self._role.drop()
         log.warning("leads no more epoch=%d reason=%s", term.epoch, reason)
-        self._bell.ring()
+        self._notifier.ring()
 
     def follow(self, *, read: bool) -> None:
         """Read from the store who leads and, with ``read``, the changes since the last read.
@@ -134,7 +142,7 @@ class Coordinator:
             if state is not None:
                 self._page(ring, ring.last or self._oldest_event())
 
-    def recall(self) -> None:
+    def merge_progress(self) -> None:
         """Copy worker progress and heartbeat times from the progress store into a standby's state.
 
         Commits do not carry them. Raises nothing; does nothing where this replica leads.
@@ -147,9 +155,9 @@ class Coordinator:
         beats = self._progress.beats()
         with self._lock:
             if self._role.held is None:
-                self._state.fleet.recall(beats)
+                self._state.fleet.merge_progress(beats)
                 for deployment_id, known in parts.items():
-                    self._state.recall(deployment_id, known)
+                    self._state.merge_progress(deployment_id, known)
 
     @property
     def followed(self) -> int | None:
@@ -183,10 +191,10 @@ class Coordinator:
         """Return whether the server is stopping, so that long polls must answer now."""
         return self._stopping.is_set()
 
-    def end_waits(self) -> None:
+    def end_long_polls(self) -> None:
         """Release all long polls, because the server is stopping."""
         self._stopping.set()
-        self._bell.ring()
+        self._notifier.ring()
 
     # --- deciding --------------------------------------------------------------------------------
 
@@ -199,16 +207,16 @@ class Coordinator:
         with self._lock:
             term = self._require_leading()
             effects = self._decide(event)
-            told = self._commit(term, audited(effects, self._wall()))
-            if not told and not self._coordination.is_leading(term):
+            stored = self._commit(term, with_audit_event(effects, self._wall()))
+            if not stored and not self._coordination.is_leading(term):
                 raise self._role.not_leading()  # frozen in between: another may have decided
-        if isinstance(event, Activate | Cancel | Rollback) or any(map(_is_news, effects)):
-            self._bell.ring()
-        for each in told:
+        if isinstance(event, Activate | Cancel | Rollback) or any(map(_wakes_agents, effects)):
+            self._notifier.ring()
+        for each in stored:
             _log_event(each)
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
-    def decide_now(self, event: HeartbeatReceived | AwaitCommands) -> HeartbeatAnswer | None:
+    def try_decide(self, event: HeartbeatReceived | AwaitCommands) -> HeartbeatAnswer | None:
         """Return the answer to a worker where that needs neither a wait nor a commit, else None.
 
         After None nothing has changed: call ``handle`` on a thread that may block. Raises what
@@ -220,7 +228,7 @@ class Coordinator:
             if self._trouble is not None:
                 return None
             term = self._require_leading()
-            if isinstance(event, HeartbeatReceived) and not self._state.is_calm(event.beat):
+            if isinstance(event, HeartbeatReceived) and not self._state.needs_no_commit(event.beat):
                 return None
             effects = self._decide(event, calm=True)
             if not self._coordination.is_leading(term):
@@ -248,7 +256,7 @@ class Coordinator:
             return known
         if not self._creations.acquire(blocking=False):
             raise ServiceUnavailable(
-                "too many deployments are being created", wanted=f"at most {CREATIONS_AT_ONCE}"
+                "too many deployments are being created", wanted=f"at most {MAX_CREATIONS}"
             )
         try:
             manifest = self._fetch_manifest(call.source_url)
@@ -271,7 +279,7 @@ class Coordinator:
         """Cancel the deployment; ``unstopped`` lists the workers that have yet to confirm."""
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
-    def keep_stage(self, record: StageRecord) -> StageRecord:
+    def save_stage(self, record: StageRecord) -> StageRecord:
         """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
         where the ledger is full.
         """
@@ -282,8 +290,8 @@ class Coordinator:
             "seconds": record.seconds,
             "output_digest": record.output_digest,
         }
-        told = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
-        rows = [each for each in audited([told], self._wall()) if each is not told]
+        finished = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
+        effects = with_audit_event([SaveStage(record), finished], self._wall())
         with self._keeping:
             term, book = self._ledger_book()
             dropped = book.admit(line, self._wall())
@@ -291,16 +299,7 @@ class Coordinator:
             with self._lock:
                 if self._require_leading() != term:
                     raise self._role.not_leading()
-                if dropped:
-                    self._commit(term, [DropStage(*each.key) for each in dropped])
-                try:
-                    events = self._coordination.keep_stage(term, record, told)
-                except InvalidInput:
-                    raise  # refused before anything was written
-                except PacelineError as error:
-                    raise self._undo(term, error) from error
-                self._ring.extend(events)
-                self._commit(term, rows)
+                self._commit(term, [*(DropStage(*each.key) for each in dropped), *effects])
                 book.keep(line, dropped)
                 self._ledger = term, book
         return record
@@ -338,7 +337,7 @@ class Coordinator:
             if self._role.held is not None:
                 self._require_usable(self._role.held)
             else:
-                self._require_heard()
+                self._require_current()
             return question(self._state)
 
     def now(self) -> float:
@@ -363,18 +362,18 @@ class Coordinator:
         return self._state.tokens
 
     @property
-    def bell(self) -> Notifier:
+    def notifier(self) -> Notifier:
         """Return the notifier that wakes held heartbeat answers when there may be new commands."""
-        return self._bell
+        return self._notifier
 
     def check_ready(self) -> None:
         """Raise ServiceUnavailable where this process can neither decide nor follow the store."""
         with self._lock:
             if self._role.held is None:
-                self._require_heard()
+                self._require_current()
                 return
             self._require_usable(self._role.held)
-        if self.late_s > STARVED_S:
+        if self.late_s > MAX_TICK_DELAY_S:
             raise ServiceUnavailable(
                 "the coordinator's clock thread is late", got=f"{self.late_s:.1f} s"
             )
@@ -418,22 +417,22 @@ class Coordinator:
         try:
             self._state = self._restored(term.epoch)
         except PacelineError as error:
-            self._try_again_s = self._monotonic() + TROUBLE_S
+            self._try_again_s = self._monotonic() + STORE_RETRY_S
             raise self._undo(term, error) from error
         self._trouble = None
 
-    def _require_heard(self) -> None:
+    def _require_current(self) -> None:
         if self._trouble is not None:
             raise _again(self._trouble) from self._trouble
-        self._role.require_heard(self._coordination.backend)
+        self._role.require_current(self._coordination.backend)
 
     def _commit(self, term: Term, effects: Sequence[Effect]) -> list[Told]:
         try:
-            told = self._coordination.commit(term, effects)
+            stored = self._coordination.commit(term, effects)
         except PacelineError as error:
             raise self._undo(term, error) from error
-        self._ring.extend(told)
-        return told
+        self._ring.extend(stored)
+        return stored
 
     def _undo(self, term: Term, error: PacelineError) -> ServiceUnavailable:
         self._trouble = error
@@ -441,7 +440,7 @@ class Coordinator:
         if isinstance(error, StaleEpoch) and self._role.held == term:
             self._role.drop()
             log.warning("leads no more epoch=%d reason=another does", term.epoch)
-            self._bell.ring()
+            self._notifier.ring()
             return self._role.not_leading()
         return _again(error)
 
@@ -453,10 +452,10 @@ class Coordinator:
     def _state_of(self, kept: LoadedState, epoch: int) -> CoordinatorState:
         now_s = self._monotonic()
         state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
-        state.fleet.recall(self._progress.beats())
+        state.fleet.merge_progress(self._progress.beats())
         for each in state.deployments():
             if not each.status.is_final:
-                state.recall(each.deployment_id, self._progress.get(each.deployment_id))
+                state.merge_progress(each.deployment_id, self._progress.get(each.deployment_id))
         return state
 
     def _remembered(self) -> EventRing:
@@ -468,7 +467,7 @@ class Coordinator:
         return max(0, self._coordination.outbox().last - RING_EVENTS)
 
     def _page(self, ring: EventRing, after: int) -> None:
-        while page := self._coordination.events_after(after, EVENTS_AT_ONCE):
+        while page := self._coordination.events_after(after, EVENT_PAGE):
             ring.extend(page)
             after = page[-1].seq
 
@@ -480,7 +479,7 @@ def _new_id(at: float) -> str:
     return str(uuid.UUID(int=bits & ~(3 << 62) | 2 << 62))
 
 
-def _is_news(effect: Effect) -> bool:
+def _wakes_agents(effect: Effect) -> bool:
     """Return whether held heartbeat answers must be computed again after ``effect``."""
     switching = EventName.DEPLOYMENT_SWITCHING
     return isinstance(effect, SavePlan) or (

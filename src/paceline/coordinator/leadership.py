@@ -1,8 +1,9 @@
 """One replica's leadership: follow the store, campaign, lead, step down, repeat.
 
-Three threads. One campaigns and, while this replica leads, checks its lease (by a clock that also
+Four threads. One campaigns and, while this replica leads, checks its lease (by a clock that also
 runs during suspend) and its tick thread: a leader whose ticks are late steps down so that another
-can lead. One follows the store while another replica leads. One ticks. A process that was frozen
+can lead. One follows the store while another replica leads. One ticks, and one shares progress
+with standbys. A process that was frozen
 past its lease wakes as a standby, because every call checks ``Coordinator.term`` first. It decides
 nothing about deployments; HTTP is in ``paceline.api``.
 """
@@ -17,23 +18,22 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state.state import CoordinatorState
-from paceline.coordinator.state.targets import TargetProgress
-from paceline.coordinator.stores.contracts import Candidate, Coordination, Progress, Term
+from paceline.coordinator.state import CoordinatorState, TargetProgress
+from paceline.coordinator.stores import Candidate, Coordination, Progress, Term
 from paceline.errors import PacelineError
-from paceline.schemas.records import WorkerProgress
+from paceline.schemas import WorkerProgress
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.15
 WATCH_S = 0.1  # between two checks that this replica still leads
-STUCK_S = 30.0  # a leader whose ticks are this late steps down
+STEP_DOWN_DELAY_S = 30.0  # a leader whose ticks are this late steps down
 FOLLOW_S = 0.5  # shortest interval between two reads of the store by a standby,
 FOLLOW_SHARE = 0.2  # and the largest share of a core that they take
 LOOK_S = 0.1  # between two reads of who leads
-WAIT_S = 0.5
 RETRY_S = 1.0  # after a store error, with jitter
 PROGRESS_S = 1.0  # between two writes of progress, and two reads of it
+RESEND_S = 30.0  # a progress store that restarted is complete again after so long
 STARTED_S = 5.0  # how long ``start`` waits for this replica to have a role
 
 
@@ -63,7 +63,6 @@ class Replica:
         self._candidate = candidate
         self._duties = duties
         self._monotonic = monotonic
-        self._told: dict[tuple[str, str], int] = {}  # pieces, as last sent to the progress store
         self._stopping = threading.Event()
         self._has_role = threading.Event()
         self._threads = [
@@ -72,7 +71,9 @@ class Replica:
                 ("campaign", self._campaign_on),
                 ("follow", self._follow_on),
                 ("tick", self._tick_on),
+                ("share", self._share_on),
             )
+            if name != "share" or coordination.standbys
         ]
 
     def start(self) -> None:
@@ -85,7 +86,7 @@ class Replica:
     def resign(self) -> None:
         """Step down for good: the next leader need not wait until the lease expires."""
         self._stopping.set()
-        self._coordinator.end_waits()
+        self._coordinator.end_long_polls()
 
     def stop(self) -> None:
         """Stop the threads; raises nothing."""
@@ -103,7 +104,7 @@ class Replica:
 
     def _campaign_on(self) -> None:
         while not self._stopping.is_set():
-            if self._coordinator.late_s > STUCK_S:
+            if self._coordinator.late_s > STEP_DOWN_DELAY_S:
                 self._pause()  # its tick thread hangs, so it would decide nothing
                 continue
             try:
@@ -146,28 +147,39 @@ class Replica:
         while not self._stopping.wait(WATCH_S):
             if self._coordinator.term != term:
                 return "the lease ran out, or another leads"
-            if self._coordinator.late_s > STUCK_S:
-                return f"nothing was decided for {STUCK_S:.0f} s"
+            if self._coordinator.late_s > STEP_DOWN_DELAY_S:
+                return f"nothing was decided for {STEP_DOWN_DELAY_S:.0f} s"
         return "the process stops"
 
     def _tick_on(self) -> None:
-        told_s = 0.0
         while not self._stopping.wait(TICK_S):
             try:
                 self._coordinator.tick()
-                if self._coordinator.term is None:
-                    self._told.clear()
-                elif self._coordination.standbys and self._monotonic() >= told_s:
-                    self._tell_progress()
-                    told_s = self._monotonic() + PROGRESS_S
             except PacelineError as error:
                 log.warning("tick failed: %s", error)
             except Exception:
                 # A defect must not stop the ticks: log it each time and continue.
                 log.exception("tick failed")
 
-    def _tell_progress(self) -> None:
-        """Send changed progress to the progress store, for standbys and the next leader."""
+    def _share_on(self) -> None:
+        """Send progress to the progress store, for standbys and the next leader."""
+        sent: dict[tuple[str, str], int] = {}  # pieces
+        resent_s = 0.0
+        while not self._stopping.wait(PROGRESS_S):
+            if self._coordinator.term is None:
+                sent = {}
+                continue
+            if not self._progress.healthy or self._monotonic() > resent_s + RESEND_S:
+                sent, resent_s = {}, self._monotonic()
+            try:
+                sent = self._send_progress(sent)
+            except PacelineError as error:
+                log.info("progress is not shared: %s", error)
+            except Exception:
+                log.exception("progress is not shared")
+
+    def _send_progress(self, sent: dict[tuple[str, str], int]) -> dict[tuple[str, str], int]:
+        """Send what differs from ``sent``; return what the store then has."""
 
         def look(state: CoordinatorState) -> dict[tuple[str, str], tuple[int, TargetProgress]]:
             return {
@@ -179,15 +191,15 @@ class Replica:
             }
 
         seen = self._coordinator.read(look)
-        told, self._told = self._told, {key: pieces for key, (pieces, _) in seen.items()}
-        changed = {
+        parts = {
             key: _shown(key[1], part)
             for key, (pieces, part) in seen.items()
-            if told.get(key) != pieces
+            if sent.get(key) != pieces
         }
-        self._progress.put(changed, self._coordinator.read(lambda state: state.fleet.heard()))
-        for deployment_id in {key[0] for key in told} - {key[0] for key in self._told}:
+        self._progress.put(parts, self._coordinator.read(lambda state: state.fleet.heard()))
+        for deployment_id in {key[0] for key in sent} - {key[0] for key in seen}:
             self._progress.drop(deployment_id)
+        return {key: pieces for key, (pieces, _) in seen.items()}
 
     # --- the standby -----------------------------------------------------------------------------
 
@@ -205,11 +217,9 @@ class Replica:
                     # CPU time, not waiting time: a slow store needs no longer interval.
                     took_s = time.thread_time() - began_s
                     read_s = self._monotonic() + max(FOLLOW_S, took_s / FOLLOW_SHARE)
-                elif shown is not None and self._monotonic() >= read_s:
-                    self._coordination.wait(shown, WAIT_S)
                 if self._monotonic() >= recalled_s:
                     began_s = time.thread_time()
-                    self._coordinator.recall()
+                    self._coordinator.merge_progress()
                     took_s = time.thread_time() - began_s
                     recalled_s = self._monotonic() + max(PROGRESS_S, took_s / FOLLOW_SHARE)
                 failing = False

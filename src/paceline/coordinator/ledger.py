@@ -1,25 +1,25 @@
 """Limits of the stage ledger: the size of one record, of one run's records, and in total.
 
-When the ledger is full, records older than ``KEPT_S`` are dropped, oldest first; where there is
-none, the new one is refused. A dropped record only means that its stage runs again. Pure: lines go
-in, lines to drop come out; the stores hold the records themselves.
+When the ledger is full, records older than ``MIN_DROP_AGE_S`` are dropped, oldest first; where
+there is none, the new one is refused. A dropped record only means that its stage runs again. Pure:
+lines go in, lines to drop come out; the stores hold the records themselves.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 
 from paceline.errors import Conflict, InvalidInput
-from paceline.schemas.records import StageRecord
+from paceline.schemas import StageRecord
 
-RECORD_BYTES = 64 * 1024  # one record as JSON; a stage's is 0.3 to 1 KB
-RUN_RECORDS = 1_000  # of one run; a lifecycle has about a dozen
-RUN_BYTES = 4 * 1024 * 1024
-RECORDS = 100_000  # in total
-BYTES = 64 * 1024 * 1024
-KEPT_S = 30 * 86_400.0  # a record is not dropped earlier than this after its stage finished
+MAX_RECORD_BYTES = 64 * 1024  # one record as JSON; a stage's is 0.3 to 1 KB
+MAX_RUN_RECORDS = 1_000  # of one run; a lifecycle has about a dozen
+MAX_RUN_BYTES = 4 * 1024 * 1024
+MAX_RECORDS = 100_000  # in total
+MAX_BYTES = 64 * 1024 * 1024
+MIN_DROP_AGE_S = 30 * 86_400.0  # a record is not dropped earlier than this after its stage finished
 DROPPED_AT_ONCE = 200
 LONGEST_RUN_ID = 128
 
@@ -52,24 +52,21 @@ class LedgerIndex:
 
     def __init__(self, lines: Iterable[LedgerEntry]) -> None:
         self._lines: dict[tuple[str, str], LedgerEntry] = {}
+        self._by_age: list[tuple[float, tuple[str, str]]] = []  # oldest first
         self._runs: dict[str, tuple[int, int]] = {}  # records and bytes of each run
         self._bytes = 0
         for line in lines:
-            self._count(line, 1)
-            self._lines[line.key] = line
-        # Oldest first; replaced records remain in it and are skipped.
-        self._by_age = [(line.finished_at, line.key) for line in self._lines.values()]
-        heapify(self._by_age)
+            self.keep(line, ())
 
     def admit(self, line: LedgerEntry, now: float) -> list[LedgerEntry]:
         """Return the records to drop before ``line`` is stored; raises InvalidInput for a record
         that is too large, Conflict where its run or the ledger is full.
         """
-        if line.size > RECORD_BYTES or len(line.run_id) > LONGEST_RUN_ID:
+        if line.size > MAX_RECORD_BYTES or len(line.run_id) > LONGEST_RUN_ID:
             raise InvalidInput(
                 "a stage's record is too large to keep",
                 got=f"{line.size} bytes, a run id of {len(line.run_id)} characters",
-                wanted=f"at most {RECORD_BYTES} bytes and {LONGEST_RUN_ID} characters",
+                wanted=f"at most {MAX_RECORD_BYTES} bytes and {LONGEST_RUN_ID} characters",
                 where=line.stage,
                 do="Put what is large into object storage and keep its URL.",
             )
@@ -77,11 +74,11 @@ class LedgerIndex:
         records, size = self._runs.get(line.run_id, (0, 0))
         if known is not None and known.run_id == line.run_id:
             records, size = records - 1, size - known.size
-        if records >= RUN_RECORDS or size + line.size > RUN_BYTES:
+        if records >= MAX_RUN_RECORDS or size + line.size > MAX_RUN_BYTES:
             raise Conflict(
                 "the run has recorded too much in the ledger",
                 got=f"{records + 1} records of {size + line.size} bytes",
-                wanted=f"at most {RUN_RECORDS} of {RUN_BYTES}",
+                wanted=f"at most {MAX_RUN_RECORDS} of {MAX_RUN_BYTES}",
                 where=f"run {line.run_id}",
                 do="Begin another run, or put what is large into object storage.",
             )
@@ -92,53 +89,37 @@ class LedgerIndex:
     ) -> list[LedgerEntry]:
         records = len(self._lines) + (known is None)
         size = self._bytes + line.size - (0 if known is None else known.size)
-        before = len(self._lines), self._bytes
         dropped: list[LedgerEntry] = []
-        while (records > RECORDS or size > BYTES) and len(dropped) < DROPPED_AT_ONCE:
-            old = self._oldest(now)
-            if old is None:
+        for at, key in self._by_age:
+            fits = records <= MAX_RECORDS and size <= MAX_BYTES
+            if fits or at >= now - MIN_DROP_AGE_S or len(dropped) == DROPPED_AT_ONCE:
                 break
-            heappop(self._by_age)
-            if old.key != line.key:
-                dropped.append(old)
-                records, size = records - 1, size - old.size
+            if key != line.key:
+                dropped.append(self._lines[key])
+                records, size = records - 1, size - dropped[-1].size
         # A ledger over the limit, written by an earlier version, may still shrink.
-        if records > max(RECORDS, before[0]) or size > max(BYTES, before[1]):
-            for each in dropped:
-                heappush(self._by_age, (each.finished_at, each.key))
+        if records > max(MAX_RECORDS, len(self._lines)) or size > max(MAX_BYTES, self._bytes):
             raise Conflict(
                 "the ledger is full",
                 got=f"{records} records of {size} bytes",
-                wanted=f"at most {RECORDS} of {BYTES}",
+                wanted=f"at most {MAX_RECORDS} of {MAX_BYTES}",
                 where="the coordinator's ledger",
-                do=f"Records are dropped {KEPT_S / 86_400:.0f} days after their stage finished. "
+                do=f"Records are dropped {MIN_DROP_AGE_S / 86_400:.0f} days after their stage "
+                f"finished. "
                 "Revoke the token that filled it (`paceline audit` names it), or wait.",
             )
         return dropped
 
-    def _oldest(self, now: float) -> LedgerEntry | None:
-        """Return the oldest record where it may be dropped; it is the first of ``_by_age``."""
-        while self._by_age:
-            at, key = self._by_age[0]
-            line = self._lines.get(key)
-            if line is not None and line.finished_at == at:
-                return line if at < now - KEPT_S else None
-            heappop(self._by_age)
-        return None
-
     def keep(self, line: LedgerEntry, dropped: Iterable[LedgerEntry]) -> None:
         """Add ``line`` and remove ``dropped``, after the store did both."""
-        for each in dropped:
-            self._count(self._lines.pop(each.key), -1)
-        known = self._lines.get(line.key)
-        if known is not None:
-            self._count(known, -1)
-        self._count(line, 1)
+        for old in (*dropped, self._lines.get(line.key)):
+            if old is not None:
+                del self._lines[old.key]
+                del self._by_age[bisect_left(self._by_age, (old.finished_at, old.key))]
+                self._count(old, -1)
         self._lines[line.key] = line
-        heappush(self._by_age, (line.finished_at, line.key))
-        if len(self._by_age) > 2 * len(self._lines) + 1_000:  # many replaced records
-            self._by_age = [(each.finished_at, each.key) for each in self._lines.values()]
-            heapify(self._by_age)
+        insort(self._by_age, (line.finished_at, line.key))
+        self._count(line, 1)
 
     def _count(self, line: LedgerEntry, sign: int) -> None:
         records, size = self._runs.get(line.run_id, (0, 0))

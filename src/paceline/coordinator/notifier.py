@@ -9,8 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import islice
 
-from paceline.schemas.calls import EventList
-from paceline.schemas.events import Event, EventName
+from paceline.schemas import Event, EventList, EventName
 
 
 class Notifier:
@@ -57,7 +56,7 @@ def _wake(waiting: list[asyncio.Future[None]]) -> None:
 # The newest events, bounded and in memory; the audit store has the full history.
 
 RING_EVENTS = 10_000
-MOST_AT_ONCE = 1_000
+MAX_PAGE = 1_000
 # Callers' names and addresses are for the audit history, not for every reader of events.
 PRIVATE = frozenset({EventName.CHANGE_ACCEPTED, EventName.CHANGE_REFUSED})
 
@@ -88,8 +87,8 @@ class EventRing:
         # Sequence numbers have no gaps, so the index is computed, not searched.
         held = list(self._events)
         start = max(0, len(held) - (held[-1].seq - seq)) if held else 0
-        told = (e for e in islice(held, start, None) if e.seq > seq and e.name not in PRIVATE)
-        newer = tuple(islice(told, MOST_AT_ONCE))
+        public = (e for e in islice(held, start, None) if e.seq > seq and e.name not in PRIVATE)
+        newer = tuple(islice(public, MAX_PAGE))
         return EventList(
             events=newer, last=newer[-1].seq if newer else last, first=held[0].seq if held else 0
         )

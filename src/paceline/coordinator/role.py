@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.coordinator.stores.contracts import Term
+from paceline.coordinator.stores import Term
 from paceline.errors import NotLeading, ServiceUnavailable
 
-CUT_OFF_S = 10.0  # a standby that has not read the store for this long refuses reads
+STALE_READ_S = 10.0  # a standby that has not read the store for this long refuses reads
 
 
 class Role:
@@ -58,23 +58,23 @@ class Role:
     @property
     def is_cut_off(self) -> bool:
         """Return whether the last read of the store is so old that a standby may be out of date."""
-        return self._heard_s is None or self._monotonic() - self._heard_s > CUT_OFF_S
+        return self._heard_s is None or self._monotonic() - self._heard_s > STALE_READ_S
 
     def not_leading(self) -> NotLeading:
         """Return the error for a call that only the leader may decide."""
         leader = self.leader
         return NotLeading(
             "this replica does not lead",
-            got=f"the leader is {leader.url}" if leader else "nobody leads now",
+            got=f"the leader is {leader.url}" if leader else "no replica leads now",
             do="Ask the leader, or call again in a second.",
         )
 
-    def require_heard(self, where: str) -> None:
+    def require_current(self, where: str) -> None:
         """Raise ServiceUnavailable where a standby's last read of the store is too old."""
         if self.is_cut_off:
             raise ServiceUnavailable(
                 "this replica is cut off from the store and may be out of date",
-                wanted=f"news of it within {CUT_OFF_S:.0f} s",
+                wanted=f"news of it within {STALE_READ_S:.0f} s",
                 where=where,
                 do="Ask another replica.",
             )

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from paceline.coordinator.state.messages import (
+from paceline.coordinator.state import (
     AdmitWorker,
     Answer,
     DropToken,
@@ -28,14 +28,13 @@ from paceline.coordinator.state.messages import (
     TokensUsed,
 )
 from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound
-from paceline.schemas.access import CreateToken, Scope, TokenRecord, TokenView, barred_admission
-from paceline.schemas.calls import Success
+from paceline.schemas import CreateToken, Scope, Success, TokenRecord, TokenView, revoked_admission
 
 SECRET_BYTES = 32
-MAX_BARRED = 1000
+MAX_REVOCATIONS = 1000
 MAX_TOKENS = 50_000  # usable and remembered: 10,000 workers that renew, and people
-UNUSED_AT_MOST = 4  # of one admission: answers to joining or renewing that may be in flight
-REMEMBERED_S = 30 * 86_400.0  # how long `list` still shows an unusable token
+MAX_UNUSED = 4  # of one admission: answers to joining or renewing that may be in flight
+KEEP_ENDED_S = 30 * 86_400.0  # how long `list` still shows an unusable token
 INCLUDES: dict[Scope, frozenset[Scope]] = {
     Scope.READ: frozenset({Scope.READ}),
     Scope.DEPLOY: frozenset({Scope.DEPLOY, Scope.READ}),
@@ -56,7 +55,7 @@ class NewToken:
     sha256: str
 
 
-def draw(ca_sha256: str | None = None) -> NewToken:
+def new_token(ca_sha256: str | None = None) -> NewToken:
     """Return a new random token; a join token's text ends with its authority's fingerprint."""
     token_id = secrets.token_hex(8)
     text = f"pl_{token_id}_{secrets.token_urlsafe(SECRET_BYTES)}"
@@ -96,13 +95,14 @@ class TokenRegistry:
         """Return the names whose certificates peers must refuse until they expire.
 
         A worker whose identity was revoked is named itself; once it has a new identity, its earlier
-        admissions are named instead (``barred_admission``). At most ``MAX_BARRED``, newest first.
+        admissions are named instead (``revoked_admission``). At most ``MAX_REVOCATIONS``, newest
+        first.
         """
         if self._barred is None:
-            self._barred = self._find_barred()
+            self._barred = self._find_revoked()
         return self._barred
 
-    def _find_barred(self) -> tuple[str, ...]:
+    def _find_revoked(self) -> tuple[str, ...]:
         taken: dict[str, float] = {}  # by worker: when an identity was last revoked
         for each in self._tokens.values():
             if each.worker_id and each.kind == "access" and each.revoked_at is not None:
@@ -123,8 +123,8 @@ class TokenRegistry:
             held = {each.admission for each in good}
             for each in mine:
                 if each.revoked_at is not None and each.admission and each.admission not in held:
-                    found[barred_admission(each.admission)] = each.revoked_at
-        return tuple(sorted(found, key=lambda name: -found[name])[:MAX_BARRED])
+                    found[revoked_admission(each.admission)] = each.revoked_at
+        return tuple(sorted(found, key=lambda name: -found[name])[:MAX_REVOCATIONS])
 
     def _of(self, worker_id: str) -> list[TokenRecord]:
         """Return every token that is bound to ``worker_id``, oldest first."""
@@ -149,7 +149,7 @@ class TokenRegistry:
         if record is None or not hmac.compare_digest(record.sha256, sha256_of(token)):
             raise AccessDenied("the token is not accepted", do="Ask an admin for a token.")
         # A used join token passes here: its key decides whether it is answered again.
-        if (why := why_dead(record, now, record.key_sha256)) is not None:
+        if (why := unusable_reason(record, now, record.key_sha256)) is not None:
             raise AccessDenied(
                 f"the token {why}", got=record.token_id, do="Ask an admin for another token."
             )
@@ -212,12 +212,12 @@ class TokenRegistry:
         until = math.inf if record.revoked_at is None else record.revoked_at
         effects: list[Effect] = [
             SaveToken(each.model_copy(update={"revoked_at": event.at}))
-            for each in self._taken_with(record)
+            for each in self._revoked_with(record)
             if each.revoked_at is None and each.created_at < until
         ]
         return [*self._apply(effects), Answer(Success())]
 
-    def _taken_with(self, record: TokenRecord) -> list[TokenRecord]:
+    def _revoked_with(self, record: TokenRecord) -> list[TokenRecord]:
         """Return every token that is revoked together with ``record``, itself last.
 
         For a worker's token these are all tokens of the worker; for a join token, those of its
@@ -230,7 +230,7 @@ class TokenRegistry:
 
     def _admit(self, event: AdmitWorker) -> list[Effect]:
         shown, at = self._tokens.get(event.spends), event.at
-        if shown is None or (why := why_dead(shown, at, event.key_sha256)) is not None:
+        if shown is None or (why := unusable_reason(shown, at, event.key_sha256)) is not None:
             reason = "is not known" if shown is None else f"{why}"
             raise AccessDenied(
                 f"the token {reason}", got=event.spends, do="Make another join token."
@@ -256,7 +256,7 @@ class TokenRegistry:
         unused = []
         for other in self._of(event.worker_id):
             unspent = other.kind == "join" and other.used_at is None
-            if unspent or why_dead(other, at, other.key_sha256) is not None:
+            if unspent or unusable_reason(other, at, other.key_sha256) is not None:
                 continue
             if other.token_id in (shown.token_id, made.admission):
                 continue
@@ -266,7 +266,7 @@ class TokenRegistry:
             elif other.begun_at is None:
                 unused.append(other)
         # An answer may be lost, and requested again while the first is still in flight.
-        effects += [_end(e, made, at) for e in unused[: 1 - UNUSED_AT_MOST]]
+        effects += [_end(e, made, at) for e in unused[: 1 - MAX_UNUSED]]
         self._require_room(sum(isinstance(each, DropToken) for each in effects))
         return [*self._apply([*effects, SaveToken(made)]), Answer(TokenView.of(made))]
 
@@ -277,7 +277,7 @@ class TokenRegistry:
             record is None
             or record.admission is None
             or record.begun_at is not None
-            or why_dead(record, at) is not None
+            or unusable_reason(record, at) is not None
         ):
             return []
         effects: list[Effect] = []
@@ -286,7 +286,7 @@ class TokenRegistry:
                 continue
             if other.replaced_at is not None and _outlasts(record, other):
                 effects.append(DropToken(other.token_id))  # one predecessor is remembered
-            elif why_dead(other, at) is None:
+            elif unusable_reason(other, at) is None:
                 effects.append(_end(other, record, at))
         return self._apply([*effects, SaveToken(record.model_copy(update={"begun_at": at}))])
 
@@ -302,7 +302,7 @@ class TokenRegistry:
         return [
             DropToken(each.token_id)
             for each in self._tokens.values()
-            if (ended := _ended_at(each)) is not None and ended < now - REMEMBERED_S
+            if (ended := _ended_at(each)) is not None and ended < now - KEEP_ENDED_S
         ]
 
     def _require_room(self, forgotten: int) -> None:
@@ -334,7 +334,7 @@ class TokenRegistry:
         return effects
 
 
-def why_dead(record: TokenRecord, now: float, key_sha256: str | None = None) -> str | None:
+def unusable_reason(record: TokenRecord, now: float, key_sha256: str | None = None) -> str | None:
     """Return why ``record`` is unusable at ``now``, or None while it is usable.
 
     A join token used for the key ``key_sha256`` stays valid for that key until it expires.

@@ -20,10 +20,8 @@ import numpy as np
 
 from paceline.config import DataSettings
 from paceline.data.build_scratch import Catalog, Uploads
-from paceline.data.formats import Sample, UnusableSample
-from paceline.data.formats.sample import Array
-from paceline.data.formats.shard_file import ColumnWriter, column_of
-from paceline.data.loading.samples import content_digest
+from paceline.data.formats import Array, ColumnWriter, Sample, UnusableSample, column_of
+from paceline.data.loading import content_digest
 from paceline.data.snapshot import (
     SNAPSHOT_FILE,
     Column,
@@ -39,7 +37,7 @@ from paceline.data.snapshot import (
 from paceline.data.source import join_features, list_files, load_features, open_source, read_samples
 from paceline.data.tokenizer import Tokenizer, open_tokenizer
 from paceline.errors import InvalidInput
-from paceline.schemas.base import canonical_json, digest_of
+from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore, join_url
 
 SKIPPED_LISTED = 100
@@ -116,7 +114,7 @@ class SnapshotBuilder:
             self._flush(split)
 
     @property
-    def moved_wanted(self) -> str | None:
+    def key_to_move(self) -> str | None:
         """Return the key that must change split so that both splits have samples, or None."""
         held = {each.split for each in self.shards}
         if len(held) == len(SPLITS) or self._lowest is None or self._highest is None:
@@ -366,10 +364,10 @@ def build_snapshot(
         if built.samples < 2:
             raise _too_little(built, opened.where, settings)
         _require_usable(built, unlisted.count, opened.where, settings)
-        if built.moved_wanted is not None:  # one split is empty: one sample moves to it
+        if built.key_to_move is not None:  # one split is empty: one sample moves to it
             uploads.finish()
             catalog.forget_seen()
-            built = one_pass(built.moved_wanted)
+            built = one_pass(built.key_to_move)
         record = built.record(opened.name)
         digest = digest_of(record)
         where = snapshot_url(url, digest)

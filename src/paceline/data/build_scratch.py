@@ -13,8 +13,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from paceline.data.formats.sample import Array
-from paceline.data.loading.batch import packed, unpacked
+from paceline.data.formats import Array, Sample, pack_sample, unpack_sample
 from paceline.data.snapshot import Shard
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore, join_url
@@ -74,8 +73,7 @@ class Catalog:
 
         Raises InvalidInput where one of them is already stored.
         """
-        held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
-        before = unpacked(held[0]) if held else {}
+        before = self.features(key) or {}
         if twice := sorted(set(before) & set(arrays)):
             raise InvalidInput(
                 "features of a sample are given twice",
@@ -83,16 +81,13 @@ class Catalog:
                 wanted="one row a key",
                 do="Remove the duplicate rows from the feature files.",
             )
-        self._base.execute(
-            "INSERT INTO features(key, arrays) VALUES (?, ?) "
-            "ON CONFLICT(key) DO UPDATE SET arrays = excluded.arrays",
-            (key, packed({**before, **arrays})),
-        )
+        packed = pack_sample(Sample(key, features={**before, **arrays}))
+        self._base.execute("INSERT OR REPLACE INTO features VALUES (?, ?)", (key, packed))
 
-    def features(self, key: str) -> dict[str, Array] | None:
+    def features(self, key: str) -> Mapping[str, Array] | None:
         """Return the features stored for ``key``, or None."""
         held = self._base.execute("SELECT arrays FROM features WHERE key = ?", (key,)).fetchone()
-        return unpacked(held[0]) if held else None
+        return unpack_sample(held[0]).features if held else None
 
 
 # Background uploads of finished shards, a bounded number at a time.

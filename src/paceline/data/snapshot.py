@@ -18,7 +18,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, ValidationError, mode
 
 from paceline.config import DataSettings
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot, SourceMissing
-from paceline.schemas.base import Name, Record, Sha256, canonical_json, digest_of
+from paceline.schemas import Name, Record, Sha256, canonical_json, digest_of
 from paceline.storage import DiskStore, ObjectStore, join_url
 
 SNAPSHOT_FILE = "snapshot.json"
@@ -36,7 +36,7 @@ class Vocabulary(Record):
     separator: int = Field(default=0xFF, ge=0)  # between documents; not in UTF-8
 
 
-BYTES = Vocabulary()
+BYTE_VOCABULARY = Vocabulary()
 
 
 class Column(Record):
@@ -142,7 +142,7 @@ class Snapshot:
     @property
     def vocabulary(self) -> Vocabulary:
         """Return the meaning of its tokens; snapshots of version 1 are bytes."""
-        return self.record.vocabulary or BYTES
+        return self.record.vocabulary or BYTE_VOCABULARY
 
     @property
     def columns(self) -> tuple[Column, ...]:

@@ -19,8 +19,15 @@ from pathlib import Path
 
 from paceline.config import DataSettings
 from paceline.data.build_scratch import Catalog
-from paceline.data.formats import SUFFIXES, Fields, Sample, UnusableSample, open_reader
-from paceline.data.formats.sample import MAX_DOCUMENT_BYTES, TOO_LARGE
+from paceline.data.formats import (
+    MAX_DOCUMENT_BYTES,
+    SUFFIXES,
+    TOO_LARGE,
+    Fields,
+    Sample,
+    UnusableSample,
+    open_reader,
+)
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore, join_url
 
@@ -125,11 +132,8 @@ def _walk(source: Source) -> Iterator[tuple[str, int, str | None]]:
                 continue
             path = Path(parent) / each
             name = path.relative_to(root).as_posix()
-            yield (*_named(name), *_regular(path, name))
-
-
-def _named(name: str) -> tuple[str]:
-    return (name.encode(errors="surrogateescape").decode(errors="backslashreplace"),)
+            shown = name.encode(errors="surrogateescape").decode(errors="backslashreplace")
+            yield (shown, *_regular(path, name))
 
 
 def _regular(path: Path, name: str) -> tuple[int, str | None]:
@@ -160,32 +164,25 @@ def _objects(source: Source, store: ObjectStore) -> Iterator[tuple[str, int, str
 def _fetched(
     source: Source, catalog: Catalog, store: ObjectStore, scratch: Path, is_text: bool
 ) -> Iterator[tuple[str, Path | UnusableSample]]:
-    waiting: deque[tuple[str, Path, Future[object] | None]] = deque()
+    def fetch(number: int, name: str, size: int) -> tuple[str, Path | UnusableSample]:
+        if is_text and size > MAX_DOCUMENT_BYTES:
+            return name, UnusableSample(name, TOO_LARGE)
+        place = scratch / f"source-{number}"
+        store.download_file(join_url(source.where, name), place)
+        return name, place
+
+    waiting: deque[Future[tuple[str, Path | UnusableSample]]] = deque()
     with ThreadPoolExecutor(FETCHED_AHEAD, thread_name_prefix="source") as pool:
         try:
             for number, (name, size) in enumerate(catalog.files()):
-                place = scratch / f"source-{number}"
-                if is_text and size > MAX_DOCUMENT_BYTES:
-                    waiting.append((name, place, None))
-                else:
-                    url = join_url(source.where, name)
-                    waiting.append((name, place, pool.submit(store.download_file, url, place)))
+                waiting.append(pool.submit(fetch, number, name, size))
                 if len(waiting) > FETCHED_AHEAD:
-                    yield _arrived(waiting.popleft())
+                    yield waiting.popleft().result()
             while waiting:
-                yield _arrived(waiting.popleft())
+                yield waiting.popleft().result()
         finally:
-            for _, _, future in waiting:
-                if future is not None:
-                    future.cancel()
-
-
-def _arrived(one: tuple[str, Path, Future[object] | None]) -> tuple[str, Path | UnusableSample]:
-    name, place, future = one
-    if future is None:
-        return name, UnusableSample(name, TOO_LARGE)
-    future.result()
-    return name, place
+            for future in waiting:
+                future.cancel()
 
 
 def _rank(name: str, seed: int) -> bytes:
@@ -205,9 +202,9 @@ def load_features(
 
     Raises SourceMissing, or InvalidInput for a row without key or numbers, or a duplicate.
     """
-    from paceline.data.formats.parquet_process import ParquetProcess
+    from paceline.data.formats import ParquetProcess
 
-    rows = 0
+    rows, fields = 0, Fields(text="", key=key_field)
     with ParquetProcess() as process:
         for number, name in enumerate(files):
             path = Path(name)
@@ -216,8 +213,16 @@ def load_features(
                 store.download_file(name, path)
             elif not path.is_file():
                 raise SourceMissing("no feature file here", where=name, do="Correct data.features.")
-            for key, arrays in process.features(path, key_field):
-                catalog.put_features(key, arrays)
+            for each in process.samples(path, path.name, fields, features=True):
+                if isinstance(each, UnusableSample):
+                    raise InvalidInput(
+                        "feature file has an unusable row",
+                        got=f"{each.key}: {each.reason}",
+                        wanted="a key and numbers in each row",
+                        where=name,
+                        do="Correct the row, or name the key's column with data.key_field.",
+                    )
+                catalog.put_features(each.key, each.features)
                 rows += 1
             if name.startswith("s3://"):
                 path.unlink()

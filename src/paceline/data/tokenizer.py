@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.formats.sample import Array
-from paceline.data.snapshot import BYTES, Snapshot, Vocabulary, store_at
-from paceline.errors import InvalidInput, MissingTool, SourceMissing
+from paceline.data.formats import Array
+from paceline.data.snapshot import BYTE_VOCABULARY, Snapshot, Vocabulary, store_at
+from paceline.errors import InvalidInput, SourceMissing
 from paceline.storage import ObjectStore
 
 MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
@@ -80,11 +80,11 @@ def tokenizer_of(snapshot: Snapshot, store: ObjectStore) -> Tokenizer:
 def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
     """Return the tokenizer called ``name``: ``"bytes"``, or the path of a tokenizer.json.
 
-    ``file`` may hold the content of the tokenizer.json. Raises SourceMissing, MissingTool without
-    the library, InvalidInput for a file that is no tokenizer.json.
+    ``file`` may hold the content of the tokenizer.json. Raises SourceMissing, MissingExtra
+    without the library, InvalidInput for a file that is no tokenizer.json.
     """
     if name == "bytes":
-        return Tokenizer(BYTES, None, None)
+        return Tokenizer(BYTE_VOCABULARY, None, None)
     if file is None:
         path = Path(name)
         if not path.is_file():
@@ -96,15 +96,8 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
             )
         with path.open("rb") as opened:
             file = opened.read(MAX_TOKENIZER_BYTES + 1)
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise MissingTool(
-            "the tokenizers library is not installed",
-            wanted="tokenizers, for data.tokenizer",
-            where=name,
-            do="Install paceline[tokenizers], or use data.tokenizer = 'bytes'.",
-        ) from error
+    import tokenizers
+
     try:
         if len(file) > MAX_TOKENIZER_BYTES:
             raise ValueError(f"more than {MAX_TOKENIZER_BYTES} bytes")

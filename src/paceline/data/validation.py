@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from paceline.data.loading.samples import Array, ShardSamples, length_of
-from paceline.data.loading.shards import ShardCache
+from paceline.data.formats import MAX_SAMPLE_BYTES, Array, ShardSamples, length_of
+from paceline.data.loading import ShardCache
 from paceline.data.snapshot import Shard, Snapshot, assign_splits, in_held_out
 from paceline.errors import CorruptData, DataRejected
 from paceline.storage import ObjectStore
@@ -49,20 +49,6 @@ class ValidationReport:
         """Return one line for each failed check."""
         return [f"{each['name']}: {each['got']}" for each in self.checks if not each["passed"]]
 
-    @property
-    def frame(self) -> Any:
-        """Return the checks as a pandas DataFrame."""
-        import pandas as pd
-
-        return pd.DataFrame(self.checks, columns=["name", "passed", "got", "examples"])
-
-    @property
-    def columns_frame(self) -> Any:
-        """Return the statistics of each column as a pandas DataFrame."""
-        import pandas as pd
-
-        return pd.DataFrame(self.columns)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain JSON-able data."""
         return asdict(self)
@@ -84,7 +70,7 @@ def validate_snapshot(
     """
 
     started = time.monotonic()
-    with ShardCache(snapshot, store, cache_dir, ahead=4, purpose=purpose, project=project) as cache:
+    with ShardCache(snapshot, store, cache_dir, purpose=purpose, project=project) as cache:
         table = read_table(snapshot, cache)
     quarantined = table.quarantined
     bad_bytes = sum(each["bytes"] for each in quarantined)
@@ -108,7 +94,7 @@ def validate_snapshot(
         total_bytes=sum(table.columns["n_bytes"]),
         checks=checks,
         quarantined=quarantined,
-        columns=[each.to_dict() for each in table.figures.values()],
+        columns=[asdict(each) for each in table.figures.values()],
         samples_left_out=table.samples_left_out,
         seconds=round(time.monotonic() - started, 3),
     )
@@ -142,60 +128,37 @@ def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
         import great_expectations.expectations as gxe
     import pandas as pd
 
-    from paceline.data.formats.sample import MAX_SAMPLE_BYTES
-
     record = snapshot.record
     low, high = _share_bounds(record.held_out_share, len(table))
     known = ["train", "held-out"]
-    wanted: list[tuple[str, Any]] = [
-        ("key is present", gxe.ExpectColumnValueLengthsToBeBetween(column="key", min_value=1)),
-        ("key is unique", gxe.ExpectColumnValuesToBeUnique(column="key")),
-        (
-            "sample size is in range",
-            gxe.ExpectColumnValuesToBeBetween(
-                column="n_bytes", min_value=1, max_value=MAX_SAMPLE_BYTES
-            ),
+    between, in_set = gxe.ExpectColumnValuesToBeBetween, gxe.ExpectColumnValuesToBeInSet
+    equal, unique = gxe.ExpectColumnPairValuesToBeEqual, gxe.ExpectColumnValuesToBeUnique
+    wanted: dict[str, Any] = {
+        "key is present": gxe.ExpectColumnValueLengthsToBeBetween(column="key", min_value=1),
+        "key is unique": unique(column="key"),
+        "sample size is in range": between(
+            column="n_bytes", min_value=1, max_value=MAX_SAMPLE_BYTES
         ),
-        ("no sample is empty", gxe.ExpectColumnValuesToBeBetween(column="length", min_value=1)),
-        (
-            "lengths are those of the index",
-            gxe.ExpectColumnPairValuesToBeEqual(column_A="length", column_B="length_in_file"),
+        "no sample is empty": between(column="length", min_value=1),
+        "lengths are those of the index": equal(column_A="length", column_B="length_in_file"),
+        "text is UTF-8": in_set(column="is_text", value_set=[True]),
+        "every number is finite": in_set(column="is_finite", value_set=[True]),
+        "split is known": in_set(column="split", value_set=known),
+        "split is the one its key draws": equal(column_A="split", column_B="split_of_key"),
+        "no sample is in both splits or twice in one": unique(column="content"),
+        "both splits are there": gxe.ExpectColumnDistinctValuesToContainSet(
+            column="split", value_set=known
         ),
-        ("text is UTF-8", gxe.ExpectColumnValuesToBeInSet(column="is_text", value_set=[True])),
-        (
-            "every number is finite",
-            gxe.ExpectColumnValuesToBeInSet(column="is_finite", value_set=[True]),
+        "held-out share is as asked": gxe.ExpectColumnMeanToBeBetween(
+            column="held_out", min_value=low, max_value=high
         ),
-        ("split is known", gxe.ExpectColumnValuesToBeInSet(column="split", value_set=known)),
-        (
-            "split is the one its key draws",
-            gxe.ExpectColumnPairValuesToBeEqual(column_A="split", column_B="split_of_key"),
-        ),
-        (
-            "no sample is in both splits or twice in one",
-            gxe.ExpectColumnValuesToBeUnique(column="content"),
-        ),
-        (
-            "both splits are there",
-            gxe.ExpectColumnDistinctValuesToContainSet(column="split", value_set=known),
-        ),
-        (
-            "held-out share is as asked",
-            gxe.ExpectColumnMeanToBeBetween(column="held_out", min_value=low, max_value=high),
-        ),
-        (
-            "purpose is the snapshot's",
-            gxe.ExpectColumnValuesToBeInSet(column="purpose", value_set=[snapshot.purpose]),
-        ),
-    ]
+        "purpose is the snapshot's": in_set(column="purpose", value_set=[snapshot.purpose]),
+    }
     if not table.is_partial:
-        wanted.append(
-            ("all samples are there", gxe.ExpectTableRowCountToEqual(value=record.documents))
-        )
-    names = {}
-    for number, (name, expectation) in enumerate(wanted):
-        expectation.meta = {"check": number}
-        names[number] = name
+        rows = gxe.ExpectTableRowCountToEqual(value=record.documents)
+        wanted["all samples are there"] = rows
+    for name, expectation in wanted.items():
+        expectation.meta = {"check": name}
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = {"globally": False, "metric_calculations": False}
     batch = (
@@ -203,26 +166,23 @@ def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
         .add_dataframe_asset("documents")
         .add_batch_definition_whole_dataframe("all")
     )
-    suite = gx.ExpectationSuite(name="snapshot", expectations=[each for _, each in wanted])
+    suite = gx.ExpectationSuite(name="snapshot", expectations=[*wanted.values()])
     definition = gx.ValidationDefinition(
         name="snapshot", data=batch, suite=context.suites.add(suite)
     )
     context.validation_definitions.add(definition)
     result = definition.run(batch_parameters={"dataframe": pd.DataFrame(table.columns)})
+    found = {each.expectation_config.meta["check"]: each for each in result.results}
     checks = []
-    for each in sorted(
-        result.results, key=lambda found: int(found.expectation_config.meta["check"])
-    ):
-        details = dict(each.result or {})
+    for name in wanted:
+        details = dict(found[name].result or {})
+        examples = (details.get("partial_unexpected_list") or [])[:EXAMPLES]
         checks.append(
             {
-                "name": names[int(each.expectation_config.meta["check"])],
-                "passed": bool(each.success),
-                "got": _got(details, each.exception_info),
-                "examples": [
-                    str(value)
-                    for value in (details.get("partial_unexpected_list") or [])[:EXAMPLES]
-                ],
+                "name": name,
+                "passed": bool(found[name].success),
+                "got": _got(details, found[name].exception_info),
+                "examples": [str(value) for value in examples],
             }
         )
     return checks
@@ -258,16 +218,18 @@ COLUMNS = (
 class ColumnStatistics:
     """Statistics of a column's numbers over all samples read."""
 
-    name: str
+    column: str
     kind: str
     samples: int = 0
     shortest: int = 0
     longest: int = 0
-    least: float = float("inf")
-    greatest: float = float("-inf")
-    total: float = 0.0
-    count: int = 0
+    least: float | None = None  # None without finite numbers
+    greatest: float | None = None
+    mean: float | None = None
     not_finite: int = 0
+
+    def __post_init__(self) -> None:
+        self._total, self._count = 0.0, 0
 
     def add(self, array: Array) -> None:
         """Add one sample's array."""
@@ -275,31 +237,17 @@ class ColumnStatistics:
         self.shortest = length if not self.samples else min(self.shortest, length)
         self.longest = max(self.longest, length)
         self.samples += 1
-        finite = array
-        if array.dtype.kind == "f":
-            finite = array[np.isfinite(array)] if array.ndim else array.reshape(1)
+        finite = np.asarray(array).reshape(-1)
+        if finite.dtype.kind == "f":
             finite = finite[np.isfinite(finite)].astype(np.float64)
             self.not_finite += array.size - finite.size
         if finite.size:
-            self.least = min(self.least, float(finite.min()))
-            self.greatest = max(self.greatest, float(finite.max()))
-            self.total += float(finite.sum(dtype=np.float64))
-            self.count += int(finite.size)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the statistics as plain data; least, greatest and mean are None without finite
-        numbers."""
-        return {
-            "column": self.name,
-            "kind": self.kind,
-            "samples": self.samples,
-            "shortest": self.shortest,
-            "longest": self.longest,
-            "least": self.least if self.count else None,
-            "greatest": self.greatest if self.count else None,
-            "mean": self.total / self.count if self.count and np.isfinite(self.total) else None,
-            "not_finite": self.not_finite,
-        }
+            least, greatest = float(finite.min()), float(finite.max())
+            self.least = least if self.least is None else min(self.least, least)
+            self.greatest = greatest if self.greatest is None else max(self.greatest, greatest)
+            self._total += float(finite.sum(dtype=np.float64))
+            self._count += int(finite.size)
+            self.mean = self._total / self._count if np.isfinite(self._total) else None
 
 
 @dataclass
@@ -334,22 +282,19 @@ def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) 
     if {each.split for each in looked_at} != {each.split for each in shards}:
         looked_at.append(shards[-1])  # the last shard is of the second split
     table.samples_left_out = snapshot.record.documents - sum(each.samples for each in looked_at)
-    for number, shard in enumerate(looked_at):
-        cache.prefetch(looked_at[number : number + 8])
-        try:
-            lengths = cache.lengths(shard)
-            with cache.samples(shard) as samples:
-                _add(table, snapshot, shard, samples, lengths)
-        except CorruptData as error:
+    for shard, samples in cache.opened(looked_at):
+        if isinstance(samples, CorruptData):
             table.quarantined.append(
                 {
                     "shard": shard.sha256,
                     "split": shard.split,
                     "bytes": shard.bytes,
                     "documents": shard.samples,
-                    "reason": str(error.got),
+                    "reason": str(samples.got),
                 }
             )
+        else:
+            _add(table, snapshot, shard, samples, cache.lengths(shard))
     _draw_splits(table, snapshot)
     return table
 
@@ -357,14 +302,13 @@ def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) 
 def _add(
     table: Table, snapshot: Snapshot, shard: Shard, samples: ShardSamples, lengths: Array
 ) -> None:
-    rows: dict[str, list[Any]] = {name: [] for name in COLUMNS}
     has_text = snapshot.vocabulary.kind == "bytes" and shard.text_bytes > 0
+    rows = []
     for i in range(len(samples)):
         tokens, features = samples.tokens(i), samples.features(i)
-        digest = hashlib.sha256(tokens.tobytes())
-        finite = True
         table.figures["tokens"].add(tokens)
-        n_bytes = tokens.nbytes
+        digest = hashlib.sha256(tokens.tobytes())
+        n_bytes, finite = tokens.nbytes, True
         for name in sorted(features):
             array = features[name]
             digest.update(f"\0{name}\0{array.shape}".encode())
@@ -373,18 +317,22 @@ def _add(
             table.figures[name].add(array)
             if array.dtype.kind == "f":
                 finite = finite and bool(np.isfinite(array).all())
-        rows["key"].append(samples.key(i))
-        rows["content"].append(digest.hexdigest())
-        rows["length"].append(length_of(tokens, features))
-        rows["length_in_file"].append(int(lengths[i]) if i < len(lengths) else -1)
-        rows["n_tokens"].append(len(tokens))
-        rows["n_bytes"].append(n_bytes)
-        rows["is_text"].append(not has_text or _is_text(samples.text_bytes(i)))
-        rows["is_finite"].append(finite)
-    rows["split"] = [shard.split] * len(samples)
-    rows["purpose"] = [snapshot.purpose] * len(samples)
-    for name, values in rows.items():
-        table.columns[name] += values
+        rows.append(
+            {
+                "key": samples.key(i),
+                "content": digest.hexdigest(),
+                "split": shard.split,
+                "purpose": snapshot.purpose,
+                "length": length_of(tokens, features),
+                "length_in_file": int(lengths[i]) if i < len(lengths) else -1,
+                "n_tokens": len(tokens),
+                "n_bytes": n_bytes,
+                "is_text": not has_text or _is_text(samples.text_bytes(i)),
+                "is_finite": finite,
+            }
+        )
+    for name, values in table.columns.items():  # at once: a shard that fails leaves no rows
+        values += [each[name] for each in rows]
 
 
 def _is_text(text: bytes) -> bool:

@@ -4,7 +4,6 @@
 not depend on the registry or a scheduler; heavy libraries are imported where they are used.
 """
 
-from paceline.evaluation.gate import EXCEPTED, LINEAGE, decide
-from paceline.evaluation.report import as_frame, as_markdown, plot_report
+import lazy_loader
 
-__all__ = ["EXCEPTED", "LINEAGE", "as_frame", "as_markdown", "decide", "plot_report"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

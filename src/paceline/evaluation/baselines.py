@@ -48,26 +48,10 @@ class NgramModel:
         """Return the length of the longest gram: one more than the longest context."""
         return len(self._levels)
 
-    @property
-    def nbytes(self) -> int:
-        """Return the memory of the tables in bytes."""
-        return sum(
-            array.nbytes
-            for level in self._levels
-            for array in (level.grams, level.counts, level.contexts, level.totals, level.kinds)
-        )
-
     def bits(self, text: bytes) -> Reals:
         """Return −log2 p of each byte of one document, read from its start."""
         codes = _codes([text], self.order)
         return -np.log2(self._probabilities(codes))
-
-    def distribution(self, context: bytes) -> Reals:
-        """Return p of each of the 256 bytes after ``context``; it sums to 1."""
-        head = 0
-        for byte in context[-(self.order - 1) :] if self.order > 1 else b"":
-            head = head << 8 | byte
-        return self._probabilities(np.uint64(head << 8) | np.arange(256, dtype=np.uint64))
 
     def _probabilities(self, codes: Codes) -> Reals:
         p = np.full(codes.shape, 1 / 256)

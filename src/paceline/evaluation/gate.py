@@ -20,13 +20,7 @@ import math
 from collections.abc import Mapping
 
 from paceline.config import GateSettings
-from paceline.schemas.training import (
-    EvaluationReport,
-    GateCheck,
-    GateDecision,
-    Interval,
-    ModelScore,
-)
+from paceline.schemas import EvaluationReport, GateCheck, GateDecision, Interval, ModelScore
 
 CANDIDATE = "candidate"
 MISSING = "missing"

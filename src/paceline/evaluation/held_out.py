@@ -29,7 +29,9 @@ class HeldOutDocument:
     size: int
 
 
-def choose(documents: Iterable[tuple[str, bytes]], budget_bytes: int) -> list[HeldOutDocument]:
+def choose_prefixes(
+    documents: Iterable[tuple[str, bytes]], budget_bytes: int
+) -> list[HeldOutDocument]:
     """Return prefixes of as many documents as sensible, at most ``budget_bytes`` together.
 
     Raises InvalidSnapshot where no document has any bytes.

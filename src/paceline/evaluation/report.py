@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.schemas.training import EvaluationReport, Interval
+from paceline.schemas import EvaluationReport, Interval, ModelScore
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -14,27 +14,15 @@ _COLOURS = {"transformer": "#2f6fb2", "ngram": "#b07d2b", "compressor": "#8a8f98
 
 
 def as_frame(report: EvaluationReport) -> pd.DataFrame:
-    """Return a pandas DataFrame with one row a model, best first, with intervals and gains."""
+    """Return a DataFrame with one row a model, best first; columns like ``bits_per_byte.low``."""
     import pandas as pd
 
-    rows = []
-    for score in sorted(report.scores, key=lambda each: each.bits_per_byte.value):
-        row: dict[str, Any] = {
-            "model": score.name,
-            "kind": score.kind,
-            "bits_per_byte": score.bits_per_byte.value,
-            "low": score.bits_per_byte.low,
-            "high": score.bits_per_byte.high,
-            "latency_ms": score.latency_ms,
-            "dtype": score.dtype,
-            "model_bytes": score.model_bytes,
-        }
-        for other, gain in score.gain_over.items():
-            row[f"gain_over_{other}"] = gain.value
-            row[f"gain_over_{other}_low"] = gain.low
-            row[f"gain_over_{other}_high"] = gain.high
-        rows.append(row)
-    return pd.DataFrame(rows).set_index("model") if rows else pd.DataFrame()
+    rows = [score.model_dump(mode="json") for score in _ranked(report)]
+    return pd.json_normalize(rows).set_index("name") if rows else pd.DataFrame()
+
+
+def _ranked(report: EvaluationReport) -> list[ModelScore]:
+    return sorted(report.scores, key=lambda each: each.bits_per_byte.value)
 
 
 def as_markdown(report: EvaluationReport) -> str:
@@ -47,7 +35,7 @@ def as_markdown(report: EvaluationReport) -> str:
         "| model | bits per byte | interval | latency | dtype | size |",
         "|---|---:|---:|---:|---|---:|",
     ]
-    for score in sorted(report.scores, key=lambda each: each.bits_per_byte.value):
+    for score in _ranked(report):
         bits = score.bits_per_byte
         lines.append(
             f"| {_cell(score.name)} | {bits.value:.3f} | {bits.low:.3f} to {bits.high:.3f} | "
@@ -73,7 +61,7 @@ def plot_report(report: EvaluationReport, path: Path) -> Path:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ranked = sorted(report.scores, key=lambda each: -each.bits_per_byte.value)
+    ranked = _ranked(report)[::-1]
     by_size = [row for row in report.slices if row["slice"] == "size"]
     figure = Figure(figsize=(12, 1.6 + 0.45 * max(len(ranked), 5)), layout="constrained")
     FigureCanvasAgg(figure)

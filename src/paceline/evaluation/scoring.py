@@ -23,9 +23,9 @@ from paceline.errors import PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
-from paceline.evaluation.transformer import TransformerScore, score
+from paceline.evaluation.transformer import TransformerScore, score_transformer
 from paceline.models import weights_digest
-from paceline.schemas.training import EvaluationReport, Interval, ModelScore
+from paceline.schemas import EvaluationReport, Interval, ModelScore
 
 Reals = NDArray[np.float64]
 
@@ -76,7 +76,7 @@ class _Scored:
     facts: Mapping[str, Any]  # fields of ModelScore that only served models have
 
 
-def judge(
+def score_models(
     models: Mapping[str, Path],
     held_out: Sequence[HeldOutDocument],
     train: Sequence[bytes],
@@ -104,7 +104,8 @@ def judge(
         except PermanentError as error:
             failures[name] = error.one_line()
             continue
-        scored[name] = _Scored(kind="transformer", bits=found.bits, facts=_facts(found))
+        facts = {field: value for field, value in vars(found).items() if field != "bits"}
+        scored[name] = _Scored(kind="transformer", bits=found.bits, facts=facts)
     on_progress(0.92, f"{NGRAM}: counting {sum(map(len, train))} bytes")
     scored[NGRAM] = _Scored(
         kind="ngram", bits=_ngram_bits(train, texts, settings.ngram_order), facts={}
@@ -133,18 +134,8 @@ def _score_once(
 ) -> TransformerScore:
     digest = weights_digest(directory)  # base and champion often have the same weights
     if digest not in by_digest:
-        by_digest[digest] = score(directory, texts, show)
+        by_digest[digest] = score_transformer(directory, texts, show)
     return by_digest[digest]
-
-
-def _facts(found: TransformerScore) -> dict[str, Any]:
-    return {
-        "latency_ms": found.latency_ms,
-        "weights_digest": found.weights_digest,
-        "dtype": found.dtype,
-        "format": found.format,
-        "model_bytes": found.model_bytes,
-    }
 
 
 def _ngram_bits(train: Sequence[bytes], texts: Sequence[bytes], order: int) -> Reals:

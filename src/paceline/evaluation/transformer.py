@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import CorruptData
-from paceline.models import ModelConfig, weights_digest
-from paceline.models.files import weight_files
+from paceline.models import ModelConfig, weight_files, weights_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +69,7 @@ def windows(length: int, context: int, document: int = 0) -> list[Window]:
     return found
 
 
-def score(
+def score_transformer(
     directory: Path, texts: Sequence[bytes], on_progress: Callable[[float], None]
 ) -> TransformerScore:
     """Return how well the model in ``directory`` predicts ``texts``.

@@ -1,46 +1,67 @@
 """Builds the manifest of a directory: one parallel read gives the digests of pieces, chunks, files.
 
-Every byte is read once and hashed three times, on all cores: strands of files in parallel, and
-within a strand the three digests, on separate cores where some are free and in the SIMD lanes of
-one core (``hashing``) where not. It writes nothing and does not depend on where the model will be
-published.
+Every byte is read once and hashed three times: by the piece hash, and by SHA-256 for its chunk and
+for its file. Strands of files are digested in parallel; where there are fewer strands than cores,
+the file's SHA-256 has a thread of its own. It writes nothing and does not depend on where the model
+will be published.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline import hashing
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
-from paceline.manifest.model import ACTIVE, MANIFEST_FILE, Chunk, FileEntry, Manifest, check_paths
+from paceline.manifest.model import (
+    ACTIVE,
+    MANIFEST_FILE,
+    PIECE_HASHES,
+    Chunk,
+    FileEntry,
+    Hash,
+    Manifest,
+    check_paths,
+)
 from paceline.manifest.progress import DIGEST, ProgressCallback, ProgressCounter, nobody, results
-from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, lay_out
-from paceline.schemas.base import NAME
+from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, chunk_layout, strands
+from paceline.schemas import NAME, PieceHash
 
 MAX_FILES = 100_000
 BLOCK = 4 * MIB  # read and hashed at once, in whole pieces
-ASIDE = 128 * 1024  # smaller blocks are not worth waking another thread
-MAX_STRANDS = 16  # bounds memory: two blocks each
+MAX_STRANDS = 16  # bounds memory: a block each
 
 _NAME = re.compile(NAME)
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedFile:
-    """A file of the model as the scan saw it; a later change of size or mtime raises
-    ``SourceChanged``.
-    """
+    """A file of the model as the scan saw it."""
 
     path: str
     size: int
     mtime_ns: int
+
+    def require_unchanged(self, status: os.stat_result, where: Path) -> None:
+        """Raise SourceChanged where the file has another size or modification time by now."""
+        if (status.st_size, status.st_mtime_ns) != (self.size, self.mtime_ns):
+            raise self.changed(f"{status.st_size} bytes, mtime {status.st_mtime_ns}", where)
+
+    def changed(self, got: object, where: Path) -> SourceChanged:
+        """Return the error for a file that changed."""
+        return SourceChanged(
+            "file changed while it was read",
+            got=got,
+            wanted=f"{self.size} bytes, mtime {self.mtime_ns}",
+            where=where,
+            do="Publish when nothing writes to the directory.",
+        )
 
 
 def build_manifest(
@@ -51,8 +72,10 @@ def build_manifest(
     link_mbit: float,
     piece_bytes: int = 0,
     chunk_bytes: int = 0,
+    piece_hash: PieceHash | None = None,
 ) -> Manifest:
-    """Return the manifest of the model in ``directory``; sizes of 0 follow from size and link.
+    """Return the manifest of the model in ``directory``; sizes of 0 follow from size and link, and
+    ``piece_hash`` is "blake3" unless it is "sha256".
 
     Raises InvalidManifest (a symlink, a special file, colliding names, no bytes), InvalidInput
     (sizes out of range), SourceMissing, and SourceChanged where a file changes meanwhile.
@@ -60,10 +83,12 @@ def build_manifest(
     check_name("model_id", model_id)
     check_name("version", version)
     root = Path(directory)
-    found = scan(root)
+    found = scan_model(root)
     total = sum(file.size for file in found)
     sizes = choose_sizes(total, link_mbit, piece_bytes=piece_bytes, chunk_bytes=chunk_bytes)
-    return digest(root, found, sizes, model_id=model_id, version=version)
+    return digest(
+        root, found, sizes, model_id=model_id, version=version, piece_hash=piece_hash or "blake3"
+    )
 
 
 def check_name(what: str, value: object) -> str:
@@ -83,7 +108,7 @@ def check_name(what: str, value: object) -> str:
     return value
 
 
-def scan(root: Path) -> list[ScannedFile]:
+def scan_model(root: Path) -> list[ScannedFile]:
     """Return the model's files in stream order (by path); follows no symlink."""
     try:
         found = sorted(_walk(root, ""), key=lambda file: file.path)
@@ -115,49 +140,116 @@ def digest(
     *,
     model_id: str,
     version: str,
+    piece_hash: PieceHash,
     tell: ProgressCallback = nobody,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
     set, and the error of a file at once.
     """
-    account = ProgressCounter(DIGEST, sum(file.size for file in found), len(found), tell)
-    strands = lay_out([file.size for file in found], *sizes)
-    stopping = stopping or threading.Event()
-    cores = os.cpu_count() or 1
-    with (
-        ThreadPoolExecutor(cores, thread_name_prefix="hash") as aside,
-        ThreadPoolExecutor(min(cores, MAX_STRANDS), thread_name_prefix="read") as readers,
-    ):
-        running = [
-            readers.submit(
-                _digest_strand,
-                root,
-                found,
-                strand,
-                sizes.piece_bytes,
-                _Hasher(aside, cores // max(1, len(strands))),
-                stopping,
-                account,
-            )
-            for strand in strands
-        ]
-        done = results(readers, running, stopping)
-    files = tuple(file for entries, _ in done for file in entries)
+    chunk_sizes = chunk_layout([file.size for file in found], *sizes)
+    reading = Digesting(root, found, sizes.piece_bytes, piece_hash, tell=tell, stopping=stopping)
+    files, checksums = reading.run(chunk_sizes)
     chunks: list[Chunk] = []
     offset = 0
-    for _, digests in done:
-        for size, checksum in digests:
-            chunks.append(Chunk(len(chunks), offset, size, checksum))
-            offset += size
-    return Manifest.of(
+    for size, checksum in zip(chunk_sizes, checksums, strict=True):
+        chunks.append(Chunk(len(chunks), offset, size, checksum))
+        offset += size
+    return Manifest(
         model_id=model_id,
         version=version,
         piece_bytes=sizes.piece_bytes,
         chunk_bytes=sizes.chunk_bytes,
-        files=files,
+        files=tuple(files),
         chunks=tuple(chunks),
+        piece_hash=piece_hash,
     )
+
+
+class Digesting:
+    """Reads ``found`` below ``root`` and computes the digests of pieces and, unless
+    ``only_pieces``, the SHA-256 of files and chunks (else "").
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        found: Sequence[ScannedFile],
+        piece_bytes: int,
+        piece_hash: PieceHash,
+        *,
+        only_pieces: bool = False,
+        tell: ProgressCallback = nobody,
+        stopping: threading.Event | None = None,
+    ) -> None:
+        self._root, self._found = root, found
+        self._piece_bytes = piece_bytes
+        self._new_piece_hash = PIECE_HASHES[piece_hash]
+        self._new_sha256 = _NoHash if only_pieces else hashlib.sha256
+        self._stopping = stopping or threading.Event()
+        self._account = ProgressCounter(DIGEST, sum(f.size for f in found), len(found), tell)
+        self._aside: ThreadPoolExecutor | None = None  # hashes blocks for the file's SHA-256
+
+    def run(self, chunk_sizes: Sequence[int]) -> tuple[list[FileEntry], list[str]]:
+        """Return the files, and the checksums of the chunks, which are of these sizes."""
+        runs = strands([file.size for file in self._found], chunk_sizes)
+        cores = os.cpu_count() or 1
+        with (
+            ThreadPoolExecutor(cores, thread_name_prefix="hash") as aside,
+            ThreadPoolExecutor(min(cores, MAX_STRANDS), thread_name_prefix="read") as readers,
+        ):
+            self._aside = aside if len(runs) < cores else None
+            running = [readers.submit(self._strand, each) for each in runs]
+            done = results(readers, running, self._stopping)
+        return [file for files, _ in done for file in files], [c for _, cs in done for c in cs]
+
+    def _strand(self, strand: DigestRun) -> tuple[list[FileEntry], list[str]]:
+        files: list[FileEntry] = []
+        checksums: list[str] = []
+        open_chunks = iter(strand.chunk_sizes)
+        room, chunk_hash = 0, self._new_sha256()
+        for file in self._found[strand.first_file : strand.last_file]:
+            file_hash, pieces, left = self._new_sha256(), [], file.size
+            with _Reader(self._root, file, self._piece_bytes) as reader:
+                while left:
+                    if self._stopping.is_set():
+                        raise Cancelled("digesting was stopped", where=self._root)
+                    if room == 0:
+                        room, chunk_hash = next(open_chunks), self._new_sha256()
+                    block = reader.read(min(left, room, reader.block))
+                    pieces += self._hash(block, file_hash, chunk_hash)
+                    self._account.moved(len(block))
+                    left -= len(block)
+                    room -= len(block)
+                    if room == 0:
+                        checksums.append(chunk_hash.hexdigest())
+            self._account.ended_file()
+            files.append(FileEntry(file.path, file.size, file_hash.hexdigest(), tuple(pieces)))
+        return files, checksums
+
+    def _hash(self, block: memoryview, file_hash: Hash, chunk_hash: Hash) -> list[str]:
+        """Update both, and return the digests of the block's pieces."""
+        if self._aside is None:
+            file_hash.update(block)
+        else:
+            other = self._aside.submit(file_hash.update, block)
+        chunk_hash.update(block)
+        pieces = []
+        for at in range(0, len(block), self._piece_bytes):
+            piece = self._new_piece_hash()
+            piece.update(block[at : at + self._piece_bytes])
+            pieces.append(piece.hexdigest())
+        if self._aside is not None:
+            other.result()
+        return pieces
+
+
+class _NoHash:
+    def update(self, data: bytes | bytearray | memoryview, /) -> None:
+        """Hash nothing."""
+
+    def hexdigest(self) -> str:
+        return ""
 
 
 def _walk(root: Path, prefix: str) -> Iterator[ScannedFile]:
@@ -182,70 +274,6 @@ def _walk(root: Path, prefix: str) -> Iterator[ScannedFile]:
                 )
 
 
-def _digest_strand(
-    root: Path,
-    found: list[ScannedFile],
-    strand: DigestRun,
-    piece_bytes: int,
-    hasher: _Hasher,
-    stopping: threading.Event,
-    account: ProgressCounter,
-) -> tuple[list[FileEntry], list[tuple[int, str]]]:
-    """Return the files and the (size, checksum) of the chunks of one strand."""
-    files: list[FileEntry] = []
-    chunks: list[tuple[int, str]] = []
-    open_chunks = iter(strand.chunk_sizes)
-    chunk_size, room, chunk_hash = 0, 0, hashing.sha256()
-    for file in found[strand.first_file : strand.last_file]:
-        file_hash = hashing.sha256()
-        pieces: list[str] = []
-        left = file.size
-        with _Reader(root, file, piece_bytes) as reader:
-            while left:
-                if stopping.is_set():
-                    raise Cancelled("digesting was stopped", where=root)
-                if room == 0:
-                    chunk_size = room = next(open_chunks)
-                    chunk_hash = hashing.sha256()
-                block = reader.read(min(left, room, reader.block))
-                pieces += hasher.hash(block, file_hash, chunk_hash, piece_bytes)
-                account.moved(len(block))
-                left -= len(block)
-                room -= len(block)
-                if room == 0:
-                    chunks.append((chunk_size, chunk_hash.hexdigest()))
-        account.ended_file()
-        files.append(FileEntry(file.path, file.size, file_hash.hexdigest(), tuple(pieces)))
-    return files, chunks
-
-
-class _Hasher:
-    """Hashes a block three times, on up to ``cores`` cores: the caller's and those of ``aside``."""
-
-    def __init__(self, aside: ThreadPoolExecutor, cores: int) -> None:
-        self._aside = aside
-        self._cores = min(3, max(1, cores)) if hashing.LANES > 1 else 3
-
-    def hash(
-        self, block: memoryview, file: hashing.Hash, chunk: hashing.Hash, piece_bytes: int
-    ) -> list[str]:
-        """Update ``file`` and ``chunk``, and return the digests of the block's pieces."""
-        cut = [block[at : at + piece_bytes] for at in range(0, len(block), piece_bytes)]
-        pieces = [hashing.sha256() for _ in cut]
-        whole: list[tuple[hashing.Hash, memoryview]] = [(file, block), (chunk, block)]
-        parts = list(zip(pieces, cut, strict=True))
-        cores = self._cores if len(block) >= ASIDE else 1
-        if cores == 1:
-            hashing.update_each([*whole, *parts])
-        else:
-            shares = [whole[1:], parts] if cores == 3 else [parts]
-            others = [self._aside.submit(hashing.update_each, share) for share in shares]
-            hashing.update_each(whole[: 4 - cores])
-            for other in others:
-                other.result()
-        return [each.hexdigest() for each in pieces]
-
-
 class _Reader:
     """Reads one file front to back into one reused buffer and detects a change of the file."""
 
@@ -263,14 +291,14 @@ class _Reader:
                 "file cannot be read", got=error.strerror, where=self._where, do="Check its mode."
             ) from error
         except OSError as error:
-            raise self._changed(error.strerror) from error
-        self._check()
+            raise self._file.changed(error.strerror, self._where) from error
+        self._file.require_unchanged(os.fstat(self._descriptor), self._where)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                self._check()
+                self._file.require_unchanged(os.fstat(self._descriptor), self._where)
         finally:
             os.close(self._descriptor)
 
@@ -280,21 +308,6 @@ class _Reader:
         while done < length:
             got = os.readv(self._descriptor, [self._buffer[done:length]])
             if not got:
-                raise self._changed("it became shorter")
+                raise self._file.changed("it became shorter", self._where)
             done += got
         return self._buffer[:length]
-
-    def _check(self) -> None:
-        status = os.fstat(self._descriptor)
-        now = ScannedFile(self._file.path, status.st_size, status.st_mtime_ns)
-        if now != self._file:
-            raise self._changed(f"{now.size} bytes, mtime {now.mtime_ns}")
-
-    def _changed(self, got: object) -> SourceChanged:
-        return SourceChanged(
-            "file changed while its digests were computed",
-            got=got,
-            wanted=f"{self._file.size} bytes, mtime {self._file.mtime_ns}",
-            where=self._where,
-            do="Publish when nothing writes to the directory.",
-        )

@@ -11,20 +11,31 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from paceline.errors import InvalidManifest
 from paceline.manifest.build import MAX_FILES, check_name
-from paceline.manifest.model import FORMAT, Chunk, FileEntry, Manifest, Signature, check_paths
-from paceline.manifest.sizes import LEAST_PIECE, MAX_CHUNKS, MAX_PIECE, MAX_PIECES
+from paceline.manifest.model import (
+    EXACT,
+    FORMATS,
+    Chunk,
+    FileEntry,
+    Manifest,
+    Signature,
+    Size,
+    check_paths,
+)
+from paceline.manifest.sizes import MAX_CHUNKS, MAX_PIECE, MAX_PIECES, MIN_ALLOWED_PIECE
+from paceline.schemas import PieceHash, Sha256
 
 MAX_MANIFEST_BYTES = 48 * 1024 * 1024  # MAX_PIECES digests of 67 bytes, and room for the rest
 MAX_UNICODE_BYTES = 16 * 1024 * 1024  # one character beyond ASCII can make a str four times wider
 MAX_ESCAPES = 1 << 22  # backslashes; the canonical form has one for each quote in a path
-MAX_TOTAL = 1 << 50  # a petabyte, far below what JSON numbers hold exactly
 LARGE_BYTES = 1024 * 1024  # larger documents are parsed one at a time: each takes up to 256 MB
 _MAX_COMMAS = MAX_PIECES + 4 * MAX_FILES + 4 * MAX_CHUNKS + 16
 _MAX_OBJECTS = 2 * MAX_FILES + MAX_CHUNKS + 3  # arrays too
@@ -38,21 +49,31 @@ _MAX_STRINGS = MAX_PIECES + 6 * MAX_FILES + 5 * MAX_CHUNKS + 32  # values and ke
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _large = threading.Lock()
 _NOT_STRUCTURE = bytes(set(range(256)) - set(b"[]{},:"))
-_HEX = re.compile(r"[0-9a-f]*")
-_TOP = {
-    "format": str,
-    "model_id": str,
-    "version": str,
-    "total_size": int,
-    "chunk_size": int,
-    "piece_size": int,
-    "files": list,
-    "chunks": list,
-    "global_checksum": str,
-}
-_FILE = {"path": str, "size": int, "sha256": str, "pieces": list}
-_SIGNATURE: dict[str, type] = {"public_key": str, "value": str}
-_CHUNK = {"chunk_id": int, "offset": int, "size": int, "checksum": str}
+_MAX_FIELDS = 16  # of one object
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """The fields of a manifest; ``signature`` and ``piece_hash`` may be absent."""
+
+    __pydantic_config__ = EXACT
+
+    format: str
+    model_id: str
+    version: str
+    total_size: Annotated[Size, Field(ge=1)]
+    chunk_size: Size
+    piece_size: Annotated[int, Field(strict=True, ge=MIN_ALLOWED_PIECE, le=MAX_PIECE)]
+    files: Annotated[
+        tuple[FileEntry, ...], Field(min_length=1, max_length=MAX_FILES, fail_fast=True)
+    ]
+    chunks: Annotated[tuple[Chunk, ...], Field(min_length=1, max_length=MAX_CHUNKS, fail_fast=True)]
+    global_checksum: Sha256
+    signature: Signature | None = None  # only its form is checked here, see ``signing``
+    piece_hash: object = None
+
+
+_DOCUMENT = TypeAdapter(_Document)
 
 
 def parse_manifest(raw: bytes) -> Manifest:
@@ -72,28 +93,23 @@ def _parsed(raw: bytes) -> Manifest:
         got, wanted = f"{len(raw)} bytes beyond ASCII", f"at most {MAX_UNICODE_BYTES}"
         _refuse("manifest is too large for names beyond ASCII", got, wanted, "")
     _bound_structure(raw)
-    loaded = _load(raw)
-    signature = _signature(loaded.pop("signature")) if _is_signed(loaded) else None
-    document = _fields(loaded, _TOP, "manifest")
-    if document["format"] != FORMAT:
-        _refuse("unknown manifest format", repr(document["format"])[:100], FORMAT, "format")
-    model_id = check_name("model_id", document["model_id"])
-    version = check_name("version", document["version"])
-    piece = _number(document["piece_size"], LEAST_PIECE, MAX_PIECE, "piece_size")
-    chunk = _number(document["chunk_size"], piece, MAX_TOTAL, "chunk_size")
-    files = _files(document["files"], piece)
-    chunks = _chunks(document["chunks"], chunk)
-    _check_tiling(document["total_size"], files, chunks, piece)
-    manifest = Manifest.of(
-        model_id=model_id,
-        version=version,
-        piece_bytes=piece,
-        chunk_bytes=chunk,
-        files=files,
-        chunks=chunks,
-        signature=signature,
+    document = _load(raw)
+    piece_hash = _piece_hash(document)
+    check_name("model_id", document.model_id)
+    check_name("version", document.version)
+    check_paths(file.path for file in document.files)
+    _check_tiling(document)
+    manifest = Manifest(
+        model_id=document.model_id,
+        version=document.version,
+        piece_bytes=document.piece_size,
+        chunk_bytes=document.chunk_size,
+        files=document.files,
+        chunks=document.chunks,
+        piece_hash=piece_hash,
+        signature=document.signature,
     )
-    stated = _digest(document["global_checksum"], "global_checksum")
+    stated = document.global_checksum
     if stated != manifest.global_checksum:
         _refuse("manifest's checksum is wrong", stated, manifest.global_checksum, "global_checksum")
     return manifest
@@ -117,143 +133,80 @@ def _bound_structure(raw: bytes) -> None:
         _refuse("manifest is nested too deeply", "more", f"{_DEEPEST} levels", "")
 
 
-def _load(raw: bytes) -> Any:
-    def refuse_number(text: str) -> NoReturn:
-        _refuse("manifest has a number that is no integer", text[:50], "an integer", "")
-
-    def integer(text: str) -> int:
-        if len(text) > 20:
-            _refuse("number is too long", f"{len(text)} digits", "at most 20", "")
-        return int(text)
-
+def _load(raw: bytes) -> _Document:
     try:
-        return json.loads(
-            raw.decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=refuse_number,
-            parse_float=refuse_number,
-            parse_int=integer,
-        )
+        loaded = json.loads(raw.decode("utf-8"), object_pairs_hook=_each_key_once)
     except (ValueError, RecursionError) as error:
         raise InvalidManifest(
             "manifest is not JSON", got=str(error)[:200], wanted="a UTF-8 JSON object"
         ) from error
+    if not isinstance(loaded, dict) or None in loaded.values():
+        _refuse("not a manifest", type(loaded).__name__, "an object without null", "manifest")
+    try:
+        return _DOCUMENT.validate_python(loaded)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    where = "".join(f"[{n}]" if isinstance(n, int) else f".{n}"[:50] for n in first["loc"])
+    value = first["input"]  # of a missing field: the whole object
+    got = type(value).__name__ if isinstance(value, dict | list) else repr(value)[:100]
+    raise InvalidManifest(
+        "manifest has a bad value", got=got, wanted=first["msg"], where=where.lstrip(".")
+    )
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         _refuse("manifest has a duplicate key", repr(twice)[:100], "each key once", "")
+    if len(pairs) > _MAX_FIELDS:  # each unknown one would be an error of its own
+        _refuse("object has too many keys", len(pairs), f"at most {_MAX_FIELDS}", "")
     return result
 
 
-def _fields(value: Any, kinds: dict[str, type], where: str) -> dict[str, Any]:
-    if type(value) is not dict:
-        _refuse("not an object", type(value).__name__, "an object", where)
-    if value.keys() != kinds.keys():
-        got = ", ".join(sorted(repr(key)[:40] for key in list(value)[:20])) or "none"
-        _refuse("wrong keys", got, ", ".join(kinds), where)
-    for key, kind in kinds.items():
-        if type(value[key]) is not kind:  # exactly: True is not an integer here
-            _refuse("wrong type", type(value[key]).__name__, kind.__name__, f"{where}.{key}")
-    return value
+def _piece_hash(document: _Document) -> PieceHash:
+    if document.format not in FORMATS.values():
+        known = " or ".join(FORMATS.values())
+        _refuse("unknown manifest format", repr(document.format)[:100], known, "format")
+    # A manifest of SHA-256 pieces has one form, the older format.
+    piece_hash: PieceHash = "sha256" if document.format == FORMATS["sha256"] else "blake3"
+    wanted = None if piece_hash == "sha256" else piece_hash
+    if document.piece_hash != wanted:
+        _refuse("unknown piece hash", repr(document.piece_hash)[:100], repr(wanted), "piece_hash")
+    return piece_hash
 
 
-def _is_signed(document: Any) -> bool:
-    return type(document) is dict and "signature" in document
-
-
-def _signature(value: Any) -> Signature:
-    # Only the form; ``signing`` checks the key and the signature.
-    fields = _fields(value, _SIGNATURE, "signature")
-    public_key = _digest(fields["public_key"], "signature.public_key")
-    text = fields["value"]
-    if len(text) != 128 or not _HEX.fullmatch(text):
-        _refuse("bad signature", repr(text)[:100], "128 lower-case hex digits", "signature.value")
-    return Signature(public_key, text)
-
-
-def _files(values: list[Any], piece: int) -> tuple[FileEntry, ...]:
-    if not 1 <= len(values) <= MAX_FILES:
-        _refuse("bad number of files", len(values), f"1 to {MAX_FILES}", "files")
-    files = []
-    for index, value in enumerate(values):
-        where = f"files[{index}]"
-        fields = _fields(value, _FILE, where)
-        size = _number(fields["size"], 0, MAX_TOTAL, f"{where}.size")
-        digests = fields["pieces"]
-        wanted = -(-size // piece)
-        if len(digests) != wanted:
-            _refuse("wrong number of pieces", len(digests), wanted, f"{where}.pieces")
-        _digests(digests, f"{where}.pieces")
-        sha256 = _digest(fields["sha256"], f"{where}.sha256")
-        files.append(FileEntry(fields["path"], size, sha256, tuple(digests)))
-    check_paths(file.path for file in files)
-    return tuple(files)
-
-
-def _chunks(values: list[Any], chunk_bytes: int) -> tuple[Chunk, ...]:
-    if not 1 <= len(values) <= MAX_CHUNKS:
-        _refuse("bad number of chunks", len(values), f"1 to {MAX_CHUNKS}", "chunks")
-    chunks = []
-    offset = 0
-    for index, value in enumerate(values):
-        where = f"chunks[{index}]"
-        fields = _fields(value, _CHUNK, where)
-        _number(fields["chunk_id"], index, index, f"{where}.chunk_id")
-        _number(fields["offset"], offset, offset, f"{where}.offset")
-        size = _number(fields["size"], 1, chunk_bytes, f"{where}.size")
-        checksum = _digest(fields["checksum"], f"{where}.checksum")
-        chunks.append(Chunk(index, offset, size, checksum))
-        offset += size
-    return tuple(chunks)
-
-
-def _check_tiling(
-    total: int, files: tuple[FileEntry, ...], chunks: tuple[Chunk, ...], piece: int
-) -> None:
-    """Check that files and chunks both tile ``[0, total)`` and that chunks hold whole pieces."""
-    total = _number(total, 1, MAX_TOTAL, "total_size")
-    for what, end in (
-        ("files", sum(file.size for file in files)),
-        ("chunks", chunks[-1].offset + chunks[-1].size),
-    ):
+def _check_tiling(document: _Document) -> None:
+    """Check that files and chunks both tile ``[0, total_size)``, that files have as many pieces as
+    their size needs, and that chunks hold whole pieces.
+    """
+    piece, total, offset = document.piece_size, document.total_size, 0
+    for index, chunk in enumerate(document.chunks):
+        if (chunk.chunk_id, chunk.offset) != (index, offset):
+            got, wanted = f"chunk {chunk.chunk_id} at {chunk.offset}", f"{index} at {offset}"
+            _refuse("chunks are not consecutive", got, wanted, f"chunks[{index}]")
+        if not 1 <= chunk.size <= document.chunk_size:
+            wanted = f"1 to {document.chunk_size} bytes"
+            _refuse("chunk has a bad size", chunk.size, wanted, f"chunks[{index}].size")
+        offset += chunk.size
+    for index, file in enumerate(document.files):
+        if len(file.pieces) != (wanted_pieces := -(-file.size // piece)):
+            where = f"files[{index}].pieces"
+            _refuse("wrong number of pieces", len(file.pieces), wanted_pieces, where)
+    for what, end in (("files", sum(file.size for file in document.files)), ("chunks", offset)):
         if end != total:
             _refuse(f"{what} do not tile the model", f"{end} bytes", f"{total} bytes", what)
-    if sum(len(file.pieces) for file in files) > MAX_PIECES:
+    if piece > document.chunk_size:
+        _refuse("chunk is smaller than a piece", document.chunk_size, piece, "chunk_size")
+    if sum(len(file.pieces) for file in document.files) > MAX_PIECES:
         _refuse("too many pieces", "more", MAX_PIECES, "files[].pieces")
-    edges = iter([*accumulate((file.size for file in files), initial=0)])
+    edges = accumulate((file.size for file in document.files), initial=0)
     start, end = next(edges), next(edges)
-    for chunk in chunks:
+    for chunk in document.chunks:
         while end <= chunk.offset:
             start, end = end, next(edges)
         if (chunk.offset - start) % piece:
             _refuse("chunk begins inside a piece", chunk.offset, f"{start} + n x {piece}", "chunks")
-
-
-def _digests(values: list[Any], where: str) -> None:
-    # One pass of C code for all of a file's digests; the slow path only names the invalid one.
-    good: Callable[[Any], bool] = lambda each: type(each) is str and len(each) == 64  # noqa: E731
-    if all(map(good, values)) and _HEX.fullmatch("".join(values)):
-        return
-    for index, value in enumerate(values):
-        if type(value) is not str:
-            _refuse("wrong type", type(value).__name__, "str", f"{where}[{index}]")
-        _digest(value, f"{where}[{index}]")
-
-
-def _digest(value: str, where: str) -> str:
-    if len(value) != 64 or not _HEX.fullmatch(value):
-        _refuse("bad digest", repr(value)[:100], "64 lower-case hex digits", where)
-    return value
-
-
-def _number(value: int, least: int, most: int, where: str) -> int:
-    if not least <= value <= most:
-        wanted = str(least) if least == most else f"{least} to {most}"
-        _refuse("number out of range", value, wanted, where)
-    return value
 
 
 def _refuse(what: str, got: object, wanted: object, where: str) -> NoReturn:

@@ -7,14 +7,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paceline.errors import Cancelled
 
 DIGEST, UPLOAD = "digest", "upload"
-TELL_S = 0.2
-RATE_OVER_S = 5.0
+REPORT_INTERVAL_S = 0.2
+RATE_WINDOW_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ def nobody(_moved: PublishProgress) -> None:
 
 
 class ProgressCounter:
-    """Counts one stage; several threads add. ``tell`` is called every ``TELL_S`` at most, one call
-    at a time, and at the end.
+    """Counts one stage; several threads add. ``tell`` is called every ``REPORT_INTERVAL_S`` at
+    most, one call at a time, and at the end.
     """
 
     def __init__(
@@ -56,29 +56,26 @@ class ProgressCounter:
         self._lock = threading.Lock()
         self._tell = tell
         self._now = PublishProgress(stage, 0, total_bytes, 0, total_files)
-        self._told_s = float("-inf")
+        self._reported_s = float("-inf")
 
-    def moved(self, count: int) -> None:
-        """Add bytes; bytes that are sent a second time do not count beyond the total."""
-        self._add(count, 0)
-
-    def ended_file(self) -> None:
-        """Count a file as complete."""
-        self._add(0, 1)
-
-    def _add(self, count: int, files: int) -> None:
+    def moved(self, count: int, files: int = 0) -> None:
+        """Add bytes, and files that are complete; bytes that are sent a second time do not count
+        beyond the total.
+        """
         with self._lock:
             was = self._now
-            self._now = now = PublishProgress(
-                was.stage,
-                min(was.done_bytes + count, was.total_bytes),
-                was.total_bytes,
-                was.done_files + files,
-                was.total_files,
+            self._now = now = replace(
+                was,
+                done_bytes=min(was.done_bytes + count, was.total_bytes),
+                done_files=was.done_files + files,
             )
-            if now.is_over or time.monotonic() - self._told_s >= TELL_S:
-                self._told_s = time.monotonic()
+            if now.is_over or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
+                self._reported_s = time.monotonic()
                 self._tell(now)
+
+    def ended_file(self, count: int = 0) -> None:
+        """Count a file as complete, and ``count`` bytes of it."""
+        self.moved(count, 1)
 
 
 class ProgressFormatter:
@@ -93,15 +90,17 @@ class ProgressFormatter:
         if moved.stage != self._stage:
             self._stage, self._past = moved.stage, deque([(now_s, 0)])
         self._past.append((now_s, moved.done_bytes))
-        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
+        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_WINDOW_S:
             self._past.popleft()
         (then_s, then), (_, now) = self._past[0], self._past[-1]
-        rate = f", {in_units((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
+        rate = f", {format_bytes((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
         files = f"{moved.done_files} of {moved.total_files} files"
-        return f"{in_units(moved.done_bytes)} of {in_units(moved.total_bytes)}{rate}, {files}"
+        return (
+            f"{format_bytes(moved.done_bytes)} of {format_bytes(moved.total_bytes)}{rate}, {files}"
+        )
 
 
-def in_units(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Return a number of bytes in a readable unit: ``12.3 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:

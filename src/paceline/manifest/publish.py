@@ -2,17 +2,22 @@
 
 A version with a manifest is complete; one without is not published yet. A repeated publish uploads
 nothing, a publish after a crash resumes, and a version never changes its content; of two that
-publish different files as one version, one wins (``claim``). A version older than the newest one
+publish different files as one version, one wins (``Claim``). A version older than the newest one
 beside it (``…/MODEL/VERSION``) is refused.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from pydantic import Field, ValidationError
 
 from paceline.errors import (
     AccessDenied,
@@ -20,23 +25,26 @@ from paceline.errors import (
     Conflict,
     InvalidInput,
     InvalidManifest,
-    SourceChanged,
+    ServiceUnavailable,
     SourceMissing,
 )
-from paceline.manifest.build import ScannedFile, check_name, digest, scan
-from paceline.manifest.claim import CLAIM_FILE, Claim, claim, read_claim
+from paceline.manifest.build import ScannedFile, check_name, digest, scan_model
 from paceline.manifest.model import MANIFEST_FILE, Manifest, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.progress import UPLOAD, ProgressCallback, ProgressCounter, nobody, results
-from paceline.manifest.signing import ANYONE, TrustPolicy, sign_manifest, verify_signature
-from paceline.manifest.sizes import Sizes, choose_sizes
+from paceline.manifest.signing import TRUST_ANY, TrustPolicy, sign_manifest
+from paceline.manifest.sizes import MAX_PIECE, MIN_ALLOWED_PIECE, Sizes, choose_sizes
+from paceline.schemas import Count, PieceHash, Record, Sha256
 from paceline.storage import ObjectStore, join_url, parse_url
-from paceline.system.files import write_durably
+from paceline.system import write_durably
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 FILES_AT_ONCE = 4
+CLAIM_FILE = f"{MANIFEST_FILE}.claim"
+MAX_CLAIM_BYTES = 4096
+ATTEMPTS = 5  # claims that are released while they are read
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +59,7 @@ def publish_model(
     link_mbit: float,
     piece_bytes: int = 0,
     chunk_bytes: int = 0,
+    piece_hash: PieceHash | None = None,
     key: Ed25519PrivateKey | None = None,
     allow_older: bool = False,
     tell: ProgressCallback = nobody,
@@ -61,7 +70,8 @@ def publish_model(
     If the same content is already there, nothing is uploaded (a lost file is restored); other
     content at that place raises Conflict and changes nothing, and so does other content that is
     being published there, where the server has conditional writes. Sizes of 0 follow from model and
-    link, or from what is published or claimed there, so that a faster link does not turn the same
+    link, and ``piece_hash`` is "blake3" unless it is "sha256"; where a version is published or
+    claimed there, those left open are as it has them, so that a faster link does not turn the same
     bytes into another manifest. A version older than the newest one beside it raises Conflict,
     unless ``allow_older``. ``tell`` receives the progress of digesting and then of uploading, from
     threads of their own. Soon after ``stopping`` is set the call raises Cancelled, and no manifest
@@ -71,7 +81,7 @@ def publish_model(
     check_name("model_id", model_id)
     check_name("version", version)
     root = Path(directory)
-    found = scan(root)
+    found = scan_model(root)
     _refuse_foreign(root, found)
     published = _published(url, store)
     if published is None and not allow_older:
@@ -79,11 +89,18 @@ def publish_model(
     begun = published or read_claim(url, store)
     sizes = _sizes(found, begun, link_mbit, piece_bytes, chunk_bytes)
     manifest = digest(
-        root, found, sizes, model_id=model_id, version=version, tell=tell, stopping=stopping
+        root,
+        found,
+        sizes,
+        model_id=model_id,
+        version=version,
+        piece_hash=piece_hash or (begun.piece_hash if begun else "blake3"),
+        tell=tell,
+        stopping=stopping,
     )
     if published and published.digest != manifest.digest:
         raise _conflict(url, published, manifest)
-    claimed = published is None and claim(url, store, manifest)
+    claimed = published is None and claim_version(url, store, manifest)
     if claimed and (published := _published(url, store)) is not None:  # the claim is over
         store.delete(join_url(url, CLAIM_FILE))
         if published.digest != manifest.digest:
@@ -101,7 +118,7 @@ def publish_model(
             raise _conflict(url, now, manifest)
         where, raw = join_url(url, MANIFEST_FILE), manifest.to_bytes()
         if claimed and now is None:
-            claim(url, store, manifest)  # it is still ours
+            claim_version(url, store, manifest)  # it is still ours
             store.put_if_absent(where, raw)
         else:
             store.put_bytes(where, raw)
@@ -114,7 +131,9 @@ def publish_model(
     return manifest
 
 
-def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = ANYONE) -> Manifest:
+def fetch_manifest(
+    url: str, store: ObjectStore | None, policy: TrustPolicy = TRUST_ANY
+) -> Manifest:
     """Return the manifest of the version below ``url``: ``s3://bucket/prefix`` or a directory.
 
     Raises SourceMissing where no complete version is published there, InvalidManifest,
@@ -138,7 +157,7 @@ def fetch_manifest(url: str, store: ObjectStore | None, policy: TrustPolicy = AN
             do=error.do
             or "Delete that manifest.json and publish again: files that are there stay.",
         ) from error
-    verify_signature(manifest, policy, where=url)
+    policy.check(manifest, where=url)
     return manifest
 
 
@@ -239,8 +258,7 @@ def _upload(
     def upload(file: ScannedFile) -> None:
         path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]
         if there.get(target) == file.size and store.holds(target, file.size, sha256):
-            account.moved(file.size)
-            account.ended_file()
+            account.ended_file(file.size)
             return
         store.upload_file(
             path,
@@ -262,18 +280,9 @@ def _require_unchanged(path: Path, file: ScannedFile) -> None:
     """Raise SourceChanged where the file differs from the one that was digested."""
     try:
         status = path.stat(follow_symlinks=False)
-        got = f"{status.st_size} bytes, mtime {status.st_mtime_ns}"
-        if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
-            return
     except OSError as error:
-        got = str(error.strerror)
-    raise SourceChanged(
-        "file changed while it was published",
-        got=got,
-        wanted=f"{file.size} bytes, mtime {file.mtime_ns}",
-        where=path,
-        do="Publish when nothing writes to the directory.",
-    )
+        raise file.changed(error.strerror, path) from error
+    file.require_unchanged(status, path)
 
 
 def _read_local(directory: Path) -> bytes:
@@ -299,3 +308,83 @@ def _conflict(url: str, published: Manifest, manifest: Manifest) -> Conflict:
         where=url,
         do="Publish under a new version; a published version never changes.",
     )
+
+
+# The claim of a publish in progress: which content a version is going to have.
+#
+# An object beside the model's files, written before the first of them by a conditional write
+# (``If-None-Match: *``), so that of several publishers one wins, and deleted once the manifest is
+# there. It names content and not a process: several processes may publish the same files, or one
+# again after a crash. Where the server has no conditional writes there is no claim.
+
+
+class Claim(Record):
+    """The claim as stored: the content, the piece and chunk sizes, and the publisher."""
+
+    digest: Sha256  # of the manifest
+    piece_bytes: int = Field(ge=MIN_ALLOWED_PIECE, le=MAX_PIECE)
+    chunk_bytes: Count
+    piece_hash: PieceHash = "sha256"  # what a claim without it means
+    by: str = Field(max_length=300)
+    at: str = Field(max_length=40)
+
+
+def read_claim(url: str, store: ObjectStore) -> Claim | None:
+    """Return the claim of the version below ``url``; None without one. Raises InvalidInput."""
+    where = join_url(url, CLAIM_FILE)
+    try:
+        return Claim.model_validate_json(store.get_bytes(where, MAX_CLAIM_BYTES))
+    except SourceMissing:
+        return None
+    except ValidationError as error:
+        raise InvalidInput(
+            "claim of a publish cannot be read",
+            got=str(error).splitlines()[0],
+            where=where,
+            do="Delete that object if nothing is being published there.",
+        ) from error
+
+
+def claim_version(url: str, store: ObjectStore, manifest: Manifest) -> bool:
+    """Claim the version below ``url`` for the content of ``manifest``; an existing claim of the
+    same content counts as ours. Returns False where the server has no conditional writes.
+
+    Raises Conflict where it is claimed for other content.
+    """
+    where = join_url(url, CLAIM_FILE)
+    mine = Claim(
+        digest=manifest.digest,
+        piece_bytes=manifest.piece_bytes,
+        chunk_bytes=manifest.chunk_bytes,
+        piece_hash=manifest.piece_hash,
+        by=f"{socket.gethostname()[:200]} pid {os.getpid()}",
+        at=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+    for _ in range(ATTEMPTS):
+        written = store.put_if_absent(where, mine.model_dump_json().encode())
+        if written is None:
+            store.delete(where)
+            log.info("no conditional writes at %s: there is no claim", store.endpoint_url)
+            return False
+        other = mine if written else read_claim(url, store)
+        if other is None:
+            continue
+        if other.digest != manifest.digest:
+            raise Conflict(
+                "other files are being published as this version",
+                got=f"{manifest.model_id}/{manifest.version} {manifest.digest}",
+                wanted=f"{other.digest}, claimed by {other.by} at {other.at}",
+                where=where,
+                do="Publish under a new version. If that publish is over for good, publish with "
+                "--discard-unfinished, or delete that object.",
+            )
+        return True
+    raise ServiceUnavailable(
+        "a claim comes and goes", got=f"{ATTEMPTS} attempts", where=where, do="Publish again."
+    )
+
+
+def discard_unfinished(url: str, store: ObjectStore) -> None:
+    """Delete what ended publishes left below ``url``: parts of files, and a claim."""
+    store.abort_uploads(url)
+    store.delete(join_url(url, CLAIM_FILE))

@@ -1,4 +1,4 @@
-"""Signs and verifies manifests: Ed25519 over the digest, and the policy of trusted keys.
+"""Signs manifests (Ed25519 over the digest), and decides which manifests are acceptable.
 
 The signature is a field of the manifest that its digest does not cover, so a version has one digest
 whether it is signed or not, and signature and manifest appear in one object at once. The signed
@@ -8,14 +8,14 @@ passed off as one of these. Nothing is negotiable: one algorithm, RFC 8032.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.config import SecuritySettings
 from paceline.errors import Conflict, InvalidInput, InvalidProfile, NotFound, UntrustedManifest
 from paceline.manifest.model import Manifest, Signature
-from paceline.system.files import create_durably, sync_directory
+from paceline.system import create_durably, sync_directory
 
 if TYPE_CHECKING:  # the library takes 20 ms to import; most manifests are not signed
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -24,19 +24,20 @@ CONTEXT = b"paceline-manifest/1 signed\n"
 PUBLIC_KEY_HEX = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrustPolicy:
-    """Which signatures a manifest must carry before any byte of its model moves."""
+    """What a manifest must be before any byte of its model moves; the default accepts any."""
 
     trusted: tuple[str, ...] = ()  # public keys, 64 hex digits each
-    required: bool = False
+    required: bool = False  # a signature by one of them
+    fips: bool = False  # pieces are hashed with SHA-256
 
     @classmethod
-    def of(cls, trusted: Sequence[str], *, required: bool) -> TrustPolicy:
+    def of(cls, security: SecuritySettings) -> TrustPolicy:
         """Return the policy of a profile; raises InvalidProfile for a bad key, or where no manifest
         could satisfy it.
         """
-        for key in trusted:
+        for key in security.trusted_publishers:
             if len(key) != PUBLIC_KEY_HEX or not set(key) <= set("0123456789abcdef"):
                 raise InvalidProfile(
                     "not a public key",
@@ -44,18 +45,64 @@ class TrustPolicy:
                     wanted="64 lower-case hex digits, as `paceline keys new` prints them",
                     where="security.trusted_publishers",
                 )
-        if required and not trusted:
+        if security.require_signature and not security.trusted_publishers:
             raise InvalidProfile(
-                "signatures are required, and nobody is trusted",
+                "signatures are required, and no publisher is trusted",
                 got="an empty list",
                 wanted="at least one public key",
                 where="security.trusted_publishers",
                 do="Add the publisher's key, or set security.require_signature = false.",
             )
-        return cls(tuple(trusted), required)
+        return cls(
+            trusted=security.trusted_publishers,
+            required=security.require_signature,
+            fips=security.fips,
+        )
+
+    def check(self, manifest: Manifest, where: str = "") -> None:
+        """Return when ``manifest`` is acceptable, else raise UntrustedManifest.
+
+        A signature that is present must be valid under every policy.
+        """
+
+        def refuse(
+            what: str,
+            got: object,
+            wanted: object,
+            do: str = "Publish it with --sign and a trusted key.",
+        ) -> UntrustedManifest:
+            here = where or f"{manifest.model_id}/{manifest.version}"
+            return UntrustedManifest(what, got=got, wanted=wanted, where=here, do=do)
+
+        if self.fips and manifest.piece_hash != "sha256":
+            raise refuse(
+                "this installation accepts only SHA-256 (security.fips)",
+                f"pieces hashed with {manifest.piece_hash}",
+                "pieces hashed with sha256",
+                "Publish it as a new version with --piece-hash sha256.",
+            )
+        signature = manifest.signature
+        if signature is None:
+            if self.required:
+                raise refuse("manifest is not signed", "no signature", self._wanted)
+            return
+        if not _matches(signature, manifest.digest):
+            raise refuse(
+                "manifest's signature is wrong",
+                f"{signature.value[:16]}… by {signature.public_key[:16]}…",
+                f"one over digest {manifest.digest}",
+            )
+        if self.required and signature.public_key not in self.trusted:
+            raise refuse(
+                "manifest is signed by an untrusted publisher", signature.public_key, self._wanted
+            )
+
+    @property
+    def _wanted(self) -> str:
+        return "a signature by " + " or ".join(f"{key[:16]}…" for key in self.trusted)
 
 
-ANYONE = TrustPolicy()
+TRUST_ANY = TrustPolicy()
 
 
 def new_key(path: Path) -> str:
@@ -119,38 +166,6 @@ def sign_manifest(manifest: Manifest, key: Ed25519PrivateKey) -> Manifest:
     return replace(manifest, signature=Signature(public_key(key), value))
 
 
-def verify_signature(manifest: Manifest, policy: TrustPolicy = ANYONE, where: str = "") -> None:
-    """Return when ``manifest`` is acceptable under ``policy``, else raise UntrustedManifest.
-
-    A signature that is present must be valid under every policy.
-    """
-
-    def refuse(what: str, got: object, wanted: object) -> UntrustedManifest:
-        return UntrustedManifest(
-            what,
-            got=got,
-            wanted=wanted,
-            where=where or f"{manifest.model_id}/{manifest.version}",
-            do="Publish it with --sign and a trusted key, or ask whoever published it.",
-        )
-
-    signature = manifest.signature
-    if signature is None:
-        if policy.required:
-            raise refuse("manifest is not signed", "no signature", _one_of(policy))
-        return
-    if not _matches(signature, manifest.digest):
-        raise refuse(
-            "manifest's signature is wrong",
-            f"{signature.value[:16]}… by {signature.public_key[:16]}…",
-            f"one over digest {manifest.digest}",
-        )
-    if policy.required and signature.public_key not in policy.trusted:
-        raise refuse(
-            "manifest is signed by somebody untrusted", signature.public_key, _one_of(policy)
-        )
-
-
 def _matches(signature: Signature, digest: str) -> bool:
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -161,7 +176,3 @@ def _matches(signature: Signature, digest: str) -> bool:
     except (InvalidSignature, ValueError):
         return False
     return True
-
-
-def _one_of(policy: TrustPolicy) -> str:
-    return "a signature by " + " or ".join(f"{key[:16]}…" for key in policy.trusted)

@@ -5,8 +5,9 @@ Pure arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from paceline.errors import InvalidInput
@@ -14,12 +15,12 @@ from paceline.errors import InvalidInput
 KIB = 1024
 MIB = 1024 * KIB
 
-MIN_PIECE = 64 * KIB  # the least that is chosen; a caller may request less, down to LEAST_PIECE
+MIN_CHOSEN_PIECE = 64 * KIB  # a caller may request less, down to MIN_ALLOWED_PIECE
 MAX_PIECE = 16 * MIB
-CHOSEN_PIECE = 4 * MIB  # 1,000 hops take 3.4 s at 10 Gbps; larger only beyond half of MAX_PIECES
-LEAST_PIECE = 1 * KIB
+MAX_CHOSEN_PIECE = 4 * MIB  # 1,000 hops: 3.4 s at 10 Gbps; larger only beyond half of MAX_PIECES
+MIN_ALLOWED_PIECE = 1 * KIB
 MIN_CHUNK = 64 * KIB
-LEAST_CHUNKS = 16  # enough for progress to mean something in a small model
+MIN_CHUNKS = 16  # enough for progress to mean something in a small model
 CHUNK_SECONDS = 0.8  # 1 GB at 10 Gbps
 # A line of 32 workers adds 32 x piece / link to size / link; 0.5 % of it makes piece = size / 6400.
 PIECES_FOR_HALF_A_PERCENT = 32 * 200
@@ -43,13 +44,17 @@ def choose_sizes(
     """
     if link_mbit <= 0:
         raise InvalidInput("bad link speed", got=link_mbit, wanted="more than 0 Mbit/s")
-    if piece_bytes and not LEAST_PIECE <= piece_bytes <= MAX_PIECE:
+    if piece_bytes and not MIN_ALLOWED_PIECE <= piece_bytes <= MAX_PIECE:
         raise InvalidInput(
-            "bad piece size", got=piece_bytes, wanted=f"{LEAST_PIECE} to {MAX_PIECE} bytes, or 0"
+            "bad piece size",
+            got=piece_bytes,
+            wanted=f"{MIN_ALLOWED_PIECE} to {MAX_PIECE} bytes, or 0",
         )
-    if chunk_bytes and chunk_bytes < (piece_bytes or LEAST_PIECE):
+    if chunk_bytes and chunk_bytes < (piece_bytes or MIN_ALLOWED_PIECE):
         raise InvalidInput(
-            "bad chunk size", got=chunk_bytes, wanted=f"at least {piece_bytes or LEAST_PIECE} bytes"
+            "bad chunk size",
+            got=chunk_bytes,
+            wanted=f"at least {piece_bytes or MIN_ALLOWED_PIECE} bytes",
         )
     piece = piece_bytes or _piece(total_size, chunk_bytes)
     if -(-total_size // piece) > MAX_PIECES:
@@ -77,10 +82,10 @@ def _piece(total_size: int, chunk_bytes: int) -> int:
     if chunk_bytes:
         wanted = min(wanted, chunk_bytes)
     power = 1 << (wanted.bit_length() - 1)
-    least = MIN_PIECE
-    if chunk_bytes and chunk_bytes < MIN_PIECE:
+    least = MIN_CHOSEN_PIECE
+    if chunk_bytes and chunk_bytes < MIN_CHOSEN_PIECE:
         least = 1 << (chunk_bytes.bit_length() - 1)
-    most = CHOSEN_PIECE
+    most = MAX_CHOSEN_PIECE
     while total_size > most * MAX_PIECES // 2 and most < MAX_PIECE:
         most *= 2
     return min(max(power, least), most)
@@ -88,7 +93,7 @@ def _piece(total_size: int, chunk_bytes: int) -> int:
 
 def _chunk(total_size: int, link_mbit: float, piece: int) -> int:
     by_link = link_mbit * 1e6 / 8 * CHUNK_SECONDS
-    wanted = max(min(by_link, total_size / LEAST_CHUNKS), MIN_CHUNK, piece)
+    wanted = max(min(by_link, total_size / MIN_CHUNKS), MIN_CHUNK, piece)
     wanted = max(wanted, 2 * total_size / (MAX_CHUNKS // 2))
     return max(1, round(wanted / piece)) * piece  # whole pieces, so that only edges are ragged
 
@@ -100,36 +105,45 @@ def _chunk(total_size: int, link_mbit: float, piece: int) -> int:
 # *strand*) can be digested independently of all others: large shards in parallel, in one pass.
 
 
-@dataclass(slots=True)
-class DigestRun:
+class DigestRun(NamedTuple):
     """Files ``[first_file, last_file)`` and the sizes of the chunks that they fill exactly."""
 
     first_file: int
     last_file: int
-    chunk_sizes: list[int] = field(default_factory=list)
+    chunk_sizes: Sequence[int]
 
 
-def lay_out(file_sizes: Sequence[int], piece_bytes: int, chunk_bytes: int) -> list[DigestRun]:
-    """Return the strands of files of these sizes, in stream order; ``chunk_bytes`` is at least a
-    piece.
+def chunk_layout(file_sizes: Iterable[int], piece_bytes: int, chunk_bytes: int) -> list[int]:
+    """Return the sizes of the chunks of files of these sizes; ``chunk_bytes`` is at least a piece.
 
     Every chunk is a run of whole pieces, at least one, of at most ``chunk_bytes`` together.
     """
     whole = chunk_bytes // piece_bytes * piece_bytes
-    strands: list[DigestRun] = []
+    chunks: list[int] = []
     filled = 0  # bytes of the chunk in progress
-    for index, size in enumerate(file_sizes):
+    for size in file_sizes:
         if filled and filled + size > chunk_bytes:
-            strands[-1].chunk_sizes.append(filled)
+            chunks.append(filled)
             filled = 0
-        if filled == 0:
-            strands.append(DigestRun(index, index + 1))
-        strand = strands[-1]
-        strand.last_file = index + 1
         filled += size
         while filled > chunk_bytes:  # only a file that began this chunk
-            strand.chunk_sizes.append(whole)
+            chunks.append(whole)
             filled -= whole
-    if filled:
-        strands[-1].chunk_sizes.append(filled)
-    return strands
+    return [*chunks, filled] if filled else chunks
+
+
+def strands(file_sizes: Sequence[int], chunk_sizes: Sequence[int]) -> list[DigestRun]:
+    """Return the strands of files and chunks of these sizes, in stream order."""
+    files = list(accumulate(file_sizes, initial=0))
+    chunks = list(accumulate(chunk_sizes, initial=0))
+    # A strand begins where a chunk begins at a file's edge: at the first of its empty files.
+    begins = [
+        (file, chunk)
+        for chunk, offset in enumerate(chunks[:-1])
+        if files[file := bisect_left(files, offset)] == offset
+    ]
+    ends = [*begins[1:], (len(file_sizes), len(chunk_sizes))]
+    return [
+        DigestRun(file, last_file, chunk_sizes[chunk:last_chunk])
+        for (file, chunk), (last_file, last_chunk) in zip(begins, ends, strict=True)
+    ]

@@ -39,7 +39,7 @@ class DocumentSegments:
 AttentionScope = Tensor | DocumentSegments | None  # a mask_B1TT, segments, or all earlier tokens
 
 
-def seen_of(documents_BT: Tensor | None) -> AttentionScope:
+def attention_scope(documents_BT: Tensor | None) -> AttentionScope:
     """Return what each token attends to: its own document's earlier tokens, or all of them for
     None.
 
@@ -55,7 +55,7 @@ def seen_of(documents_BT: Tensor | None) -> AttentionScope:
     if lengths is None:
         return document_mask(documents_BT)
     stretches = [_joined(row, math.isqrt(call_pairs)) for row in lengths]
-    if stretches_cost(stretches, call_pairs) >= b * t * t + call_pairs:
+    if segments_cost(stretches, call_pairs) >= b * t * t + call_pairs:
         return document_mask(documents_BT)
     masks: list[list[Tensor | None]] = []
     for row, sizes in zip(documents_BT, stretches, strict=True):
@@ -68,7 +68,7 @@ def seen_of(documents_BT: Tensor | None) -> AttentionScope:
     return DocumentSegments([[sum(each) for each in sizes] for sizes in stretches], masks)
 
 
-def stretches_cost(stretches: list[list[list[int]]], call_pairs: int) -> int:
+def segments_cost(stretches: list[list[list[int]]], call_pairs: int) -> int:
     """Return the cost of attention over segments (per row, of document lengths), in token pairs."""
     cost = 0
     for row in stretches:
@@ -115,7 +115,7 @@ def _attend_apart(
 _apart = _attend_apart
 
 
-def keep_out_of_graphs() -> None:
+def exclude_from_compilation() -> None:
     """Exclude per-segment attention from compilation.
 
     Segments differ in each batch, and each would be compiled. Call it before compiling; it imports

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from paceline.errors import InvalidInput
-from paceline.schemas.base import Record
+from paceline.schemas import Record
 
 BYTES = 256  # vocabulary size with one token per byte
 SEPARATOR_BYTE = 0xFF  # before and after each document; never part of UTF-8 text

@@ -12,9 +12,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.errors import CorruptData, InvalidInput, SourceMissing, shown
+from paceline.errors import CorruptData, InvalidInput, SourceMissing, short_repr
 from paceline.models.config import ModelConfig
-from paceline.schemas.base import digest_of, parse_json
+from paceline.schemas import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,7 +35,7 @@ def read_config(directory: Path) -> ModelConfig:
         first = error.errors()[0]
         raise InvalidInput(
             "model config is not acceptable",
-            got=f"{'.'.join(str(part) for part in first['loc'])} = {shown(first['input'])}",
+            got=f"{'.'.join(str(part) for part in first['loc'])} = {short_repr(first['input'])}",
             wanted=first["msg"],
             where=path,
         ) from error

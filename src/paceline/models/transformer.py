@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from paceline.models.attention import AttentionScope, attend, seen_of
+from paceline.models.attention import AttentionScope, attend, attention_scope
 from paceline.models.config import ModelConfig
 
 INITIAL_STD = 0.02
@@ -150,7 +150,7 @@ class Transformer(nn.Module):
         """
         x_BTD = self.model.embed_tokens(tokens_BT) if self.has_embedding else tokens_BT
         rotation = self._rotation(positions_BT, x_BTD.device)
-        seen = seen_of(documents_BT)
+        seen = attention_scope(documents_BT)
         for block in self.model.layers.values():
             x_BTD = block(x_BTD, rotation, seen)
         if not self.has_head:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from types import MappingProxyType
 
-from paceline.plan.trees import NOWHERE, ORIGIN, Trees
+from paceline.plan.trees import NO_PARENT, ORIGIN, Trees
 
-_LOOSE = -3  # an orphan that is not yet adopted
+_UNATTACHED = -3  # an orphan that is not yet adopted
 _MOST_STEPS = 200  # limit of the search for adopters; four orphans need a dozen
 _LOOKED_AT = 64  # places whose free slots are considered where the rule finds no adopter
 
 
-def match(
+def match_orphans(
     orphans: Sequence[int],
     source: int,
     others: Sequence[int],
@@ -104,16 +104,18 @@ def nearest_below(
     return found
 
 
-def close_up(trees: Trees, out: Sequence[bool]) -> Trees:
+def repair_trees(trees: Trees, out: Sequence[bool]) -> Trees:
     """Return ``trees`` without the places that are ``out``; only their orphans get another parent.
     Each stripe still has one place below the origin.
     """
-    if not any(out[place] for up in trees.up for place, above in enumerate(up) if above != NOWHERE):
+    if not any(
+        out[place] for up in trees.up for place, above in enumerate(up) if above != NO_PARENT
+    ):
         return trees
-    return _Closing(trees, out).run()
+    return _TreeRepair(trees, out).run()
 
 
-class _Closing:
+class _TreeRepair:
     def __init__(self, trees: Trees, out: Sequence[bool]) -> None:
         self._base = trees
         self._out = out
@@ -147,18 +149,18 @@ class _Closing:
         """
         up, below = self._up[stripe], self._below[stripe]
         source = up[place]
-        up[place] = NOWHERE
+        up[place] = NO_PARENT
         if source >= 0:
             below[source].remove(place)
         orphans, below[place] = below[place], []
         if not orphans:
             return []
         for orphan in orphans:
-            up[orphan] = _LOOSE
+            up[orphan] = _UNATTACHED
         # The sources of ``place`` in other stripes, where none of its own orphans needs that slot.
         slots = self._slots_left(place)
         others = list(slots.values())
-        adopted = match(orphans, source, others, lambda other: self._top(stripe, other))
+        adopted = match_orphans(orphans, source, others, lambda other: self._top(stripe, other))
         start = source if source >= 0 else next(iter(adopted))
         late = []
         for at, (orphan, adopter) in enumerate(adopted.items()):
@@ -191,7 +193,7 @@ class _Closing:
     def _settle(self, stripe: int, orphan: int, start: int) -> None:
         """Attach a late ``orphan``, near ``start`` where there is a slot."""
         up = self._up[stripe]
-        if up[start] == NOWHERE:  # removed in the meantime
+        if up[start] == NO_PARENT:  # removed in the meantime
             start = self._root(stripe)
         below_itself: int | None = None
         for place in self._with_slots(stripe, start):
@@ -201,7 +203,7 @@ class _Closing:
             below_itself = place if below_itself is None else below_itself
         if below_itself is None:
             raise RuntimeError(f"no slot is left in stripe {stripe} of {len(self._out)} places")
-        self._change_places(stripe, orphan, self._nearest_slot(stripe, orphan, below_itself))
+        self._swap_places(stripe, orphan, self._nearest_slot(stripe, orphan, below_itself))
 
     def _with_slots(self, stripe: int, start: int) -> Iterator[int]:
         """Yield places with a free slot: the nearest below ``start``, then a bounded number of any
@@ -214,7 +216,7 @@ class _Closing:
         free = (
             place
             for place in range(len(self._out))
-            if self._has_slot(place) and up[place] != NOWHERE
+            if self._has_slot(place) and up[place] != NO_PARENT
         )
         yield from islice(free, _LOOKED_AT)
 
@@ -222,7 +224,7 @@ class _Closing:
         near = nearest_below(self._below[stripe], orphan)
         return next((place for place in near if self._has_slot(place)), known)
 
-    def _change_places(self, stripe: int, orphan: int, slot: int) -> None:
+    def _swap_places(self, stripe: int, orphan: int, slot: int) -> None:
         """Put ``orphan`` in the place of another moved one of this stripe, the one that feeds
         fewest: that one goes to ``slot``, which is below the orphan.
 
@@ -232,7 +234,7 @@ class _Closing:
         able = (
             other
             for other in self._moved[stripe]
-            if up[other] not in (NOWHERE, _LOOSE) and self._top(stripe, other) != orphan
+            if up[other] not in (NO_PARENT, _UNATTACHED) and self._top(stripe, other) != orphan
         )
         giving = min(islice(able, _LOOKED_AT), key=lambda other: self._weight(stripe, other))
         source = up[giving]
@@ -253,7 +255,7 @@ class _Closing:
         up = self._up[stripe]
         while (parent := up[place]) >= 0:
             place = parent
-        return place if parent == _LOOSE else None
+        return place if parent == _UNATTACHED else None
 
     def _attach(self, stripe: int, orphan: int, source: int) -> None:
         self._up[stripe][orphan] = source

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.plan.flows import Flow, share_of
+from paceline.plan.flows import Flow, leaf_link_share
 from paceline.plan.inputs import ModelLayout, rack_of
 from paceline.plan.trees import ORIGIN, WorkerLine
-from paceline.schemas.plan import Topology
+from paceline.schemas import Topology
 
 MIB = 1024 * 1024
 SLACK_SHARE = 0.02  # the origin budget: 2 % beyond the model,
@@ -23,19 +23,19 @@ SLACK_BYTES = 64 * MIB  # or this much for a small one
 
 # Streams that share links take longer than their loads: each topology took so much longer than its
 # own plan on 8 hosts at 50 Mbit/s with bursts of ten segments, in two quiet runs
-# (benchmarks/link_bound.py; docs/LOG.md): tree-of-chains 1.020 and 1.046, the mesh 1.048 and 1.050.
+# (benchmarks/link_bound.py): tree-of-chains 1.020 and 1.046, the mesh 1.048 and 1.050.
 # A chain's streams share nothing.
-SHARING = {Topology.TREE_OF_CHAINS: 0.035, Topology.MESH: 0.05}
+SHARING_OVERHEAD = {Topology.TREE_OF_CHAINS: 0.035, Topology.MESH: 0.05}
 
-# ``DYING`` is the fraction of workers expected to die in a deployment: MISSION.md A9 has one to
-# five in a hundred. The cost of a death for every worker behind it: on those hosts a reset
-# connection was replaced within 0.2 s (``MENDING_S``); a host that disappears silently (the
-# fraction ``SILENT``) is detected after a piece's deadline.
-DYING, SILENT = 0.01, 0.2
-MENDING_S = 0.2
+# ``DEATH_SHARE`` is the fraction of workers assumed to die in a deployment (decision 2: one to five
+# in a hundred). The cost of a death for every worker behind it: on those hosts a reset
+# connection was replaced within 0.2 s (``RECONNECT_S``); a host that disappears silently (the
+# fraction ``SILENT_DEATH_SHARE``) is detected after a piece's deadline.
+DEATH_SHARE, SILENT_DEATH_SHARE = 0.01, 0.2
+RECONNECT_S = 0.2
 PIECE_TIMES = 20  # a source that is this many piece times late counts as lost,
 LEAST_DEADLINE_S = 1.0  # but never sooner: a busy machine pauses for longer than a piece
-DEEP = 0.01  # of the bound: a longer path limits the plan
+DEPTH_LIMIT_SHARE = 0.01  # of the bound: a longer path limits the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Network:
 class Prediction:
     """Seconds and bytes; ``depth`` is the longest path from the origin, in hops.
 
-    ``seconds`` is without failures; ``dying_seconds`` is what deaths are expected to add for the
+    ``seconds`` is without failures; ``death_seconds`` is what deaths are expected to add for the
     last worker. ``limited_by`` is "link", "origin", "uplink", "disk" or "depth".
     """
 
@@ -60,12 +60,12 @@ class Prediction:
     origin_bytes: int
     depth: int
     limited_by: str = "link"
-    dying_seconds: float = 0.0
+    death_seconds: float = 0.0
 
     @property
     def expected_seconds(self) -> float:
         """Return the figure by which topologies are compared."""
-        return self.seconds + self.dying_seconds
+        return self.seconds + self.death_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ class PlanCost:
     shares: list[float]
 
 
-def price(
+def plan_cost(
     topology: Topology,
     line: WorkerLine,
     flows: Sequence[Flow],
@@ -114,7 +114,7 @@ def price(
     by_line = by_leaf = 0.0
     for place, rate in enumerate(speed):
         if place in leaves:
-            share = share_of(line, workers[place]) * line.link_mbit * 1e6 / 8
+            share = leaf_link_share(line, workers[place]) * line.link_mbit * 1e6 / 8
             by_leaf = max(by_leaf, taken[place] / share, sent[place] / rate)
         else:
             by_line = max(by_line, taken[place] / rate, (sent[place] - to_leaves[place]) / rate)
@@ -149,8 +149,8 @@ def price(
     limit = max(by, key=lambda name: by[name])
     seconds = by[limit]
     if any(flow.stripe for flow in flows):
-        seconds *= 1 + SHARING.get(topology, 0.0)
-    if path > max(DEEP * bound, seconds - bound):
+        seconds *= 1 + SHARING_OVERHEAD.get(topology, 0.0)
+    if path > max(DEPTH_LIMIT_SHARE * bound, seconds - bound):
         limit = "depth"
     prediction = Prediction(seconds + path, bound, crossing, origin, depth, limit, dying)
     return PlanCost(prediction, rates, shares)
@@ -245,15 +245,15 @@ def _longest_path(
             paths[flow.stripe, flow.reader] = hops, total_s, slowest_s
         if flow.size:
             deepest, longest = max(deepest, hops), max(longest, total_s - slowest_s)
-            dying = max(dying, (hops - 1) * dying_s(slowest_s))
+            dying = max(dying, (hops - 1) * death_cost_s(slowest_s))
     return deepest, longest, dying
 
 
-def dying_s(piece_s: float) -> float:
+def death_cost_s(piece_s: float) -> float:
     """Return the expected cost, for a worker, of the death of one worker between it and the origin,
     where a piece takes ``piece_s`` a hop.
     """
-    return DYING * (MENDING_S + SILENT * deadline_s(piece_s))
+    return DEATH_SHARE * (RECONNECT_S + SILENT_DEATH_SHARE * deadline_s(piece_s))
 
 
 def deadline_s(piece_s: float) -> float:

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.plan.inputs import ModelLayout, PlanWorker, Standing, Stripe, rack_of
-from paceline.plan.trees import NOWHERE, ORIGIN, SLOW_LINK, Trees, WorkerLine
+from paceline.plan.trees import NO_PARENT, ORIGIN, SLOW_LINK, Trees, WorkerLine
 
-MOST_RUNS = 16  # lanes that one stripe of one worker may be split into
-FEW = 16  # a smaller fraction of a flow (1/FEW) is not taken from the own rack
-MOST_OTHERS = 3  # spare holders of a flow
+MAX_SPLIT_LANES = 16  # lanes that one stripe of one worker may be split into
+MIN_SPLIT_PART = 16  # a smaller fraction of a flow (1/FEW) is not taken from the own rack
+MAX_OTHER_HOLDERS = 3  # spare holders of a flow
 _ROOM = 1e-6
 
 
@@ -48,7 +48,7 @@ def nearness(one: PlanWorker, other: PlanWorker) -> int:
     return 3 if ours.host and ours.host == theirs.host else 2
 
 
-def feed_leaves(line: WorkerLine, trees: Trees) -> None:
+def attach_leaves(line: WorkerLine, trees: Trees) -> None:
     """Choose the sources of every leaf (slow, quarantined) in ``trees``, in place.
 
     Fastest first, each from a worker whose link has free slots: the last of the line, whose
@@ -57,16 +57,16 @@ def feed_leaves(line: WorkerLine, trees: Trees) -> None:
     leaves = [place for place in line.leaves if not line.workers[place].complete]
     if not leaves:
         return
-    room = _room(line, trees)
+    room = _free_slots(line, trees)
     pool = [place for place in (*reversed(line.core), *line.beside) if room.get(place, 0) > _ROOM]
     pool.sort(key=lambda place: room[place] < 1)  # whole slots first
     stripes = len(trees.up)
     for leaf in leaves:
         worker = line.workers[leaf]
-        share = share_of(line, worker) * trees.slots / stripes
+        share = leaf_link_share(line, worker) * trees.slots / stripes
         taken: list[int] = []
         for stripe in range(stripes):
-            source = _with_room(line, worker, share, pool, room, taken)
+            source = _place_with_room(line, worker, share, pool, room, taken)
             if source is None:  # every link is full: take the least loaded
                 source = max(room, key=lambda place: (room[place], place), default=None)
             if source is None:
@@ -81,12 +81,12 @@ def feed_leaves(line: WorkerLine, trees: Trees) -> None:
             pool.append(leaf)
 
 
-def _room(line: WorkerLine, trees: Trees) -> dict[int, float]:
+def _free_slots(line: WorkerLine, trees: Trees) -> dict[int, float]:
     """Return the free slots of every place that may feed others; a complete worker uses none."""
     room = {
         place: float(trees.slots)
         for place in (*line.core, *line.beside)
-        if line.feeds(place) and (place >= line.length or trees.up[0][place] != NOWHERE)
+        if line.feeds(place) and (place >= line.length or trees.up[0][place] != NO_PARENT)
     }
     for up in trees.up:
         for place, source in enumerate(up):
@@ -95,13 +95,13 @@ def _room(line: WorkerLine, trees: Trees) -> dict[int, float]:
     return room
 
 
-def share_of(line: WorkerLine, worker: PlanWorker) -> float:
+def leaf_link_share(line: WorkerLine, worker: PlanWorker) -> float:
     """Return which fraction of a whole link a leaf is expected to take."""
     by_link = min(1.0, worker.link_mbit / line.link_mbit)
     return min(by_link, SLOW_LINK) if worker.standing is Standing.TAIL else by_link
 
 
-def _with_room(
+def _place_with_room(
     line: WorkerLine,
     worker: PlanWorker,
     share: float,
@@ -147,7 +147,7 @@ class FlowBuilder:
         self._stripes = stripes
         self._from_peers = from_peers
         self.missing = [cargo.missing(worker, stripes) for worker in line.workers]
-        self._room = _room(line, trees)
+        self._room = _free_slots(line, trees)
         self._racks = [rack_of(worker) for worker in line.workers]
         # Places whose holdings may be used; the slow and quarantined only where the budget is
         # scarce.
@@ -232,7 +232,7 @@ class FlowBuilder:
         ]
         # In mid-transfer neighbours are ahead by a chunk here and there: taking each from another
         # one loads links that are full, and gives every rack new lanes with every plan.
-        few = not at_origin and len(wanted) * FEW < flow.last - flow.first + 1
+        few = not at_origin and len(wanted) * MIN_SPLIT_PART < flow.last - flow.first + 1
         if not wanted or few:
             return [flow]
         return self._split(flow, wanted, self._partial if at_origin else self._partial_in[rack])
@@ -279,7 +279,7 @@ class FlowBuilder:
             else:
                 runs.append((chunk, chunk, by_chunk[chunk]))
         runs = [run for run in runs if run[2]]
-        longest = sorted(runs, key=lambda run: (run[0] - run[1], run[0]))[: MOST_RUNS // 2]
+        longest = sorted(runs, key=lambda run: (run[0] - run[1], run[0]))[: MAX_SPLIT_LANES // 2]
         reader = workers[flow.reader]
         cuts = []
         for first, last, able in sorted(longest, key=lambda run: (len(run[2]), run[0])):
@@ -294,7 +294,7 @@ class FlowBuilder:
                 ),
             )
             self._burden[holder] = self._burden.get(holder, 0) + size
-            others = tuple(place for place in able if place != holder)[:MOST_OTHERS]
+            others = tuple(place for place in able if place != holder)[:MAX_OTHER_HOLDERS]
             cuts.append(Flow(flow.reader, holder, flow.stripe, first, last, size, True, others))
         return self._around(flow, sorted(cuts, key=lambda cut: cut.first))
 

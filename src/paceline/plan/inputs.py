@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import accumulate, pairwise
 
 from paceline.manifest import Manifest
-from paceline.schemas.plan import Labels, Plan, Source
+from paceline.schemas import Labels, Source
 
 
 class Standing(StrEnum):
@@ -45,23 +45,6 @@ def rack_of(worker: PlanWorker) -> tuple[str, str]:
     names.
     """
     return (worker.labels.zone, worker.labels.rack)
-
-
-def cross_rack_bytes(plan: Plan, workers: Iterable[PlanWorker], manifest: Manifest) -> int:
-    """Return how many bytes ``plan`` moves between racks when no worker holds anything yet.
-
-    Bytes from the origin come through the external link and cross no rack here.
-    """
-    racks = {worker.worker_id: rack_of(worker) for worker in workers}
-    ends = [0]
-    for chunk in manifest.chunks:
-        ends.append(ends[-1] + chunk.size)
-    return sum(
-        ends[lane.last_chunk + 1] - ends[lane.first_chunk]
-        for each in plan.workers
-        for lane in each.lanes
-        if lane.source.worker_id and racks[lane.source.worker_id] != racks[each.worker_id]
-    )
 
 
 # The model as planners see it: sizes of chunks, stripes of them, and the bytes a worker lacks.

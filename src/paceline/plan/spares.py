@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from paceline.plan.closing import match, nearest_below
+from paceline.plan.closing import match_orphans, nearest_below
 from paceline.plan.flows import Flow, nearness
 from paceline.plan.inputs import Standing
 from paceline.plan.trees import ORIGIN, Trees, WorkerLine
 
-MOST_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
-MOST_ANCESTORS = 4
+MAX_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
+MAX_ANCESTORS = 4
 _LAST_RESORT = 2
-_FARTHEST = 2 * MOST_SPARES  # places along the line that are considered
+_FARTHEST = 2 * MAX_SPARES  # places along the line that are considered
 
 
 class Spares:
@@ -48,7 +48,7 @@ class Spares:
         self._below = [trees.children(stripe) for stripe in range(len(trees.up))]
         self._heirs: list[dict[int, int]] = [{} for _ in trees.up]
         for place in range(len(line.workers)):
-            self._bequeath(place)
+            self._assign_heirs(place)
 
     def of(self, flow: Flow) -> list[int]:
         """Return the places that replace ``flow``'s source, best first, without the origin."""
@@ -56,7 +56,7 @@ class Spares:
         chosen: list[int] = []
         taken = {reader, flow.source}
 
-        def add(candidates: Iterable[int], most: int = MOST_SPARES) -> None:
+        def add(candidates: Iterable[int], most: int = MAX_SPARES) -> None:
             for place in candidates:
                 if len(chosen) >= most:
                     return
@@ -72,21 +72,21 @@ class Spares:
             add([self._heirs[stripe].get(reader, ORIGIN)])
             add(self._free_of(reader, stripe, self._sources_of(flow.source, stripe)))
             ancestors = islice(self._ancestors(flow.source, stripe), _FARTHEST)
-            add(self._free_of(reader, stripe, ancestors), MOST_ANCESTORS)
+            add(self._free_of(reader, stripe, ancestors), MAX_ANCESTORS)
         add(self.holders_for(reader))
         around = self._around(reader)
         if flow.source != ORIGIN:
             add(self._free_of(reader, stripe, around))
         else:
-            add(self._roots, MOST_SPARES - len(self._last_resort))
+            add(self._roots, MAX_SPARES - len(self._last_resort))
             chosen += [place for place in self._last_resort if place not in taken]
         if self._returned:  # places below have pieces of their own only here
             add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
 
-    def _bequeath(self, place: int) -> None:
+    def _assign_heirs(self, place: int) -> None:
         """Compute who adopts the orphans of ``place`` if it alone is gone, by the rule of
-        ``close_up``.
+        ``repair_trees``.
         """
         slots = {
             number: up[place]
@@ -102,9 +102,9 @@ class Spares:
             def above(
                 other: int, orphans: Sequence[int] = orphans, spans: Spans = spans
             ) -> int | None:
-                return next((each for each in orphans if _below(spans, each, other)), None)
+                return next((each for each in orphans if _is_below(spans, each, other)), None)
 
-            adopted = match(orphans, source, list(slots.values()), above)
+            adopted = match_orphans(orphans, source, list(slots.values()), above)
             first = next(iter(adopted))
             for orphan, adopter in adopted.items():
                 if adopter is None:
@@ -128,7 +128,7 @@ class Spares:
         if source >= 0:
             after[source].append(first)
         for place in nearest_below(below, first if source < 0 else source, after):
-            if _below(self._spans[stripe], orphan, place):
+            if _is_below(self._spans[stripe], orphan, place):
                 continue
             if self._line.feeds(place) and self._free[place] + left.count(place) > 0:
                 if place in left:
@@ -154,7 +154,7 @@ class Spares:
     def _free_of(self, reader: int, stripe: int, places: Iterable[int]) -> Iterator[int]:
         """Yield those of ``places`` that ``reader`` does not feed in this stripe."""
         spans = self._spans[stripe]
-        return (place for place in places if not _below(spans, reader, place))
+        return (place for place in places if not _is_below(spans, reader, place))
 
     def _around(self, reader: int) -> list[int]:
         return [
@@ -171,8 +171,8 @@ class Spares:
             return []
         start = reader % len(holders)
         turned = [*holders[start:], *holders[:start]]
-        if len(turned) > 16 * MOST_SPARES:
-            turned = turned[: 16 * MOST_SPARES]
+        if len(turned) > 16 * MAX_SPARES:
+            turned = turned[: 16 * MAX_SPARES]
         worker = self._line.workers[reader]
         return sorted(turned, key=lambda place: -nearness(self._line.workers[place], worker))
 
@@ -218,7 +218,7 @@ def _spans(trees: Trees, stripe: int) -> Spans:
     return begin, end
 
 
-def _below(spans: Spans, top: int, place: int) -> bool:
+def _is_below(spans: Spans, top: int, place: int) -> bool:
     """Return whether ``place`` is ``top`` or in its subtree."""
     begin, end = spans
     return begin[top] >= 0 and begin[top] <= begin[place] <= end[top]

@@ -8,17 +8,15 @@ workers, S model bytes, c chunk bytes, B link rate).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 
 from paceline.errors import InvalidInput, InvalidPlan
-from paceline.manifest import choose_sizes
-from paceline.manifest.sizes import CHUNK_SECONDS, LEAST_CHUNKS
-from paceline.plan.cost import DEEP, Network, Prediction
+from paceline.manifest import CHUNK_SECONDS, MIN_CHUNKS, choose_sizes
+from paceline.plan.cost import DEPTH_LIMIT_SHARE, Network, Prediction
 from paceline.plan.inputs import ModelLayout, PlanWorker
 from paceline.plan.make import RELAYED, draft_plan, topology_of
-from paceline.plan.trees import WorkerLine, line_up
-from paceline.schemas.command_results import PlanRow, PlanTable
-from paceline.schemas.plan import Labels, Topology
+from paceline.plan.trees import WorkerLine, build_line
+from paceline.schemas import Labels, PlanRow, PlanTable, Topology
 
 
 def predict(
@@ -33,7 +31,6 @@ def predict(
     chunk_bytes: int = 0,
     oversubscription: float = 1.0,
     disk_mbit: float | None = None,
-    fanout: int = 2,
 ) -> Prediction:
     """Return the predicted cost of ``topology`` for ``workers`` equal workers that hold nothing
     yet.
@@ -51,7 +48,7 @@ def predict(
     line = even_line(workers, racks, link_mbit, disk_mbit)
     cargo = ModelLayout.even(total_bytes, piece_bytes, chunk_bytes)
     network = Network(external_mbit, oversubscription)
-    return draft_plan(topology, line, cargo, network, fanout=fanout).price.prediction
+    return draft_plan(topology, line, cargo, network).price.prediction
 
 
 def even_line(
@@ -70,10 +67,10 @@ def even_line(
         )
         for number in range(workers)
     ]
-    return line_up(made, 0)
+    return build_line(made, 0)
 
 
-PER_RACK = 32  # workers a rack, where the number of racks is not given
+WORKERS_PER_RACK = 32  # workers a rack, where the number of racks is not given
 MOST_WORKERS = 100_000
 LEAST_MBIT, MOST_MBIT = 1e-3, 1e9  # of any link or disk
 
@@ -124,23 +121,25 @@ class FleetDescription:
             chunk_bytes=self.chunk_bytes,
         )
         by_link = self.link_mbit * 1e6 / 8 * CHUNK_SECONDS
-        chunk = max(sizes.piece_bytes, round(min(by_link, self.size_bytes / LEAST_CHUNKS)))
-        return FleetDescription(
-            size_bytes=self.size_bytes,
-            workers=self.workers,
-            link_mbit=self.link_mbit,
+        chunk = max(sizes.piece_bytes, round(min(by_link, self.size_bytes / MIN_CHUNKS)))
+        return replace(
+            self,
             external_mbit=self.external_mbit or self.link_mbit,
-            racks=min(self.racks or -(-self.workers // PER_RACK), self.workers),
-            oversubscription=self.oversubscription,
+            racks=min(self.racks or -(-self.workers // WORKERS_PER_RACK), self.workers),
             piece_bytes=sizes.piece_bytes,
             chunk_bytes=self.chunk_bytes or chunk,
-            disk_mbit=self.disk_mbit,
         )
 
     @property
     def bound_seconds(self) -> float:
         """Return S/B: the lower bound of any topology."""
         return self.size_bytes * 8e-6 / min(self.link_mbit, self.external_mbit or self.link_mbit)
+
+    def predict(self, topology: Topology) -> Prediction:
+        """Return the predicted cost of ``topology`` for this fleet, where it is ``checked``."""
+        options = asdict(self)
+        disk_mbit, size_bytes = options.pop("disk_mbit") or None, options.pop("size_bytes")
+        return predict(topology, total_bytes=size_bytes, disk_mbit=disk_mbit, **options)
 
 
 def plan_table(fleet: FleetDescription, topology: Topology = Topology.AUTO) -> PlanTable:
@@ -151,53 +150,33 @@ def plan_table(fleet: FleetDescription, topology: Topology = Topology.AUTO) -> P
     """
     fleet = fleet.checked()
     asked = [] if topology in (Topology.AUTO, *RELAYED) else [topology]
-    rows = [_row(fleet, each, _predicted(fleet, each)) for each in (*RELAYED, *asked)]
+    rows = [_row(fleet, each, fleet.predict(each)) for each in (*RELAYED, *asked)]
     chosen: str = topology
     if topology is Topology.AUTO:
         chosen = min(rows, key=lambda row: row.expected_seconds).topology
+    described = asdict(fleet)
+    del described["disk_mbit"]
     return PlanTable(
-        size_bytes=fleet.size_bytes,
-        workers=fleet.workers,
-        racks=fleet.racks,
-        link_mbit=fleet.link_mbit,
-        external_mbit=fleet.external_mbit,
-        oversubscription=fleet.oversubscription,
-        piece_bytes=fleet.piece_bytes,
-        chunk_bytes=fleet.chunk_bytes,
+        **described,
         bound_seconds=fleet.bound_seconds,
         rows=(*rows, *_references(fleet)),
         chosen=chosen,
     )
 
 
-def _predicted(fleet: FleetDescription, topology: Topology) -> Prediction:
-    return predict(
-        topology,
-        total_bytes=fleet.size_bytes,
-        workers=fleet.workers,
-        piece_bytes=fleet.piece_bytes,
-        chunk_bytes=fleet.chunk_bytes,
-        link_mbit=fleet.link_mbit,
-        external_mbit=fleet.external_mbit,
-        racks=fleet.racks,
-        oversubscription=fleet.oversubscription,
-        disk_mbit=fleet.disk_mbit or None,
-    )
-
-
 def _row(
-    fleet: FleetDescription, name: str, told: Prediction, *, reference: bool = False
+    fleet: FleetDescription, name: str, predicted: Prediction, *, reference: bool = False
 ) -> PlanRow:
     return PlanRow(
         topology=name,
         reference=reference,
-        predicted_seconds=told.seconds,
-        ratio=told.seconds / fleet.bound_seconds,
-        expected_seconds=told.expected_seconds,
-        cross_rack_bytes=told.cross_rack_bytes,
-        origin_bytes=told.origin_bytes,
-        depth=told.depth,
-        limited_by=told.limited_by,
+        predicted_seconds=predicted.seconds,
+        ratio=predicted.seconds / fleet.bound_seconds,
+        expected_seconds=predicted.expected_seconds,
+        cross_rack_bytes=predicted.cross_rack_bytes,
+        origin_bytes=predicted.origin_bytes,
+        depth=predicted.depth,
+        limited_by=predicted.limited_by,
     )
 
 
@@ -218,7 +197,7 @@ def _references(fleet: FleetDescription) -> Iterator[PlanRow]:
     )  # fmt: skip
     for name, flow_s, path_s, crossed, origin, depth in schemes:
         limit = "origin" if flow_s == from_origin > by_link else "link"
-        if path_s > max(DEEP * bound, flow_s - bound):
+        if path_s > max(DEPTH_LIMIT_SHARE * bound, flow_s - bound):
             limit = "depth"
-        told = Prediction(flow_s + path_s, bound, crossed, origin, depth, limit)
-        yield _row(fleet, name, told, reference=True)
+        predicted = Prediction(flow_s + path_s, bound, crossed, origin, depth, limit)
+        yield _row(fleet, name, predicted, reference=True)

@@ -24,13 +24,14 @@ from statistics import median
 
 from paceline.manifest import version_key
 from paceline.plan.inputs import PlanWorker, Standing, rack_of
-from paceline.schemas.plan import Plan, Topology
+from paceline.schemas import Plan, Topology
 
 ORIGIN = -1  # parent: the origin
-NOWHERE = -2  # no parent: not in this tree
+NO_PARENT = -2  # no parent: not in this tree
 
-CELL = 32  # workers of one chain of a tree-of-chains; a rack with more is cut
-MESH_CELL = 4  # workers of a mesh's cell, at least; fewer than twice as many
+FANOUT = 2  # children of a worker in a tree
+MAX_CELL = 32  # workers of one chain of a tree-of-chains; a rack with more is cut
+MIN_MESH_CELL = 4  # workers of a mesh's cell, at least; fewer than twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ class Trees:
         todo = [
             place
             for place, parent in enumerate(self.up[stripe])
-            if parent == ORIGIN or (parent == NOWHERE and below[place])
+            if parent == ORIGIN or (parent == NO_PARENT and below[place])
         ]
         todo.reverse()
         found = []
@@ -77,15 +78,14 @@ def build_trees(
     workers: Sequence[PlanWorker],
     core: Sequence[int],
     stripes: int,
-    fanout: int = 2,
 ) -> Trees:
     """Return the trees of ``topology`` (not direct) over the places ``core`` of ``workers``."""
     if topology is Topology.CHAIN:
         return Trees([_from_parents([None, *range(len(core) - 1)], core, len(workers))], 1)
     if topology is Topology.TREE:
-        parents = _tree([workers[place] for place in core], fanout)
-        return Trees([_from_parents(parents, core, len(workers))], fanout)
-    weaver = _Weaver(stripes, len(workers))
+        parents = _tree([workers[place] for place in core])
+        return Trees([_from_parents(parents, core, len(workers))], FANOUT)
+    weaver = _StripeTrees(stripes, len(workers))
     if not core:
         return Trees(weaver.up, stripes)
     zones = _runs(core, lambda place: (workers[place].labels.zone,))
@@ -100,7 +100,7 @@ def build_trees(
 
 
 def _from_parents(parents: Sequence[int | None], core: Sequence[int], count: int) -> list[int]:
-    up = [NOWHERE] * count
+    up = [NO_PARENT] * count
     for place, parent in zip(core, parents, strict=False):
         up[place] = ORIGIN if parent is None else core[parent]
     return up
@@ -117,8 +117,8 @@ def _runs(places: Iterable[int], key: Callable[[int], tuple[str, ...]]) -> list[
 # ── one stripe ───────────────────────────────────────────────────────────────────────────────────
 
 
-def _tree(line: Sequence[PlanWorker], fanout: int) -> list[int | None]:
-    """Return a k-ary tree in pre-order: first the parent, then the rest in ``fanout`` parts.
+def _tree(line: Sequence[PlanWorker]) -> list[int | None]:
+    """Return a k-ary tree in pre-order: first the parent, then the rest in ``FANOUT`` parts.
 
     The rest is cut where a rack begins, if one does near the even cut; so the depth stays
     logarithmic and a rack is mostly fed from within.
@@ -134,7 +134,7 @@ def _tree(line: Sequence[PlanWorker], fanout: int) -> list[int | None]:
             continue
         parents[start] = parent
         first = start + 1
-        for parts in range(fanout, 0, -1):
+        for parts in range(FANOUT, 0, -1):
             cut = _cut(first, end, parts, edges)
             todo.append((first, cut, start))
             first = cut
@@ -160,7 +160,7 @@ def _cut(first: int, end: int, parts: int, edges: set[int]) -> int:
 
 
 @dataclass(slots=True)
-class _Unit:
+class _Group:
     """Workers that already forward every stripe among themselves."""
 
     members: list[int]
@@ -171,26 +171,26 @@ class _Unit:
         return sum(free[place] for place in self.open)
 
 
-class _Weaver:
+class _StripeTrees:
     """Joins workers to racks, racks to zones, zones to a fleet, each time by interior-disjoint
     trees: k units of m slots each, m (k - 1) edges among them, m slots left for the level above.
     """
 
     def __init__(self, stripes: int, count: int) -> None:
         self.stripes = stripes
-        self.up = [[NOWHERE] * count for _ in range(stripes)]
+        self.up = [[NO_PARENT] * count for _ in range(stripes)]
         self._depth = [[0] * count for _ in range(stripes)]  # hops below the unit's entry
         self._free = [stripes] * count
 
-    def rack(self, places: Sequence[int], topology: Topology) -> _Unit:
+    def rack(self, places: Sequence[int], topology: Topology) -> _Group:
         """Return ``places`` as one or more cells, joined."""
         count = len(places)
-        cells = count // MESH_CELL if topology is Topology.MESH else -(-count // CELL)
+        cells = count // MIN_MESH_CELL if topology is Topology.MESH else -(-count // MAX_CELL)
         cells = max(1, cells)
         edges = [count * number // cells for number in range(cells + 1)]
         return self.join([self.cell(places[first:stop]) for first, stop in pairwise(edges)])
 
-    def cell(self, places: Sequence[int]) -> _Unit:
+    def cell(self, places: Sequence[int]) -> _Group:
         """Return ``places`` as chains, one a stripe, each begun at another worker."""
         count = len(places)
         entries = []
@@ -202,9 +202,9 @@ class _Weaver:
                 self.up[stripe][turned[step]] = turned[step - 1]
                 self._depth[stripe][turned[step]] = step
                 self._free[turned[step - 1]] -= 1
-        return _Unit(list(places), entries, self._open(places))
+        return _Group(list(places), entries, self._open(places))
 
-    def join(self, units: Sequence[_Unit]) -> _Unit:
+    def join(self, units: Sequence[_Group]) -> _Group:
         """Return ``units`` as one: in each stripe every unit but the first is entered once."""
         if len(units) == 1:
             return units[0]
@@ -242,12 +242,12 @@ class _Weaver:
             placed[stripe][unit] = True
         members = [place for unit in units for place in unit.members]
         entries = [units[stripe % count].entries[stripe] for stripe in range(stripes)]
-        return _Unit(members, entries, self._open(place for unit in units for place in unit.open))
+        return _Group(members, entries, self._open(place for unit in units for place in unit.open))
 
     def _open(self, places: Iterable[int]) -> list[int]:
         return [place for place in places if self._free[place] > 0]
 
-    def _wire(self, stripe: int, feeder: _Unit, unit: _Unit) -> None:
+    def _wire(self, stripe: int, feeder: _Group, unit: _Group) -> None:
         depth = self._depth[stripe]
         able = [place for place in feeder.open if self._free[place] > 0]
         source = min(able or feeder.members, key=lambda place: (depth[place], -self._free[place]))
@@ -315,8 +315,8 @@ class WorkerLine:
         return not self.out[place]
 
 
-def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ()) -> WorkerLine:
-    """Return the line: first the places in ``order``, then new workers as ``line_order`` sorts
+def build_line(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ()) -> WorkerLine:
+    """Return the line: first the places in ``order``, then new workers as ``sort_for_line`` sorts
     them.
 
     Complete workers that ``order`` does not name are beside the line and only feed it. Where no
@@ -327,7 +327,7 @@ def line_up(workers: Sequence[PlanWorker], seed: int, order: Sequence[str] = ())
     line = [known[worker_id] for worker_id in dict.fromkeys(order) if worker_id in known]
     named = {worker.worker_id for worker in line}
     living = [each for each in workers if each.standing is not Standing.GONE]
-    rest = line_order([each for each in living if each.worker_id not in named], seed)
+    rest = sort_for_line([each for each in living if each.worker_id not in named], seed)
     beside = [each for each in rest if each.complete]
     new = [each for each in rest if not each.complete]
 
@@ -357,7 +357,7 @@ def next_order(order: Sequence[str], plan: Plan) -> tuple[str, ...]:
     return (*order, *new)
 
 
-def line_order(workers: Sequence[PlanWorker], seed: int) -> list[PlanWorker]:
+def sort_for_line(workers: Sequence[PlanWorker], seed: int) -> list[PlanWorker]:
     """Return ``workers`` in the order of the line; the same set and seed give the same order.
 
     Seed 0 sorts names in natural order; other seeds shuffle zones, racks, hosts and workers (each

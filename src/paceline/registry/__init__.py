@@ -5,8 +5,6 @@ store's URL and a small evidence bundle whose digest is bound to the version. ML
 the first call, because the import takes seconds.
 """
 
-from paceline.registry.adapter import RequestLimits
-from paceline.registry.lineage import MetricPoint, Promotion, RegisteredVersion
-from paceline.registry.registry import Registry
+import lazy_loader
 
-__all__ = ["MetricPoint", "Promotion", "RegisteredVersion", "Registry", "RequestLimits"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.schemas import digest_of
-from paceline.schemas.training import (
+from paceline.schemas import (
     EvaluationReport,
     Evidence,
     GateDecision,
     TrainJob,
     TrainResult,
+    digest_of,
 )
 
 CHAMPION, CANDIDATE, PREVIOUS = "champion", "candidate", "previous"

@@ -1,4 +1,4 @@
-"""Registry: promotion, rollback and retraction of a model's champion version.
+"""Registry: versions and their evidence; promotion, rollback and retraction of the champion.
 
 An alias names only a version that passed its gate on the manifest digest it carries (I10). MLflow
 sets one alias at a time without compare-and-swap, so a promotion first writes the tag
@@ -9,25 +9,140 @@ are detected by reading the aliases back, not prevented; the flows hold a lock f
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
+from pydantic import ValidationError
+
 from paceline.config import Runtime
-from paceline.errors import Conflict, CorruptData, GateRefused, NotFound
+from paceline.errors import Conflict, CorruptData, GateRefused, InvalidInput, NotFound
 from paceline.registry import lineage
-from paceline.registry.lineage import CHAMPION, PREVIOUS, Promotion
-from paceline.registry.versions import Versions
-from paceline.schemas import digest_of
-from paceline.schemas.training import Evidence
+from paceline.registry.lineage import CANDIDATE, CHAMPION, PREVIOUS, Promotion, RegisteredVersion
+from paceline.registry.runs import RunLog
+from paceline.schemas import Evidence, canonical_json, digest_of
 
 
-class Registry(Versions):
+class Registry(RunLog):
     """One installation's MLflow: its runs, its model versions and their aliases."""
 
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> Registry:
         """Return the registry of a running installation."""
         return cls(runtime.endpoints.mlflow_url, runtime.secrets.mlflow_auth)
+
+    def register_candidate(
+        self, model_id: str, source_url: str, evidence: Evidence, mlflow_run_id: str
+    ) -> str:
+        """Return the version of ``source_url`` with ``evidence``; create it if there is none.
+
+        The bytes are not copied. The alias ``candidate`` is set only if the gate passed; a refused
+        candidate is kept without an alias, so that people can see why.
+        """
+        if evidence.model_id != model_id:
+            raise InvalidInput(
+                "evidence is about another model", got=evidence.model_id, wanted=model_id
+            )
+        self._ensure_model(model_id)
+        claim = lineage.claim_digest(evidence)
+        version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim)
+        if version is None:
+            self._store_evidence(mlflow_run_id, evidence)
+            created = self.call(
+                "create_model_version",
+                model_id,
+                source_url,
+                run_id=mlflow_run_id,
+                tags=lineage.version_tags(evidence),
+                await_creation_for=0,  # nothing is copied, so there is nothing to wait for
+            )
+            # A retried request may have created two; every caller uses the older one.
+            version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim) or created
+        if version.source != source_url:
+            raise Conflict(
+                "this evidence already stands for other bytes",
+                got=source_url,
+                wanted=version.source,
+                where=f"models:/{model_id}/{version.version}",
+            )
+        if evidence.gate.passed and self._alias(model_id, CANDIDATE) != version.version:
+            self._set_alias(model_id, CANDIDATE, str(version.version))
+        return str(version.version)
+
+    def version(self, model_id: str, version: str) -> RegisteredVersion:
+        """Return one version without its evidence; raises NotFound."""
+        return _registered(model_id, self.call("get_model_version", model_id, version))
+
+    def evidence(self, model_id: str, version: str) -> Evidence:
+        """Return the evidence bound to a version, its digest checked.
+
+        Raises NotFound if none was bound, CorruptData if the stored bytes differ.
+        """
+        found = self.version(model_id, version)
+        where = f"models:/{model_id}/{version}"
+        if not found.evidence_digest:
+            raise NotFound("this version has no evidence", where=where, do="Evaluate and gate it.")
+        raw = self.read_artifact(found.mlflow_run_id, lineage.evidence_path(found.evidence_digest))
+        digest = hashlib.sha256(raw).hexdigest()
+        if digest != found.evidence_digest:
+            raise CorruptData(
+                "evidence was changed after it was bound",
+                got=digest,
+                wanted=found.evidence_digest,
+                where=where,
+            )
+        try:
+            return Evidence.model_validate_json(raw)
+        except ValidationError as error:
+            raise CorruptData(
+                "evidence cannot be read", got=str(error).splitlines()[0], where=where
+            ) from error
+
+    def champion(self, model_id: str) -> RegisteredVersion | None:
+        """Return the champion with its evidence, or None if there is none yet.
+
+        Raises GateRefused if the alias points at a version that did not pass its gate.
+        """
+        try:
+            number = self._alias(model_id, CHAMPION)
+        except NotFound:  # no version of this model was ever registered
+            return None
+        return None if number is None else self._trusted(model_id, number)
+
+    def by_manifest(self, model_id: str, manifest_digest: str) -> RegisteredVersion | None:
+        """Return the version whose published bytes have ``manifest_digest``, or None."""
+        found = self._find_by_tag(model_id, lineage.TAG_MANIFEST, manifest_digest)
+        return None if found is None else _registered(model_id, found)
+
+    def was_rolled_back(self, model_id: str, manifest_digest: str) -> bool:
+        """Return whether the version with this manifest was champion and is still rolled back."""
+        found = self._find_by_tag(model_id, lineage.TAG_MANIFEST, manifest_digest)
+        if found is None or found.tags.get(lineage.TAG_ROLLED_BACK) != "true":
+            return False
+        return self._alias(model_id, lineage.CHAMPION) != str(found.version)
+
+    def resolve(self, uri: str) -> tuple[str, str]:
+        """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``."""
+        name, separator, selector = uri.removeprefix("models:/").replace("@", "\0@").partition("\0")
+        if separator:
+            number = self._alias(name, selector[1:])
+            if number is None:
+                raise NotFound(f"{name} has no alias {selector[1:]}", got=uri)
+        else:
+            name, _, number = name.partition("/")
+        if not uri.startswith("models:/") or not name or not number:
+            raise InvalidInput(
+                "not a model's address", got=uri, wanted="models:/name@alias or models:/name/7"
+            )
+        found = self.version(name, number)
+        if not found.manifest_digest:
+            raise NotFound("this version is bound to no manifest", where=uri)
+        return found.source_url, found.manifest_digest
+
+    def model_url(self, model_id: str, version: str | None = None) -> str:
+        """Return the URL of the page in MLflow of a model or of one version."""
+        page = f"{self.tracking_uri}/#/models/{model_id}"
+        return f"{page}/versions/{version}" if version else page
 
     def promote(
         self,
@@ -44,7 +159,7 @@ class Registry(Versions):
         Raises GateRefused, NotFound, and Conflict if another process moved the alias meanwhile.
         """
         target = self.call("get_model_version", model_id, version)
-        self._require_earned(model_id, target, evidence)
+        self._require_passed_gate(model_id, target, evidence)
         self._require_stored(model_id, target, evidence.approver)
         digest = self._bind_approver(model_id, target, evidence)
         old = self._alias(model_id, CHAMPION)
@@ -52,11 +167,11 @@ class Registry(Versions):
             old = target.tags.get(lineage.TAG_PROMOTED_OVER) or None
         else:
             self._tag(model_id, version, lineage.TAG_PROMOTED_OVER, old or "")
-        self._point(model_id, PREVIOUS, old)
+        self._set_alias(model_id, PREVIOUS, old)
         if self._alias(model_id, CHAMPION) != version:
             if guard is not None:
                 guard()
-            self._point(model_id, CHAMPION, version)
+            self._set_alias(model_id, CHAMPION, version)
         return self._read_back(model_id, version, old, digest)
 
     def rollback(self, model_id: str, *, from_version: str | None = None) -> Promotion:
@@ -72,7 +187,7 @@ class Registry(Versions):
         over = self._promoted_over(model_id, number)
         interrupted = self._alias(model_id, PREVIOUS) == number
         if interrupted or (from_version is not None and from_version != number):
-            self._point(model_id, PREVIOUS, over)
+            self._set_alias(model_id, PREVIOUS, over)
             return self._read_back(
                 model_id, number, over, self.version(model_id, number).evidence_digest
             )
@@ -82,7 +197,7 @@ class Registry(Versions):
                 got=f"version {number}, the first one",
                 do="Promote another version, or retract this one.",
             )
-        return self._step_down(model_id, number, over)
+        return self._restore_champion(model_id, number, over)
 
     def has_predecessor(self, model_id: str, version: str) -> bool:
         """Return whether ``version`` replaced a champion that ``rollback`` can restore."""
@@ -97,21 +212,21 @@ class Registry(Versions):
         if number == version:
             over = self._promoted_over(model_id, version)
             if over is not None:
-                self._step_down(model_id, version, over)
+                self._restore_champion(model_id, version, over)
                 return
             self._tag(model_id, version, lineage.TAG_ROLLED_BACK, "true")
-            self._point(model_id, CHAMPION, None)
+            self._set_alias(model_id, CHAMPION, None)
         elif number is not None and self._alias(model_id, PREVIOUS) == number:
-            self._point(model_id, PREVIOUS, self._promoted_over(model_id, number))
+            self._set_alias(model_id, PREVIOUS, self._promoted_over(model_id, number))
 
-    def _step_down(self, model_id: str, number: str, over: str) -> Promotion:
+    def _restore_champion(self, model_id: str, number: str, over: str) -> Promotion:
         restored = self._trusted(model_id, over)
         self._tag(model_id, number, lineage.TAG_ROLLED_BACK, "true")
         # The champion alias moves first. If killed here, `previous` names the champion itself; the
         # next call detects that as `interrupted` and repairs it.
-        self._point(model_id, CHAMPION, over)
+        self._set_alias(model_id, CHAMPION, over)
         before = self._promoted_over(model_id, over)
-        self._point(model_id, PREVIOUS, before)
+        self._set_alias(model_id, PREVIOUS, before)
         return self._read_back(model_id, over, before, restored.evidence_digest)
 
     def _read_back(
@@ -157,3 +272,93 @@ class Registry(Versions):
             self._tag(model_id, target.version, lineage.TAG_APPROVER, evidence.approver or "")
             self._tag(model_id, target.version, lineage.TAG_EVIDENCE, digest)  # last: it binds
         return digest
+
+    @staticmethod
+    def _require_passed_gate(model_id: str, target: Any, evidence: Evidence) -> None:
+        where = f"models:/{model_id}/{target.version}"
+        failed = evidence.gate.reasons
+        if not evidence.gate.passed or failed or not evidence.gate.checks:
+            raise GateRefused(
+                "this candidate did not pass its gate",
+                got="; ".join(failed) or "no check that passed",
+                where=where,
+            )
+        judged = evidence.evaluation.score("candidate")
+        for what, got, wanted in (
+            ("model", evidence.model_id, model_id),
+            ("manifest", evidence.manifest_digest, target.tags.get(lineage.TAG_MANIFEST)),
+            ("set of weights", judged and judged.weights_digest, evidence.weights_digest),
+            ("snapshot", evidence.evaluation.snapshot_digest, evidence.snapshot_digest),
+            ("evidence", lineage.claim_digest(evidence), target.tags.get(lineage.TAG_CLAIM)),
+        ):
+            if got != wanted:
+                raise GateRefused(
+                    f"the gate judged another {what} than this version is bound to",
+                    got=got or "none",
+                    wanted=wanted or "a bound digest",
+                    where=where,
+                )
+
+    def _trusted(self, model_id: str, number: str) -> RegisteredVersion:
+        target = self.call("get_model_version", model_id, number)
+        try:
+            evidence = self.evidence(model_id, number)
+        except (CorruptData, NotFound) as error:
+            raise GateRefused(
+                f"version {number} of {model_id} has no evidence to trust",
+                got=error.one_line(),
+                where=self.model_url(model_id, number),
+            ) from error
+        self._require_passed_gate(model_id, target, evidence)
+        return _registered(model_id, target, evidence)
+
+    def _store_evidence(self, mlflow_run_id: str, evidence: Evidence) -> None:
+        text = canonical_json(evidence).decode()
+        self.log_artifact_text(mlflow_run_id, text, lineage.evidence_path(digest_of(evidence)))
+
+    def _ensure_model(self, model_id: str) -> None:
+        try:
+            self.call("get_registered_model", model_id)
+        except NotFound:
+            try:
+                self.call("create_registered_model", model_id)
+            except Conflict:
+                return  # another process was faster
+
+    def _find_by_tag(self, model_id: str, tag: str, value: str) -> Any | None:
+        if "'" in model_id or "'" in value:
+            raise InvalidInput("not a name the registry could hold", got=f"{model_id} {value}")
+        found = self.call(
+            "search_model_versions", f"name = '{model_id}' and tag.`{tag}` = '{value}'"
+        )
+        return min(found, key=lambda each: int(each.version), default=None)
+
+    def _alias(self, model_id: str, alias: str) -> str | None:
+        version = self.call("get_registered_model", model_id).aliases.get(alias)
+        return None if version is None else str(version)
+
+    def _set_alias(self, model_id: str, alias: str, version: str | None) -> None:
+        if version is not None:
+            self.call("set_registered_model_alias", model_id, alias, version)
+        elif self._alias(model_id, alias) is not None:
+            self.call("delete_registered_model_alias", model_id, alias)
+
+    def _promoted_over(self, model_id: str, version: str) -> str | None:
+        tags = self.call("get_model_version", model_id, version).tags
+        return tags.get(lineage.TAG_PROMOTED_OVER) or None
+
+    def _tag(self, model_id: str, version: str, key: str, value: str) -> None:
+        self.call("set_model_version_tag", model_id, version, key, value)
+
+
+def _registered(model_id: str, found: Any, evidence: Evidence | None = None) -> RegisteredVersion:
+    return RegisteredVersion(
+        model_id=model_id,
+        version=str(found.version),
+        source_url=str(found.source),
+        manifest_digest=found.tags.get(lineage.TAG_MANIFEST, ""),
+        evidence_digest=found.tags.get(lineage.TAG_EVIDENCE, ""),
+        run_id=found.tags.get(lineage.TAG_RUN_ID, ""),
+        mlflow_run_id=str(found.run_id or ""),
+        evidence=evidence,
+    )

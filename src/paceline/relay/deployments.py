@@ -9,68 +9,217 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import Protocol
 
 from paceline.errors import Conflict, DeploymentFailed, PacelineError, StorageFailed, StorageFull
-from paceline.manifest import Manifest, parse_manifest
-from paceline.relay.active_deployment import ActiveDeployment
-from paceline.relay.protocol.events import Cancelled, HeldPiecesCorrupt, LanesAssigned, SessionEvent
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.protocol.limits import SessionLimits
-from paceline.relay.protocol.session import RelaySession, as_failure
-from paceline.relay.store.group_commit import Committer
-from paceline.relay.store.library import OpenModels
-from paceline.relay.store.origin_reads import OriginReadCounts
-from paceline.relay.store.staging import Staging
-from paceline.relay.store.store import Store
-from paceline.relay.transport.contract import TransferCounters
-from paceline.schemas.plan import WorkerLanes
-from paceline.schemas.records import WorkerStatus
-from paceline.system.files import write_durably
+from paceline.manifest import Manifest
+from paceline.relay.protocol import (
+    Cancelled,
+    Extent,
+    Extents,
+    HeldPiecesCorrupt,
+    LanesAssigned,
+    PieceVerified,
+    RelaySession,
+    SessionEvent,
+    SessionLimits,
+    as_failure,
+)
+from paceline.relay.sources import RangeReader
+from paceline.relay.store import (
+    Committer,
+    OpenModels,
+    OriginReadCount,
+    OriginReadCounts,
+    Staging,
+    Store,
+)
+from paceline.relay.transport import Pacer, PullStream, TransferCounters
+from paceline.schemas import DeploymentBeat, Failure, Receipt, Source, WorkerLanes, WorkerStatus
 
 log = logging.getLogger(__name__)
 
-MOST_AHEAD = 1024 * 1024  # at most, of the count written ahead, where lanes set none
-AHEAD_PARTS = 512
-FINISHED_KEPT = 8  # ended deployments that stay open for peers and in the heartbeats
+MAX_WRITE_AHEAD_BYTES = 1024 * 1024  # at most, of the count written ahead, where lanes set none
+WRITE_AHEAD_PARTS = 512
+MAX_ENDED_DEPLOYMENTS = 8  # ended deployments that stay open for peers and in the heartbeats
 
-Work = Callable[[float], None]
+
+@dataclass(eq=False)
+class ActiveDeployment:
+    """State of one deployment on one node: session, files, streams, counters, reported status.
+
+    Owned by the driver's owner thread; other threads only read ``beat``, which is replaced whole.
+    """
+
+    lanes: WorkerLanes
+    manifest: Manifest
+    started_s: float
+    sent_before: int  # bytes this node had sent when the deployment began
+    session: RelaySession | None = None
+    staging: Staging | None = None
+    committer: Committer | None = None
+    counters: TransferCounters = field(default_factory=TransferCounters)
+    reading: OriginReadCount = field(default_factory=OriginReadCount)
+    is_cut_off: bool = False  # without readers and without a coordinator: see ``node``
+    # Verified pieces that the session has not processed yet: byte threads append, the owner takes.
+    arrivals: deque[PieceVerified] = field(default_factory=deque)
+    delivery_posted: bool = False  # the owner has been woken for them
+    streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
+    readers: dict[str, RangeReader] = field(default_factory=dict)
+    status: WorkerStatus = WorkerStatus.RECEIVING
+    failure: Failure | None = None
+    receipt: Receipt | None = None
+    activated: bool = False
+    ended_s: float | None = None
+    beat: DeploymentBeat | None = None
+    refreshed_s: float = 0.0
+
+    @property
+    def deployment_id(self) -> str:
+        """Return the id of the deployment."""
+        return self.lanes.deployment_id
+
+    def take_arrivals(self) -> list[PieceVerified]:
+        """Return the verified pieces that arrived since the last call, as runs."""
+        if not self.arrivals:
+            return []
+        self.delivery_posted = False
+        taken: dict[tuple[str, int], Extents] = {}
+        while self.arrivals:
+            event = self.arrivals.popleft()
+            taken.setdefault((event.source_key, event.stream), Extents()).add(event.extent)
+        return [
+            PieceVerified(key, stream, run)
+            for (key, stream), extents in taken.items()
+            for run in extents
+        ]
+
+    def expected_rate(self, source: Source) -> float:
+        """Return the rate that the lanes expect from ``source``, in bytes per second (0:
+        unknown).
+        """
+        return sum(each.expected_bytes_s for each in self.lanes.lanes if each.source == source)
+
+    def planned_rate(self, source: Source) -> float:
+        """Return the expected rate where the lanes use several sources, which share this node's
+        link; 0 where ``source`` may use all of it.
+        """
+        several = len({each.source.key for each in self.lanes.lanes}) > 1
+        return self.expected_rate(source) if several else 0.0
+
+    @property
+    def may_be_reassigned(self) -> bool:
+        """Return whether the coordinator may assign this node's origin reads to another node."""
+        named = any(each.source.kind == "worker" or each.spares for each in self.lanes.lanes)
+        seeds = bool(self.lanes.origin_lanes) and self.lanes.origin_tell_bytes > 0
+        return seeds and (named or self.reading.has_served_peers) and self.ended_s is None
+
+    def close_streams(self) -> None:
+        """Stop pulling from every source."""
+        for _, stream in self.streams.values():
+            stream.close()
+        self.streams.clear()
+
+    def news(self) -> tuple[object, ...]:
+        """Return the fields of ``beat`` whose change is reported without waiting for the next
+        heartbeat.
+        """
+        beat, much = self.beat, self.lanes.origin_tell_bytes
+        if beat is None:
+            return ()
+        read = beat.origin_bytes // much if much else 0
+        return beat.status, beat.activated, beat.lost_sources, beat.failure, read
+
+    @property
+    def origin_report_due(self) -> bool:
+        """Return whether the bytes read from the origin since ``beat`` call for an immediate
+        report.
+        """
+        much = self.lanes.origin_tell_bytes
+        reported = self.beat.origin_bytes if self.beat else 0
+        return 0 < much <= self.counters.origin_bytes - reported
+
+    def refresh(self, now_s: float) -> None:
+        """Replace ``beat`` by the current state."""
+        self.refreshed_s = now_s
+        progress = self.session.progress() if self.session else None
+        failure = self.failure
+        if progress is not None and failure is None and self.status is WorkerStatus.RECEIVING:
+            failure = progress.failure  # stalled: still receiving, and why nothing arrives
+        self.beat = DeploymentBeat(
+            deployment_id=self.deployment_id,
+            epoch=progress.epoch if progress else self.lanes.epoch,
+            status=self.status,
+            pieces_held=progress.pieces_held if progress else 0,
+            bytes_held=progress.bytes_held if progress else 0,
+            chunks_received=progress.chunks_received if progress else (),
+            origin_bytes=self.counters.origin_bytes,
+            lost_sources=progress.lost_sources if progress else (),
+            corrupt_sources=progress.corrupt_sources if progress else (),
+            edges=self.staging.edges.tallies() if self.staging else (),
+            failure=failure,
+            receipt=self.receipt,
+            activated=self.activated,
+        )
+
+    def completed(
+        self, path: Path, now_s: float, *, worker_id: str, incarnation: int, sent_bytes: int
+    ) -> None:
+        """Record that the version is visible at ``path``, and create the receipt."""
+        self.ended_s = now_s
+        self.status = WorkerStatus.COMPLETE
+        self.failure = None
+        counters, staging = self.counters, self.staging
+        self.receipt = Receipt(
+            deployment_id=self.deployment_id,
+            worker_id=worker_id,
+            incarnation=incarnation,
+            model_id=self.manifest.model_id,
+            version=self.manifest.version,
+            manifest_digest=self.manifest.digest,
+            path=str(path),
+            total_bytes=self.manifest.total_size,
+            received_bytes=counters.received_bytes,
+            origin_bytes=counters.origin_bytes,
+            reused_bytes=staging.reused_bytes if staging else 0,
+            reused_pieces=staging.reused_pieces if staging else 0,
+            refetched_bytes=counters.refetched_bytes,
+            sent_bytes=sent_bytes - self.sent_before,
+            corrupt_pieces=self.session.progress().corrupt_pieces if self.session else 0,
+            seconds=now_s - self.started_s,
+        )
+
+
+class Driver(Protocol):
+    """What the deployments use of ``node.RelayDriver``."""
+
+    worker_id: str
+    store: Store
+    readings: OriginReadCounts
+    nic_out: Pacer
+
+    def post(self, work: Callable[[float], None]) -> None: ...
+    def tell(self, share: ActiveDeployment, event: SessionEvent, now_s: float) -> None: ...
+    def reporter(self, share: ActiveDeployment) -> Callable[[SessionEvent], None]: ...
+    def changed(self) -> None: ...
 
 
 class Deployments:
-    """The deployments of one node. ``post`` queues work for the owner thread; ``tell`` passes an
-    event to a session; ``report_of`` returns the callback with which byte threads report;
-    ``changed`` is called when there is something new to report.
-    """
+    """The deployments of one node, whose threads are those of ``driver``."""
 
     def __init__(
-        self,
-        *,
-        worker_id: str,
-        store: Store,
-        limits: SessionLimits,
-        seed: int,
-        incarnation: int,
-        sent_bytes: Callable[[], int],
-        readings: OriginReadCounts,
-        post: Callable[[Work], None],
-        tell: Callable[[ActiveDeployment, SessionEvent, float], None],
-        report_of: Callable[[ActiveDeployment], Callable[[SessionEvent], None]],
-        changed: Callable[[], None],
+        self, driver: Driver, *, limits: SessionLimits, seed: int, incarnation: int
     ) -> None:
-        self.worker_id = worker_id
+        self._driver = driver
         self.incarnation = incarnation
-        self.library = OpenModels(store)
-        self._store = store
+        self._store, self._readings = driver.store, driver.readings
+        self.library = OpenModels(driver.store)
         self._limits = limits
         self._seed = seed
-        self._sent_bytes = sent_bytes
-        self._readings = readings
-        self._post, self._tell, self._report_of = post, tell, report_of
-        self._changed = changed
         self._shares: dict[str, ActiveDeployment] = {}
         self.withdrawals = 0  # published versions withdrawn because a piece no longer matched
 
@@ -94,7 +243,7 @@ class Deployments:
     def refresh(self, share: ActiveDeployment, now_s: float) -> None:
         """Update the reported state of ``share``."""
         share.refresh(now_s)
-        self._changed()
+        self._driver.changed()
 
     def deploy(self, lanes: WorkerLanes, manifest: Manifest, now_s: float) -> None:
         """Join a deployment, or apply its newer lanes."""
@@ -103,15 +252,15 @@ class Deployments:
             return
         if known is not None and (known.session is not None or known.ended_s is None):
             known.lanes = lanes  # a deployment still being prepared applies these when it is ready
-            self._tell(known, LanesAssigned(lanes, known.counters.origin_bytes), now_s)
+            self._driver.tell(known, LanesAssigned(lanes, known.counters.origin_bytes), now_s)
             if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
                 known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
                 if known.staging is not None:
                     known.staging.give_up(False)
             self.refresh(known, now_s)
             return
-        self._forget_old()
-        share = ActiveDeployment(lanes, manifest, now_s, self._sent_bytes())
+        self._close_oldest_ended()
+        share = ActiveDeployment(lanes, manifest, now_s, self._driver.nic_out.total_bytes)
         self._shares[lanes.deployment_id] = share
         try:
             share.reading = self._readings.of(share.deployment_id)
@@ -133,7 +282,7 @@ class Deployments:
         """Report that this node does not join a deployment, and why."""
         if lanes.deployment_id in self._shares:
             return
-        share = ActiveDeployment(lanes, manifest, now_s, self._sent_bytes())
+        share = ActiveDeployment(lanes, manifest, now_s, self._driver.nic_out.total_bytes)
         self._shares[lanes.deployment_id] = share
         self.fail(share, error)
 
@@ -143,9 +292,9 @@ class Deployments:
             staging = self.library.open(share.manifest)
         except Exception as error:  # noqa: BLE001 - otherwise the failure is never reported
             failure = as_error(error)
-            self._post(lambda _now: self.fail(share, failure))
+            self._driver.post(lambda _now: self.fail(share, failure))
         else:
-            self._post(lambda now: self._prepared(share, staging, now))
+            self._driver.post(lambda now: self._prepared(share, staging, now))
 
     def _prepared(self, share: ActiveDeployment, staging: Staging, now_s: float) -> None:
         if self._shares.get(share.deployment_id) is not share:
@@ -154,19 +303,19 @@ class Deployments:
         share.staging = staging
         staging.give_up(False)
         share.session = RelaySession(
-            worker_id=self.worker_id,
+            worker_id=self._driver.worker_id,
             manifest=staging.manifest,
             held=staging.durable,
             limits=self._limits,
             seed=self._seed,
         )
         self._commit_on(share)
-        self._tell(share, LanesAssigned(share.lanes, share.counters.origin_bytes), now_s)
+        self._driver.tell(share, LanesAssigned(share.lanes, share.counters.origin_bytes), now_s)
         self.refresh(share, now_s)
 
     def _commit_on(self, share: ActiveDeployment) -> None:
         if share.staging is not None and not share.staging.published:
-            share.committer = Committer(share.staging, self._report_of(share))
+            share.committer = Committer(share.staging, self._driver.reporter(share))
             share.committer.start()
 
     def publish(self, share: ActiveDeployment) -> None:
@@ -184,9 +333,11 @@ class Deployments:
         except Exception as error:  # noqa: BLE001 - as in _prepare
             failure = as_error(error)
             if isinstance(failure, Conflict) and not staging.all_verified:
-                self._post(lambda _now: self._commit_on(share))  # a piece became corrupt meanwhile
+                self._driver.post(
+                    lambda _now: self._commit_on(share)
+                )  # a piece became corrupt meanwhile
             else:
-                self._post(lambda _now: self.fail(share, failure, verification=True))
+                self._driver.post(lambda _now: self.fail(share, failure, verification=True))
             return
 
         def done(now_s: float) -> None:
@@ -194,14 +345,14 @@ class Deployments:
                 share.completed(
                     path,
                     now_s,
-                    worker_id=self.worker_id,
+                    worker_id=self._driver.worker_id,
                     incarnation=self.incarnation,
-                    sent_bytes=self._sent_bytes(),
+                    sent_bytes=self._driver.nic_out.total_bytes,
                 )
                 self.refresh(share, now_s)
                 log.info("complete path=%s", path)
 
-        self._post(done)
+        self._driver.post(done)
 
     def fail(
         self, share: ActiveDeployment, error: PacelineError, *, verification: bool = False
@@ -224,7 +375,7 @@ class Deployments:
         if share.staging is not None:
             share.staging.give_up(True)
         self.library.refuse(share.manifest.digest)
-        self._changed()
+        self._driver.changed()
 
     def _drop(self, share: ActiveDeployment) -> None:
         """Discard what the disk has of a deployment, unless it is published."""
@@ -239,11 +390,11 @@ class Deployments:
         share = self._shares.get(deployment_id)
         if share is None:
             return
-        self._tell(share, Cancelled(), now_s)
+        self._driver.tell(share, Cancelled(), now_s)
         share.close_streams()
         self._drop(share)
         del self._shares[deployment_id]
-        self._changed()
+        self._driver.changed()
 
     def forget(self, digest: str) -> None:
         """Discard a version that an earlier process began, unless a deployment here uses it."""
@@ -288,16 +439,16 @@ class Deployments:
                 share.close_streams()
                 del self._shares[share.deployment_id]
             else:
-                self._tell(share, HeldPiecesCorrupt(Extent(piece, piece + 1)), now_s)
+                self._driver.tell(share, HeldPiecesCorrupt(Extent(piece, piece + 1)), now_s)
         if withdrawn:
             log.error("withdrew digest=%s piece=%d: it rotted on this disk", digest, piece)
             self.withdrawals += 1
-            self._changed()
+            self._driver.changed()
 
-    def _forget_old(self) -> None:
-        """Close the oldest ended deployments beyond the ``FINISHED_KEPT`` newest."""
+    def _close_oldest_ended(self) -> None:
+        """Close the oldest ended deployments beyond the ``MAX_ENDED_DEPLOYMENTS`` newest."""
         ended = [share for share in self._shares.values() if share.ended_s is not None]
-        for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-FINISHED_KEPT]:
+        for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-MAX_ENDED_DEPLOYMENTS]:
             del self._shares[share.deployment_id]
             if all(share.staging is not other.staging for other in self._shares.values()):
                 self.library.release(share.staging)
@@ -306,7 +457,7 @@ class Deployments:
 def _counters(share: ActiveDeployment) -> TransferCounters:
     """Return counters that continue from what earlier processes read for this deployment."""
     reading = share.reading
-    least = min(MOST_AHEAD, share.manifest.total_size // AHEAD_PARTS)
+    least = min(MAX_WRITE_AHEAD_BYTES, share.manifest.total_size // WRITE_AHEAD_PARTS)
 
     def cover(read: int) -> None:
         reading.cover(read, max(share.lanes.origin_tell_bytes, least))
@@ -326,71 +477,3 @@ def as_error(error: Exception) -> PacelineError:
         log.error("a defect", exc_info=error)
         return DeploymentFailed("this node broke", got=repr(error), do="See this agent's log.")
     return StorageFailed("the disk failed", got=error, do="See this agent's log.")
-
-
-# The lanes of a node, stored on its disk: a restarted agent resumes while the coordinator is away.
-#
-# Other nodes may wait for what this one forwards. Lanes are stored with their manifest until their
-# deployment has ended here. Stored lanes may be out of date; newer lanes replace them as always.
-
-MOST = 8  # deployments at once; a node takes part in one or two
-_LANES, _MANIFEST = ".lanes.json", ".manifest.json"
-
-
-class StoredLanes:
-    """Lanes stored below ``directory``; used by one thread."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._epochs: dict[str, int] = {}  # of the lanes that this process stored
-        directory.mkdir(parents=True, exist_ok=True)
-
-    def keep(self, lanes: WorkerLanes, manifest: Manifest) -> None:
-        """Store ``lanes`` in place of the deployment's older ones; lanes of the same epoch are not
-        stored again.
-        """
-        if self._epochs.get(lanes.deployment_id) == lanes.epoch:
-            return
-        manifest_path = self._directory / f"{manifest.digest}{_MANIFEST}"
-        if not manifest_path.exists():
-            write_durably(manifest_path, manifest.to_bytes())
-        path = self._directory / f"{lanes.deployment_id}{_LANES}"
-        write_durably(path, lanes.model_dump_json().encode())
-        self._epochs[lanes.deployment_id] = lanes.epoch
-
-    def drop(self, deployment_ids: Collection[str]) -> None:
-        """Delete the lanes of deployments that have ended here."""
-        for each in deployment_ids:
-            self._epochs.pop(each, None)
-        gone = [self._directory / f"{each}{_LANES}" for each in deployment_ids]
-        gone = [path for path in gone if path.exists()]
-        for path in gone:
-            path.unlink()
-        if gone:
-            self._drop_manifests()
-
-    def load(self) -> Iterator[tuple[WorkerLanes, Manifest]]:
-        """Yield the stored lanes, newest first; unreadable files are removed with a warning."""
-        paths = sorted(
-            self._directory.glob(f"*{_LANES}"), key=lambda path: path.stat().st_mtime, reverse=True
-        )
-        for number, path in enumerate(paths):
-            try:
-                if number >= MOST:
-                    raise ValueError("too many deployments")
-                lanes = WorkerLanes.model_validate_json(path.read_bytes())
-                kept = self._directory / f"{lanes.manifest_digest}{_MANIFEST}"
-                manifest = parse_manifest(kept.read_bytes())
-            except (OSError, ValueError, ValidationError, PacelineError) as error:
-                log.warning("lanes forgotten: %s: %s", path.name, error)
-                path.unlink(missing_ok=True)
-            else:
-                yield lanes, manifest
-        self._drop_manifests()
-
-    def _drop_manifests(self) -> None:
-        lanes = [path.read_bytes() for path in self._directory.glob(f"*{_LANES}")]
-        for path in self._directory.glob(f"*{_MANIFEST}"):
-            digest = path.name.removesuffix(_MANIFEST).encode()
-            if not any(digest in each for each in lanes):
-                path.unlink()

@@ -8,24 +8,23 @@ and ``runtime.json``, from which the agent starts.
 
 from __future__ import annotations
 
-import http.client
 import json
 import logging
 import random
 import re
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.client.calls import AccessClient
-from paceline.client.connection import Endpoint
+from paceline.client import AccessClient
 from paceline.config import (
+    DEFAULT_S3,
     Endpoints,
     Profile,
     Runtime,
@@ -34,7 +33,6 @@ from paceline.config import (
     read_certificate,
     require_unused,
     save_runtime,
-    write_private,
 )
 from paceline.errors import (
     AccessDenied,
@@ -44,10 +42,9 @@ from paceline.errors import (
     PermanentError,
     ServiceUnavailable,
 )
-from paceline.relay.transport.identity import fingerprint, new_request
-from paceline.schemas.access import JoinWorker, WorkerIdentity
-from paceline.schemas.base import SHA256_HEX
-from paceline.system.files import narrow_directory, own_directory
+from paceline.relay.transport import fingerprint, new_request
+from paceline.schemas import SHA256_HEX, JoinWorker, WorkerIdentity
+from paceline.system import Endpoint, ensure_own_directory, fetch, restrict_directory, write_private
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +52,14 @@ DIRECTORY = "identity"
 NODE_FILE = "node.pem"  # the key and its certificate in one file, so that they change together
 CA_FILE = "ca.pem"
 REST_CA_FILE = "rest-ca.pem"
-ABOUT_FILE = "identity.json"
+IDENTITY_FILE = "identity.json"
 JOINING_FILE = "joining.pem"  # the key of a request whose answer has not arrived yet
 MAX_CA_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
-LOOK_S = 60.0  # between two checks of the clock; after a failure too
-READABLE = 0o755  # mode of a node's state directory: servers of other users load models from it
+RENEWAL_CHECK_S = 60.0  # between two checks of the clock; after a failure too
+STATE_DIR_MODE = (
+    0o755  # mode of a node's state directory: servers of other users load models from it
+)
 
 
 def join(
@@ -90,13 +89,13 @@ def join(
     pinned = _pin_of(token)
     trusted: Path | bytes | None = ca
     if endpoint.secure and trusted is None:
-        trusted = _named_authority(endpoint, pinned)
+        trusted = _fetch_pinned_ca(endpoint, pinned)
     directory = state_dir / DIRECTORY
     kept = directory / JOINING_FILE
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     try:
-        narrow_directory(state_dir, READABLE)
-        own_directory(directory)
+        restrict_directory(state_dir, STATE_DIR_MODE)
+        ensure_own_directory(directory)
         key = kept.read_bytes() if kept.exists() else None
         key, request = new_request(worker_id, key)
         write_private(kept, key)
@@ -106,7 +105,7 @@ def join(
         finally:
             client.close()
         _require_pinned(identity, pinned)
-        _keep(state_dir, identity, key, _runtime_of(state_dir, endpoint.url, identity))
+        _store_identity(state_dir, identity, key, _runtime_of(state_dir, endpoint.url, identity))
     except PermanentError:
         kept.unlink(missing_ok=True)
         for each in made:
@@ -162,14 +161,14 @@ class Renewal:
         _require_pinned(identity, fingerprint(read_certificate(held)))
         base_url = self._runtime.endpoints.coordinator_url
         renewed = _runtime_of(self._runtime.state_dir, base_url, identity)
-        _keep(self._runtime.state_dir, identity, key, renewed)
+        _store_identity(self._runtime.state_dir, identity, key, renewed)
         self._runtime = renewed
         log.info("renewed worker=%s until=%d", worker_id, identity.certificate_expires_at)
         self._on_renewed(renewed)
         return True
 
     def _work(self) -> None:
-        while not self._stopping.wait(LOOK_S * random.uniform(0.5, 1.0)):
+        while not self._stopping.wait(RENEWAL_CHECK_S * random.uniform(0.5, 1.0)):
             try:
                 self.renew_if_due()
             except PacelineError as error:
@@ -201,32 +200,22 @@ def _require_pinned(identity: WorkerIdentity, pinned: str) -> None:
         )
 
 
-def _named_authority(endpoint: Endpoint, wanted: str) -> bytes:
+def _fetch_pinned_ca(endpoint: Endpoint, wanted: str) -> bytes:
     """Return the coordinator's CA certificate, if its fingerprint is ``wanted``, the one in the
     token.
 
     No secret is sent and nothing else is trusted on this connection: only the fingerprint makes the
     answer good, and it must hold exactly one certificate.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    connection = endpoint.connect(TIMEOUT_S, context)
     where = f"{endpoint.url}/ca.pem"
-    try:
-        connection.request("GET", f"{endpoint.prefix}/ca.pem")
-        response = connection.getresponse()
-        found = response.read(MAX_CA_BYTES + 1)
-    except (OSError, http.client.HTTPException) as error:
+    answer = fetch(
+        where, name="the coordinator", timeout_s=TIMEOUT_S, max_bytes=MAX_CA_BYTES, verify=False
+    )
+    if answer.status != HTTPStatus.OK:
         raise ServiceUnavailable(
-            "the coordinator does not answer", got=f"{type(error).__name__}: {error}", where=where
-        ) from error
-    finally:
-        connection.close()
-    if response.status != http.HTTPStatus.OK:
-        raise ServiceUnavailable(
-            "the coordinator shows no authority", got=f"HTTP {response.status}", where=where
+            "the coordinator shows no authority", got=f"HTTP {answer.status}", where=where
         )
-    trusted = one_certificate(found, where)
+    trusted = one_certificate(answer.body, where)
     got = fingerprint(trusted)
     if got != wanted:
         raise AccessDenied(
@@ -259,7 +248,7 @@ def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Ru
                 "peer_key": node,
             }
         )
-    urls = _reachable(identity.coordinator_urls, asked_url)
+    urls = _reachable_urls(identity.coordinator_urls, asked_url)
     return Runtime(
         profile=profile.model_copy(update={"security": security}),
         state_dir=state_dir,
@@ -267,12 +256,13 @@ def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Ru
             coordinator_url=urls[0],
             coordinator_urls=urls if len(urls) > 1 else (),
             coordinator_ca=f"{DIRECTORY}/{REST_CA_FILE}" if identity.rest_ca else "",
+            s3_url=profile.objects.endpoint_url or DEFAULT_S3,
         ),
         secrets=Secrets(worker_token=identity.token, peer_token=identity.peer_token),
     )
 
 
-def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
+def _reachable_urls(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
     """Return the URLs at which this node reaches the replicas; another machine's loopback is
     dropped.
     """
@@ -282,7 +272,9 @@ def _reachable(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
     return others or (asked_url,)
 
 
-def _keep(state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime) -> None:
+def _store_identity(
+    state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime
+) -> None:
     """Store the identity; the file with the renewal time comes last, because it vouches for the
     rest.
     """
@@ -298,19 +290,19 @@ def _keep(state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtim
         "renew_at": identity.renew_at,
         "expires_at": identity.certificate_expires_at,
     }
-    write_private(directory / ABOUT_FILE, json.dumps(about).encode())
+    write_private(directory / IDENTITY_FILE, json.dumps(about).encode())
 
 
 def _joined_as(state_dir: Path) -> dict[str, Any] | None:
     try:
-        about = json.loads((state_dir / DIRECTORY / ABOUT_FILE).read_bytes())
+        about = json.loads((state_dir / DIRECTORY / IDENTITY_FILE).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         raise InvalidInput(
             "this node's identity cannot be read",
             got=error,
-            where=state_dir / DIRECTORY / ABOUT_FILE,
+            where=state_dir / DIRECTORY / IDENTITY_FILE,
             do="Delete the directory and join again with a new token.",
         ) from error
     assert isinstance(about, dict)

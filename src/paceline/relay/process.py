@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
-from paceline.schemas.base import NAME
+from paceline.schemas import NAME
 
 PARENT_POLL_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -120,22 +120,24 @@ class StopSignal:
 # Shells and services begin with a soft limit of 1,024, which a model of a thousand files exceeds;
 # the hard limit is what the system really allows.
 
-BESIDE = 16  # per worker, beside its files: lock, piece log, counts, port, connections
-OURS = 64  # for the process itself
+EXTRA_FILES_PER_WORKER = (
+    16  # per worker, beside its files: lock, piece log, counts, port, connections
+)
+PROCESS_FILES = 64  # for the process itself
 
 
-def allow_all() -> None:
+def raise_file_limit() -> None:
     """Raise the soft limit to the hard one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def require(manifest: Manifest, workers: int) -> None:
+def require_file_limit(manifest: Manifest, workers: int) -> None:
     """Raise the soft limit as needed for ``workers`` in this process; raises InvalidInput beyond
     the hard one.
     """
-    wanted = workers * (len(manifest.files) + BESIDE) + OURS
+    wanted = workers * (len(manifest.files) + EXTRA_FILES_PER_WORKER) + PROCESS_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted <= soft:
         return
@@ -146,7 +148,7 @@ def require(manifest: Manifest, workers: int) -> None:
             wanted=f"at most {hard}",
             do="Raise the hard limit (ulimit -Hn), or ask for fewer workers.",
         )
-    allow_all()
+    raise_file_limit()
 
 
 # An agent's settings, validated before anything is created.
@@ -155,8 +157,8 @@ def require(manifest: Manifest, workers: int) -> None:
 # at once with the name of the option, and no directory with an invalid name is made.
 
 LABEL_MAX = 255
-LINK_MBIT = (1e-3, 1e9)  # the rates that a plan accepts
-MOST_PORT = 65_535
+LINK_MBIT_RANGE = (1e-3, 1e9)  # the rates that a plan accepts
+MAX_PORT = 65_535
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +188,7 @@ class AgentConfig:
                 raise InvalidInput(
                     "a label is too long", got=got, wanted=wanted, where=f"--{label}"
                 )
-        least, most = LINK_MBIT
+        least, most = LINK_MBIT_RANGE
         for option, mbit in (("link-mbit", self.link_mbit), ("limit-mbit", self.limit_mbit)):
             unlimited = option == "limit-mbit" and mbit == 0
             if mbit is not None and not (unlimited or least <= mbit <= most):
@@ -197,18 +199,20 @@ class AgentConfig:
 def address_of(listen: str) -> tuple[str, int]:
     """Return host and port of ``listen``; raises InvalidInput."""
     host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > MOST_PORT:
-        wanted = f"host:port, a port up to {MOST_PORT} (0: a free one)"
+    if not host or not port.isdecimal() or int(port) > MAX_PORT:
+        wanted = f"host:port, a port up to {MAX_PORT} (0: a free one)"
         raise InvalidInput("bad listen address", got=listen, wanted=wanted, where="--listen")
     return host, int(port)
 
 
 # The advertised address: one that other nodes reach, whatever the peer port listens on.
 
-_ANYWHERE = 9  # a port; nothing is sent: connecting a datagram socket only selects the route
+_ROUTE_PROBE_PORT = (
+    9  # a port; nothing is sent: connecting a datagram socket only selects the route
+)
 
 
-def advertised(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> str:
+def advertised_address(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> str:
     """Return ``host:port`` for the peer port that listens at ``listening`` (``host:port``).
 
     ``wanted`` is a configured host, or "". Without it: the address listened on, or, where that is
@@ -217,7 +221,7 @@ def advertised(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> 
     """
     host, _, port = listening.rpartition(":")
     chosen = wanted.strip("[]") or host.strip("[]")
-    if not _is_everywhere(chosen):
+    if not _is_unspecified(chosen):
         return _joined(chosen, port)
     if wanted:
         raise InvalidInput(
@@ -228,7 +232,7 @@ def advertised(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> 
         )
     family = socket.AF_INET6 if ":" in chosen else socket.AF_INET
     for url in coordinator_urls:
-        if (found := _way_to(url, family)) is not None:
+        if (found := _local_address_for(url, family)) is not None:
             return _joined(found, port)
     raise InvalidInput(
         "an agent that listens on every address has to say which one others reach it at",
@@ -239,21 +243,21 @@ def advertised(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> 
     )
 
 
-def _way_to(url: str, family: socket.AddressFamily) -> str | None:
+def _local_address_for(url: str, family: socket.AddressFamily) -> str | None:
     """Return this machine's address on the route to ``url``, or None without a route."""
     host = urlsplit(url).hostname
     if not host:
         return None
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect((host, _ANYWHERE))
+            sock.connect((host, _ROUTE_PROBE_PORT))
             found = str(sock.getsockname()[0])
     except OSError:
         return None
-    return None if _is_everywhere(found) else found
+    return None if _is_unspecified(found) else found
 
 
-def _is_everywhere(host: str) -> bool:
+def _is_unspecified(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:

@@ -23,11 +23,11 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.manifest import FileEntry
-from paceline.storage import MAX_URL, lies_in
+from paceline.manifest import FileEntry, Manifest, TrustPolicy, fetch_manifest
+from paceline.storage import MAX_URL, is_within
 
 if TYPE_CHECKING:
-    from paceline.storage import ObjectStore
+    from paceline.storage import ObjectInfo, ObjectStore
 
 log = logging.getLogger(__name__)
 
@@ -95,14 +95,14 @@ class S3Reader:
     """
 
     def __init__(
-        self, url: str, store: S3Ranges, tell: Callable[[str], None] = log.warning
+        self, url: str, store: ObjectStore, tell: Callable[[str], None] = log.warning
     ) -> None:
         self._tell = tell
         self._away_s: float | None = None  # since when the server sends nothing
         self._url = url
         self._store = store
         self._lock = threading.Lock()
-        self._pinned: dict[str, ObjectHead] = {}
+        self._pinned: dict[str, ObjectInfo] = {}
         self._pinning: dict[str, threading.Lock] = {}
 
     def pin(self, file: FileEntry) -> None:
@@ -147,7 +147,7 @@ class S3Reader:
         if since_s is not None:
             self._tell(f"{self._url} answers again after {time.monotonic() - since_s:.0f} s")
 
-    def _head(self, file: FileEntry) -> ObjectHead:
+    def _head(self, file: FileEntry) -> ObjectInfo:
         url = self._object(file)
         with self._lock:
             one_by_one = self._pinning.setdefault(url, threading.Lock())
@@ -190,37 +190,6 @@ class LazyReader:
             return self._reader
 
 
-class ObjectHead(Protocol):
-    """Size, ETag and version of one object."""
-
-    @property
-    def size(self) -> int: ...
-    @property
-    def etag(self) -> str: ...
-    @property
-    def version_id(self) -> str | None: ...
-
-
-class S3Ranges(Protocol):
-    """The two methods of ``storage.ObjectStore`` that reading needs."""
-
-    def head(
-        self, url: str, on_failed: Callable[[ServiceUnavailable, float], None] | None = None
-    ) -> ObjectHead: ...
-    def stream_range(
-        self,
-        url: str,
-        offset: int,
-        view: memoryview,
-        *,
-        etag: str,
-        size: int | None = None,
-        version_id: str | None = None,
-        on_socket: OnSocket | None = None,
-        on_failed: Callable[[ServiceUnavailable, float], None] | None = None,
-    ) -> Iterator[int]: ...
-
-
 def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
     """Return ``directory``, with its links followed, where one of ``roots`` holds it.
 
@@ -243,6 +212,24 @@ def below_roots(directory: Path, roots: Sequence[str | Path]) -> Path:
     )
 
 
+def fetch_allowed_manifest(
+    url: str, runtime: Runtime, store: ObjectStore | None = None
+) -> Manifest:
+    """Return the manifest at ``url``: an S3 URL, or a directory that the profile allows.
+
+    There are no redirects and no other schemes, so that a caller cannot make the coordinator
+    connect to a host of the caller's choice. Raises AccessDenied if the profile does not allow the
+    source, UntrustedManifest if the profile requires a signature that the manifest lacks.
+    """
+    source = allowed_source(url, runtime)
+    trust = TrustPolicy.of(runtime.profile.security)
+    if store is None and source.startswith("s3://"):
+        from paceline.storage import ObjectStore
+
+        store = ObjectStore.from_runtime(runtime)
+    return fetch_manifest(source, store, trust)
+
+
 def allowed_source(url: str, runtime: Runtime) -> str:
     """Return ``url``, for a directory its path with links followed, where the profile allows that
     bucket or directory as a source. The one rule for callers, flows and agents.
@@ -254,7 +241,7 @@ def allowed_source(url: str, runtime: Runtime) -> str:
         raise InvalidInput("source URL is too long", got=got, wanted=wanted, where=url[:200])
     security, own = runtime.profile.security, runtime.profile.storage.bucket
     if url.startswith("s3://"):
-        if not lies_in(url, places := (own, *security.source_buckets)):
+        if not is_within(url, places := (own, *security.source_buckets)):
             raise AccessDenied(
                 "this bucket is not a source",
                 got=url[:200],

@@ -5,6 +5,6 @@ what the coordinator stores. ``events``: events and the event stream. ``training
 evaluation and evidence. ``command_results``: output of commands with --json. Data only, no logic.
 """
 
-from paceline.schemas.base import Record, canonical_json, digest_of, new_run_id
+import lazy_loader
 
-__all__ = ["Record", "canonical_json", "digest_of", "new_run_id"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -3,15 +3,6 @@
 A token is ``pl_<token_id>_<secret>``: the id is public, the secret is 256 random bits. Only the
 SHA-256 of the whole token is stored, which is enough for a secret of that size. A join token is
 spent once, for a certificate and a token that are bound to one worker id.
-
-POST   /tokens                           CreateToken        → CreatedToken
-POST   /tokens/join                      CreateJoinToken    → CreatedToken
-GET    /tokens                                               → TokenList
-DELETE /tokens/{token_id}                                    → Success
-POST   /workers/join                     JoinWorker         → WorkerIdentity (by a join token)
-POST   /workers/renew                    JoinWorker         → WorkerIdentity
-GET    /audit?after=N&name=…                                 → EventList
-GET    /ca.pem                                               → the authority's certificate
 """
 
 from __future__ import annotations
@@ -43,7 +34,7 @@ class Scope(StrEnum):
 GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER]
 
 
-def barred_admission(token_id: str) -> str:
+def revoked_admission(token_id: str) -> str:
     """Return the entry that revokes the certificates of one admission in ``barred`` lists."""
     return f"join.{token_id}"
 
@@ -144,20 +135,16 @@ class WorkerIdentity(Record):
     profile: dict[str, object]  # the installation's profile without the servers' sections
 
 
-class TokenMade(Record):
+class TokenMade(CreatedToken):
     """Output of `paceline tokens create` and `tokens join` with --json."""
 
     status: Literal["complete"] = "complete"
-    token: str
-    record: TokenView
-    ca_sha256: Sha256 | None = None
 
 
-class TokensShown(Record):
+class TokensShown(TokenList):
     """Output of `paceline tokens list --json`."""
 
     status: Literal["complete"] = "complete"
-    tokens: tuple[TokenView, ...]
 
 
 class TokenRevoked(Record):

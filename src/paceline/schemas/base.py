@@ -1,6 +1,6 @@
 """Record, the base of every message, with canonical JSON, digests and shared field types.
 
-Also the format of run ids and the two REST headers about the leader.
+Also new run ids and the two REST headers about the leader.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -29,6 +29,7 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 
 Sha256 = Annotated[str, StringConstraints(pattern=SHA256_HEX)]
 Name = Annotated[str, StringConstraints(pattern=NAME)]
+PieceHash = Literal["blake3", "sha256"]  # of a manifest's pieces
 COUNT_MAX = 2**63 - 1
 # Bytes, pieces, restarts. JSON allows larger numbers; stores, floats and monitors do not.
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
@@ -105,14 +106,14 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
-# The run id is the same in Prefect, Dask, MLflow, logs and metrics.
-
 RUN_ID = r"^run-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}$"
-RunId = Annotated[str, StringConstraints(pattern=RUN_ID)]
 
 
 def new_run_id() -> str:
-    """Return a new run id that sorts by UTC start time, e.g. ``run-20261120-153600-9f3a1c``."""
+    """Return a new run id that sorts by UTC start time, e.g. ``run-20261120-153600-9f3a1c``.
+
+    It is the same in Prefect, Dask, MLflow, logs and metrics.
+    """
     return time.strftime("run-%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
 
 

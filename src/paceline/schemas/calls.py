@@ -1,26 +1,6 @@
-"""Request and response records of the coordinator's REST (MISSION.md A7; names are stable).
+"""Request and response records of the coordinator's REST (names are stable).
 
-POST   /deployments                      CreateDeployment   → CreatedDeployment   (Idempotency-Key)
-GET    /deployments?newest=N                                 → DeploymentList
-GET    /deployments/{id}                                     → DeploymentView
-DELETE /deployments/{id}                                     → Success
-GET    /deployments/{id}/workers                             → WorkerProgressList
-GET    /deployments/{id}/manifest                            → the manifest's bytes
-GET    /deployments/{id}/lanes?worker_id=W                   → WorkerLanes
-GET    /deployments/{id}/plan                                → Plan
-POST   /deployments/{id}/activate?allow_older=B             → Success (once a quorum is ready)
-POST   /deployments/{id}/rollback                            → Success (likewise)
-GET    /deployments/{id}/switch                              → SwitchView
-POST   /deployments/{id}/budget          RaiseOriginBudget  → Success             (Idempotency-Key)
-POST   /workers/register                 RegisterWorker     → Registered
-POST   /workers/heartbeat?wait_s=S       Heartbeat          → HeartbeatAnswer (long poll)
-GET    /workers                                              → WorkerList
-GET    /ledger/{stage}/{input_digest}                        → StageRecord | 404
-PUT    /ledger/{stage}/{input_digest}    StageRecord        → StageRecord
-GET    /events?after=N&wait_s=S                              → EventList (long poll)
-GET    /events/stream?deployment=ID                          → items of schemas.events (SSE)
-GET    /healthz, /readyz, /metrics, /fleet (page)
-
+``api.routes`` has the table of routes; a running coordinator serves it as /docs.
 Every call but /healthz and /readyz carries ``Authorization: Bearer TOKEN``.
 Errors are RFC 9457 problem documents (``Problem``) with the error's class name as ``code``.
 """
@@ -45,7 +25,7 @@ from paceline.schemas.records import (
     WorkerStatus,
 )
 
-NEWS_S = 0.02  # least time between two heartbeats of one agent
+MIN_BEAT_INTERVAL_S = 0.02  # least time between two heartbeats of one agent
 SourceKey = Annotated[str, Field(max_length=2200)]  # a worker id, or "origin:URL"
 # Chunk ids of one deployment, without duplicates; as many as a manifest may have.
 Chunks = Annotated[tuple[int, ...], Field(max_length=2**16)]
@@ -141,6 +121,11 @@ class SwitchView(Record):
     switched: int = Field(ge=0)
     failure: Failure | None = None
     workers: tuple[WorkerSwitch, ...]
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Return the workers that have yet to switch."""
+        return tuple(x.worker_id for x in self.workers if x.state not in ("switched", "other"))
 
 
 class RegisterWorker(Record):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import Name, Record, Sha256, Text
+from paceline.schemas.base import Name, PieceHash, Record, Sha256, Text
 from paceline.schemas.events import DeploymentMoment, WorkerMoment
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import Failure, Receipt
@@ -195,6 +195,7 @@ class Published(Record):
     pieces: int = Field(ge=1)
     chunk_size: int = Field(ge=1)
     piece_size: int = Field(ge=1)
+    piece_hash: PieceHash
     uploaded_files: int = Field(ge=0)  # 0: all were stored already
     resumed_bytes: int = Field(ge=0)  # of parts uploaded by an earlier, interrupted attempt
     signed_by: Sha256 | None = None  # public key

@@ -51,10 +51,6 @@ class EventName(StrEnum):
     CHANGE_ACCEPTED = "change.accepted"
     CHANGE_REFUSED = "change.refused"
     STAGE_FINISHED = "run.stage_finished"
-    TRAINING_STEP = "training.step"
-    TRAINING_CHECKPOINT = "training.checkpoint"
-    TRAINING_RANK_LOST = "training.rank_lost"
-    TRAINING_RESTARTED = "training.restarted"
 
 
 class Event(Record):
@@ -201,7 +197,7 @@ class WatchLine(
     """One line of ``paceline watch --json``."""
 
 
-def runs_of(chunks: tuple[int, ...]) -> tuple[ChunkRun, ...]:
+def chunk_runs(chunks: tuple[int, ...]) -> tuple[ChunkRun, ...]:
     """Return ascending chunk ids as runs of consecutive ids."""
     runs: list[ChunkRun] = []
     for chunk in chunks:

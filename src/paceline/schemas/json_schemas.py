@@ -12,58 +12,34 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from paceline.schemas.access import (
-    AuditShown,
-    FleetInitialised,
-    TokenMade,
-    TokenRevoked,
-    TokensShown,
-)
-from paceline.schemas.command_results import (
-    Changed,
-    CheckpointExported,
-    CheckpointsShown,
-    Distribution,
-    Failed,
-    ModelImported,
-    PlanTable,
-    Published,
-    Reproduction,
-    RunSummary,
-    SimulationReport,
-    StatusReport,
-)
-from paceline.schemas.events import StreamItem, WatchLine
-from paceline.schemas.plan import Plan
-from paceline.schemas.records import Deployment, Receipt
-from paceline.schemas.training import Evaluated, Evidence, Trained
+from paceline.schemas import access, command_results, events, plan, records, training
 
 SCHEMAS: dict[str, type[BaseModel]] = {
-    "demo": RunSummary,
-    "error": Failed,
-    "deployment-plan": Plan,
-    "plan": PlanTable,
-    "simulate": SimulationReport,
-    "publish": Published,
-    "distribute": Distribution,
-    "deployment": Deployment,
-    "receipt": Receipt,
-    "event-stream": StreamItem,
-    "watch": WatchLine,
-    "status": StatusReport,
-    "changed": Changed,
-    "train": Trained,
-    "evaluate": Evaluated,
-    "evidence": Evidence,
-    "token-made": TokenMade,
-    "tokens": TokensShown,
-    "token-revoked": TokenRevoked,
-    "audit": AuditShown,
-    "init": FleetInitialised,
-    "reproduce": Reproduction,
-    "checkpoints": CheckpointsShown,
-    "checkpoint-export": CheckpointExported,
-    "checkpoint-import": ModelImported,
+    "demo": command_results.RunSummary,
+    "error": command_results.Failed,
+    "deployment-plan": plan.Plan,
+    "plan": command_results.PlanTable,
+    "simulate": command_results.SimulationReport,
+    "publish": command_results.Published,
+    "distribute": command_results.Distribution,
+    "deployment": records.Deployment,
+    "receipt": records.Receipt,
+    "event-stream": events.StreamItem,
+    "watch": events.WatchLine,
+    "status": command_results.StatusReport,
+    "changed": command_results.Changed,
+    "train": training.Trained,
+    "evaluate": training.Evaluated,
+    "evidence": training.Evidence,
+    "token-made": access.TokenMade,
+    "tokens": access.TokensShown,
+    "token-revoked": access.TokenRevoked,
+    "audit": access.AuditShown,
+    "init": access.FleetInitialised,
+    "reproduce": command_results.Reproduction,
+    "checkpoints": command_results.CheckpointsShown,
+    "checkpoint-export": command_results.CheckpointExported,
+    "checkpoint-import": command_results.ModelImported,
 }
 
 

@@ -14,8 +14,6 @@ from pydantic import Field
 
 from paceline.schemas.base import Name, Record, Sha256, Text
 
-PLAN_VERSION = 1
-
 
 class Topology(StrEnum):
     """Topologies of a plan; ``auto`` requests the cheapest and does not occur in a plan."""

@@ -1,4 +1,4 @@
-"""Records that the coordinator stores: deployments, workers, receipts, stages (MISSION.md A8)."""
+"""Records that the coordinator stores: deployments, workers, receipts, stages."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ class WorkerStatus(StrEnum):
     COMPLETE = "complete"
     FAILED = "failed"
     VERIFICATION_FAILED = "verification_failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether the worker neither waits nor receives any more."""
+        return self not in (WorkerStatus.IDLE, WorkerStatus.RECEIVING)
 
 
 class Failure(Record):

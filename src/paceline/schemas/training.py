@@ -139,7 +139,7 @@ class TrainResult(Record):
     base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
 
     @property
-    def passed_over(self) -> list[str]:
+    def quarantine_lines(self) -> list[str]:
         """Return a line per shard or sample in quarantine: its shortened name and the reason."""
         found = []
         for name in self.quarantined_shards:

@@ -5,7 +5,6 @@ those decide everything that happens after a fault. This package models only wha
 links, disks, processes, time and faults.
 """
 
-from paceline.simulation.scenario import Fault, Scenario, Timing, read_faults
-from paceline.simulation.simulation import Simulation, simulate
+import lazy_loader
 
-__all__ = ["Fault", "Scenario", "Simulation", "Timing", "read_faults", "simulate"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

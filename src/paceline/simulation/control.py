@@ -10,7 +10,7 @@ from math import inf
 from random import Random
 
 from paceline.coordinator import CoordinatorState
-from paceline.coordinator.state.messages import (
+from paceline.coordinator.state import (
     Answer,
     Create,
     Event,
@@ -21,18 +21,20 @@ from paceline.coordinator.state.messages import (
 )
 from paceline.errors import PacelineError, StaleEpoch
 from paceline.manifest import Manifest
-from paceline.relay.protocol.session import as_failure
-from paceline.schemas.base import Record
-from paceline.schemas.calls import (
-    NEWS_S,
+from paceline.relay.protocol import as_failure
+from paceline.schemas import (
+    MIN_BEAT_INTERVAL_S,
     CreateDeployment,
+    Deployment,
     DeploymentBeat,
     Heartbeat,
     HeartbeatAnswer,
+    Receipt,
+    Record,
     RegisterWorker,
+    WorkerLanes,
+    WorkerStatus,
 )
-from paceline.schemas.plan import WorkerLanes
-from paceline.schemas.records import Deployment, Receipt, WorkerStatus
 from paceline.simulation.hosts import Host, tallies_of
 from paceline.simulation.scenario import Scenario
 from paceline.simulation.streams import Streams
@@ -177,7 +179,7 @@ class Control:
         """Send a heartbeat soon: the agent lost a source, failed or has the whole version."""
         if host.serves and host.name in self._rounds:
             now_s = self._streams.clock.now_s
-            due_s = self._beaten.get(host.name, now_s) + NEWS_S
+            due_s = self._beaten.get(host.name, now_s) + MIN_BEAT_INTERVAL_S
             self.resume(host, max(0.0, due_s - now_s))
 
     def _telling_s(self, host: Host) -> float:
@@ -186,7 +188,7 @@ class Control:
         if lanes is None or not lanes.origin_tell_bytes or host.complete:
             return inf
         rate = sum(each.expected_bytes_s for each in lanes.origin_lanes)
-        return max(NEWS_S, lanes.origin_tell_bytes / rate) if rate > 0 else inf
+        return max(MIN_BEAT_INTERVAL_S, lanes.origin_tell_bytes / rate) if rate > 0 else inf
 
     def _beat_of(self, host: Host) -> Heartbeat:
         reports = (self._report(host),) if host.lanes is not None else ()

@@ -10,11 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paceline.errors import PacelineError
-from paceline.relay.protocol.events import PiecesDurable, SessionEvent
-from paceline.relay.protocol.extents import Extent, Extents
-from paceline.relay.protocol.session import RelaySession
-from paceline.schemas.calls import EdgeTally
-from paceline.schemas.plan import WorkerLanes
+from paceline.relay.protocol import Extent, Extents, PiecesDurable, RelaySession, SessionEvent
+from paceline.schemas import EdgeTally, WorkerLanes
 from paceline.simulation.network import Clock
 from paceline.simulation.scenario import Timing
 
@@ -39,13 +36,10 @@ class Host:
     nic_out: int
     uplink_in: int = 0
     uplink_out: int = 0
-    repairs_bytes_s: float = 0.0  # rate of paid repairs (see coalescing); 0: none,
-    repaired_s: float = 0.0  # and when those under way will have arrived
     session: RelaySession | None = None
     lanes: WorkerLanes | None = None
     have: Extents = field(default_factory=Extents)  # verified
     durable: Extents = field(default_factory=Extents)
-    paid: Extents = field(default_factory=Extents)  # arrived corrupt; repaired as paid repairs
     # What it pulls, by source key and lane: a stream that serves two lanes alternates.
     feeds: dict[tuple[str, int], Flow] = field(default_factory=dict)
     lane_starts: list[int] = field(default_factory=list)  # first piece of each lane,
@@ -109,19 +103,11 @@ class Flow:
     base: int = 0  # pieces of the current run before it have arrived
     stop: int = 0  # end of the current run
     cut: int | None = None  # the current run ends here: the source lacks what follows
-    extent_stop: int = 0
-    bad: Extent | None = None  # pieces of the current extent that will not match their digests
-    drawn: Extent = NOTHING  # the extent for which ``bad`` was drawn last
-    drawn_bad: Extent | None = None  # its corrupt pieces that have not arrived yet
-    drawn_pieces: int = 0  # how many pieces of it were drawn as corrupt
-    gone: Extent | None = None  # rejected before the pieces ahead of it were recorded
-    paid_run: Extent | None = None  # the run of a paid repair that is under way
-    owed: Extents = field(default_factory=Extents)  # skipped: its source had not repaired them yet
+    extent: Extent = NOTHING  # reported to the session as one
+    bad: Extent | None = None  # pieces of it that will not match their digests
     leader: Flow | None = None
     followers: dict[Flow, None] = field(default_factory=dict)
     unreported: list[Extent] = field(default_factory=list)
-    told: bool = False  # whether good pieces from it were reported to its reader's session
-    late: bool = False  # its extent has ended; it is reported once the owed pieces arrive
     open: bool = False
     closed: bool = False
 

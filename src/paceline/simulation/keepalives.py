@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from paceline.relay.protocol.events import SessionEvent, SourceAlive
-from paceline.relay.protocol.limits import SessionLimits
-from paceline.simulation.coalescing import PAID
+from paceline.relay.protocol import SessionEvent, SessionLimits, SourceAlive
 from paceline.simulation.hosts import Flow, Host
 from paceline.simulation.network import Clock
 from paceline.simulation.runs import Runs
@@ -73,9 +71,7 @@ class Keepalives:
             asked = [f for f in flows if f.wanted]
             if not asked or not host.serves or not asked[0].source.serves:
                 continue
-            # A paid repair that waits for its source's own repair does not count.
-            lanes = [f for f in asked if f.lane != PAID] or asked
-            self._vouch(flows, key, number, [bool(going[f.slot]) for f in lanes])
+            self._vouch(flows, key, number, [bool(going[f.slot]) for f in asked])
         self._clock.after(WATCH_S, self.watch)
 
     def assure(self) -> None:

@@ -106,6 +106,11 @@ def _along_paths(
 MOST_MORE = 64.0  # a flow may use at most this multiple of its share of what others leave unused
 NEAR = 1e-3  # bytes: positions closer than this are the same
 _FLOATS = ("pos", "stop", "static", "edge", "rate", "lag", "carried", "busy_s", "moved_s", "over")
+_COLUMNS: dict[str, type] = {
+    **dict.fromkeys(_FLOATS, np.float64),
+    **dict.fromkeys(("leader", "pair"), np.int64),
+    **dict.fromkeys(("moving", "parked", "used", "noted", "idle"), np.bool_),
+}
 USES = 4  # NIC in, NIC out, uplink out, uplink in
 
 
@@ -122,22 +127,23 @@ class Network:
     busy_s: Floats
     moved_s: Floats  # when it last moved
     over: Floats  # bytes that it could have carried in this step beyond the end of its run
+    leader: Ints  # or -1
+    pair: Ints
+    moving: Flags
+    parked: Flags
+    used: Flags  # slots that hold a flow
+    noted: Flags  # set by the caller, like ``idle``
+    idle: Flags
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self._capacity: list[float] = [np.inf]  # number 0: no limit
-        self._size = 64
-        for name in _FLOATS:
-            setattr(self, name, np.zeros(self._size))
-        self.leader: Ints = np.full(self._size, -1, np.int64)
-        self.uses: Ints = np.zeros((USES, self._size), np.int64)
-        self.pair: Ints = np.zeros(self._size, np.int64)
-        self.moving: Flags = np.zeros(self._size, np.bool_)
-        self.parked: Flags = np.zeros(self._size, np.bool_)
-        self.used: Flags = np.zeros(self._size, np.bool_)  # slots that hold a flow
-        self.noted: Flags = np.zeros(self._size, np.bool_)  # set by the caller, like ``idle``
-        self.idle: Flags = np.zeros(self._size, np.bool_)
-        self._unused = list(range(self._size - 1, -1, -1))
+        self._size = 0
+        for name, kind in _COLUMNS.items():
+            setattr(self, name, np.zeros(0, kind))
+        self.uses: Ints = np.zeros((USES, 0), np.int64)
+        self._unused: list[int] = []
+        self._grow(64)
         self._dirty = True
         self._slots: Ints = np.zeros(0, np.int64)  # of moving flows, as of ``_share_out``
         self._potential: Floats = np.zeros(0)  # what each flow's connection could carry
@@ -165,7 +171,7 @@ class Network:
         Flows of one ``pair`` of hosts share a connection.
         """
         if not self._unused:
-            self._grow()
+            self._grow(self._size)
         slot = self._unused.pop()
         self.uses[:, slot] = 0
         self.uses[: len(uses), slot] = uses
@@ -224,21 +230,12 @@ class Network:
             self.rate[slot] = 0.0
             self._dirty = True
 
-    def _grow(self) -> None:
-        old, self._size = self._size, self._size * 2
-        for name in _FLOATS:
-            column = np.zeros(self._size)
-            column[:old] = getattr(self, name)
-            setattr(self, name, column)
-        self.leader = np.concatenate([self.leader, np.full(old, -1, np.int64)])
-        self.uses = np.concatenate([self.uses, np.zeros((USES, old), np.int64)], axis=1)
-        self.pair = np.concatenate([self.pair, np.zeros(old, np.int64)])
-        self.moving = np.concatenate([self.moving, np.zeros(old, np.bool_)])
-        self.parked = np.concatenate([self.parked, np.zeros(old, np.bool_)])
-        self.used = np.concatenate([self.used, np.zeros(old, np.bool_)])
-        self.noted = np.concatenate([self.noted, np.zeros(old, np.bool_)])
-        self.idle = np.concatenate([self.idle, np.zeros(old, np.bool_)])
-        self._unused = list(range(self._size - 1, old - 1, -1))
+    def _grow(self, more: int) -> None:
+        self._unused = list(range(self._size + more - 1, self._size - 1, -1))
+        self._size += more
+        for name, kind in _COLUMNS.items():
+            setattr(self, name, np.append(getattr(self, name), np.zeros(more, kind)))
+        self.uses = np.append(self.uses, np.zeros((USES, more), np.int64), axis=1)
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 

@@ -9,18 +9,23 @@ Nothing is decided here after a fault: sessions decide which pieces to request f
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from paceline.relay.protocol.events import PieceRejected, PieceVerified, SessionEvent
-from paceline.relay.protocol.extents import Extent, Extents
-from paceline.relay.protocol.limits import PieceMap
-from paceline.simulation.coalescing import PAID, Gathering, PaidRepairs
+from paceline.relay.protocol import (
+    Extent,
+    Extents,
+    PieceMap,
+    PieceRejected,
+    PieceVerified,
+    SessionEvent,
+)
+from paceline.simulation.coalescing import Gathering
 from paceline.simulation.hosts import Disk, Flow, Host
 from paceline.simulation.network import NEAR, Clock, Network
 
 ASIDE = -1  # in place of a lane number: a repair, or pieces that were skipped
+MARKS = 8  # parts of an extent
 
 
 class Runs:
@@ -57,16 +62,6 @@ class Runs:
         self._settled = settled
         self._pairs: dict[tuple[str, str], int] = {}
         self._to_start: deque[Flow] = deque()
-        self._to_report: deque[Flow] = deque()
-        self._repairs = PaidRepairs(
-            clock=clock,
-            network=network,
-            pieces=pieces,
-            gathering=gathering,
-            look=self._look_around,
-            arrive=self._arrive,
-            more=self._repaired,
-        )
 
     # ── requests of streams ──────────────────────────────────────────────────────────────────────
 
@@ -77,18 +72,12 @@ class Runs:
     @property
     def unsettled(self) -> bool:
         """Return whether ``settle`` has something to do."""
-        return bool(self._to_start or self._to_report)
+        return bool(self._to_start)
 
     def settle(self) -> None:
-        """Process pending reports and pending starts."""
-        while self._to_report:
-            self.report(self._to_report.popleft())
+        """Process pending starts."""
         while self._to_start:
             self._select(self._to_start.popleft())
-
-    def share_of_corrupt(self, flow: Flow, reached: int) -> int:
-        """Return how many more pieces before ``reached`` would be corrupt, were they spread."""
-        return self._gathering.unspread(flow, reached)
 
     def open(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
         known = host.feeds.get((key, lane))
@@ -117,10 +106,6 @@ class Runs:
             return
         self._arrive(flow, self.reached(flow))
         self.report(flow)
-        judged = flow.reader.edge(flow.key, flow.reader.name)
-        corrupt = self.share_of_corrupt(flow, self.reached(flow))
-        judged.corrupt += corrupt
-        judged.pieces -= corrupt
         self.halt(flow)
         flow.closed, flow.open = True, False
         network, slot = self.network, flow.slot
@@ -153,13 +138,11 @@ class Runs:
         """
         if self.reached(flow) >= extent.stop:
             self.flush([flow])
-        elif flow.base <= extent.first and extent.stop < flow.extent_stop:
-            bad = flow.bad
-            if bad is not None and bad.first >= extent.stop:
-                bad = flow.bad = None  # it arrives with the rest of the drawn extent
-            flow.extent_stop = extent.stop if bad is None else max(extent.stop, bad.stop)
-            edge = flow.extent_stop if bad is None else bad.stop
-            self.network.edge[flow.slot] = self._offset(edge)
+        elif flow.base <= extent.first and extent.stop < flow.extent.stop:
+            if flow.bad is not None and flow.bad.stop > extent.stop:
+                flow.bad = None
+            flow.extent = Extent(flow.extent.first, extent.stop)
+            self._set_edge(flow)
 
     def flush(self, flows: Iterable[Flow]) -> None:
         for flow in list(flows):
@@ -168,10 +151,9 @@ class Runs:
 
     def report(self, flow: Flow) -> None:
         """Report to the session what arrived since the last report."""
-        flow.late = False
         if not flow.unreported:
             return
-        runs, flow.unreported, flow.told = Extents(flow.unreported), [], True
+        runs, flow.unreported = Extents(flow.unreported), []
         for run in runs:
             self._tell(flow.reader, PieceVerified(flow.key, flow.number, run))
         self._disk.commit_soon(flow.reader)
@@ -186,9 +168,6 @@ class Runs:
         if not flow.wanted:
             if flow.parked:
                 self.halt(flow)  # the piece that it waits for arrived from another flow
-            return
-        if flow.lane == PAID:
-            self._repairs.send(flow)
             return
         if flow.moving:
             if flow.parked:
@@ -275,24 +254,15 @@ class Runs:
         if flow.leader is not None:
             flow.leader.followers.pop(flow, None)
             flow.leader = None
-        flow.bad = flow.gone = None
+        flow.bad = None
 
     def _next_edge(self, flow: Flow) -> None:
         self._gathering.next_extent(flow)
-        bad = flow.bad
-        edge = flow.extent_stop if bad is None else min(bad.stop, flow.extent_stop)
-        self.network.edge[flow.slot] = self._offset(edge)
+        self._set_edge(flow)
 
-    def _repaired(self, flow: Flow) -> None:
-        """Report a paid repair together with the pieces around it, and start the next."""
-        if flow.unreported:
-            lane = bisect_right(flow.reader.lane_starts, flow.unreported[0].first)
-            around = flow.reader.feeds.get((flow.key, lane))
-            if around is not None and around.number == flow.number:
-                flow.unreported += around.unreported
-                around.unreported = []
-        self.report(flow)
-        self._to_start.append(flow)
+    def _set_edge(self, flow: Flow) -> None:
+        edge = flow.extent.stop if flow.bad is None else flow.bad.stop
+        self.network.edge[flow.slot] = self._offset(edge)
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────
 
@@ -305,17 +275,9 @@ class Runs:
         # Steps end anywhere, but edges are the same pieces on every host: the few pieces beyond an
         # edge are processed with what follows, otherwise all flows upstream had to be processed.
         edge = reached if ended or dry else self._edge(flow, reached)
-        bad = flow.bad
-        if bad is not None and edge == bad.stop and not (ended or dry) and self._may_skip(flow):
-            self._refuse_ahead(flow, bad)
-        else:
-            self._arrive(flow, edge)
-        if reached >= flow.extent_stop or ended:
-            whole = flow.extent_stop == flow.drawn.stop and not self._gathering.exact
-            if ended or flow.late or not flow.owed.count or not whole:
-                self.report(flow)
-            else:
-                flow.late = True  # until the skipped pieces arrive as well: one run, not three
+        self._arrive(flow, edge)
+        if reached >= flow.extent.stop or ended:
+            self.report(flow)
             self._settled()
             if not flow.moving:
                 return
@@ -334,16 +296,16 @@ class Runs:
             flow.source.waiting[flow] = None
             self.report(flow)
             self._to_start.append(flow)
-        if reached >= flow.extent_stop:
+        if reached >= flow.extent.stop:
             self._next_edge(flow)
-        elif flow.bad is None:
-            self.network.edge[flow.slot] = self._offset(flow.extent_stop)
+        else:
+            self._set_edge(flow)
 
     def _edge(self, flow: Flow, reached: int) -> int:
         """Return the edge that a flow has just passed, or ``reached`` where it is far behind."""
-        bad, stop = flow.bad, flow.extent_stop
+        bad, stop = flow.bad, flow.extent.stop
         edge = bad.stop if bad is not None and bad.stop <= reached < stop else stop
-        return edge if 0 <= reached - edge < self._gathering.mark(flow) else reached
+        return edge if 0 <= reached - edge < flow.extent.size // MARKS else reached
 
     def reached(self, flow: Flow) -> int:
         """Return the first piece of the current run that has not arrived."""
@@ -367,22 +329,14 @@ class Runs:
         """Process arrived pieces: keep those that match their digests, reject the others."""
         upto = min(upto, flow.stop)
         while flow.base < upto:
-            bad, gone = flow.bad, flow.gone
-            if gone is not None and gone.first < upto:
-                self._keep_above(flow, upto)  # all of it at once
-                if flow.base < gone.first:
-                    self._keep(flow, gone.first)
-                flow.base, flow.gone = max(flow.base, gone.stop), None
-            elif bad is None or upto <= bad.first:
+            bad = flow.bad
+            if bad is None or upto <= bad.first:
                 self._keep(flow, upto)
             elif flow.base < bad.first:
                 self._keep(flow, bad.first)
             else:
                 self._refuse(flow, Extent(flow.base, min(bad.stop, upto)))
-                left = Extent(flow.base, bad.stop) if flow.base < bad.stop else None
-                if flow.drawn_bad == bad:
-                    flow.drawn_bad = left
-                flow.bad = left
+                flow.bad = Extent(flow.base, bad.stop) if flow.base < bad.stop else None
 
     def _keep_above(self, flow: Flow, upto: int) -> None:
         """Process what the flows upstream have received up to a piece."""
@@ -398,92 +352,42 @@ class Runs:
         self._keep_above(flow, upto)  # pieces on their way to the source are counted there first
         run = Extent(flow.base, upto)
         flow.base = upto
-        self._count(flow, run)
-        reader, source = flow.reader, flow.source
-        if source.have.covers(run):
-            flow.wanted.remove(run)
-            self._take(flow, run)
-        else:
-            for each in source.have.gaps(run):
-                flow.owed.add(each)
-            for each in list(source.have.common(run)):
-                flow.wanted.remove(each)
-                self._take(flow, each)
-        reader.edge(flow.key, reader.name).pieces += upto - run.first
-
-    def _is_paid(self, flow: Flow) -> bool:
-        """Return whether corrupt pieces of this flow are repaired by a paid repair."""
-        return flow.reader.repairs_bytes_s > 0 and self._gathering.is_usual(flow)
-
-    def _may_skip(self, flow: Flow) -> bool:
-        """Return whether the pieces before a corrupt run may be kept and reported later.
-
-        Not for the origin, whose reads are counted, and not for a new source, which would look bad
-        with corrupt pieces alone.
-        """
-        return self._is_paid(flow) and not flow.source.is_origin and flow.told
-
-    def _refuse_ahead(self, flow: Flow, bad: Extent) -> None:
-        """Reject pieces before those ahead are kept; those follow with the repair, as one run."""
-        flow.bad, flow.gone = None, bad
-        if flow.drawn_bad == bad:
-            flow.drawn_bad = None
-        self._reject(flow, bad)
-
-    def _look_around(self, repair: Flow, run: Extent) -> None:
-        """Process what arrived around ``run``, and what the flows upstream have received."""
-        for flow in list(repair.reader.feeds.values()):
-            same = flow.key == repair.key and flow.number == repair.number
-            if same and flow.moving and flow.base < run.stop <= (reached := self.reached(flow)):
-                self._arrive(flow, min(self._gathering.after(flow, run), reached))
+        self._count(flow, self._pieces.bytes_of(run))
+        for each in list(flow.source.have.common(run)):  # the rest is sent once it is repaired
+            flow.wanted.remove(each)
+            self._take(flow, each)
+        flow.reader.edge(flow.key, flow.reader.name).pieces += run.size
+        if again := self._gathering.spread(run.size):
+            self._count(flow, again * self._piece_bytes)
+            self._count_corrupt(flow, again)
 
     def _refuse(self, flow: Flow, rotten: Extent) -> None:
-        if not self._may_skip(flow):
-            self.report(flow)  # earlier good pieces count when the session judges the source
+        self.report(flow)  # earlier good pieces count when the session judges the source
         flow.base = rotten.stop
-        self._reject(flow, rotten)
-
-    def _reject(self, flow: Flow, rotten: Extent) -> None:
         flow.wanted.remove(rotten)
-        self._count(flow, rotten)
-        reader = flow.reader
-        if self._is_paid(flow):
-            reader.paid.add(rotten)
-        reader.corrupt_pieces += rotten.size
-        reader.edge(flow.key, reader.name).corrupt += rotten.size
+        self._count(flow, self._pieces.bytes_of(rotten))
+        self._count_corrupt(flow, rotten.size)
         if self._gathering.exact:  # no follower has begun with it: they skip it
             for other in flow.followers:
                 if other.base <= rotten.first < other.stop:
                     other.cut = rotten.first
                     self.network.extend(other.slot, self._offset(rotten.first))
-        self._tell(reader, PieceRejected(flow.key, flow.number, rotten))
+        self._tell(flow.reader, PieceRejected(flow.key, flow.number, rotten))
 
-    def _count(self, flow: Flow, run: Extent) -> None:
+    def _count_corrupt(self, flow: Flow, pieces: int) -> None:
+        flow.reader.corrupt_pieces += pieces
+        flow.reader.edge(flow.key, flow.reader.name).corrupt += pieces
+
+    def _count(self, flow: Flow, size: float) -> None:
         if flow.crosses:
-            self.cross_rack_bytes += self._pieces.bytes_of(run)
+            self.cross_rack_bytes += size
         if flow.source.is_origin:
-            flow.reader.origin_bytes += self._pieces.bytes_of(run)
+            flow.reader.origin_bytes += size
 
     def _take(self, flow: Flow, run: Extent) -> None:
         """Record verified pieces at the reader, and wake the flows that wait for them there."""
-        todo = [(flow, run)]
-        while todo:
-            flow, run = todo.pop()
-            flow.unreported.append(run)
-            if not flow.reader.have.add(run):
-                continue
-            for other in flow.reader.readers:
-                if other.owed.count:  # they were skipped: other pieces were sent in their place
-                    owed = list(other.owed.common(run))
-                    for each in owed:
-                        other.owed.remove(each)
-                        other.wanted.remove(each)
-                        todo.append((other, each))
-                    if owed and (other.parked or not other.moving):
-                        self._to_report.append(other)
-                        self._to_start.append(other)
-                    elif other.late and not other.owed.count:
-                        self._to_report.append(other)
+        flow.unreported.append(run)
+        if flow.reader.have.add(run):
             self._gained(flow.reader, run)
 
     def _gained(self, host: Host, run: Extent) -> None:

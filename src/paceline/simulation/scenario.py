@@ -7,16 +7,14 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from paceline.coordinator import CoordinatorSettings
 from paceline.errors import InvalidInput
-from paceline.manifest import Chunk, FileEntry, Manifest
-from paceline.manifest.sizes import choose_sizes
-from paceline.schemas.base import Record
-from paceline.schemas.plan import Labels, Topology
+from paceline.manifest import Chunk, FileEntry, Manifest, choose_sizes
+from paceline.schemas import Labels, Record, Topology
 
 # Faults are seeded, or read from a schedule file, for example one recorded on real machines.
 #
@@ -30,47 +28,36 @@ from paceline.schemas.plan import Labels, Topology
 # corrupt  the share ``value`` of the pieces that it sends from then on is corrupt
 
 Kind = Literal["kill", "silence", "freeze", "rate", "corrupt"]
-KINDS = get_args(Kind)
 MOST_FAULTS = 100_000
 
 
-class _Line(Record):
-    at_s: float
-    worker: str
-    kind: Kind
-    for_s: float = 0.0
-    restart_s: float | None = None
-    value: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fault:
+class Fault(Record):
     """One fault, ``at_s`` seconds after the plan was accepted."""
 
-    at_s: float
+    at_s: float = Field(ge=0, lt=1e9)
     worker: str
     kind: Kind
     for_s: float = 0.0
     restart_s: float | None = None
     value: float = 0.0
+
+
+_SCHEDULE = TypeAdapter(Annotated[tuple[Fault, ...], Field(max_length=MOST_FAULTS)])
 
 
 def read_faults(path: Path) -> tuple[Fault, ...]:
     """Return the schedule in ``path``; raises InvalidInput."""
     try:
-        lines = TypeAdapter(list[_Line]).validate_python(json.loads(path.read_text("utf-8")))
+        faults = _SCHEDULE.validate_python(json.loads(path.read_text("utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
         raise InvalidInput(
             "cannot read the fault schedule",
             got=_said(error)[:300],
-            wanted='a JSON list such as [{"at_s": 1, "worker": "node-0", "kind": "kill"}]',
+            wanted='a JSON list such as [{"at_s": 1, "worker": "node-0", "kind": "kill"}], of at '
+            f"most {MOST_FAULTS} faults",
             where=path,
         ) from error
-    if len(lines) > MOST_FAULTS or any(not 0 <= line.at_s < 1e9 for line in lines):
-        raise InvalidInput(
-            "bad fault schedule", wanted=f"at most {MOST_FAULTS} faults at times >= 0", where=path
-        )
-    return tuple(Fault(**line.model_dump()) for line in lines)
+    return faults
 
 
 def _said(error: Exception) -> str:
@@ -84,7 +71,7 @@ def _said(error: Exception) -> str:
 
 
 def seeded_deaths(
-    names: list[str], *, share: float, silent: float, within_s: float, random: Random
+    names: list[str], *, share: float, within_s: float, random: Random
 ) -> list[Fault]:
     """Return kill and silence faults for ``share`` of the workers, uniform over ``within_s``."""
     victims = random.sample(names, min(len(names) - 1, round(share * len(names))))
@@ -92,7 +79,7 @@ def seeded_deaths(
         Fault(
             at_s=random.random() * within_s,
             worker=victim,
-            kind="silence" if random.random() < silent else "kill",
+            kind="silence" if random.random() < SILENT else "kill",
         )
         for victim in victims
     ]
@@ -101,6 +88,8 @@ def seeded_deaths(
 MOST_WORKERS = 20_000  # limit of one deployment
 MBIT = 1e6 / 8  # bytes a second
 BEATS_PER_SECOND = 1000.0
+SILENT = 0.2  # share of deaths without a reset (fault kind ``silence``)
+STRAGGLERS_RATE = 0.2  # of a slow worker's link, as a share of the others'
 USUAL_RACK = 32  # workers
 
 
@@ -134,13 +123,10 @@ class Scenario:
     piece_bytes: int = 0  # 0: chosen from the size
     chunk_bytes: int = 0
     disk_mbit: float | None = None
-    hash_mbit: float | None = None
     seed: int = 0
     fail: float = 0.0  # share of workers that die for good, uniformly over the transfer
-    silent: float = 0.2  # share of these that die without a reset (fault kind ``silence``)
     corrupt: float = 0.0  # share of transfers of pieces that arrive corrupt
-    straggle: float = 0.0  # share of workers whose link is slow from the beginning,
-    straggle_rate: float = 0.2  # at this share of its rate
+    straggle: float = 0.0  # share of workers whose link is slow from the beginning
     faults: tuple[Fault, ...] = ()
     timing: Timing = Timing()
     patience: CoordinatorSettings | None = (
@@ -155,9 +141,8 @@ class Scenario:
         _between("link in Mbit/s", self.link_mbit, 1e-6, 1e9)
         _between("number of racks", self.racks, 0, MOST_WORKERS)
         _between("oversubscription", self.oversubscription, 1, 1e6)
-        for name in ("fail", "silent", "corrupt", "straggle"):
+        for name in ("fail", "corrupt", "straggle"):
             _between(f"share that --{name} names", getattr(self, name), 0, 1)
-        _between("straggling hosts' share of their rate", self.straggle_rate, 1e-6, 1)
         names = set(self.names())
         for fault in self.faults:
             if fault.worker not in names:
@@ -238,7 +223,7 @@ def paper_manifest(size_bytes: int, piece_bytes: int, chunk_bytes: int) -> Manif
         Chunk(number, at, min(chunk_bytes, size_bytes - at), pieces[number])
         for number, at in enumerate(range(0, size_bytes, chunk_bytes))
     )
-    return Manifest.of(
+    return Manifest(
         model_id="simulated",
         version="v1",
         piece_bytes=piece_bytes,

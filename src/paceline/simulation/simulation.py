@@ -12,17 +12,13 @@ from dataclasses import replace
 from random import Random
 
 from paceline.manifest import Manifest
-from paceline.plan import origin_cap_bytes
-from paceline.plan.cost import SHARING
-from paceline.relay.protocol.extents import Extent, Extents
-from paceline.relay.protocol.limits import SessionLimits
-from paceline.schemas.command_results import SimulationReport
-from paceline.schemas.plan import Topology
-from paceline.schemas.records import DeploymentStatus
-from paceline.simulation.coalescing import AWAY_EXTENTS, MUCH_CORRUPT
+from paceline.plan import SHARING_OVERHEAD, origin_cap_bytes
+from paceline.relay.protocol import Extent, Extents, SessionLimits
+from paceline.schemas import DeploymentStatus, SimulationReport, Topology
+from paceline.simulation.coalescing import AWAY_EXTENTS
 from paceline.simulation.control import Control
 from paceline.simulation.hosts import ORIGIN_RACK, Host
-from paceline.simulation.scenario import MBIT, Fault, Scenario, seeded_deaths
+from paceline.simulation.scenario import MBIT, STRAGGLERS_RATE, Fault, Scenario, seeded_deaths
 from paceline.simulation.streams import Streams
 
 EXACT_EVENTS = 60_000  # up to this many arrivals, pieces are simulated one by one
@@ -75,8 +71,8 @@ class Simulation:
         self._gone: set[str] = set()  # for good
         self._left = scenario.workers
         self._kept = 1.0  # share of every NIC's rate that is left after the reductions below
-        if coalesce > 1 and 0 < scenario.corrupt <= MUCH_CORRUPT:
-            self._pay_repairs()
+        if coalesce > 1 and scenario.corrupt > 0:
+            self._reserve_for_repairs()
         self._published_of = self.streams.disk.on_published
         self.streams.disk.on_published = self._published
 
@@ -119,8 +115,7 @@ class Simulation:
     def _build_hosts(self) -> None:
         scenario, network = self.scenario, self.streams.network
         link = scenario.link_bytes_s
-        others = (scenario.disk_mbit, scenario.hash_mbit)
-        into = min([link, *(mbit * MBIT for mbit in others if mbit)])
+        into = min(link, scenario.disk_mbit * MBIT) if scenario.disk_mbit else link
         uplinks: dict[str, tuple[int, int]] = {}
         random = Random(f"{scenario.seed}/stragglers")
         names = scenario.names()
@@ -132,7 +127,7 @@ class Simulation:
                 carries = hosts * link / scenario.oversubscription
                 uplinks[rack] = network.resource(carries), network.resource(carries)
             up_in, up_out = uplinks.get(rack, (0, 0))
-            share = scenario.straggle_rate if name in slow else 1.0
+            share = STRAGGLERS_RATE if name in slow else 1.0
             self.streams.hosts[name] = Host(
                 name,
                 rack,
@@ -156,7 +151,6 @@ class Simulation:
         deaths = seeded_deaths(
             scenario.names(),
             share=scenario.fail,
-            silent=scenario.silent,
             within_s=scenario.bound_s,
             random=Random(f"{scenario.seed}/deaths"),
         )
@@ -213,22 +207,17 @@ class Simulation:
 
         The fluid model divides a link without loss; real hosts do not.
         """
-        kept = 1 / (1 + SHARING.get(topology, 0.0))
+        kept = 1 / (1 + SHARING_OVERHEAD.get(topology, 0.0))
         self._kept *= kept
         if kept < 1:
             for host in self.streams.hosts.values():
                 self.streams.slow_down(host, kept)
 
-    def _pay_repairs(self) -> None:
-        """Reduce every NIC's rate by its corrupt pieces, from the start.
-
-        Coalesced, an extent's corrupt pieces arrive as one run and are requested again at once.
-        Such runs, one after the other down a deep tree, cost four times as much as single pieces.
-        """
+    def _reserve_for_repairs(self) -> None:
+        """Reduce every NIC's rate by the corrupt pieces, which are sent once more."""
         streams, share = self.streams, 1 - self.scenario.corrupt
         self._kept = share
         for host in streams.hosts.values():
-            host.repairs_bytes_s = self.scenario.link_bytes_s
             streams.slow_down(host, share)
         if (origin := streams.origin) is not None:
             streams.network.limit(origin.nic_out, streams.network.capacity(origin.nic_out) * share)

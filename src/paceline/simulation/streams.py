@@ -16,25 +16,26 @@ import numpy as np
 
 from paceline.errors import PacelineError, PeerLost
 from paceline.manifest import Manifest
-from paceline.relay.protocol.events import (
-    SLEPT_S,
+from paceline.relay.protocol import (
+    REPLACED_AFTER_S,
     Abandon,
     Complete,
+    Extent,
     Fail,
     Fetch,
     LanesAssigned,
     LanesConfirmed,
+    PieceMap,
+    RelaySession,
     ReportSourceLost,
     Resumed,
     SessionEvent,
+    SessionLimits,
     SourceFailed,
     Tick,
 )
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.protocol.limits import PieceMap, SessionLimits
-from paceline.relay.protocol.session import RelaySession
-from paceline.schemas.plan import Source, WorkerLanes
-from paceline.simulation.coalescing import PAID, Gathering
+from paceline.schemas import Source, WorkerLanes
+from paceline.simulation.coalescing import Gathering
 from paceline.simulation.hosts import Disk, Flow, Host, Tally
 from paceline.simulation.keepalives import Keepalives
 from paceline.simulation.network import Clock, Network
@@ -202,7 +203,7 @@ class Streams:
             self.disk.publish_soon(host)
         missed, host.missed = host.missed, []
         slept_s = self.clock.now_s - host.frozen_s
-        host.slept = slept_s >= SLEPT_S
+        host.slept = slept_s >= REPLACED_AFTER_S
         for event in (Resumed(slept_s, replaced=host.slept), *missed, Tick()):
             self.tell(host, event)
 
@@ -223,10 +224,7 @@ class Streams:
             self.network.limit(nic, self.network.capacity(nic) * share)
 
     def running(self, host: Host) -> dict[tuple[str, str], Tally]:
-        """Return the counts of a host's open streams, to be added to its counts.
-
-        Corrupt pieces arrive as one run per extent here, but are counted as if they were spread.
-        """
+        """Return the counts of a host's open streams, to be added to its counts."""
         runs, sums = self.runs, dict[tuple[str, str], Tally]()
         for flow in host.readers:
             self._add_carried(sums, flow)
@@ -235,11 +233,7 @@ class Streams:
                 tally = self._add_carried(sums, flow)
             else:
                 tally = _tally_of(sums, flow)
-            reached = runs.reached(flow)
-            corrupt = runs.share_of_corrupt(flow, reached)
-            refused = flow.gone.size if flow.gone is not None else 0
-            tally.pieces += reached - flow.base - corrupt - refused
-            tally.corrupt += corrupt
+            tally.pieces += runs.reached(flow) - flow.base
         return sums
 
     def _add_carried(self, sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
@@ -297,9 +291,8 @@ class Streams:
         flow = host.feeds.get((source.key, lane))
         if source.kind == "origin" and extent.first > host.lane_starts[lane - 1]:
             flow = self._going_on(host, source.key, number, extent) or flow
-        if flow is not None and flow.number == number and _has_passed(flow, extent):
-            # A repair: it runs in parallel to the current run, unless it is a paid one.
-            lane = PAID if host.paid.covers(extent) else ASIDE
+        if flow is not None and flow.number == number and extent.stop <= flow.base:
+            lane = ASIDE  # a repair: it runs in parallel to the current run
             flow = host.feeds.get((source.key, lane))
         if flow is None or flow.number != number:
             flow = self._open(host, source, number, lane)
@@ -324,7 +317,7 @@ class Streams:
         """
         before = Extent(extent.first - 1, extent.first)
         for flow in host.feeds.values():
-            same = flow.key == key and flow.number == number and flow.lane not in (ASIDE, PAID)
+            same = flow.key == key and flow.number == number and flow.lane != ASIDE
             if same and flow.wanted.covers(before):
                 return flow
         return None
@@ -369,13 +362,6 @@ class Streams:
             self.runs.halt(flow)
             self.keepalives.silence(flow)
         host.waiting.clear()
-
-
-def _has_passed(flow: Flow, extent: Extent) -> bool:
-    """Return whether ``flow`` has already delivered these pieces, corrupt."""
-    gone = flow.gone
-    ahead = gone is not None and gone.first <= extent.first and extent.stop <= gone.stop
-    return ahead or extent.stop <= flow.base
 
 
 def _tally_of(sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:

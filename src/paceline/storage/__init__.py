@@ -4,17 +4,6 @@
 buckets, keys and ranges, and does not depend on models, pieces or checkpoints.
 """
 
-from paceline.storage.disk import DiskStore, open_store
-from paceline.storage.store import ObjectStore
-from paceline.storage.url import MAX_URL, ObjectInfo, join_url, lies_in, parse_url
+import lazy_loader
 
-__all__ = [
-    "MAX_URL",
-    "DiskStore",
-    "ObjectInfo",
-    "ObjectStore",
-    "join_url",
-    "lies_in",
-    "open_store",
-    "parse_url",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

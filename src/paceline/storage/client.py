@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.config import ObjectAccess, aws_variables
 from paceline.errors import (
     AccessDenied,
     CorruptData,
@@ -27,32 +28,57 @@ from paceline.errors import (
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0  # twice within the retry budget
-HASTE_S = 4.0  # both timeouts of a first try that is repeated: a healthy server answers sooner
+QUICK_TIMEOUT_S = (
+    4.0  # both timeouts of a first try that is repeated: a healthy server answers sooner
+)
 MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
 
+_imported: list[bool] = []
 _creating = threading.Lock()  # creating botocore sessions is not thread-safe
-_sessions: list[Any] = []  # one for all: another client of a session takes 5 ms and 0.4 MB
+# One for the same profile and variables: another client of a session takes 5 ms and 0.4 MB.
+_sessions: dict[tuple[str | None, ...], Any] = {}
 
 
-def make_client(
-    endpoint_url: str, access_key: str, secret_key: str, region: str, *, hasty: bool = False
-) -> Any:
-    """Return a thread-safe S3 client for ``endpoint_url`` with exactly these credentials.
+def import_boto3() -> None:
+    """Import boto3 whole, in one thread: two that import parts of it at once may see it half."""
+    if _imported:
+        return
+    with _creating:
+        import boto3
+        import boto3.exceptions
+        import boto3.session
+        import botocore.config
+        import botocore.exceptions
+        import botocore.parsers
+        import botocore.session
 
-    A ``hasty`` one tries once, and waits ``HASTE_S`` for each answer and each read.
+        del boto3, botocore
+        _imported.append(True)
+
+
+def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
+    """Return a thread-safe S3 client for ``access``.
+
+    Without keys in ``access`` the credentials come from boto3's default chain. Roles and web
+    identities are refreshed by boto3; credentials in a file are read again when the server calls
+    them expired. A ``hasty`` client tries once, and waits ``QUICK_TIMEOUT_S`` for each answer and
+    each read. Raises InvalidInput for a profile that AWS's files do not have.
     """
-    import boto3
+    import_boto3()
+    from boto3.session import Session
     from botocore.config import Config
+    from botocore.exceptions import ProfileNotFound
 
-    host = urlsplit(endpoint_url).hostname or ""
+    host = urlsplit(access.endpoint_url).hostname or ""
     local = host in ("localhost", "::1") or host.startswith("127.")
+    style = access.addressing or ("path" if access.endpoint_url else "auto")
     config = Config(
         signature_version="s3v4",
-        s3={"addressing_style": "path"},
+        s3={"addressing_style": style},
         retries={"mode": "standard", "total_max_attempts": 1 if hasty else MAX_ATTEMPTS},
-        connect_timeout=min(CONNECT_TIMEOUT_S, HASTE_S) if hasty else CONNECT_TIMEOUT_S,
-        read_timeout=HASTE_S if hasty else READ_TIMEOUT_S,
+        connect_timeout=min(CONNECT_TIMEOUT_S, QUICK_TIMEOUT_S) if hasty else CONNECT_TIMEOUT_S,
+        read_timeout=QUICK_TIMEOUT_S if hasty else READ_TIMEOUT_S,
         max_pool_connections=POOL,
         tcp_keepalive=True,
         # Servers differ in what they do with the newer checksums; our digests are the check.
@@ -61,16 +87,80 @@ def make_client(
         proxies={} if local else None,  # a proxy variable must not catch loopback
     )
     with _creating:
-        if not _sessions:
-            _sessions.append(boto3.session.Session())
-        return _sessions[0].client(
+        key = (access.profile, *aws_variables())
+        try:
+            if key not in _sessions:
+                _sessions[key] = Session(profile_name=access.profile or None)
+        except ProfileNotFound as error:
+            raise InvalidInput(
+                "AWS's configuration has no such profile",
+                got=access.profile,
+                where="[objects] profile",
+                do="Add it to ~/.aws/config or ~/.aws/credentials of this user.",
+            ) from error
+        session = _sessions[key]
+        client = session.client(
             "s3",
-            endpoint_url=endpoint_url,
-            aws_access_key_id=access_key,
-            aws_secret_access_key=secret_key,
-            region_name=region,
+            endpoint_url=access.endpoint_url or None,
+            aws_access_key_id=access.access_key or None,
+            aws_secret_access_key=access.secret_key or None,
+            # Amazon redirects to a bucket's own region; other servers accept any.
+            region_name=access.region or session.region_name or "us-east-1",
+            verify=access.ca or None,
             config=config,
         )
+    if access.parameters:
+        client.meta.events.register("provide-client-params.s3.*", _Parameters(access.parameters))
+    if not access.access_key:
+        renewal = _Renewal(client, access.profile)
+        client.meta.events.register("before-send.s3.*", renewal.signed)
+        client.meta.events.register_first("needs-retry.s3.*", renewal)
+    return client
+
+
+class _Parameters:
+    """Adds a profile's parameters to each request that takes them."""
+
+    def __init__(self, parameters: dict[str, str]) -> None:
+        self._parameters = parameters
+
+    def __call__(self, params: dict[str, Any], model: Any, **_: Any) -> dict[str, Any]:
+        takes = model.input_shape.members if model.input_shape is not None else {}
+        return {**{key: v for key, v in self._parameters.items() if key in takes}, **params}
+
+
+class _Renewal:
+    """Reads temporary credentials again that a server refuses; repeats the request if they changed.
+
+    For credentials that something else renews in a file (a login, a sidecar): botocore itself
+    reads such a file only once. A refused HEAD has no body, so the status alone must do.
+    """
+
+    def __init__(self, client: Any, profile: str) -> None:
+        self._signer, self._profile = client._request_signer, profile
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+
+    def signed(self, request: Any, **_: Any) -> None:
+        """Keep the token of this thread's request: another thread may renew it meanwhile."""
+        token = request.headers.get("X-Amz-Security-Token", b"")
+        self._thread.token = token.decode() if isinstance(token, bytes) else token
+
+    def __call__(self, response: Any, attempts: int, **_: Any) -> float | None:
+        refused = getattr(self._thread, "token", None)
+        if response is None or response[0].status_code not in (400, 401, 403):
+            return None
+        if not refused or attempts >= MAX_ATTEMPTS:
+            return None
+        from botocore.session import Session
+
+        with self._lock:
+            if self._signer._credentials.token == refused:
+                found = Session(profile=self._profile or None).get_credentials()
+                if found is None or found.token == refused:
+                    return None
+                self._signer._credentials = found
+        return 0.0
 
 
 # Translation of botocore's errors into PacelineErrors.
@@ -98,10 +188,11 @@ _CHECK_SERVER = "Check that the S3 server runs and answers there, then try again
 
 
 @contextmanager
-def translated(endpoint_url: str, url: str) -> Iterator[None]:
+def translate_s3_errors(endpoint_url: str, url: str) -> Iterator[None]:
     """Translate the errors of botocore and sockets inside the context into PacelineErrors,
     chained.
     """
+    import_boto3()
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
     from botocore.parsers import ResponseParserError
@@ -149,7 +240,7 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
             got=got,
             wanted="an access key that may do this",
             where=where,
-            do="Check the access key and secret key of this installation.",
+            do="Check the access key that boto3 finds on this machine, and what it may do.",
         )
     if known & _CHANGED:
         return SourceChanged(
@@ -165,7 +256,8 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
         return CorruptData("S3 received other bytes than were sent", got=got, where=where)
     if known & _BUSY or (status >= 500 and status != 501):  # 501: not implemented, permanent
         return ServiceUnavailable("S3 cannot serve now", got=got, where=where, do=_CHECK_SERVER)
-    return PermanentError("S3 refused the request", got=got, where=where)
+    do = "Renew the credentials: an expired token looks like this." if status == 400 else ""
+    return PermanentError("S3 refused the request", got=got, where=where, do=do)
 
 
 def _from_botocore(error: Exception, endpoint_url: str, url: str) -> PacelineError:
@@ -183,7 +275,16 @@ def _from_botocore(error: Exception, endpoint_url: str, url: str) -> PacelineErr
     ):
         return _unavailable(error, endpoint_url, url)
     if isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
-        return AccessDenied("no S3 credentials", got=error, where=where, do="Start with `up`.")
+        return AccessDenied(
+            "no S3 credentials",
+            got=error,
+            wanted="credentials that boto3 finds for this user",
+            where=where,
+            do="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile, or give the machine "
+            "a role.",
+        )
+    if isinstance(error, exceptions.CredentialRetrievalError):
+        return AccessDenied("S3 credentials cannot be renewed", got=error, where=where)
     if isinstance(error, (exceptions.ParamValidationError, ValueError)):
         return InvalidInput("S3 request is malformed", got=error, where=where)
     return PermanentError("S3 client failed", got=f"{type(error).__name__}: {error}", where=where)
@@ -203,8 +304,8 @@ def _unavailable(error: BaseException, endpoint_url: str, url: str) -> ServiceUn
 # Botocore retries each request a few times by itself; this is the longer loop around it, for bodies
 # that break off and servers that answer "slow down". Progress resets the budget.
 
-ATTEMPTS = 8
-BUDGET_S = 45.0  # below the relay's deadline for an origin, so that this error is reported
+MAX_RETRIES = 8
+RETRY_BUDGET_S = 45.0  # below the relay's deadline for an origin, so that this error is reported
 BACKOFF_S = 0.1  # doubles with each attempt, times a jitter of 0.5 to 1.5
 BACKOFF_MAX_S = 5.0
 
@@ -226,7 +327,7 @@ class RetryBudget:
         wait_s = min(BACKOFF_MAX_S, BACKOFF_S * 2.0 ** (self._failures - 1))
         wait_s *= random.uniform(0.5, 1.5)
         waited_s = time.monotonic() - self._since
-        if self._failures >= ATTEMPTS or waited_s + wait_s > BUDGET_S:
+        if self._failures >= MAX_RETRIES or waited_s + wait_s > RETRY_BUDGET_S:
             raise ServiceUnavailable(
                 error.what,
                 got=f"{error.got}, {self._failures} times in {waited_s:.0f} s",

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from paceline.config import Runtime, object_access
+from paceline.config import Runtime
 from paceline.errors import (
     AccessDenied,
     Cancelled,
@@ -34,7 +34,7 @@ from paceline.errors import (
 from paceline.storage.ranges import AttemptFailed
 from paceline.storage.store import ObjectStore
 from paceline.storage.url import MAX_URL, ObjectInfo
-from paceline.system.files import make_directories, sync_directory
+from paceline.system import make_directories, sync_directory
 
 MIB = 1024 * 1024
 BLOCK = 4 * MIB
@@ -324,16 +324,7 @@ def _translated(url: str) -> Iterator[None]:
 
 
 def open_store(runtime: Runtime) -> ObjectStore:
-    """Return the installation's S3 store, or this machine's disk where it has no S3 server.
-
-    The credentials of an external server are never stored with the runtime: they come from the
-    environment variables that the profile names. Raises AccessDenied without them.
-    """
+    """Return the installation's S3 store, or this machine's disk where it has no S3 server."""
     if not runtime.endpoints.s3_url:
         return DiskStore()
-    if runtime.secrets.s3_access_key:
-        return ObjectStore.from_runtime(runtime)
-    access = object_access(runtime.profile)
-    return ObjectStore.from_access(
-        access.model_copy(update={"endpoint_url": runtime.endpoints.s3_url})
-    )
+    return ObjectStore.from_runtime(runtime)

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PermanentError, ServiceUnavailable, SourceChanged
-from paceline.storage.client import RetryBudget, translated
+from paceline.storage.client import RetryBudget, translate_s3_errors
 from paceline.storage.url import parse_url
 
 # A step is about what arrives in STEP_S. urllib3 copies each read once: larger steps exceed the CPU
 # cache; smaller ones cost calls.
-LEAST_STEP = 32 * 1024
-MOST_STEP = 256 * 1024
+MIN_STEP = 32 * 1024
+MAX_STEP = 256 * 1024
 STEP_S = 0.02
 
 AttemptFailed = Callable[
@@ -59,7 +59,7 @@ def stream_range(
     attempt.
 
     Raises SourceChanged, SourceMissing, AccessDenied at once; ServiceUnavailable when the server
-    sent no byte for as long as ``Patience`` allows.
+    sent no byte for as long as the client's read timeout allows.
     """
     target = view.cast("B")
     patience = RetryBudget()
@@ -91,17 +91,17 @@ def _one_answer(
     on_socket: Callable[[socket.socket], None] | None,
 ) -> Iterator[int]:
     """Request what is missing and yield as it arrives; raises where the answer ends too early."""
-    with translated(endpoint_url, pinned.url):
+    with translate_s3_errors(endpoint_url, pinned.url):
         answer = _request(client, pinned, offset + done, len(target) - done)
     body = answer["Body"]
     with closing(body):
         if on_socket is not None and (sock := _socket_of(body)) is not None:
             on_socket(sock)
         _check(answer, pinned, offset + done, len(target) - done)
-        step = LEAST_STEP
+        step = MIN_STEP
         while done < len(target):
             began_s = time.monotonic()
-            with translated(endpoint_url, pinned.url):
+            with translate_s3_errors(endpoint_url, pinned.url):
                 got = body.readinto(target[done : done + step])
             if not got:
                 raise ServiceUnavailable(
@@ -115,9 +115,9 @@ def _one_answer(
             yield done
             took_s = time.monotonic() - began_s  # includes the caller's time and pauses
             if took_s < STEP_S / 2:
-                step = min(2 * step, MOST_STEP)
+                step = min(2 * step, MAX_STEP)
             elif took_s > 2 * STEP_S:
-                step = max(step // 2, LEAST_STEP)
+                step = max(step // 2, MIN_STEP)
 
 
 def _socket_of(body: Any) -> socket.socket | None:

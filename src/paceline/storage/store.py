@@ -25,34 +25,57 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.storage.client import RetryBudget, from_client_error, make_client, translated
+from paceline.storage.client import (
+    RetryBudget,
+    from_client_error,
+    import_boto3,
+    make_client,
+    translate_s3_errors,
+)
 from paceline.storage.ranges import AttemptFailed, PinnedObject, stream_range
-from paceline.storage.uploads import Uploader
+from paceline.storage.uploads import (
+    DIGEST_KEY,
+    Uploader,
+    UploadGoneError,
+    abort_upload,
+    unfinished_uploads,
+)
 from paceline.storage.url import ObjectInfo, parse_url
-from paceline.system.files import sync_directory
+from paceline.system import sync_directory
 
 MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
 PARALLEL = 4  # parts of one transfer at once
 _NO_CONDITION = ("NotImplemented", "InvalidArgument", "InvalidRequest", "HTTP 501", "HTTP 400")
+MAX_UPLOADS = 3  # of one file that another process ends before they are complete
 SILENT_ATTEMPTS = 3  # of a server that does not answer before anything moves
 
 
 class ObjectStore:
-    """One S3 endpoint with one pair of credentials."""
+    """One S3 endpoint with one set of credentials."""
 
     def __init__(
-        self, *, endpoint_url: str, access_key: str, secret_key: str, region: str = "us-east-1"
+        self,
+        access: ObjectAccess | None = None,
+        *,
+        endpoint_url: str = "",
+        access_key: str = "",
+        secret_key: str = "",
     ) -> None:
-        if not endpoint_url.startswith(("http://", "https://")):
+        """Take ``access``, or an endpoint with keys."""
+        access = access or ObjectAccess(
+            endpoint_url=endpoint_url, access_key=access_key, secret_key=secret_key
+        )
+        endpoint_url = access.endpoint_url
+        if endpoint_url and not endpoint_url.startswith(("http://", "https://")):
             raise InvalidInput(
                 "bad S3 endpoint",
                 got=repr(endpoint_url),
                 wanted="http://host:port or https://host:port",
                 do="Start the installation, or set the endpoint in its profile.",
             )
-        self.endpoint_url = endpoint_url
-        self._credentials = (access_key, secret_key, region)
+        self.endpoint_url = endpoint_url or "the endpoint of AWS's settings"
+        self.access = access
         self._lock = threading.Lock()
         self._made: Any = None
         self._made_hasty: Any = None
@@ -63,21 +86,7 @@ class ObjectStore:
     @classmethod
     def from_runtime(cls, runtime: Runtime) -> ObjectStore:
         """Return the store of a running installation."""
-        return cls(
-            endpoint_url=runtime.endpoints.s3_url,
-            access_key=runtime.secrets.s3_access_key,
-            secret_key=runtime.secrets.s3_secret_key,
-        )
-
-    @classmethod
-    def from_access(cls, access: ObjectAccess) -> ObjectStore:
-        """Return the store that a profile and the environment name (``config.object_access``)."""
-        return cls(
-            endpoint_url=access.endpoint_url,
-            access_key=access.access_key,
-            secret_key=access.secret_key,
-            region=access.region,
-        )
+        return cls(runtime.object_access)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.endpoint_url!r})"
@@ -86,14 +95,14 @@ class ObjectStore:
     def _client(self) -> Any:
         with self._lock:
             if self._made is None:
-                self._made = make_client(self.endpoint_url, *self._credentials)
+                self._made = make_client(self.access)
             return self._made
 
     @property
     def _hasty(self) -> Any:
         with self._lock:
             if self._made_hasty is None:
-                self._made_hasty = make_client(self.endpoint_url, *self._credentials, hasty=True)
+                self._made_hasty = make_client(self.access, hasty=True)
             return self._made_hasty
 
     def warm_up(self) -> None:
@@ -102,11 +111,12 @@ class ObjectStore:
 
     def ensure_bucket(self, bucket: str) -> None:
         """Make ``bucket`` unless it exists."""
+        import_boto3()
         from botocore.exceptions import ClientError
 
         url = f"s3://{bucket}/"
         parse_url(url)
-        with translated(self.endpoint_url, url):
+        with translate_s3_errors(self.endpoint_url, url):
             try:
                 self._client.create_bucket(Bucket=bucket)
             except ClientError as error:
@@ -126,12 +136,12 @@ class ObjectStore:
         if on_failed is not None:
             began_s = time.monotonic()
             try:
-                with translated(self.endpoint_url, url):
+                with translate_s3_errors(self.endpoint_url, url):
                     answer = self._hasty.head_object(Bucket=bucket, Key=key)
                 return _info(url, answer, "ContentLength")
             except ServiceUnavailable as error:
                 on_failed(error, time.monotonic() - began_s)
-        with translated(self.endpoint_url, url):
+        with translate_s3_errors(self.endpoint_url, url):
             return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
 
     def require_answer(self, url: str, on_failed: AttemptFailed) -> None:
@@ -139,13 +149,14 @@ class ObjectStore:
         several times in a row; ``on_failed`` receives each. Other errors are left to the next
         request.
         """
+        import_boto3()
         from botocore.exceptions import ConnectTimeoutError, ReadTimeoutError
 
         bucket, key = _object(url)
         began_s = time.monotonic()
         for left in reversed(range(SILENT_ATTEMPTS)):
             try:
-                with translated(self.endpoint_url, url):
+                with translate_s3_errors(self.endpoint_url, url):
                     self._hasty.head_object(Bucket=bucket, Key=key)
             except ServiceUnavailable as error:
                 if not isinstance(error.__cause__, ConnectTimeoutError | ReadTimeoutError):
@@ -195,7 +206,7 @@ class ObjectStore:
     def put_bytes(self, url: str, data: bytes) -> ObjectInfo:
         """Write ``data`` as one object and return its info."""
         bucket, key = _object(url)
-        with translated(self.endpoint_url, url):
+        with translate_s3_errors(self.endpoint_url, url):
             self._client.put_object(Bucket=bucket, Key=key, Body=data)
         return self._written(url, len(data))
 
@@ -212,7 +223,7 @@ class ObjectStore:
         def put() -> bool:
             while True:
                 try:
-                    with translated(self.endpoint_url, url):
+                    with translate_s3_errors(self.endpoint_url, url):
                         self._client.put_object(Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
                 except SourceChanged:  # 412
                     return False
@@ -264,7 +275,7 @@ class ObjectStore:
         """As ``read_range_into``, and yield how much of ``view`` is filled after each step.
 
         With ``on_failed``, which receives each failed attempt, a server that does not answer is
-        left after ``HASTE_S`` for a new connection with longer timeouts.
+        left after ``QUICK_TIMEOUT_S`` for a new connection with longer timeouts.
         """
         _object(url)
         pinned = PinnedObject(url, etag, size, version_id)
@@ -292,18 +303,37 @@ class ObjectStore:
         _object(url)
         source = _regular(Path(path))
         size = source.stat().st_size
-        uploader = Uploader(self._client, self.endpoint_url, stopping, on_bytes)
-        reused = uploader.upload(source, url, sha256, check)
-        with self._lock:
-            self.uploaded_files += 1
-            self.reused_bytes += reused
-        return self._written(url, size)
+        for attempt in range(MAX_UPLOADS):
+            uploader = Uploader(self._client, self.endpoint_url, stopping, on_bytes)
+            try:
+                reused = uploader.upload(source, url, sha256, check, resume=not attempt)
+            except UploadGoneError:
+                # Two processes that upload the same file share one upload: it ends with the first.
+                if not (sha256 and self.holds(url, size, sha256)):
+                    continue
+                on_bytes(size)
+                reused = size
+            with self._lock:
+                self.uploaded_files += 1
+                self.reused_bytes += reused
+            return self._written(url, size)
+        raise ServiceUnavailable(
+            "another process ends the uploads of this object",
+            got=f"{MAX_UPLOADS} uploads that ended before they were complete",
+            where=f"{url} on {self.endpoint_url}",
+            do="Find the other writer, and publish again.",
+        )
 
     def holds(self, url: str, size: int, sha256: str) -> bool:
         """Return whether the object is there, complete, uploaded with this digest."""
         bucket, key = _object(url)
-        uploader = Uploader(self._client, self.endpoint_url)
-        return uploader.holds({"Bucket": bucket, "Key": key}, url, size, sha256)
+        try:
+            with translate_s3_errors(self.endpoint_url, url):
+                answer = self._client.head_object(Bucket=bucket, Key=key)
+        except SourceMissing:
+            return False
+        known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+        return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
 
     def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
         """Abort the unfinished uploads below ``prefix_url`` older than ``older_than_s``, and return
@@ -311,13 +341,14 @@ class ObjectStore:
         """
         bucket, prefix = _object(prefix_url)
         prefix = f"{prefix.rstrip('/')}/"
-        uploader = Uploader(self._client, self.endpoint_url)
-        before = time.time() - older_than_s
+        client, before = self._client, time.time() - older_than_s
         found = [
-            each for each in uploader.unfinished(bucket, prefix) if each.began.timestamp() <= before
+            each
+            for each in unfinished_uploads(client, self.endpoint_url, bucket, prefix)
+            if each["Initiated"].timestamp() <= before
         ]
         for each in found:
-            uploader.abort(bucket, each)
+            abort_upload(client, self.endpoint_url, bucket, each)
         return len(found)
 
     def download_file(self, url: str, path: Path | str) -> ObjectInfo:
@@ -343,7 +374,7 @@ class ObjectStore:
         bucket, prefix = parse_url(prefix_url)
         prefix = f"{prefix.rstrip('/')}/" if prefix else ""
         found: list[ObjectInfo] = []
-        with translated(self.endpoint_url, prefix_url):
+        with translate_s3_errors(self.endpoint_url, prefix_url):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=bucket, Prefix=prefix
             )
@@ -359,7 +390,7 @@ class ObjectStore:
         bucket, prefix = parse_url(prefix_url)
         prefix = f"{prefix.rstrip('/')}/" if prefix else ""
         names: list[str] = []
-        with translated(self.endpoint_url, prefix_url):
+        with translate_s3_errors(self.endpoint_url, prefix_url):
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=bucket, Prefix=prefix, Delimiter="/"
             )
@@ -374,7 +405,7 @@ class ObjectStore:
         """Delete the object; one that does not exist is no error."""
         bucket, key = _object(url)
         try:
-            with translated(self.endpoint_url, url):
+            with translate_s3_errors(self.endpoint_url, url):
                 self._client.delete_object(Bucket=bucket, Key=key)
         except SourceMissing:
             return
@@ -393,7 +424,7 @@ class ObjectStore:
         """
         bucket, _ = parse_url(url)
         try:
-            with translated(self.endpoint_url, url):
+            with translate_s3_errors(self.endpoint_url, url):
                 self._client.head_bucket(Bucket=bucket)
         except SourceMissing:
             raise SourceMissing(

@@ -9,14 +9,13 @@ is refused. A file that is there already is recognised by the SHA-256 in its met
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,41 +26,35 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
-from paceline.storage.client import RetryBudget, translated
+from paceline.storage.client import RetryBudget, translate_s3_errors
 from paceline.storage.url import parse_url
 
 MIB = 1024 * 1024
 PART_BYTES = 16 * MIB
-MOST_PARTS = 9_000  # S3 allows 10,000
+MAX_PARTS = 9_000  # S3 allows 10,000
 PARALLEL = 4  # parts of one file at once
-ATTEMPTS = 3  # uploads of one file that another process ends before they are complete
 DIGEST_KEY = "paceline-sha256"  # in the object's metadata
 BLOCK = 1 * MIB
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class UnfinishedUpload:
-    """A multipart upload that was begun and neither completed nor aborted."""
-
-    key: str
-    upload_id: str
-    began: datetime
+class UploadGoneError(Exception):
+    """An unfinished upload cannot be completed: it has other bytes, or it ended meanwhile."""
 
 
 class Uploader:
-    """Uploads files for one ObjectStore; ``client`` is its boto3 client.
+    """Uploads one file; ``client`` is the boto3 client of an ObjectStore.
 
-    ``stopping``, once set, ends all uploads by Cancelled; their parts stay in S3.
+    ``stopping``, once set, ends the upload by Cancelled; its parts stay in S3.
     """
 
     def __init__(
         self,
         client: Any,
         endpoint_url: str,
-        stopping: threading.Event | None = None,
-        on_bytes: Callable[[int], None] = lambda _count: None,
+        stopping: threading.Event | None,
+        on_bytes: Callable[[int], None],
     ) -> None:
         self._client = client
         self._endpoint_url = endpoint_url
@@ -73,76 +66,34 @@ class Uploader:
         return self._stopping.is_set() or self._failed.is_set()
 
     def upload(
-        self, path: Path, url: str, sha256: str, check: Callable[[], None] = lambda: None
+        self, path: Path, url: str, sha256: str, check: Callable[[], None], *, resume: bool
     ) -> int:
-        """Write the file as one object and return how many bytes of it were there already.
+        """Write the file as one object and return how many bytes of it were there already; with
+        ``resume`` the parts of an unfinished upload count.
 
         ``check`` is called when all of it was read and before the object appears; it may raise.
+        Raises UploadGoneError where the next attempt has to begin anew.
         """
         bucket, key = parse_url(url)
         where = {"Bucket": bucket, "Key": key}
         metadata = {DIGEST_KEY: sha256} if sha256 else {}
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size <= 2 * PART_BYTES:
-                with _Slice(descriptor, 0, size, path, self._ends) as body:
-                    md5 = body.md5()
-                    check()  # a later change fails the Content-MD5
-                    self._patiently(
-                        url,
-                        lambda: self._client.put_object(
-                            **where, Body=body.rewound(), ContentMD5=_b64(md5), Metadata=metadata
-                        ),
-                    )
-                self._on_bytes(size)
-                return 0
-            parts = (descriptor, size, path, url, where, metadata, check)
-            for attempt in range(ATTEMPTS):
-                try:
-                    return self._in_parts(*parts, resume=not attempt)
-                except _Unusable:
-                    # Two processes that upload the same file share one upload: it ends with the
-                    # first of them.
-                    if sha256 and self.holds(where, url, size, sha256):
-                        self._on_bytes(size)
-                        return size
-            raise ServiceUnavailable(
-                "somebody else ends our uploads of this object",
-                got=f"{ATTEMPTS} uploads that were gone before they were whole",
-                where=f"{url} on {self._endpoint_url}",
-                do="See who else writes there, and publish again.",
-            )
-        finally:
-            os.close(descriptor)
-
-    def unfinished(self, bucket: str, prefix: str) -> list[UnfinishedUpload]:
-        """Return the uploads below ``prefix`` that were begun and not ended, newest first."""
-        found: list[UnfinishedUpload] = []
-        try:
-            with translated(self._endpoint_url, f"s3://{bucket}/{prefix}"):
-                pages = self._client.get_paginator("list_multipart_uploads").paginate(
-                    Bucket=bucket, Prefix=prefix
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > 2 * PART_BYTES:
+                return self._in_parts(
+                    file.fileno(), size, path, url, where, metadata, check, resume
                 )
-                for page in pages:
-                    found += [
-                        UnfinishedUpload(each["Key"], each["UploadId"], each["Initiated"])
-                        for each in page.get("Uploads") or ()
-                    ]
-        except SourceMissing:  # rclone answers so where there are none
-            return []
-        return sorted(found, key=lambda upload: upload.began, reverse=True)
-
-    def abort(self, bucket: str, upload: UnfinishedUpload) -> None:
-        """Abort an unfinished upload and delete its parts; a missing one is no error."""
-        url = f"s3://{bucket}/{upload.key}"
-        try:
-            with translated(self._endpoint_url, url):
-                self._client.abort_multipart_upload(
-                    Bucket=bucket, Key=upload.key, UploadId=upload.upload_id
+            with _FileSlice(file.fileno(), 0, size, path, self._ends) as body:
+                md5 = body.md5()
+                check()  # a later change fails the Content-MD5
+                self._with_retries(
+                    url,
+                    lambda: self._client.put_object(
+                        **where, Body=body.rewound(), ContentMD5=_b64(md5), Metadata=metadata
+                    ),
                 )
-        except SourceMissing:
-            return
+            self._on_bytes(size)
+            return 0
 
     # ── in parts ─────────────────────────────────────────────────────────────────────────────────
 
@@ -155,114 +106,92 @@ class Uploader:
         where: dict[str, str],
         metadata: dict[str, str],
         check: Callable[[], None],
-        *,
         resume: bool,
     ) -> int:
-        part_bytes = max(PART_BYTES, -(-size // MOST_PARTS))
+        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
         starts = range(0, size, part_bytes)
         lengths = {number: min(part_bytes, size - at) for number, at in enumerate(starts, start=1)}
         upload_id, there = self._resume(where, url, lengths) if resume else (None, {})
         if upload_id is None:
-            answer = self._patiently(
+            answer = self._with_retries(
                 url,
                 lambda: self._client.create_multipart_upload(**where, Metadata=metadata),
             )
             upload_id = str(answer["UploadId"])
         into = {**where, "UploadId": upload_id}
 
-        def part(number: int) -> tuple[int, str, bool]:
+        def part(number: int) -> str:
             start, length = starts[number - 1], lengths[number]
-            with _Slice(descriptor, start, length, path, self._ends) as body:
+            with _FileSlice(descriptor, start, length, path, self._ends) as body:
                 md5 = body.md5()
                 if number in there:
-                    if there[number] != md5.hex():
-                        raise _Unusable
+                    if there[number] != md5.hex():  # not every server replaces a part
+                        raise UploadGoneError
                     self._on_bytes(length)
-                    return number, there[number], True
-                answer = self._patiently(
+                    return there[number]
+                answer = self._with_retries(
                     url,
                     lambda: self._client.upload_part(
                         **into, PartNumber=number, Body=body.rewound(), ContentMD5=_b64(md5)
                     ),
                 )
                 self._on_bytes(length)
-                return number, str(answer["ETag"]).strip('"'), False
+                return str(answer["ETag"]).strip('"')
 
-        with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
-            running = [pool.submit(part, number) for number in lengths]
-            try:
-                done = [each.result() for each in running]
-            except _Unusable:
-                pool.shutdown(wait=True, cancel_futures=True)
-                self.abort(
-                    where["Bucket"], UnfinishedUpload(where["Key"], upload_id, datetime.now(UTC))
-                )
-                raise
-            except SourceMissing as error:  # another process ended or aborted this upload
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise _Unusable from error
-            except BaseException:  # uploaded parts stay, for the next attempt to resume
-                self._failed.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
-        check()
-        parts = [{"PartNumber": number, "ETag": f'"{etag}"'} for number, etag, _ in done]
         try:
-            with translated(self._endpoint_url, url):
+            with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
+                running = [pool.submit(part, number) for number in lengths]
+                try:
+                    etags = [each.result() for each in running]
+                except BaseException:  # uploaded parts stay, for the next attempt to resume
+                    self._failed.set()
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise
+            check()
+            parts = [
+                {"PartNumber": number, "ETag": f'"{etag}"'}
+                for number, etag in enumerate(etags, start=1)
+            ]
+            with translate_s3_errors(self._endpoint_url, url):
                 self._client.complete_multipart_upload(**into, MultipartUpload={"Parts": parts})
-        except SourceMissing as error:
-            raise _Unusable from error
+        except SourceMissing as error:  # another process ended or aborted this upload
+            raise UploadGoneError from error
+        except UploadGoneError:
+            abort_upload(self._client, self._endpoint_url, where["Bucket"], into)
+            raise
         except PermanentError as error:
             if not str(error.got).startswith("InvalidPart"):
                 raise
-            self.abort(
-                where["Bucket"], UnfinishedUpload(where["Key"], upload_id, datetime.now(UTC))
-            )
-            raise _Unusable from error  # some servers answer so for an upload that has ended
-        return sum(lengths[number] for number, _, known in done if known)
-
-    def holds(self, where: dict[str, str], url: str, size: int, sha256: str) -> bool:
-        """Return whether the object is there, complete, with this digest in its metadata."""
-        try:
-            with translated(self._endpoint_url, url):
-                answer = self._client.head_object(**where)
-        except SourceMissing:
-            return False
-        known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
-        return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
+            abort_upload(self._client, self._endpoint_url, where["Bucket"], into)
+            raise UploadGoneError from error  # some servers answer so for an upload that has ended
+        return sum(lengths[number] for number in there)
 
     def _resume(
         self, where: dict[str, str], url: str, lengths: dict[int, int]
     ) -> tuple[str | None, dict[int, str]]:
         """Return the newest unfinished upload with the same part sizes, and its parts' ETags."""
         bucket, key = where["Bucket"], where["Key"]
-        for upload in self.unfinished(bucket, key):
-            if upload.key != key:
+        for upload in unfinished_uploads(self._client, self._endpoint_url, bucket, key):
+            if upload["Key"] != key:
                 continue
+            into = {**where, "UploadId": upload["UploadId"]}
             try:
-                parts = list(self._parts(bucket, upload, url))
+                with translate_s3_errors(self._endpoint_url, url):
+                    pages = self._client.get_paginator("list_parts").paginate(**into)
+                    parts = [each for page in pages for each in page.get("Parts") or ()]
             except SourceMissing:  # ended or aborted since it was listed
                 continue
-            if all(lengths.get(number) == size for number, size, _ in parts):
-                return upload.upload_id, {number: etag for number, _, etag in parts}
+            if all(lengths.get(each["PartNumber"]) == each["Size"] for each in parts):
+                return upload["UploadId"], {
+                    each["PartNumber"]: str(each["ETag"]).strip('"') for each in parts
+                }
         return None, {}
 
-    def _parts(
-        self, bucket: str, upload: UnfinishedUpload, url: str
-    ) -> Iterator[tuple[int, int, str]]:
-        with translated(self._endpoint_url, url):
-            pages = self._client.get_paginator("list_parts").paginate(
-                Bucket=bucket, Key=upload.key, UploadId=upload.upload_id
-            )
-            for page in pages:
-                for each in page.get("Parts") or ():
-                    yield each["PartNumber"], each["Size"], str(each["ETag"]).strip('"')
-
-    def _patiently(self, url: str, request: Callable[[], T]) -> T:
+    def _with_retries(self, url: str, request: Callable[[], T]) -> T:
         patience = RetryBudget()
         while True:
             try:
-                with translated(self._endpoint_url, url):
+                with translate_s3_errors(self._endpoint_url, url):
                     return request()
             except ServiceUnavailable as error:
                 if self._ends():  # botocore reports Cancelled from a body as this error
@@ -270,11 +199,33 @@ class Uploader:
                 patience.failed(error)
 
 
-class _Unusable(Exception):
-    """An unfinished upload cannot be resumed: other bytes, or it ended meanwhile."""
+def unfinished_uploads(
+    client: Any, endpoint_url: str, bucket: str, prefix: str
+) -> list[dict[str, Any]]:
+    """Return the multipart uploads below ``prefix`` that were begun and not ended, newest first, as
+    S3 lists them.
+    """
+    try:
+        with translate_s3_errors(endpoint_url, f"s3://{bucket}/{prefix}"):
+            pages = client.get_paginator("list_multipart_uploads").paginate(
+                Bucket=bucket, Prefix=prefix
+            )
+            found = [each for page in pages for each in page.get("Uploads") or ()]
+    except SourceMissing:  # rclone answers so where there are none
+        return []
+    return sorted(found, key=lambda upload: upload["Initiated"], reverse=True)
 
 
-class _Slice(io.RawIOBase):
+def abort_upload(client: Any, endpoint_url: str, bucket: str, upload: dict[str, Any]) -> None:
+    """Abort an unfinished upload and delete its parts; a missing one is no error."""
+    with (
+        contextlib.suppress(SourceMissing),
+        translate_s3_errors(endpoint_url, f"s3://{bucket}/{upload['Key']}"),
+    ):
+        client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+
+
+class _FileSlice(io.RawIOBase):
     """Part of an open file as a request body; at most a block of it in memory."""
 
     def __init__(
@@ -330,7 +281,7 @@ class _Slice(io.RawIOBase):
             digest.update(buffer[:got])
         return digest.digest()
 
-    def rewound(self) -> _Slice:
+    def rewound(self) -> _FileSlice:
         """Return this body at its beginning, for another attempt."""
         self.seek(0)
         return self

@@ -54,7 +54,7 @@ def parse_url(url: str) -> tuple[str, str]:
     return bucket, key
 
 
-def lies_in(url: str, places: Iterable[str]) -> bool:
+def is_within(url: str, places: Iterable[str]) -> bool:
     """Return whether the object or prefix ``url`` is in one of ``places``: buckets, or prefixes as
     ``bucket/prefix``, which is a directory: ``b/m`` holds ``b/m/1`` and not ``b/m2``.
     """

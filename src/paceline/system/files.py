@@ -6,11 +6,10 @@ synced. Does not depend on the files' content.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from paceline.errors import AccessDenied
@@ -58,7 +57,11 @@ def create_durably(path: Path, content: bytes, mode: int = PRIVATE) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make the directory entries in ``path`` durable."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    _sync(path, os.O_DIRECTORY)
+
+
+def _sync(path: Path, flag: int) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flag)
     try:
         os.fsync(descriptor)
     finally:
@@ -90,20 +93,16 @@ def sync_tree(root: Path) -> None:
             path = Path(directory, name)
             if path.is_symlink():
                 continue
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            _sync(path, os.O_NOFOLLOW)
         sync_directory(Path(directory))
 
 
-def own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
+def ensure_own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
     """Create ``path`` if missing, and remove its permissions beyond ``most``.
 
     Raises AccessDenied if it belongs to another user.
     """
-    owner = narrow_directory(path, most)
+    owner = restrict_directory(path, most)
     if owner != os.geteuid():
         raise AccessDenied(
             "the directory belongs to another user",
@@ -114,7 +113,7 @@ def own_directory(path: Path, most: int = PRIVATE_DIRECTORY) -> None:
         )
 
 
-def narrow_directory(path: Path, most: int) -> int:
+def restrict_directory(path: Path, most: int) -> int:
     """Create ``path`` if missing and return its owner's uid.
 
     Permissions beyond ``most`` are removed if this user owns it (a mounted volume may have another
@@ -132,17 +131,11 @@ def ensure_private(path: Path) -> None:
 
     For files that a library opens by name afterwards (a database, a log).
     """
-    with _opened(path) as descriptor:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
+    try:
         found = os.fstat(descriptor)
         ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
         if ours and stat.S_IMODE(found.st_mode) & 0o077:
             os.fchmod(descriptor, stat.S_IMODE(found.st_mode) & 0o700)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, PRIVATE)
-    try:
-        yield descriptor
     finally:
         os.close(descriptor)

@@ -29,7 +29,7 @@ class ProcessHandle:
 
 
 @contextlib.contextmanager
-def holder_of(path: Path, pid: int) -> Iterator[ProcessHandle | None]:
+def process_holding(path: Path, pid: int) -> Iterator[ProcessHandle | None]:
     """Yield process ``pid`` if it has ``path`` open, else None (it ended or the pid was reused)."""
     try:
         descriptor = os.pidfd_open(pid) if 0 < pid < 2**31 else -1

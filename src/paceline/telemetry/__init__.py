@@ -3,24 +3,6 @@
 Works on the records of ``schemas`` and does not depend on the coordinator.
 """
 
-from paceline.telemetry.metrics import FleetMetrics, Snapshot
-from paceline.telemetry.page import docs_page, fleet_page
-from paceline.telemetry.watch_items import (
-    DeploymentSnapshot,
-    MomentBuilder,
-    PartSnapshot,
-    StateSnapshot,
-    of_deployment,
-)
+import lazy_loader
 
-__all__ = [
-    "DeploymentSnapshot",
-    "FleetMetrics",
-    "MomentBuilder",
-    "PartSnapshot",
-    "Snapshot",
-    "StateSnapshot",
-    "docs_page",
-    "fleet_page",
-    "of_deployment",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

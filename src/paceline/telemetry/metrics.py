@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.schemas.records import Deployment, DeploymentStatus, Worker
+from paceline.schemas import Deployment, DeploymentStatus, Worker
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_SERIES = 2_000  # most workers and deployments with series; the oldest are left out

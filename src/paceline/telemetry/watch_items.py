@@ -1,8 +1,8 @@
 """Moments of the event stream from snapshots of the state: rates, ETA and differences.
 
-Pure computation without clock, socket or lock; it does not depend on the watchers. A Look is plain
-data that is copied quickly under the coordinator's lock; the expensive part (runs of chunks, rates,
-records) happens here, outside the lock.
+Pure computation without clock, socket or lock; it does not depend on the watchers. A snapshot is
+plain data that is copied quickly under the coordinator's lock; the expensive part (runs of chunks,
+rates, records) happens here, outside the lock.
 """
 
 from __future__ import annotations
@@ -12,16 +12,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from paceline.schemas.events import (
+from paceline.schemas import (
     ChunkRun,
+    Deployment,
     DeploymentMoment,
+    DeploymentStatus,
+    Failure,
     LeaderView,
     Moment,
     PartMoment,
+    Worker,
     WorkerMoment,
-    runs_of,
+    WorkerStatus,
+    chunk_runs,
 )
-from paceline.schemas.records import Deployment, DeploymentStatus, Failure, Worker, WorkerStatus
 
 RATE_OVER_S = 5.0  # averaging window of rates; three heartbeat intervals if those are longer
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
@@ -79,38 +83,38 @@ class _Kept:
 
 
 class MomentBuilder:
-    """Turns Looks into Moments: the changes since the previous Look, or everything."""
+    """Turns snapshots into Moments: the changes since the previous snapshot, or everything."""
 
     def __init__(self) -> None:
         self._deployments: dict[str, _Kept] = {}
         self._workers: dict[str, WorkerMoment] = {}
         self._last: StateSnapshot | None = None
 
-    def take(self, look: StateSnapshot) -> Moment:
-        """Return the changes since the previous look."""
-        found = [self._deployment(each, look) for each in look.deployments]
-        present = {each.deployment.deployment_id for each in look.deployments}
+    def take(self, shot: StateSnapshot) -> Moment:
+        """Return the changes since the previous snapshot."""
+        found = [self._deployment(each, shot) for each in shot.deployments]
+        present = {each.deployment.deployment_id for each in shot.deployments}
         gone = tuple(each for each in self._deployments if each not in present)
         for deployment_id in gone:
             del self._deployments[deployment_id]
         workers = []
-        for worker in look.workers:
+        for worker in shot.workers:
             shown = _worker(worker)
             if self._workers.get(worker.worker_id) != shown:
                 self._workers[worker.worker_id] = shown
                 workers.append(shown)
-        self._last = look
+        self._last = shot
         return Moment(
-            at=look.at,
+            at=shot.at,
             full=False,
-            leader=look.leader,
+            leader=shot.leader,
             deployments=tuple(each for each in found if each is not None),
             workers=tuple(workers),
             gone=gone,
         )
 
     def whole(self) -> Moment:
-        """Return everything as of the last look; requires an earlier ``take``."""
+        """Return everything as of the last snapshot; requires an earlier ``take``."""
         assert self._last is not None
         return Moment(
             at=self._last.at,
@@ -125,15 +129,15 @@ class MomentBuilder:
             workers=tuple(self._workers.values()),
         )
 
-    def _deployment(self, seen: DeploymentSnapshot, look: StateSnapshot) -> DeploymentMoment | None:
+    def _deployment(self, seen: DeploymentSnapshot, shot: StateSnapshot) -> DeploymentMoment | None:
         identity = seen.deployment.deployment_id
         kept = self._deployments.get(identity)
         if kept is not None and kept.seen is seen:
-            return None  # finished: the same object as in the previous look
+            return None  # finished: the same object as in the previous snapshot
         parts = kept.parts if kept else {}
         changed = []
         for worker_id, part in seen.parts.items():
-            moment = _part(parts, worker_id, part, look, final=seen.deployment.status.is_final)
+            moment = _part(parts, worker_id, part, shot, final=seen.deployment.status.is_final)
             if moment is not None:
                 changed.append(moment)
         shown = _figures(seen, parts)
@@ -161,15 +165,20 @@ def of_deployment(moment: Moment, deployment_id: str, targets: frozenset[str]) -
 
 
 def _part(
-    parts: dict[str, _Part], worker_id: str, seen: PartSnapshot, look: StateSnapshot, *, final: bool
+    parts: dict[str, _Part],
+    worker_id: str,
+    seen: PartSnapshot,
+    shot: StateSnapshot,
+    *,
+    final: bool,
 ) -> PartMoment | None:
     """Store the part; return it if it changed, else None."""
     kept = parts.get(worker_id)
     if kept is not None and final and kept.seen == seen and not kept.shown.rate_bytes_s:
         return None
-    runs = kept.runs if kept and kept.seen.chunks == seen.chunks else runs_of(seen.chunks)
+    runs = kept.runs if kept and kept.seen.chunks == seen.chunks else chunk_runs(seen.chunks)
     held = kept.held if kept else deque[tuple[float, int]]()
-    rate = 0.0 if final or seen.verified else _rate(held, seen.bytes_held, look)
+    rate = 0.0 if final or seen.verified else _rate(held, seen.bytes_held, shot)
     shown = PartMoment(
         worker_id=worker_id,
         status=seen.status,
@@ -191,13 +200,13 @@ def _part(
     return shown if changed else None
 
 
-def _rate(held: deque[tuple[float, int]], now_held: int, look: StateSnapshot) -> float:
+def _rate(held: deque[tuple[float, int]], now_held: int, shot: StateSnapshot) -> float:
     """Record the bytes held now; return the rate (bytes per second) over the last seconds."""
     if held and now_held < held[-1][1]:
         held.clear()  # it returned with fewer bytes: earlier values are meaningless
-    held.append((look.now_s, now_held))
-    over_s = max(RATE_OVER_S, 3 * look.beat_s)
-    while len(held) > 2 and held[1][0] <= look.now_s - over_s:
+    held.append((shot.now_s, now_held))
+    over_s = max(RATE_OVER_S, 3 * shot.beat_s)
+    while len(held) > 2 and held[1][0] <= shot.now_s - over_s:
         held.popleft()
     took_s = held[-1][0] - held[0][0]
     return (held[-1][1] - held[0][1]) / took_s if took_s > 0 else 0.0

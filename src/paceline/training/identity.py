@@ -13,11 +13,10 @@ from typing import Any
 
 import paceline
 from paceline.config import DataSettings, Profile
-from paceline.schemas.base import digest_of
-from paceline.schemas.training import TaskSize, TrainJob
+from paceline.schemas import TaskSize, TrainJob, digest_of
 
 # Settings that change speed or placement, not the result.
-_NUMBERLESS = {
+_RESULT_NEUTRAL_SETTINGS = {
     "ranks",
     "threads_per_rank",
     "mesh",
@@ -31,15 +30,15 @@ _NUMBERLESS = {
     "guard",
 }
 # Of the mesh, only the settings that change how gradients are rounded in transit.
-_NUMBERS_OF_MESH = {"hook", "powersgd_rank"}
+_RESULT_MESH_SETTINGS = {"hook", "powersgd_rank"}
 
 # Of the data settings, how samples become batches; the snapshot's digest covers the rest.
-_NUMBERS_OF_DATA = {"batching", "columns", "token_features", "missing_features", "transform"}
+_RESULT_DATA_SETTINGS = {"batching", "columns", "token_features", "missing_features", "transform"}
 
 
-def data_numbers(data: DataSettings) -> dict[str, Any]:
+def result_data_settings(data: DataSettings) -> dict[str, Any]:
     """Return the data settings that affect the result of training on a given snapshot."""
-    return data.model_dump(mode="json", include=_NUMBERS_OF_DATA)
+    return data.model_dump(mode="json", include=_RESULT_DATA_SETTINGS)
 
 
 def config_digest(job: TrainJob) -> str:
@@ -53,14 +52,14 @@ def config_digest(job: TrainJob) -> str:
             "snapshot_digest": job.snapshot_digest,
             "purpose": job.purpose,
             "labels": job.labels,
-            "data": data_numbers(job.data),
-            "settings": job.settings.model_dump(mode="json", exclude=_NUMBERLESS)
-            | {"mesh": job.settings.mesh.model_dump(mode="json", include=_NUMBERS_OF_MESH)},
+            "data": result_data_settings(job.data),
+            "settings": job.settings.model_dump(mode="json", exclude=_RESULT_NEUTRAL_SETTINGS)
+            | {"mesh": job.settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)},
         }
     )
 
 
-def learned_from(job: TrainJob) -> dict[str, str]:
+def training_inputs(job: TrainJob) -> dict[str, str]:
     """Return the snapshot and base-model fields of ``job``'s result; ``config_digest`` covers them
     except the URL."""
     return {
@@ -70,19 +69,19 @@ def learned_from(job: TrainJob) -> dict[str, str]:
     }
 
 
-def own_task(profile: Profile) -> TaskSize | None:
+def code_ref_task_size(profile: Profile) -> TaskSize | None:
     """Return the model size that a job with a codeRef records; None without a codeRef."""
     if not profile.training.code_ref:
         return None
     return TaskSize(context=profile.model.context, parameters=profile.model.parameters)
 
 
-def size_of(job: TrainJob, profile: Profile) -> TaskSize:
+def task_size_of(job: TrainJob, profile: Profile) -> TaskSize:
     """Return the model size for the job's codeRef: the job's own, else the profile's."""
     return job.task or TaskSize(context=profile.model.context, parameters=profile.model.parameters)
 
 
-def with_own_id(job: TrainJob) -> TrainJob:
+def with_derived_id(job: TrainJob) -> TrainJob:
     """Return ``job`` with an id derived from its ``config_digest``.
 
     Settings that change only speed or placement (mesh, ranks, checkpoints, caches) do not change

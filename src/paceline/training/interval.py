@@ -1,7 +1,7 @@
 """Checkpoint interval: every n steps, every n seconds, or computed from cost and failure rate.
 
-Pure decisions from measured costs; the caller passes the time. Rank 0 decides and broadcasts the
-decision. Does not access a store or tensors. All times in seconds.
+Pure decisions from measured costs; the caller passes the time. Rank 0 decides for all ranks. Does
+not access a store or tensors. All times in seconds.
 
 ``auto`` follows Young (1974) and Daly (2006): with a save that blocks training for δ and a mean
 time M between failures, an interval of √(2δM) − δ minimises the lost time. The background part of
@@ -20,8 +20,6 @@ from paceline.config import CheckpointSettings
 
 DAY_S = 86_400.0
 PRIOR_S = 3_600.0  # weight of the profile's failure rate, as observed time
-LOOK_AHEAD = 0.8  # share of the remaining time before the clock is read again
-MOST_STEPS_AHEAD = 10_000
 WRITE_SHARE = 0.8  # largest share of the interval that a background write may take
 SLOW_FACTOR, SLOW_FLOOR_S = 3.0, 1.0  # slow storage: over 3 x the median and over 1 s
 KEEP_STEPS, KEEP_SAVES = 50, 9  # measurements kept
@@ -110,17 +108,13 @@ class CheckpointInterval:
     def __init__(self, settings: CheckpointSettings, failures: FailureCount) -> None:
         self._settings = settings
         self._failures = failures
+        self._by_steps = settings.interval == "steps"
         self._steps: deque[float] = deque(maxlen=KEEP_STEPS)
         self._stalls: deque[float] = deque(maxlen=KEEP_SAVES)
         self._writes: deque[float] = deque(maxlen=KEEP_SAVES)
         self._saved_at: float | None = None  # or when training began
         self._stepped_at: float | None = None
         self._slow = False
-
-    @property
-    def by_steps(self) -> bool:
-        """Return whether the decision needs no clock."""
-        return self._settings.interval == "steps"
 
     @property
     def costs(self) -> SaveCosts | None:
@@ -144,7 +138,7 @@ class CheckpointInterval:
         costs, settings, step_s = self.costs, self._settings, median(self._steps)
         wanted_s = (
             wanted_steps(settings, costs) * step_s
-            if self.by_steps
+            if self._by_steps
             else wanted_interval_s(settings, costs, self._failures)
         )
         return max(wanted_s, step_s, costs.write_s if costs else 0.0)
@@ -166,13 +160,11 @@ class CheckpointInterval:
     def written(self, step: int, seconds: float) -> CheckpointAlert | None:
         """Record the background time of a save; return an alert when it first becomes slow."""
         usual = median(self._usual(self._writes)) if len(self._writes) >= 2 else None
-        slow = usual is not None and seconds > max(SLOW_FLOOR_S, SLOW_FACTOR * usual)
-        if not slow or usual is None:
-            self._writes.append(seconds)
-            self._slow = False
-            return None
         # A slow save is recorded too: the median changes slowly, so persistent slowness shows.
         self._writes.append(seconds)
+        if usual is None or seconds <= max(SLOW_FLOOR_S, SLOW_FACTOR * usual):
+            self._slow = False
+            return None
         if self._slow:
             return None
         self._slow = True
@@ -181,7 +173,7 @@ class CheckpointInterval:
             "checkpoint-storage-slow", step, f"{message}; the interval is longer now"
         )
 
-    def put_off(self, step: int) -> CheckpointAlert | None:
+    def postponed(self, step: int) -> CheckpointAlert | None:
         """Record that a due save was postponed; return an alert when storage first becomes slow."""
         if self._slow:
             return None
@@ -189,27 +181,16 @@ class CheckpointInterval:
         message = "a save was due while the one before was still being written; it was put off"
         return CheckpointAlert("checkpoint-storage-slow", step, message)
 
-    def next_step(self, step: int) -> int:
-        """Return the next step after ``step`` at which to save or to call ``ask``."""
-        if not self.by_steps:
-            return step + 1
-        every = wanted_steps(self._settings, self.costs)
-        return (step // every + 1) * every
-
-    def ask(self, step: int, now: float) -> tuple[bool, int]:
-        """Return whether to save after ``step``, and the step of the next call."""
-        if self.by_steps:
-            every = wanted_steps(self._settings, self.costs)
-            return step % every == 0, self.next_step(step)
+    def due(self, step: int, now: float) -> bool:
+        """Return whether to save after ``step``; the next interval begins with a True."""
+        if self._by_steps:
+            return step % wanted_steps(self._settings, self.costs) == 0
         since = now - (self._saved_at if self._saved_at is not None else now)
         left_s = wanted_interval_s(self._settings, self.costs, self._failures) - since
-        if not self._steps:
-            return left_s <= 0, step + 1
-        step_s = max(median(self._steps), 1e-6)
-        if left_s <= step_s / 2:
-            return True, step + 1
-        ahead = min(MOST_STEPS_AHEAD, max(1, int(LOOK_AHEAD * left_s / step_s)))
-        return False, step + ahead
+        if left_s > (median(self._steps) / 2 if self._steps else 0):
+            return False
+        self._saved_at = now  # the save itself follows within a step
+        return True
 
     @staticmethod
     def _usual(values: Sequence[float]) -> list[float]:

@@ -5,7 +5,7 @@
 row in the previous batch (``Batch.carries_B``).
 
 The workload owns the state: detached (no gradient crosses a cut), stored by row of the global
-batch. Checkpoints include it (see ``paceline.training.checkpoint.stateful``), so a resumed job
+batch. Checkpoints include it (see ``paceline.training.checkpoint.layout``), so a resumed job
 continues with it, even where other ranks read those rows. An evaluation has separate states.
 
 Shapes in names: B rows, T tokens a row, D width, L blocks.
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Batch
-from paceline.models.recurrent import BLOCKS, RecurrentBytes
-from paceline.training.loop.workload import Inputs, as_tensor, weighted_loss
+from paceline.models import BLOCKS, RecurrentBytes
+from paceline.training.loop import Inputs, as_tensor, weighted_loss
 from paceline.training.user_code import Task
 
 INITIAL_STD = 0.02
@@ -99,7 +99,7 @@ class RecurrentWorkload:
     def __init__(self, vocabulary: int, width: int, seed: int = 0) -> None:
         self.vocabulary, self.width, self.seed = vocabulary, width, seed
         self._carried = CarriedState()
-        self._judged = CarriedState()  # states of the current evaluation
+        self._evaluation_state = CarriedState()  # states of the current evaluation
         self.keeps = (self._carried,)
 
     def build(self) -> nn.Module:
@@ -117,7 +117,7 @@ class RecurrentWorkload:
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
         """Return tokens and initial states; the row numbers are passed as the last target."""
         empty_BLD = self.initial_state(len(batch.rows))
-        carried = self._carried if torch.is_grad_enabled() else self._judged
+        carried = self._carried if torch.is_grad_enabled() else self._evaluation_state
         state_BLD = carried.before(batch.rows, batch.carries_B, empty_BLD)
         return Inputs(
             args=(as_tensor(batch.inputs_BT, device), state_BLD.to(device)),
@@ -133,7 +133,7 @@ class RecurrentWorkload:
         """Return Σ weight × cross-entropy; store the rows' final states for the next batch."""
         logits_BTV, state_BLD = outputs
         targets_BT, weights_BT, rows_B = targets
-        carried = self._carried if torch.is_grad_enabled() else self._judged
+        carried = self._carried if torch.is_grad_enabled() else self._evaluation_state
         carried.keep(rows_B.tolist(), state_BLD)
         return weighted_loss(logits_BTV, targets_BT, weights_BT)
 

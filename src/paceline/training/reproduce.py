@@ -15,27 +15,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline.config import Runtime
-from paceline.data.snapshot import store_at
+from paceline.data import store_at
 from paceline.errors import Cancelled, NotReproducible, PacelineError
-from paceline.schemas.command_results import Difference, Reproduction
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas import Difference, RankEvent, Reproduction, TrainJob, TrainResult
 from paceline.storage import ObjectStore, join_url
-from paceline.training.launcher.driver import run_job
-from paceline.training.launcher.gang import Launcher
+from paceline.training.launcher import Launcher, run_job
 from paceline.training.reproducibility import (
     SNAPSHOT,
     Recorded,
     differences_of,
-    holders_of,
+    nodes_with_base_model,
     require_same,
 )
-
-__all__ = ["Recorded", "again", "compare", "differences_of", "holders_of", "require_same"]
 
 log = logging.getLogger(__name__)
 
 
-def again(
+def train_again(
     recorded: Recorded,
     runtime: Runtime,
     store: ObjectStore,
@@ -53,7 +49,7 @@ def again(
     found = differences_of(recorded, runtime, store)
     require_same(found, anyway=anyway)
     started = time.monotonic()
-    job = job_again(recorded, runtime)
+    job = reproduction_job(recorded, runtime)
     losses: dict[int, float] = {}
 
     def keep(event: RankEvent) -> None:
@@ -63,20 +59,20 @@ def again(
         if on_event is not None:
             on_event(event)
 
-    nodes = (holders_of(job, runtime) or ["node-0"])[: job.settings.ranks]
+    nodes = (nodes_with_base_model(job, runtime) or ["node-0"])[: job.settings.ranks]
     try:
         result = run_job(job, nodes, launcher, on_event=keep, store=store)
         _require_same_shards(recorded, result)
     except (NotReproducible, Cancelled, KeyboardInterrupt):
-        _forget(job, runtime, nodes, store)
+        _delete_outputs(job, runtime, nodes, store)
         raise
     reproduction = compare(recorded, result, losses, found, time.monotonic() - started)
     if reproduction.identical:
-        _forget(job, runtime, nodes, store)
+        _delete_outputs(job, runtime, nodes, store)
     return reproduction
 
 
-def job_again(recorded: Recorded, runtime: Runtime) -> TrainJob:
+def reproduction_job(recorded: Recorded, runtime: Runtime) -> TrainJob:
     """Return ``recorded``'s job with a new id, for this machine, in deterministic mode."""
     return recorded.job.model_copy(
         update={
@@ -133,7 +129,9 @@ def _require_same_shards(recorded: Recorded, result: TrainResult) -> None:
         )
 
 
-def _forget(job: TrainJob, runtime: Runtime, nodes: Sequence[str], store: ObjectStore) -> None:
+def _delete_outputs(
+    job: TrainJob, runtime: Runtime, nodes: Sequence[str], store: ObjectStore
+) -> None:
     """Delete the outputs of ``job``; log what cannot be deleted."""
     for node in nodes:
         shutil.rmtree(runtime.node_dir(node) / "work" / job.job_id, ignore_errors=True)

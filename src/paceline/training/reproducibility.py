@@ -1,6 +1,6 @@
 """Differences between now and a recorded training: code, libraries, processor, data, base model.
 
-``current`` records the environment; the same environment and job give the same bits.
+``current_environment`` returns the environment; the same environment and job give the same bits.
 ``differences_of`` lists every difference, ``require_same`` raises where one makes a bitwise
 comparison meaningless. Imports neither torch nor numpy (the driver calls it) nor MLflow (the caller
 passes the record).
@@ -21,127 +21,68 @@ from typing import Any
 
 import paceline
 from paceline.config import Runtime
-from paceline.data import load_snapshot
-from paceline.data.snapshot import Snapshot, root_url, store_at
+from paceline.data import Snapshot, load_snapshot, root_url, store_at
 from paceline.errors import NotReproducible, PermanentError
 from paceline.manifest import MANIFEST_FILE, parse_manifest
-from paceline.schemas.base import Record, digest_of
-from paceline.schemas.command_results import Difference
-from paceline.schemas.training import TrainJob, TrainResult
+from paceline.schemas import Difference, TrainJob, TrainResult, digest_of
 from paceline.storage import ObjectStore, join_url
-from paceline.training.identity import code_version, config_digest, size_of
-from paceline.training.strategies import is_asynchronous
+from paceline.training.identity import code_version, config_digest, task_size_of
+from paceline.training.parallel import is_asynchronous
 
 GIT_S = 20.0  # timeout of one git command
 # Instruction sets that select different kernels and therefore different rounding.
-_KERNELS = (
-    "avx",
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "amx_bf16",
-    "sve",
-    "neon",
-)
+_KERNELS = [
+    "avx", "avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "sve", "neon"
+]  # fmt: skip
 _NVIDIA = Path("/proc/driver/nvidia/gpus")
 # One fixed workspace per stream makes cuBLAS sum in the same order each time. Ranks set it for
 # deterministic jobs, so it does not count as a difference between two environments.
-CUBLAS = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+CUBLAS_DETERMINISTIC = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Those that change arithmetic; the launcher sets the numbers of threads, ``threads`` records them.
+_VARIABLES = (
+    CUBLAS_DETERMINISTIC[0], "CUDA_VISIBLE_DEVICES", "ATEN_CPU_CAPABILITY", "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+)  # fmt: skip
 # Fields whose difference may change bits; differences in other fields are only reported.
 DECISIVE = (
     "python", "torch", "numpy", "machine", "accelerator", "kernels", "sources", "threads",
-    "packages",
+    "packages", "variables",
 )  # fmt: skip
 
 
-class Environment(Record):
-    """Everything besides the job that affects the bits of a training."""
+def current_environment(threads: int = 1) -> dict[str, Any]:
+    """Return everything besides the job that affects the bits of a training in this process.
 
-    python: str
-    torch: str
-    numpy: str
-    machine: str  # architecture
-    system: str
-    processor: str
-    cores: int
-    accelerator: str = ""  # name of the first GPU; "": none
-    kernels: tuple[str, ...]  # instruction sets of the processor that select kernels
-    packages: str  # digest of every installed package and its version
-    lock: str  # digest of requirements/runtime.lock; "": no such file (an installed wheel)
-    sources: str  # ``code_version()``
-    commit: str  # "": no repository
-    diff: str  # digest of the uncommitted changes; "": none, or no repository
-    threads: int  # of each rank
-    variables: dict[str, str] = {}  # environment variables that change arithmetic
-
-    @property
-    def digest(self) -> str:
-        """Return the SHA-256 of this record."""
-        return digest_of(self)
-
-
-def current(threads: int = 1) -> Environment:
-    """Return the environment of this process, for ranks of ``threads`` threads."""
-    fixed = _fixed()
-    variables = {name: os.environ[name] for name in _THREADS if name in os.environ}
-    for name in (
-        CUBLAS[0],
-        "CUDA_VISIBLE_DEVICES",
-        "ATEN_CPU_CAPABILITY",
-        "MKL_CBWR",
-        "ONEDNN_MAX_CPU_ISA",
-    ):
-        if name in os.environ:
-            variables[name] = os.environ[name]
-    if variables.get(CUBLAS[0]) == CUBLAS[1]:
-        del variables[CUBLAS[0]]
-    for name in _THREADS:  # the launcher sets them for each rank; ``threads`` records the value
-        variables.pop(name, None)
-    return Environment.model_validate(
-        fixed | {"threads": threads, "variables": variables, "sources": code_version()}
-    )
-
-
-def differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], prefix: str = ""
-) -> list[Difference]:
-    """Return the differences between two records or mappings, in the order of ``then``."""
-    found = []
-    for name in [*then, *(each for each in now if each not in then)]:
-        before, after = then.get(name), now.get(name)
-        if before != after:
-            found.append(
-                Difference(
-                    what=f"{prefix}{name}",
-                    then="nothing" if before is None else str(before),
-                    now="nothing" if after is None else str(after),
-                    decisive=bool(prefix) or name in DECISIVE or name == "variables",
-                )
-            )
-    return found
+    ``threads``: of each rank; ``sources``: ``code_version()``; ``variables``: environment variables
+    that change arithmetic.
+    """
+    variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+    if variables.get(CUBLAS_DETERMINISTIC[0]) == CUBLAS_DETERMINISTIC[1]:
+        del variables[CUBLAS_DETERMINISTIC[0]]
+    return _fixed() | {"threads": threads, "variables": variables, "sources": code_version()}
 
 
 @functools.cache
 def _fixed() -> dict[str, Any]:
     root = Path(str(paceline.__file__)).resolve().parents[2]
-    lock = root / "requirements" / "runtime.lock"
+    locks = [root / "requirements" / name for name in ("base.lock", "train.lock")]
     commit, diff = _commit(root)
     model, flags = _processor()
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "torch": _version("torch"),
         "numpy": _version("numpy"),
-        "machine": platform.machine(),
+        "machine": platform.machine(),  # architecture
         "system": f"{platform.system()} {platform.release()}",
         "processor": model,
         "cores": os.cpu_count() or 1,
         "accelerator": _accelerator(),
         "kernels": [each for each in _KERNELS if each in flags],
         "packages": _packages(),
-        "lock": hashlib.sha256(lock.read_bytes()).hexdigest() if lock.is_file() else "",
+        # of base and train; "": no such files (an installed wheel)
+        "lock": hashlib.sha256(b"".join(each.read_bytes() for each in locks)).hexdigest()
+        if all(each.is_file() for each in locks)
+        else "",
         "commit": commit,
         "diff": diff,
     }
@@ -186,7 +127,7 @@ def _accelerator() -> str:
 
 
 def _commit(root: Path) -> tuple[str, str]:
-    """Return the commit and a digest of the uncommitted changes to the sources."""
+    """Return the commit and a digest of the uncommitted changes to the sources; "": none."""
     if not (root / ".git").exists():
         return "", ""
     try:
@@ -202,11 +143,9 @@ def _git(root: Path, *words: str) -> bytes:
     return subprocess.run(command, capture_output=True, timeout=GIT_S, check=True).stdout
 
 
-SNAPSHOT, BASE, CODE, CONFIGURATION, TASK = (
-    "data snapshot", "base model", "code version", "configuration digest", "model settings",
-)  # fmt: skip
-GONE = (SNAPSHOT, BASE)  # missing inputs: training is impossible without them
-COMPARE = "or compare all the same with --anyway."
+SNAPSHOT, BASE = "data snapshot", "base model"
+REQUIRED_INPUTS = (SNAPSHOT, BASE)  # missing inputs: training is impossible without them
+COMPARE_ANYWAY_HINT = "or compare all the same with --anyway."
 
 
 @dataclass(frozen=True)
@@ -230,7 +169,7 @@ def differences_of(recorded: Recorded, runtime: Runtime, store: ObjectStore) -> 
         *_of_code(recorded),
         *_of_task(recorded, runtime),
         *_of_environment(recorded),
-        *_of_course(recorded),
+        *_of_run_events(recorded),
     ]
 
 
@@ -239,7 +178,9 @@ def require_same(found: Sequence[Difference], *, anyway: bool = False) -> None:
 
     With ``anyway`` only missing or damaged data or base model count.
     """
-    against = [each for each in found if each.decisive and (not anyway or each.what in GONE)]
+    against = [
+        each for each in found if each.decisive and (not anyway or each.what in REQUIRED_INPUTS)
+    ]
     if not against:
         return
     first, others = against[0], [each.what for each in against[1:]]
@@ -253,7 +194,7 @@ def require_same(found: Sequence[Difference], *, anyway: bool = False) -> None:
     )
 
 
-def holders_of(job: TrainJob, runtime: Runtime) -> list[str]:
+def nodes_with_base_model(job: TrainJob, runtime: Runtime) -> list[str]:
     """Return the nodes on this machine's disk that hold the job's base model unchanged."""
     held = []
     for node in sorted((runtime.state_dir / "nodes").glob("*")):
@@ -268,32 +209,32 @@ def holders_of(job: TrainJob, runtime: Runtime) -> list[str]:
 
 
 def _of_data(job: TrainJob, store: ObjectStore) -> Iterator[Difference]:
-    def differs(now: str, where: str) -> Difference:
-        return Difference(
-            what=SNAPSHOT,
-            then=job.snapshot_digest,
-            now=now,
-            decisive=True,
-            where=where,
-            do="Bring it back, or make it again with `paceline snapshot`: the same texts and "
+    if now := _data_now(job, store):
+        yield _decisive(
+            SNAPSHOT,
+            job.snapshot_digest,
+            now,
+            "Bring it back, or make it again with `paceline snapshot`: the same texts and "
             "settings give the same digest.",
+            job.snapshot_url,
         )
 
+
+def _data_now(job: TrainJob, store: ObjectStore) -> str:
+    """Return what differs about the snapshot; "" for nothing."""
     try:
         snapshot = load_snapshot(job.snapshot_url, store)
     except PermanentError as error:
-        yield differs(error.one_line(), job.snapshot_url)
-        return
+        return error.one_line()
     if snapshot.digest != job.snapshot_digest:
-        yield differs(snapshot.digest, job.snapshot_url)
-        return
+        return snapshot.digest
     # One listing only: every rank verifies the bytes of the shards that it reads.
     shards = join_url(root_url(snapshot.url), "shards")
     listed = {
         each.url.rsplit("/", 1)[-1]: each.size for each in store_at(shards, store).list(shards)
     }
-    if bad := _bad_shards(snapshot, listed):
-        yield differs(f"{len(bad)} of its files missing or cut: {', '.join(bad[:3])}", shards)
+    bad = _bad_shards(snapshot, listed)
+    return f"{len(bad)} of its files missing or cut: {', '.join(bad[:3])}" if bad else ""
 
 
 def _bad_shards(snapshot: Snapshot, listed: Mapping[str, int]) -> list[str]:
@@ -307,43 +248,40 @@ def _bad_shards(snapshot: Snapshot, listed: Mapping[str, int]) -> list[str]:
 
 
 def _of_base(job: TrainJob, runtime: Runtime) -> Iterator[Difference]:
-    if job.settings.code_ref or holders_of(job, runtime):
+    if job.settings.code_ref or nodes_with_base_model(job, runtime):
         return
-    yield Difference(
-        what=BASE,
-        then=f"{job.model_id} {job.version} {job.manifest_digest[:16]}",
-        now="on no node of this machine",
-        decisive=True,
-        where=str(runtime.state_dir / "nodes"),
-        do=f"Distribute it first: `paceline distribute {job.model_id} {job.version}`."
-        if runtime.endpoints.coordinator_url
-        else "The `paceline train` that made it, given again, puts it there and trains nothing.",
+    again = "The `paceline train` that made it, given again, puts it there and trains nothing."
+    if runtime.endpoints.coordinator_url:
+        again = f"Distribute it first: `paceline distribute {job.model_id} {job.version}`."
+    yield _decisive(
+        BASE,
+        f"{job.model_id} {job.version} {job.manifest_digest[:16]}",
+        "on no node of this machine",
+        again,
+        str(runtime.state_dir / "nodes"),
     )
 
 
 def _of_code(recorded: Recorded) -> Iterator[Difference]:
     result, now = recorded.result, code_version()
-    where = str(Path(paceline.__file__).parent)
     if result.code_version != now:
         commit = str(result.environment.get("commit") or "")
         changed = " (it had changes of its own then)" if result.environment.get("diff") else ""
         back = f"Check out commit {commit[:12]}{changed}" if commit else "Install that release"
-        yield Difference(
-            what=CODE,
-            then=result.code_version or "nothing recorded",
-            now=now,
-            decisive=True,
-            where=where,
-            do=f"{back}, {COMPARE}",
+        yield _decisive(
+            "code version",
+            result.code_version or "nothing recorded",
+            now,
+            f"{back}, {COMPARE_ANYWAY_HINT}",
+            str(Path(paceline.__file__).parent),
         )
     if result.config_digest != (digest := config_digest(recorded.job)):
-        yield Difference(
-            what=CONFIGURATION,
-            then=result.config_digest,
-            now=digest,
-            decisive=True,
-            where=f"the record of {recorded.run_id}",
-            do=f"Look at its settings: the code counts others among them now, {COMPARE}",
+        yield _decisive(
+            "configuration digest",
+            result.config_digest,
+            digest,
+            f"Look at its settings: the code counts others among them now, {COMPARE_ANYWAY_HINT}",
+            f"the record of {recorded.run_id}",
         )
 
 
@@ -355,14 +293,13 @@ def _of_task(recorded: Recorded, runtime: Runtime) -> Iterator[Difference]:
     job = recorded.job
     if not job.settings.code_ref or job.task is not None:
         return
-    size = size_of(job, runtime.profile)
-    yield Difference(
-        what=TASK,
-        then="not recorded",
-        now=f"{size.parameters} parameters, rows of {size.context}",
-        decisive=True,
-        where="model in the profile",
-        do=f"Set model.parameters and model.context as they were, {COMPARE}",
+    size = task_size_of(job, runtime.profile)
+    yield _decisive(
+        "model settings",
+        "not recorded",
+        f"{size.parameters} parameters, rows of {size.context}",
+        f"Set model.parameters and model.context as they were, {COMPARE_ANYWAY_HINT}",
+        "model in the profile",
     )
 
 
@@ -371,7 +308,7 @@ def _of_environment(recorded: Recorded) -> Iterator[Difference]:
     if not then:
         return
     settings = recorded.job.settings
-    now = current(settings.threads_per_rank).model_dump(mode="json")
+    now = current_environment(settings.threads_per_rank)
     if recorded.result.code_version != now["sources"]:  # already reported as the code version
         then.pop("sources", None)
         now.pop("sources")
@@ -379,48 +316,50 @@ def _of_environment(recorded: Recorded) -> Iterator[Difference]:
         # Only user code may import packages other than torch and numpy.
         then.pop("packages", None)
         now.pop("packages")
-    for each in differences(then, now):
-        yield each.model_copy(
-            update={
-                "where": platform.node(),
-                "do": f"Bring back {each.what} {each.then} here or run it where that is, {COMPARE}",
-            }
-        )
+    for name in [*then, *(each for each in now if each not in then)]:
+        before, after = then.get(name, "nothing"), now.get(name, "nothing")
+        if before != after:
+            yield Difference(
+                what=name,
+                then=str(before),
+                now=str(after),
+                decisive=name in DECISIVE,
+                where=platform.node(),
+                do=f"Bring back {name} {before} here or run it where that is, "
+                f"{COMPARE_ANYWAY_HINT}",
+            )
 
 
-def _of_course(recorded: Recorded) -> Iterator[Difference]:
+def _of_run_events(recorded: Recorded) -> Iterator[Difference]:
     """Yield events of the recorded run that a second run does not repeat."""
     job, result = recorded.job, recorded.result
     if is_asynchronous(job.settings):
-        chance = "updates were taken as they came"
-        yield _told("synchrony", chance, "as they come", f"No such run repeats itself; {COMPARE}")
+        yield _decisive(
+            "synchrony",
+            "updates were taken as they came",
+            "as they come",
+            f"No such run repeats itself; {COMPARE_ANYWAY_HINT}",
+        )
     if not job.deterministic:
-        yield _told("deterministic mode", "off", "on", f"Its bits were not fixed; {COMPARE}")
-    if sizes := sorted({each.ranks for each in result.restarts} - {0, job.settings.ranks}):
-        was = f"{', '.join(map(str, sizes))} for a time, {job.settings.ranks} at first"
-        yield _told("ranks", was, str(job.settings.ranks), f"Sums round elsewhere; {COMPARE}")
+        yield _decisive(
+            "deterministic mode", "off", "on", f"Its bits were not fixed; {COMPARE_ANYWAY_HINT}"
+        )
+    ranks = job.settings.ranks
+    if sizes := sorted({each.ranks for each in result.restarts} - {0, ranks}):
+        was = f"{', '.join(map(str, sizes))} for a time, {ranks} at first"
+        yield _decisive("ranks", was, str(ranks), f"Sums round elsewhere; {COMPARE_ANYWAY_HINT}")
     if result.resumed_from_step:
-        yield Difference(
-            what="steps before",
-            then=f"{result.resumed_from_step} made earlier, perhaps on other ranks or another mesh",
-            now=f"made like the others: {job.settings.ranks} ranks",
-            decisive=False,
-        )
-    if passed := result.skipped_batches or job.skip_batches:
-        yield Difference(
-            what="batches passed over",
-            then=f"{list(passed)}, once they had gone wrong",
-            now=f"{list(passed)}, from the beginning",
-            decisive=False,
-        )
+        then = f"{result.resumed_from_step} made earlier, perhaps on other ranks or another mesh"
+        now = f"made like the others: {ranks} ranks"
+        yield Difference(what="steps before", then=then, now=now, decisive=False)
+    if passed := list(result.skipped_batches or job.skip_batches):
+        then, now = f"{passed}, once they had gone wrong", f"{passed}, from the beginning"
+        yield Difference(what="batches passed over", then=then, now=now, decisive=False)
     if result.quarantined_shards:
-        yield Difference(
-            what="data in quarantine",
-            then=", ".join(each[:12] for each in result.quarantined_shards),
-            now="known once it is read",
-            decisive=False,
-        )
+        then = ", ".join(each[:12] for each in result.quarantined_shards)
+        now = "known once it is read"
+        yield Difference(what="data in quarantine", then=then, now=now, decisive=False)
 
 
-def _told(what: str, then: str, now: str, do: str) -> Difference:
-    return Difference(what=what, then=then, now=now, decisive=True, do=do)
+def _decisive(what: str, then: str, now: str, do: str, where: str = "") -> Difference:
+    return Difference(what=what, then=then, now=now, decisive=True, where=where, do=do)

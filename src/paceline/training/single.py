@@ -1,8 +1,9 @@
 """Single-machine training without servers, from a directory of text to an output directory.
 
 Snapshot, base model, checkpoints and result lie below the output directory; running the same
-command again resumes. It runs the same driver and the same ranks as a fleet. Does not write to
-the terminal.
+command again resumes. Checkpoints may lie in an S3 bucket instead: endpoint and credentials come
+from the profile ([objects]) and the environment and are never written to disk. It runs the same
+driver and the same ranks as a fleet. Does not write to the terminal.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -19,33 +21,45 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.config import Profile, Runtime, Secrets, load_runtime, save_runtime
-from paceline.data import Snapshot, build_snapshot, load_snapshot, require_purpose
+from pydantic import ValidationError
+
+from paceline.config import (
+    DEFAULT_S3,
+    Endpoints,
+    Profile,
+    Runtime,
+    Secrets,
+    load_runtime,
+    save_runtime,
+)
+from paceline.data import Snapshot, build_snapshot, load_snapshot, require_columns, require_purpose
 from paceline.data.loading import transform
-from paceline.data.snapshot import require_columns
-from paceline.errors import AccessDenied, Cancelled, InvalidInput, PermanentError, StateLocked
+from paceline.errors import (
+    AccessDenied,
+    Cancelled,
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    SourceMissing,
+    StateLocked,
+)
 from paceline.models import ModelConfig, read_config
-from paceline.schemas import digest_of, new_run_id
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
-from paceline.storage import DiskStore, ObjectStore, join_url, open_store
-from paceline.system.files import sync_directory, sync_tree
-from paceline.training import local_storage as remote
+from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json, digest_of, new_run_id
+from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
+from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
-from paceline.training.identity import own_task, with_own_id
-from paceline.training.launcher.admission import free_memory, require_room
-from paceline.training.launcher.driver import run_job
-from paceline.training.launcher.local import LocalLauncher
-from paceline.training.loop import starting_state as starting
-from paceline.training.loop.preemption import require_allowed_watcher
-from paceline.training.parallel import require_layout
-from paceline.training.parallel.mesh import MeshSpec
-from paceline.training.strategies import replicas_of
+from paceline.training.identity import code_ref_task_size, with_derived_id
+from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
+from paceline.training.loop import require_allowed_watcher, starting_state as starting
+from paceline.training.parallel import MeshSpec, replicas_of, require_layout
 
 log = logging.getLogger(__name__)
 
 WORKER = "local"
 MODEL, VERSION = "model", "v1"
 LOCK_FILE = "training.lock"
+JOB_FILE, RESULT_FILE = "job.json", "result.json"
+MAX_RECORD_BYTES = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +76,7 @@ class TrainingRequest:
 
 
 @contextlib.contextmanager
-def held(output: Path) -> Iterator[None]:
+def locked_output(output: Path) -> Iterator[None]:
     """Hold an exclusive lock on ``output``; raises StateLocked where another training holds it.
 
     The kernel releases the lock when this process ends. A directory created here is removed where
@@ -116,23 +130,24 @@ def prepare(
 ) -> TrainJob:
     """Build or find snapshot and base model below ``asked.output``; return the job.
 
-    Idempotent; call it inside ``held(asked.output)``. Raises InvalidInput where mesh, model, ranks
-    and data do not fit each other or this machine, SourceMissing for a missing text or model.
+    Idempotent; call it inside ``locked_output(asked.output)``. Raises InvalidInput where mesh,
+    model, ranks and data do not fit each other or this machine, SourceMissing for a missing text or
+    model.
     """
     _require_possible(asked.profile)
     if asked.model is not None:
         starting.require_model(asked.model, asked.profile.training.code_ref)
-    if not remote.is_remote(asked.checkpoints):
-        _require_here(asked.snapshot_url or "", "--snapshot")
-    _require_here(asked.source or asked.profile.data.source, "data.source")
+    if not _is_remote(asked.checkpoints):
+        _require_local(asked.snapshot_url or "", "--snapshot")
+    _require_local(asked.source or asked.profile.data.source, "data.source")
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
-    checkpoint_url, endpoints = remote.place_of(asked.checkpoints, output, asked.profile)
+    checkpoint_url, endpoints = _checkpoint_location(asked.checkpoints, output, asked.profile)
     runtime = Runtime(
         profile=asked.profile, state_dir=output / "state", endpoints=endpoints, secrets=Secrets()
     )
     store = open_store(runtime)
-    remote.require_writable(checkpoint_url, store)
+    _require_writable(checkpoint_url, store)
     runtime.state_dir.mkdir(exist_ok=True)
     save_runtime(runtime)
     snapshot = _snapshot(asked, output, store)
@@ -140,7 +155,7 @@ def prepare(
     if asked.model is not None and starting.is_checkpoint(asked.model):
         tell(f"weights are those of the DCP checkpoint in {asked.model}")
     settings = asked.profile.training
-    require_room(settings, _weights_bytes(runtime), free_memory())
+    require_memory(settings, _weights_bytes(runtime), free_memory())
     job = TrainJob(
         job_id="job",
         run_id=run_id or new_run_id(),
@@ -154,15 +169,16 @@ def prepare(
         checkpoint_url=checkpoint_url,
         settings=settings,
         data=asked.profile.data,
-        task=own_task(asked.profile),
+        task=code_ref_task_size(asked.profile),
     )
-    job = with_own_id(job)
+    job = with_derived_id(job)
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
-    if run_id is None and (earlier := remote.earlier_run(job, store)):
+    if run_id is None and (earlier := _previous_run_id(job, store)):
         job = job.model_copy(update={"run_id": earlier})  # the same training resumes
-    if start is not None and start.seed(job, store):
-        tell(f"optimizer state of {start.trained} of {start.of} parameters is taken over")
+    if start is not None and start.save(job, store):
+        count = len(list(start.model.parameters()))
+        tell(f"optimizer state of {len(start.moments)} of {count} parameters is taken over")
     return job
 
 
@@ -176,10 +192,10 @@ def _require_possible(profile: Profile) -> None:
         code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
     if settings.guard.preemption:
         require_allowed_watcher(settings.guard.preemption, sources)
-    require_room(settings, 0, free_memory())
+    require_memory(settings, 0, free_memory())
 
 
-def _require_here(url: str, where: str) -> None:
+def _require_local(url: str, where: str) -> None:
     if "://" in url and not url.startswith("file://"):
         raise InvalidInput(
             "training without a server reads this machine's disks only",
@@ -199,7 +215,7 @@ def run(
 ) -> TrainResult:
     """Run ``job`` on this machine; see ``run_job``."""
     store = open_store(load_runtime(job.state_dir))
-    with remote.recorded(job, store, record_of(job)) as keep:
+    with recorded(job, store, local_record_dir(job)) as keep:
         result = run_job(
             job, [WORKER], LocalLauncher(), on_event=on_event, store=store, cancel=cancel
         )
@@ -207,7 +223,84 @@ def run(
     return result
 
 
-def parts_of(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
+@contextlib.contextmanager
+def recorded(
+    job: TrainJob, store: ObjectStore, here: Path
+) -> Iterator[Callable[[TrainResult], None]]:
+    """Store the job beside its checkpoints; yield a function that copies its result to ``here``.
+
+    Does nothing where both are the same directory.
+    """
+    if checkpoints_url(job) == DiskStore.url_of(here):  # the consumer of events stores the job
+        yield lambda _: None
+        return
+    store.put_bytes(join_url(checkpoints_url(job), JOB_FILE), canonical_json(job))
+
+    def keep(result: TrainResult) -> None:
+        try:
+            here.mkdir(parents=True, exist_ok=True)
+            (here / RESULT_FILE).write_bytes(canonical_json(result))
+            if not (here / JOB_FILE).exists():  # trained on another machine
+                (here / JOB_FILE).write_bytes(canonical_json(job))
+        except OSError as error:
+            log.warning("result is not kept here path=%s why=%s", here, error.strerror)
+
+    yield keep
+
+
+def _is_remote(checkpoints: str | None) -> bool:
+    return checkpoints is not None and checkpoints.startswith("s3://")
+
+
+def _checkpoint_location(
+    checkpoints: str | None, output: Path, profile: Profile
+) -> tuple[str, Endpoints]:
+    """Return the URL prefix of the checkpoints and the server endpoints it needs.
+
+    Raises InvalidInput for a malformed URL, AccessDenied without credentials.
+    """
+    where = checkpoints or str(output / "checkpoints")
+    if _is_remote(where):
+        parse_url(where)
+        return where.rstrip("/"), Endpoints(s3_url=profile.objects.endpoint_url or DEFAULT_S3)
+    return DiskStore.url_of(DiskStore.path_of(where) if "://" in where else where), Endpoints()
+
+
+def _require_writable(url: str, store: ObjectStore) -> None:
+    """Check that an object below ``url`` can be written, read and deleted.
+
+    Raises AccessDenied for bad credentials, SourceMissing for a missing bucket, ServiceUnavailable
+    where the server does not answer.
+    """
+    if isinstance(store, DiskStore):
+        return  # creating the directories reports it
+    probe = join_url(url, f".writable-{secrets.token_hex(8)}")
+    try:
+        store.put_bytes(probe, b"paceline")
+    except SourceMissing as error:
+        raise SourceMissing(
+            "no such bucket to keep checkpoints in",
+            got=error.got,
+            where=url,
+            do="Make it, or name another one with --checkpoints.",
+        ) from error
+    store.get_bytes(probe)
+    store.delete(probe)
+
+
+def _previous_run_id(job: TrainJob, store: ObjectStore) -> str | None:
+    """Return the run id of an earlier training of the same job; None without one."""
+    where = join_url(checkpoints_url(job), JOB_FILE)
+    try:
+        return TrainJob.model_validate_json(store.get_bytes(where, MAX_RECORD_BYTES)).run_id
+    except SourceMissing:
+        return None
+    except (PacelineError, ValidationError) as error:
+        log.warning("the job's record cannot be read: a new run begins url=%s why=%s", where, error)
+        return None
+
+
+def snapshot_and_config(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
     """Return the job's snapshot and its base model's config (None for a user's own model)."""
     snapshot = load_snapshot(job.snapshot_url, open_store(load_runtime(job.state_dir)))
     if job.settings.code_ref:
@@ -216,7 +309,7 @@ def parts_of(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
     return snapshot, read_config(node / "store" / "models" / job.model_id / job.version)
 
 
-def shown(url: str) -> str:
+def display_url(url: str) -> str:
     """Return a job's URL for display: a directory path, or an object store's URL."""
     return str(DiskStore.path_of(url)) if url.startswith("file://") else url
 
@@ -256,11 +349,17 @@ def _base(
         if asked.model is None:
             _new_model(asked, snapshot, making)
         elif starting.is_checkpoint(asked.model):
-            start = _checkpointed(asked, asked.model, snapshot, making)
+            start = _model_from_dcp(asked, asked.model, snapshot, making)
         else:
             _copy_model(asked.model, making)
         link_mbit = asked.profile.cluster.link_mbit
-        manifest = build_manifest(making, model_id=MODEL, version=VERSION, link_mbit=link_mbit)
+        manifest = build_manifest(
+            making,
+            model_id=MODEL,
+            version=VERSION,
+            link_mbit=link_mbit,
+            piece_hash=asked.profile.security.piece_hash,
+        )
         write_manifest(making, manifest)
         shutil.rmtree(directory, ignore_errors=True)
         sync_tree(making)
@@ -271,7 +370,7 @@ def _base(
     return manifest.digest, start
 
 
-def _checkpointed(
+def _model_from_dcp(
     asked: TrainingRequest, source: Path, snapshot: Snapshot, directory: Path
 ) -> starting.ImportedState | None:
     """Write a DCP checkpoint's weights as the base model; return its optimiser state, if any."""
@@ -281,13 +380,14 @@ def _checkpointed(
     model, config, found = starting.model_of_dcp(
         source,
         asked.profile.model,
-        **_shape(asked, snapshot),
+        _shape(asked, snapshot),
         weights_only=training.optimizer != "adamw" or training.synchrony.kind != "every-step",
     )
     save_model(model, config, directory)
-    start = starting.ImportedState.of_import(source, model, found)
-    if start is not None:
-        (directory / starting.START_FILE).write_text(json.dumps({"state": start.digest()}) + "\n")
+    if not found.moments:
+        return None
+    start = starting.ImportedState(str(source.absolute()), model, found.moments)
+    (directory / starting.START_FILE).write_text(json.dumps({"state": start.digest()}) + "\n")
     return start
 
 
@@ -299,15 +399,8 @@ def _weights_bytes(runtime: Runtime) -> int:
 def _new_model(asked: TrainingRequest, snapshot: Snapshot, directory: Path) -> None:
     from paceline.models import config_for, new_model, save_model
 
-    wanted, shape = asked.profile.model, _shape(asked, snapshot)
-    config = config_for(
-        wanted.parameters,
-        wanted.context,
-        shape["vocabulary"],
-        separator=shape["separator"],
-        tokenizer_digest=shape["tokenizer_digest"],
-        **shape["cuts"],
-    )
+    wanted = asked.profile.model
+    config = config_for(wanted.parameters, wanted.context, **_shape(asked, snapshot))
     save_model(new_model(config, wanted.seed), config, directory)
 
 
@@ -319,7 +412,7 @@ def _shape(asked: TrainingRequest, snapshot: Snapshot) -> dict[str, Any]:
         "vocabulary": snapshot.vocabulary.vocab_size,
         "separator": snapshot.vocabulary.separator,
         "tokenizer_digest": snapshot.vocabulary.sha256 or "",
-        "cuts": cuts_of(asked.profile.training.mesh),
+        **cuts_of(asked.profile.training.mesh),
     }
 
 
@@ -329,12 +422,12 @@ def _copy_model(source: Path, directory: Path) -> None:
             shutil.copyfile(each, directory / each.name)
 
 
-def checkpoints_of(job: TrainJob) -> str:
+def checkpoints_url(job: TrainJob) -> str:
     """Return the URL prefix of the job's checkpoint generations."""
     return join_url(job.checkpoint_url, job.job_id)
 
 
-def record_of(job: TrainJob) -> Path:
+def local_record_dir(job: TrainJob) -> Path:
     """Return the local directory of the job's record: the job, each step, the result.
 
     It is also the checkpoint directory where checkpoints lie below the output directory.

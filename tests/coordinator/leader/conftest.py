@@ -2,8 +2,9 @@
 
 import pytest
 
+from paceline.coordinator.stores import MemoryProgress
 from tests.coordinator.conftest import small_manifest
-from tests.coordinator.leader.fakes import Cluster, Node, Remembered, until
+from tests.coordinator.leader.fakes import Cluster, Node, until
 from tests.support.etcd import etcd
 
 __all__ = ["etcd"]
@@ -14,7 +15,7 @@ class Three:
 
     def __init__(self, path, manifest):
         self.cluster = Cluster(path)
-        self.progress = Remembered()
+        self.progress = MemoryProgress()
         self.nodes = [Node(name, self.cluster, self.progress, manifest) for name in "abc"]
 
     @property

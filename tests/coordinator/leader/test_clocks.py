@@ -14,12 +14,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.leaders.cluster import cluster, make_model
-from paceline.schemas.calls import CreateDeployment
-from paceline.schemas.events import EventName
-from paceline.schemas.records import DeploymentStatus
+from paceline.schemas import CreateDeployment, DeploymentStatus, EventName
 from tests.coordinator.leader.fakes import until
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.services, pytest.mark.timeout(180)]
 
 HOUR_S = 3600
 LINK_MBIT = 4.0

@@ -7,27 +7,23 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.leadership import Replica
-from paceline.coordinator.state.membership import Membership
-from paceline.coordinator.state.messages import Answer, EmitEvent, HeartbeatReceived, Register
-from paceline.coordinator.state.state import CoordinatorState
-from paceline.coordinator.stores import Candidate
-from paceline.coordinator.stores.audit import SqliteAudit
-from paceline.coordinator.stores.memory_progress import MemoryProgress
-from paceline.coordinator.stores.sqlite import SqliteCoordination
-from paceline.errors import Conflict, InvalidInput, NotLeading, ServiceUnavailable
-from paceline.schemas.calls import CreateDeployment, Heartbeat, HeartbeatAnswer, RegisterWorker
-from paceline.schemas.events import EventName
-from tests.coordinator.conftest import small_manifest
-from tests.coordinator.stores.effects import stage
+from paceline.coordinator import Coordinator, Replica
+from paceline.coordinator.state import (
+    Answer,
+    CoordinatorState,
+    EmitEvent,
+    HeartbeatReceived,
+    Membership,
+    Register,
+)
+from paceline.coordinator.stores import Candidate, MemoryProgress, SqliteAudit, SqliteCoordination
+from paceline.errors import Conflict, NotLeading, ServiceUnavailable
+from paceline.schemas import EventName, Heartbeat, HeartbeatAnswer
+from tests.coordinator.conftest import creation, registration, small_manifest
 
 
 def register(name="node-0"):
-    call = RegisterWorker(
-        worker_id=name, hostname="h", rack="r", available_storage=1, address="a:1"
-    )
-    return Register(call=call)
+    return Register(call=registration(name))
 
 
 @contextmanager
@@ -51,11 +47,6 @@ def standing(path):
 def coordinator(tmp_path):
     with standing(tmp_path / "c.sqlite") as made:
         yield made
-
-
-def creation(**more):
-    fields = {"model_id": "m", "version": "v1", "source_url": "s3://b/m"}
-    return CreateDeployment(target_workers=("node-0",), **fields, **more)
 
 
 def again(what):
@@ -94,14 +85,14 @@ def test_what_cannot_be_committed_is_not_answered_and_not_remembered(coordinator
     coordinator._coordination._db.execute("PRAGMA busy_timeout=50")
     blocker.execute("BEGIN IMMEDIATE")
     with pytest.raises(ServiceUnavailable):
-        coordinator.create(creation(), "k1")
+        coordinator.create(creation("node-0"), "k1")
     blocker.execute("ROLLBACK")
     blocker.close()
     assert again(lambda: coordinator.read(lambda state: state.deployments())) == []
-    made = again(lambda: coordinator.create(creation(), "k1"))
-    assert coordinator.create(creation(), "k1").deployment_id == made.deployment_id
+    made = again(lambda: coordinator.create(creation("node-0"), "k1"))
+    assert coordinator.create(creation("node-0"), "k1").deployment_id == made.deployment_id
     with pytest.raises(Conflict):
-        coordinator.create(creation(seed=1), "k1")
+        coordinator.create(creation("node-0", seed=1), "k1")
 
 
 def test_what_a_defect_had_changed_is_undone(coordinator, monkeypatch):
@@ -130,24 +121,9 @@ def test_calm_beat_that_left_something_to_keep_is_undone(coordinator, monkeypatc
     answer = Answer(HeartbeatAnswer(epoch=1, next_beat_s=1))
     monkeypatch.setattr(CoordinatorState, "handle", lambda *_: [lost, answer])
     with pytest.raises(AssertionError):
-        coordinator.decide_now(HeartbeatReceived(beat=beat, at=0.0))
+        coordinator.try_decide(HeartbeatReceived(beat=beat, at=0.0))
     monkeypatch.undo()
     assert coordinator.handle(HeartbeatReceived(beat=beat, at=0.0)).go_on
-
-
-def test_record_that_no_store_takes_is_refused_for_good(coordinator, monkeypatch):
-    """It is the caller's to mend: nobody shall try again, nor read the state anew for it."""
-
-    def refused(*_):
-        raise InvalidInput("a stage's record is too large to keep")
-
-    monkeypatch.setattr(coordinator._coordination, "keep_stage", refused)
-    loads = []
-    monkeypatch.setattr(coordinator._coordination, "load", loads.append)
-    with pytest.raises(InvalidInput):
-        coordinator.keep_stage(stage("train"))
-    coordinator.check_ready()
-    assert loads == []
 
 
 def test_same_key_at_once_from_many_threads_makes_one_deployment(coordinator):
@@ -156,7 +132,7 @@ def test_same_key_at_once_from_many_threads_makes_one_deployment(coordinator):
 
     def create():
         gate.wait()
-        made.append(coordinator.create(creation(), "k1").deployment_id)
+        made.append(coordinator.create(creation("node-0"), "k1").deployment_id)
 
     threads = [threading.Thread(target=create) for _ in range(6)]
     for thread in threads:
@@ -165,14 +141,3 @@ def test_same_key_at_once_from_many_threads_makes_one_deployment(coordinator):
         thread.join()
     assert len(made) == 6
     assert len(set(made)) == 1
-
-
-def test_state_survives_being_closed_and_opened(tmp_path):
-    path = tmp_path / "c.sqlite"
-    with standing(path) as first:
-        first.handle(register())
-        made = first.create(creation(), None)
-        last = first.events(0).last
-    with standing(path) as second:
-        assert second.read(lambda state: state.plan(made.deployment_id)).epoch == 1
-        assert second.events(last - 1).events[0].seq == last

@@ -27,6 +27,7 @@ def require_sound(report: dict) -> None:
     assert all(later > earlier for earlier, later in itertools.pairwise(epochs))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_nothing_is_lost_or_doubled_while_leaders_die_and_freeze(etcd, tmp_path):
     report = run(

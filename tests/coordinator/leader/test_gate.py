@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from paceline.api.guard import LeaderGate
-from paceline.coordinator.stores.contracts import Term
-from paceline.schemas.base import EPOCH_HEADER, LEADER_HEADER
+from paceline.api import LeaderGate
+from paceline.coordinator.stores import Term
+from paceline.schemas import EPOCH_HEADER, LEADER_HEADER
 
 OURS, THEIRS = Term(5, "a", "http://a:1"), Term(7, "b", "https://b:2/control")
 

@@ -74,14 +74,14 @@ def test_every_kind_of_lie_is_found(lie, word):
     assert any(word in each for each in found), found
 
 
-def test_two_answers_to_one_key_and_an_older_leader_that_answers_are_found():
+def test_two_answers_to_one_key_and_answers_of_an_older_leader_are_found():
     two = [*HISTORY, did("create", "k1", at=9.0, answer="d9")]
     assert any("several" in each for each in violations(two, FINAL))
     old = [*HISTORY, did("beat", "v", at=9.0, epoch=1)]
     assert any("epoch 1 after epoch 2" in each for each in violations(old, FINAL))
 
 
-def test_history_counts_what_it_was_told():
+def test_history_counts_its_recorded_calls():
     history = History()
     for each in HISTORY:
         history.add(each)

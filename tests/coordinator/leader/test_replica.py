@@ -5,29 +5,22 @@ import time
 
 import pytest
 
-from paceline.coordinator.leadership import STUCK_S
-from paceline.coordinator.state.messages import FetchLanes, HeartbeatReceived, Register
+from paceline.coordinator import STEP_DOWN_DELAY_S
+from paceline.coordinator.state import FetchLanes, HeartbeatReceived, Register
+from paceline.coordinator.stores import MemoryProgress
 from paceline.errors import NotFound, NotLeading, ServiceUnavailable
-from paceline.schemas.calls import CreateDeployment, DeploymentBeat, Heartbeat, RegisterWorker
-from paceline.schemas.records import WorkerStatus
-from tests.coordinator.leader.fakes import Cluster, Node, Remembered, until
-
-CALL = CreateDeployment(
-    model_id="m", version="v1", source_url="s3://b/m", target_workers=("node-0",)
+from paceline.schemas import (
+    Heartbeat,
+    WorkerStatus,
 )
+from tests.coordinator.conftest import creation, registration
+from tests.coordinator.leader.fakes import Cluster, Node, until
+
+CALL = creation("node-0")
 
 
-def registration(worker_id="node-0", incarnation=1):
-    return Register(
-        call=RegisterWorker(
-            worker_id=worker_id,
-            hostname="h",
-            rack="r",
-            available_storage=1,
-            address="127.0.0.1:1",
-            incarnation=incarnation,
-        )
-    )
+def registered(worker_id="node-0", incarnation=1):
+    return Register(call=registration(worker_id, incarnation))
 
 
 def beat(worker_id="node-0", incarnation=1):
@@ -53,7 +46,7 @@ def test_one_leads_and_the_others_follow_what_it_commits(three):
         assert three.leader.url in str(caught.value)
 
 
-def test_standby_asks_the_store_before_it_says_that_something_is_not_there(three):
+def test_standby_asks_the_store_before_it_answers_not_found(three):
     three.follow_up()
     standby = three.standbys[0]
     made = three.leader.coordinator.create(CALL, "key-1").deployment_id
@@ -62,9 +55,9 @@ def test_standby_asks_the_store_before_it_says_that_something_is_not_there(three
         standby.coordinator.read(lambda s: s.view("dep-none"))
 
 
-def test_next_leader_knows_everything_that_was_acknowledged(three):
+def test_next_leader_has_everything_that_was_acknowledged(three):
     old = three.leader
-    old.coordinator.handle(registration())
+    old.coordinator.handle(registered())
     made = old.coordinator.create(CALL, "key-1")
     old.link.lapsed = True
     three.cluster.expire()
@@ -76,15 +69,15 @@ def test_next_leader_knows_everything_that_was_acknowledged(three):
     assert deployments(new) == [made.deployment_id]
 
 
-def test_frozen_leader_answers_neither_writes_nor_beats_and_comes_back_as_a_standby(three):
+def test_frozen_leader_answers_no_write_or_beat_and_becomes_a_standby(three):
     old = three.leader
-    old.coordinator.handle(registration())
+    old.coordinator.handle(registered())
     # Frozen: its threads stand still, its lease runs out, another is elected. Then it wakes.
     with old.coordinator._lock:
         old.link.lapsed = True
         three.cluster.expire()
         until(lambda: any(n.leads for n in three.nodes if n is not old), "another leader")
-    for event in (registration("node-1"), beat()):
+    for event in (registered("node-1"), beat()):
         with pytest.raises(NotLeading):
             old.coordinator.handle(event)
     until(lambda: old.coordinator.leader == three.leader.coordinator.term, "it follows")
@@ -103,7 +96,7 @@ def test_frozen_leader_answers_neither_writes_nor_beats_and_comes_back_as_a_stan
 
 def test_beat_answered_while_the_lease_ran_out_is_not_let_out(three):
     leader = three.leader
-    leader.coordinator.handle(registration())
+    leader.coordinator.handle(registered())
     state = leader.coordinator._state
     decide = state.handle
 
@@ -118,7 +111,7 @@ def test_beat_answered_while_the_lease_ran_out_is_not_let_out(three):
         leader.coordinator.handle(beat())
 
 
-def test_leader_that_does_not_know_yet_is_refused_by_the_store_and_steps_down_at_once(three):
+def test_deposed_leader_is_refused_by_the_store_and_steps_down_at_once(three):
     old = three.leader
     epoch = old.coordinator.term.epoch
     three.cluster.expire()
@@ -148,7 +141,7 @@ def test_write_whose_answer_got_lost_is_there_once(three):
     assert len(deployments(leader)) == 1
 
 
-def test_store_that_is_away_refuses_writes_quickly_and_everything_goes_on_after(three):
+def test_absent_store_refuses_writes_quickly_and_work_resumes_after(three):
     leader = three.leader
     leader.coordinator.create(CALL, "key-1")
     leader.link.up = False
@@ -194,7 +187,7 @@ def test_leader_that_stops_makes_way_at_once(three):
     until(lambda: three.cluster.holder not in (None, old.coordinator.term), "another leader")
     until(lambda: not old.leads, "it stepped down")
     with pytest.raises(NotLeading):
-        old.coordinator.handle(registration())
+        old.coordinator.handle(registered())
 
 
 def test_leader_whose_clock_thread_is_stuck_makes_way(three):
@@ -204,7 +197,7 @@ def test_leader_whose_clock_thread_is_stuck_makes_way(three):
     stuck.coordinator.tick = lambda: gate.wait(60)
     try:
         until(lambda: any(t.name == "replica-tick" for t in stuck.replica._threads), "its thread")
-        stuck.coordinator._monotonic = lambda: real() + 2 * STUCK_S
+        stuck.coordinator._monotonic = lambda: real() + 2 * STEP_DOWN_DELAY_S
         until(lambda: any(n.leads for n in three.nodes if n is not stuck), "another leader")
     finally:
         gate.set()
@@ -212,7 +205,7 @@ def test_leader_whose_clock_thread_is_stuck_makes_way(three):
 
 def test_wall_clock_that_jumps_an_hour_either_way_changes_nothing(three):
     leader = three.leader
-    leader.coordinator.handle(registration())
+    leader.coordinator.handle(registered())
     made = leader.coordinator.create(CALL, "key-1").deployment_id
     three.follow_up()
     epoch = leader.coordinator.term.epoch
@@ -232,28 +225,26 @@ def test_wall_clock_that_jumps_an_hour_either_way_changes_nothing(three):
 def test_held_answers_are_let_go_when_the_leader_steps_down(three):
     leader = three.leader
     rung = threading.Event()
-    leader.coordinator.bell.ring = rung.set
+    leader.coordinator.notifier.ring = rung.set
     leader.link.lapsed = True
     until(rung.is_set, "the bell")
 
 
 @pytest.mark.parametrize("standbys", [True, False])
-def test_replica_that_could_not_read_the_store_when_it_was_elected_stands_again(
-    tmp_path, make_manifest, standbys
-):
-    node = Node("a", Cluster(tmp_path / "c.sqlite"), Remembered(), make_manifest())
+def test_elected_replica_that_cannot_read_the_store_stands_again(tmp_path, make_manifest, standbys):
+    node = Node("a", Cluster(tmp_path / "c.sqlite"), MemoryProgress(), make_manifest())
     node.link.standbys = standbys
-    node.link.failing_loads = 1
+    node.link.failing_loads = 2  # one may be the read of a standby
     node.start()
     try:
         until(lambda: node.leads, "it leads after all")
         assert node.coordinator.term.epoch > 1
-        node.coordinator.handle(registration())
+        node.coordinator.handle(registered())
     finally:
         node.stop()
 
 
-def test_each_event_is_told_once_by_whoever_reads_and_follows_at_the_same_time(three):
+def test_a_reader_that_also_follows_gets_each_event_once(three):
     three.follow_up()
     standby, leader = three.standbys[0], three.leader
     stopping = threading.Event()
@@ -267,7 +258,7 @@ def test_each_event_is_told_once_by_whoever_reads_and_follows_at_the_same_time(t
     for each in readers:
         each.start()
     for number in range(1, 21):
-        leader.coordinator.handle(registration(incarnation=number))
+        leader.coordinator.handle(registered(incarnation=number))
     last = leader.coordinator.events(0).last
     until(lambda: standby.coordinator.events(0).last == last, "it has heard of everything")
     stopping.set()
@@ -279,7 +270,7 @@ def test_each_event_is_told_once_by_whoever_reads_and_follows_at_the_same_time(t
     leader.link.lapsed = True
     three.cluster.expire()
     until(lambda: not leader.leads and any(n.leads for n in three.nodes), "another leader")
-    three.leader.coordinator.handle(registration(incarnation=99))
+    three.leader.coordinator.handle(registered(incarnation=99))
     last = three.leader.coordinator.events(0).last
     for node in three.nodes:
         until(lambda node=node: node.coordinator.events(0).last == last, "it has heard")
@@ -287,23 +278,27 @@ def test_each_event_is_told_once_by_whoever_reads_and_follows_at_the_same_time(t
         assert numbers == sorted(set(numbers))
 
 
-def test_progress_is_shown_by_standbys_and_survives_the_leader(three):
+def receiving(node):
+    """Begin a deployment on node-0; return its id and a way to report progress of it."""
+    node.coordinator.handle(registered())
+    made = node.coordinator.create(CALL, "key-1").deployment_id
+    node.coordinator.handle(FetchLanes(deployment_id=made, worker_id="node-0"))
+    epoch = node.coordinator.read(lambda s: s.plan(made)).epoch
+
+    def report(pieces, at=0.0):
+        held = {"pieces_held": pieces, "bytes_held": pieces * 1024, "chunks_received": ()}
+        entry = {"deployment_id": made, "epoch": epoch, "status": "receiving", **held}
+        beat = Heartbeat(worker_id="node-0", status="receiving", deployments=(entry,))
+        node.coordinator.handle(HeartbeatReceived(beat=beat, at=at))
+
+    return made, report
+
+
+def test_progress_survives_the_leader(three):
     leader = three.leader
-    leader.coordinator.handle(registration())
-    made = leader.coordinator.create(CALL, "key-1").deployment_id
-    leader.coordinator.handle(FetchLanes(deployment_id=made, worker_id="node-0"))
-    plan = leader.coordinator.read(lambda s: s.plan(made))
-    entry = DeploymentBeat(
-        deployment_id=made,
-        epoch=plan.epoch,
-        status=WorkerStatus.RECEIVING,
-        pieces_held=3,
-        bytes_held=3072,
-        chunks_received=(0,),
-    )
-    report = Heartbeat(worker_id="node-0", status=WorkerStatus.RECEIVING, deployments=(entry,))
-    leader.coordinator.handle(HeartbeatReceived(beat=report))
-    until(lambda: three.progress.get(made), "the progress store is told")
+    made, report = receiving(leader)
+    report(3)
+    until(lambda: three.progress.get(made), "progress in the progress store")
 
     def held(node):
         return [p.pieces_held for p in node.coordinator.read(lambda s: list(s.progress(made)))]
@@ -317,20 +312,14 @@ def test_progress_is_shown_by_standbys_and_survives_the_leader(three):
 
 
 def test_progress_of_standbys_goes_on_without_a_commit(three, monkeypatch):
-    """Beats are not committed: who watches a standby sees what the progress store has."""
+    """Heartbeats are not committed: a standby shows what the progress store has."""
     monkeypatch.setattr("paceline.coordinator.leadership.PROGRESS_S", 0.1)
     leader = three.leader
-    leader.coordinator.handle(registration())
-    made = leader.coordinator.create(CALL, "key-1").deployment_id
-    leader.coordinator.handle(FetchLanes(deployment_id=made, worker_id="node-0"))
-    epoch = leader.coordinator.read(lambda s: s.plan(made)).epoch
+    made, report = receiving(leader)
     three.follow_up()
     revisions = []
     for pieces in (1, 2, 5):
-        held = {"pieces_held": pieces, "bytes_held": pieces * 1024, "chunks_received": ()}
-        entry = {"deployment_id": made, "epoch": epoch, "status": "receiving", **held}
-        report = Heartbeat(worker_id="node-0", status="receiving", deployments=(entry,))
-        leader.coordinator.handle(HeartbeatReceived(beat=report, at=1e10 + pieces))
+        report(pieces, at=1e10 + pieces)
 
         def shown(node, pieces=pieces):
             (part,) = node.coordinator.read(lambda s: list(s.progress(made)))
@@ -339,8 +328,8 @@ def test_progress_of_standbys_goes_on_without_a_commit(three, monkeypatch):
             return told == (pieces, "receiving", 1e10 + pieces)
 
         until(lambda shown=shown: all(map(shown, three.standbys)), "standbys that show it")
-        revisions.append(leader.link.revision())
+        revisions.append(three.standbys[0].link.revision())
     assert revisions[1] == revisions[2], "nothing was committed meanwhile"
-    three.progress.parts.clear()
+    three.progress._parts.clear()
     time.sleep(0.3)
-    assert all(map(shown, three.standbys)), "what is wiped is shown until it is known again"
+    assert all(map(shown, three.standbys)), "deleted progress is shown until it is replaced"

@@ -23,12 +23,16 @@ from benchmarks.testbed.watcher import NETNS
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import PacelineError, TemporaryError
-from paceline.schemas.calls import CreateDeployment, Heartbeat, RegisterWorker
-from paceline.schemas.records import WorkerStatus
+from paceline.schemas import CreateDeployment, Heartbeat, RegisterWorker, WorkerStatus
 from tests.coordinator.leader.fakes import until
 from tests.support.servers import program
 
-pytestmark = [pytest.mark.netns, pytest.mark.services, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.netns,
+    pytest.mark.services,
+    pytest.mark.timeout(240),
+]
 
 CLONE_NEWNET = 0x40000000
 PORT = 7400
@@ -147,7 +151,7 @@ class Halves:
     def load(self, source: str) -> None:
         """One client at each replica that follows nobody: whatever is answered is from there."""
         for host in range(REPLICAS):
-            for body in (self._beat_on, self._create_on):
+            for body in (self._heartbeat_loop, self._create_on):
                 thread = threading.Thread(target=self._outside_on, args=(body, host, source))
                 self.threads.append(thread)
                 thread.start()
@@ -177,7 +181,7 @@ class Halves:
         self.history.add(Invocation(kind=kind, key=key, outcome=outcome, **times, **told))
         return answer
 
-    def _beat_on(self, client, host, _):
+    def _heartbeat_loop(self, client, host, _):
         beat = Heartbeat(worker_id=f"w{host}", status=WorkerStatus.IDLE)
         while not self.stopping.wait(0.05):
             self._note("beat", f"w{host}", lambda: client.heartbeat(beat), epoch=lambda a: a.epoch)

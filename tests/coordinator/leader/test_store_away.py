@@ -11,7 +11,7 @@ from benchmarks.leaders.load import Load, final_of
 from tests.coordinator.leader.fakes import until
 from tests.support.etcd import etcd_cluster
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.nightly, pytest.mark.services, pytest.mark.timeout(240)]
 BODY = b'{"worker_id": "w", "hostname": "h", "rack": "r", "available_storage": 1}'
 
 

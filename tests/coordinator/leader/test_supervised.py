@@ -10,7 +10,7 @@ from benchmarks.leaders.cluster import ask
 from paceline import cluster as fleet
 from paceline.client import CoordinatorClient
 from paceline.config import Profile
-from paceline.schemas.calls import RegisterWorker
+from paceline.schemas import RegisterWorker
 from tests.coordinator.leader.fakes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
@@ -22,7 +22,7 @@ REGISTRATION = RegisterWorker(
 )
 
 
-def test_three_replicas_run_and_a_leader_that_stops_lets_the_next_one_lead_at_once(etcd, tmp_path):
+def test_three_replicas_run_and_a_stopping_leader_hands_over_at_once(etcd, tmp_path):
     control = {
         "coordination": "etcd",
         "etcd_endpoints": list(etcd.access.endpoints),

@@ -7,10 +7,7 @@ import time
 
 import pytest
 
-from paceline.coordinator.stores import Candidate
-from paceline.coordinator.stores.audit import SqliteAudit
-from paceline.coordinator.stores.memory_progress import MemoryProgress
-from paceline.coordinator.stores.sqlite import SqliteCoordination
+from paceline.coordinator.stores import Candidate, MemoryProgress, SqliteAudit, SqliteCoordination
 from tests.support.etcd import etcd  # noqa: F401
 from tests.support.postgres import postgres  # noqa: F401
 from tests.support.redis import redis  # noqa: F401

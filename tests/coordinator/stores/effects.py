@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import random
 
-from paceline.coordinator.state.messages import (
+from paceline.coordinator.state import (
     DropDeployment,
     DropToken,
     DropWorker,
     EmitEvent,
     LoadedDeployment,
     LoadedState,
+    PersistedState,
     SaveDeployment,
     SaveIdempotencyKey,
     SavePlan,
@@ -19,12 +20,19 @@ from paceline.coordinator.state.messages import (
     SaveToken,
     SaveWorker,
 )
-from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.manifest import Chunk, FileEntry, Manifest
-from paceline.schemas.access import Scope, TokenRecord
-from paceline.schemas.events import EventName
-from paceline.schemas.plan import Labels, Plan
-from paceline.schemas.records import Deployment, DeploymentStatus, Receipt, StageRecord, Worker
+from paceline.schemas import (
+    Deployment,
+    DeploymentStatus,
+    EventName,
+    Labels,
+    Plan,
+    Receipt,
+    Scope,
+    StageRecord,
+    TokenRecord,
+    Worker,
+)
 
 DIGEST = "0" * 64
 
@@ -53,7 +61,7 @@ def manifest(version: str, pieces: int = 8) -> Manifest:
         Chunk(n, at, min(8192, size - at), digest) for n, at in enumerate(range(0, size, 8192))
     )
     file = FileEntry("model.bin", size, digest, digests)
-    return Manifest.of(
+    return Manifest(
         model_id="m",
         version=version,
         piece_bytes=1024,
@@ -191,7 +199,7 @@ def expected(effects: list[object]) -> LoadedState:
         deployments=tuple(
             LoadedDeployment(
                 deployment=each.deployment,
-                memo=each.memo,
+                memo=PersistedState.from_json(each.memo.to_json()),
                 manifest=manifests[name],
                 plan=max(plans[name].values(), key=lambda p: p.epoch) if name in plans else None,
                 receipts=tuple(one for _, one in sorted(receipts.get(name, {}).items())),

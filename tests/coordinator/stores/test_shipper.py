@@ -6,12 +6,17 @@ import signal
 
 import pytest
 
-from paceline.coordinator.stores import OutboxShipper
-from paceline.coordinator.stores.contracts import OUTBOX_EVENTS, EventQuery
+from paceline.coordinator.stores import EventQuery, OutboxShipper
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import told, worker
 from tests.support.postgres import postgres_server
+
+PAIRS = pytest.mark.parametrize(
+    ("coordination", "audit"),
+    [("sqlite", "sqlite"), pytest.param("etcd", "postgres", marks=REAL)],
+    indirect=True,
+)
 
 
 def history(audit):
@@ -22,6 +27,7 @@ def history(audit):
     return found
 
 
+@PAIRS
 def test_everything_committed_is_shipped_in_order(coordination, audit):
     store, term = coordination.led()
     kept = audit.open()
@@ -36,6 +42,7 @@ def test_everything_committed_is_shipped_in_order(coordination, audit):
     assert shipper.trouble is None
 
 
+@PAIRS
 def test_the_history_is_kept_to_a_length(coordination, audit):
     store, term = coordination.led()
     kept = audit.open()
@@ -47,6 +54,7 @@ def test_the_history_is_kept_to_a_length(coordination, audit):
     shipper.stop()
 
 
+@PAIRS
 def test_a_crash_between_the_two_stores_doubles_nothing(coordination, audit, monkeypatch):
     store, term = coordination.led()
     kept = audit.open()
@@ -65,6 +73,7 @@ def test_a_crash_between_the_two_stores_doubles_nothing(coordination, audit, mon
     assert other.outbox().waiting == 0
 
 
+@PAIRS
 def test_the_shipper_of_an_older_term_stops_by_itself(coordination, audit):
     store, term = coordination.led()
     kept = audit.open()
@@ -78,6 +87,7 @@ def test_the_shipper_of_an_older_term_stops_by_itself(coordination, audit):
         OutboxShipper(store, kept, term).ship()
 
 
+@PAIRS
 def test_a_store_restored_from_a_backup_takes_new_numbers(coordination, audit):
     kept = audit.open()
     store, term = coordination.led()
@@ -92,6 +102,7 @@ def test_a_store_restored_from_a_backup_takes_new_numbers(coordination, audit):
     assert history(kept)[-1] == after[0]
 
 
+@PAIRS
 def test_a_restored_store_that_went_on_at_once_loses_no_event(coordination, audit):
     kept = audit.open()
     store, term = coordination.led()
@@ -118,10 +129,13 @@ def own():
 
 
 @REAL
-@pytest.mark.parametrize("how", ["restart", "kill", "freeze"])
+@pytest.mark.parametrize("coordination", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    "how", ["restart", "kill", pytest.param("freeze", marks=pytest.mark.nightly)]
+)
 def test_events_wait_for_a_postgres_that_is_away(coordination, own, how, monkeypatch):
-    monkeypatch.setattr("paceline.coordinator.stores.postgres_audit.EXCHANGE_S", 1.5)
-    monkeypatch.setattr("paceline.coordinator.stores.shipper.PATIENCE_S", 0.3)
+    monkeypatch.setattr("paceline.coordinator.stores.audit.EXCHANGE_S", 1.5)
+    monkeypatch.setattr("paceline.coordinator.stores.shipper.RETRY_S", 0.3)
     store, term = coordination.led()
     kept = own.open()
     shipper = OutboxShipper(store, kept, term)
@@ -153,13 +167,14 @@ def test_events_wait_for_a_postgres_that_is_away(coordination, own, how, monkeyp
 
 @REAL
 @pytest.mark.parametrize("coordination", ["sqlite"], indirect=True)
-def test_a_full_outbox_refuses_writes_until_postgres_is_back(coordination, own):
+def test_a_full_outbox_refuses_writes_until_postgres_is_back(coordination, own, monkeypatch):
+    monkeypatch.setattr("paceline.coordinator.stores.coordination.MAX_OUTBOX_EVENTS", 1_000)
     store, term = coordination.led()
     kept = own.open()
     own.server.stop(signal.SIGINT)
     shipper = OutboxShipper(store, kept, term)
     shipper.start()
-    committed = store.commit(term, [told(number) for number in range(OUTBOX_EVENTS)])
+    committed = store.commit(term, [told(number) for number in range(1_000)])
     with pytest.raises(ServiceUnavailable, match="audit store"):
         store.commit(term, [told(1)])
     store.load(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sqlite3
@@ -9,14 +10,35 @@ import subprocess
 
 import pytest
 
-from paceline.coordinator.state.messages import DropDeployment
-from paceline.coordinator.stores import Candidate
-from paceline.coordinator.stores.audit import SqliteAudit
-from paceline.coordinator.stores.contracts import EventQuery
-from paceline.coordinator.stores.sqlite import SqliteCoordination
-from paceline.coordinator.stores.sqlite_file import _VERSION_1
+from paceline.coordinator.state import (
+    DropDeployment,
+    SaveDeployment,
+    SaveIdempotencyKey,
+    SavePlan,
+    SaveReceipt,
+    SaveToken,
+    SaveWorker,
+)
+from paceline.coordinator.stores import (
+    Candidate,
+    EventQuery,
+    SqliteAudit,
+    SqliteCoordination,
+    boot_id,
+)
 from paceline.errors import ServiceUnavailable
-from tests.coordinator.stores.effects import deployment, expected, told, worker
+from tests.coordinator.stores.effects import (
+    DIGEST,
+    deployment,
+    expected,
+    plan,
+    receipt,
+    stage,
+    token,
+    told,
+    worker,
+)
+from tests.support.reaper import mount_small_disk
 
 CANDIDATE = Candidate("r0", "u")
 
@@ -30,9 +52,7 @@ def led(path):
 def small_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    allowed = os.geteuid() == 0
-    if not allowed or subprocess.run(mount, check=False, capture_output=True).returncode != 0:
+    if not mount_small_disk(disk, "1m"):
         reason = "mounting a tmpfs needs root and a machine that allows it"
         if "netns" in os.environ.get("PACELINE_REQUIRE", ""):
             pytest.fail(reason)
@@ -76,32 +96,141 @@ def test_a_full_disk_leaves_events_waiting_for_the_audit_file(small_disk, tmp_pa
     store.close()
 
 
-def test_a_file_of_version_one_goes_on_with_all_it_held(tmp_path):
+VERSION_1 = """
+CREATE TABLE leader (id INTEGER PRIMARY KEY CHECK (id = 1), epoch INTEGER NOT NULL);
+INSERT INTO leader VALUES (1, 41);
+CREATE TABLE deployments (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, deployment_id TEXT NOT NULL UNIQUE, epoch INTEGER NOT NULL,
+  record TEXT NOT NULL, memo TEXT NOT NULL, boot_id TEXT NOT NULL, manifest BLOB NOT NULL);
+CREATE TABLE plans (
+  deployment_id TEXT NOT NULL, plan_epoch INTEGER NOT NULL, epoch INTEGER NOT NULL,
+  plan TEXT NOT NULL, PRIMARY KEY (deployment_id, plan_epoch));
+CREATE TABLE receipts (
+  deployment_id TEXT NOT NULL, worker_id TEXT NOT NULL, epoch INTEGER NOT NULL,
+  receipt TEXT NOT NULL, PRIMARY KEY (deployment_id, worker_id));
+CREATE TABLE workers (
+  worker_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, record TEXT NOT NULL);
+CREATE TABLE idempotency_keys (
+  key TEXT PRIMARY KEY, body_digest TEXT NOT NULL, deployment_id TEXT NOT NULL,
+  epoch INTEGER NOT NULL);
+CREATE TABLE ledger (
+  stage TEXT NOT NULL, input_digest TEXT NOT NULL, epoch INTEGER NOT NULL, record TEXT NOT NULL,
+  PRIMARY KEY (stage, input_digest));
+CREATE TABLE audit (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, epoch INTEGER NOT NULL, name TEXT NOT NULL,
+  at REAL NOT NULL, deployment_id TEXT, worker_id TEXT, data TEXT NOT NULL);
+"""
+VERSION_2 = """
+ALTER TABLE leader ADD COLUMN replica_id TEXT NOT NULL DEFAULT '';
+ALTER TABLE leader ADD COLUMN url TEXT NOT NULL DEFAULT '';
+CREATE TABLE tokens (token_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, record TEXT NOT NULL);
+CREATE TABLE outbox (
+  seq INTEGER PRIMARY KEY, epoch INTEGER NOT NULL, name TEXT NOT NULL,
+  at REAL NOT NULL, deployment_id TEXT, worker_id TEXT, data TEXT NOT NULL);
+CREATE TABLE counters (
+  id INTEGER PRIMARY KEY CHECK (id = 1), revision INTEGER NOT NULL,
+  last INTEGER NOT NULL, shipped INTEGER NOT NULL);
+CREATE INDEX keys_by_deployment ON idempotency_keys (deployment_id);
+"""
+
+
+def old_rows(effects):
+    """Yield what earlier versions wrote for ``effects``: a table and its values."""
+    for number, each in enumerate(effects, 1):
+        match each:
+            case SaveDeployment(record, memo, given):
+                texts = (record.model_dump_json(), memo.to_json(), boot_id(), given.to_bytes())
+                yield "deployments", (number, record.deployment_id, 41, *texts)
+            case SavePlan(one):
+                text = one.model_dump_json()
+                yield "plans", (one.deployment_id, one.epoch, 41, text)
+            case SaveReceipt(one):
+                text = one.model_dump_json()
+                yield "receipts", (one.deployment_id, one.worker_id, 41, text)
+            case SaveWorker(one):
+                yield "workers", (one.worker_id, 41, one.model_dump_json())
+            case SaveToken(one):
+                yield "tokens", (one.token_id, 41, one.model_dump_json())
+            case SaveIdempotencyKey(key, digest, name):
+                yield "idempotency_keys", (key, digest, name, 41)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_an_earlier_version_continues_with_all_it_held(tmp_path, version):
     path = tmp_path / "c.sqlite"
-    old = sqlite3.connect(path)
-    for statement in _VERSION_1.split(";\n"):
-        old.execute(statement)
-    kept = worker("w0").worker
-    old.execute("UPDATE leader SET epoch = 41")
-    old.execute("INSERT INTO workers VALUES ('w0', 41, ?)", (kept.model_dump_json(),))
-    for seq in range(1, 1_201):
-        row = (seq, 41, "worker.lost", float(seq), None, "w0", json.dumps({"number": seq}))
-        old.execute("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)", row)
-    old.execute("PRAGMA user_version=1")
-    old.commit()
-    old.close()
+    effects = [
+        deployment("d/0 ü"),
+        deployment("d1", "v2", pieces=9_000),
+        *(plan("d1", epoch) for epoch in (8, 9, 10)),
+        receipt("d1", "w0"),
+        worker("w0"),
+        SaveIdempotencyKey("key/with spaces", DIGEST, "d1"),
+        *([token("t0")] if version == 2 else []),
+    ]
+    tables = VERSION_1 if version == 1 else VERSION_1 + VERSION_2
+    events = [
+        (seq, 41, "worker.lost", seq + 0.5, None, "w0", json.dumps({"number": seq, "nul": "\0"}))
+        for seq in range(1, 1_201)
+    ]
+    with contextlib.closing(sqlite3.connect(path)) as old:
+        old.executescript(tables)
+        for table, values in old_rows(effects):
+            old.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(values))})", values)
+        record = stage("fetch").model_dump_json()
+        old.execute("INSERT INTO ledger VALUES ('fetch', ?, 41, ?)", (DIGEST, record))
+        old.executemany("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?, ?)", events)
+        if version == 2:
+            old.execute("DELETE FROM audit WHERE seq > 1150")  # not shipped yet
+            recent = events[200:]
+            old.executemany("INSERT INTO outbox VALUES (?, ?, ?, ?, ?, ?, ?)", recent)
+            old.execute("INSERT INTO counters VALUES (1, 77, 1200, 1150)")
+        old.execute(f"PRAGMA user_version={version}")
+        old.commit()
     store, term = led(path)
     audit = SqliteAudit(path)
     assert term.epoch == 42
-    assert store.load(0.0).workers == (kept,)
-    assert store.outbox().waiting == 0
+    assert store.load(0.0) == expected(effects)
+    assert store.stage("fetch", DIGEST) == stage("fetch")
+    assert store.outbox().waiting == (0 if version == 1 else 50)
     recent = store.events_after(0, 10_000)
     assert [each.seq for each in recent] == list(range(201, 1_201))
-    assert audit.last() == 1_200
-    assert audit.query(EventQuery(after=1_199))[0] == recent[-1]
-    assert [each.seq for each in store.commit(term, [told(1)])] == [1_201]
+    assert recent[0].data == {"number": 201, "nul": "\0"}
+    assert audit.query(EventQuery(after=1_149))[0] == recent[949]
+    assert [each.seq for each in store.commit(term, [told(1), plan("d1", 11)])] == [1_201]
+    later = [deployment("d2", "v3")]
+    store.commit(term, later)
+    again, _ = led(path)
+    assert again.load(0.0) == expected([*effects, plan("d1", 11), *later])
+    for each in (store, again, audit):
+        each.close()
+
+
+def test_after_a_reboot_running_deployments_get_their_time_again(tmp_path, monkeypatch):
+    store, term = led(tmp_path / "c.sqlite")
+    store.commit(term, [deployment("d0")])
     store.close()
-    audit.close()
+    monkeypatch.setattr("paceline.coordinator.stores.coordination.boot_id", lambda: "another")
+    store, _ = led(tmp_path / "c.sqlite")
+    assert store.load(7.0).deployments[0].memo.created_s == 7.0
+    store.close()
+
+
+def test_an_operator_can_raise_the_epoch_of_a_restored_file(tmp_path):
+    led(tmp_path / "c.sqlite")[0].close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "c.sqlite")) as db:
+        db.execute("UPDATE rows SET value = '1000' WHERE key = CAST('meta/epoch' AS BLOB)")
+        db.commit()
+    store, term = led(tmp_path / "c.sqlite")
+    assert term.epoch == 1_001
+    store.close()
+
+
+def test_a_file_of_a_newer_version_is_refused(tmp_path):
+    path = tmp_path / "c.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as newer:
+        newer.execute("PRAGMA user_version=99")
+    with pytest.raises(ServiceUnavailable, match="another version"):
+        SqliteCoordination(path)
 
 
 @pytest.mark.parametrize("kind", [SqliteCoordination, SqliteAudit])
@@ -113,7 +242,7 @@ def test_a_file_that_is_no_database_is_a_clear_error(tmp_path, kind):
     assert caught.value.where == path
 
 
-def test_a_file_that_another_process_holds_is_a_clear_error_and_then_works(tmp_path):
+def test_a_file_locked_by_another_process_is_a_clear_error_then_works(tmp_path):
     store, term = led(tmp_path / "c.sqlite")
     store._db.execute("PRAGMA busy_timeout=50")
     blocker = sqlite3.connect(tmp_path / "c.sqlite", isolation_level=None)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from paceline.data.formats import Sample, UnusableSample
-from paceline.data.formats.sample import MAX_SAMPLE_BYTES
+from paceline.data.formats import MAX_SAMPLE_BYTES, Sample, UnusableSample
 from paceline.errors import InvalidInput
 
 MEMORY_BYTES = 256 * 1024 * 1024

@@ -1,7 +1,7 @@
 """Hostile bytes on the peer port over TCP: into the decoder, and into a live, authenticated stream.
 
-Nothing but a named error comes out, the connection is closed with it, and the port goes on. What a
-source may say to a stream that reads from it is in ``tests/relay/test_hostile_source.py``.
+Nothing but a named error comes out, the connection is closed with it, and the port goes on. A
+hostile source ends only the stream that reads from it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paceline.errors import InvalidFrame, PacelineError
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.transport.frames import (
+from paceline.relay.protocol import Extent
+from paceline.relay.transport import (
     HEADER,
     MAX_PAYLOAD,
     MAX_PIECES,
@@ -27,16 +26,17 @@ from paceline.relay.transport.frames import (
     PROTOCOL_VERSION,
     Hello,
     Kind,
+    PlainChannel,
+    TcpTransport,
     decode,
     decode_hello,
     encode,
     encode_hello,
     encode_payload,
     proof,
+    read_frame,
 )
-from paceline.relay.transport.sockets import PlainChannel, read_frame
-from paceline.relay.transport.tcp_server import TcpTransport
-from tests.relay.peers import Heard, Pair
+from tests.relay.peers import Heard, Pair, let_in
 
 TOKEN = "cluster-token"
 HANG_S = 15.0
@@ -147,3 +147,45 @@ def test_the_port_goes_on_after_it_all(pair: Pair, defects: list[str]) -> None:
     assert not defects
     with pytest.raises(PacelineError):
         decode(b"XXX" + bytes(9))
+
+
+# ── a hostile source ─────────────────────────────────────────────────────────────────────────────
+
+answers = st.one_of(
+    frames,
+    st.builds(encode, st.just(Kind.PIECE), st.integers(0, 15), st.just(16_384)),
+    st.just(bytes(16_384)),
+)
+
+
+def hostile(listener: socket.socket, said: list[bytes]) -> None:
+    """Let one caller in, then say ``said`` and hang up."""
+    sock, _ = listener.accept()
+    with sock, contextlib.suppress(OSError, PacelineError):
+        channel = let_in(sock, TOKEN)
+        for frame in said:
+            channel.send(frame)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(answers, max_size=12))
+def test_whatever_a_source_says_its_stream_just_ends(
+    pair: Pair, defects: list[str], said: list[bytes]
+) -> None:
+    heard, node = Heard(), pair.reader
+    mine = node.library.open(pair.manifest)
+    before = mine.verified.count
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        source = threading.Thread(target=hostile, args=(listener, said), daemon=True)
+        source.start()
+        stream = node.pull(mine, f"127.0.0.1:{listener.getsockname()[1]}", heard, whom="hostile")
+        stream.request(Extent(0, 10))
+        assert isinstance(heard.failure(), PacelineError)
+        stream.thread.join(HANG_S)  # type: ignore[attr-defined]
+        source.join(HANG_S)
+    assert mine.verified.count == before
+    assert mine.writers == {}
+    assert not defects

@@ -16,17 +16,17 @@ from typing import Any
 
 import grpc
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paceline.errors import InvalidFrame, PacelineError
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.transport.frames import (
+from paceline.relay.protocol import Extent
+from paceline.relay.transport import (
     MAX_DATA,
     METHOD,
     NONCE_BYTES,
     PROTOCOL_VERSION,
     ChunkRequest,
+    GrpcTransport,
     Hello,
     decode_data,
     decode_request,
@@ -35,7 +35,6 @@ from paceline.relay.transport.frames import (
     encode_request,
     proof,
 )
-from paceline.relay.transport.grpc_server import GrpcTransport
 from tests.relay.peers import Heard, Pair
 
 TOKEN = "cluster-token"

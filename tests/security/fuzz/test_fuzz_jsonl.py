@@ -7,12 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from paceline.data.build import SkippedSamples
-from paceline.data.formats import Fields, Sample, UnusableSample
-from paceline.data.formats.text import read_jsonl
+from paceline.data import SkippedSamples
+from paceline.data.formats import Fields, Sample, UnusableSample, read_jsonl
 from tests.security.fuzz.mutations import check, mutated
 
 VALID = b"\n".join(
@@ -30,7 +28,7 @@ def read(path: Path) -> Iterator[Sample | UnusableSample]:
 
 
 few = settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -6,8 +6,7 @@ import contextlib
 import json
 from typing import Any
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paceline.errors import InvalidManifest
 from paceline.manifest import Chunk, FileEntry, Manifest, parse_manifest
@@ -15,7 +14,7 @@ from paceline.schemas import canonical_json, digest_of
 
 H = "0123456789abcdef" * 4
 P = 1024
-VALID = Manifest.of(
+VALID = Manifest(
     model_id="m",
     version="1",
     piece_bytes=P,

@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from paceline.data.formats import Fields, open_reader
 from tests.security.fuzz.mutations import check, mutated
@@ -39,7 +38,7 @@ FILES = [
     valid(compression="none", use_dictionary=False),
 ]
 few = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 
@@ -69,7 +68,7 @@ TYPES = st.recursive(
 
 
 @given(kind=TYPES, name=st.sampled_from(["text", "key", "x", "a.b", ""]), rows=st.integers(0, 9))
-@settings(few, max_examples=60)
+@settings(few, max_examples=25)
 def test_any_type_of_column_raises_nothing_else(
     tmp_path: Path, reading: object, kind: pa.DataType, name: str, rows: int
 ) -> None:

@@ -9,64 +9,17 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from paceline.api.app import create_app
-from paceline.api.routes import ROUTES
-from paceline.relay.transport.identity import new_request
-from tests.api.conftest import make_runtime
+from paceline.api import ROUTES
+from tests.api.conftest import app_client, bearer, make_runtime
+from tests.security.kit import DIGEST, PEM, RECORDS
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", UserWarning)
-    from starlette.testclient import TestClient
-
-BASE = "http://127.0.0.1"
-DIGEST = "0" * 64
 TAKES_A_BODY = sorted(key for key in ROUTES if key[0] in ("POST", "PUT"))
-PEM = new_request("w")[1].decode()
-RECORDS: dict[str, dict[str, Any]] = {
-    "/deployments": {
-        "model_id": "m",
-        "version": "v",
-        "source_url": "/none",
-        "target_workers": ["w"],
-    },
-    "/deployments/{deployment_id}/budget": {"extra_bytes": 1},
-    "/workers/register": {"worker_id": "w", "hostname": "h", "rack": "r", "available_storage": 1},
-    "/workers/heartbeat": {
-        "worker_id": "w",
-        "status": "idle",
-        "deployments": [
-            {
-                "deployment_id": "d",
-                "epoch": 1,
-                "status": "receiving",
-                "pieces_held": 1,
-                "bytes_held": 1,
-                "edges": [{"source": "s", "reader": "w"}],
-            }
-        ],
-    },
-    "/workers/join": {"worker_id": "w", "csr": PEM},
-    "/workers/renew": {"worker_id": "w", "csr": PEM},
-    "/tokens": {"name": "n", "scopes": ["read"]},
-    "/tokens/join": {"worker_id": "w"},
-    "/ledger/{stage}/{input_digest}": {
-        "stage": "s",
-        "input_digest": DIGEST,
-        "output": {},
-        "output_digest": DIGEST,
-        "run_id": "r",
-        "seconds": 1.0,
-        "finished_at": 1.0,
-    },
-}
 ODD = st.one_of(
     st.none(),
     st.booleans(),
@@ -111,9 +64,8 @@ def bounded(examples: int) -> Any:
 @pytest.fixture(scope="module")
 def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     runtime = make_runtime(tmp_path_factory.mktemp("bodies") / "state")
-    with TestClient(create_app(runtime), BASE, raise_server_exceptions=False) as client:
-        owner = runtime.secrets.coordinator_token
-        client.headers["Authorization"] = f"Bearer {owner}"
+    with app_client(runtime) as client:
+        client.headers.update(bearer(client.owner))
         client.joining = client.post("/tokens/join", json={"worker_id": "w"}).json()["token"]
         made = {"name": "n", "scopes": ["worker"], "worker_id": "w"}
         client.worker = client.post("/tokens", json=made).json()["token"]
@@ -166,12 +118,12 @@ def test_each_record_of_these_is_accepted_as_it_stands(rest: Any) -> None:
 def test_no_body_breaks_a_route(rest: Any, key: tuple[str, str]) -> None:
     method, path = key
 
-    @bounded(30)
+    @bounded(15)
     @given(raw=RAW, kind=TYPES)
     def bytes_of_any_kind(raw: bytes, kind: str) -> None:
         check(send(rest, method, path, content=raw, headers={"Content-Type": kind}))
 
-    @bounded(40)
+    @bounded(20)
     @given(place=st.lists(st.integers(0, 20), min_size=1, max_size=4), odd=ODD)
     def nearly_a_record(place: list[int], odd: Any) -> None:
         body = replaced(RECORDS.get(path, {}), tuple(place), odd)
@@ -182,7 +134,7 @@ def test_no_body_breaks_a_route(rest: Any, key: tuple[str, str]) -> None:
     nearly_a_record()
 
 
-@bounded(200)
+@bounded(100)
 @given(
     key=st.sampled_from(sorted(ROUTES)),
     values=st.lists(TEXT, min_size=2, max_size=2),

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import AccessDenied, InvalidInput
-from paceline.relay.sources import allowed_source
+from paceline.relay import allowed_source
 from paceline.storage import DiskStore, parse_url
 
 TOKENS = ["s3://", "S3://", "file://", "http://", "own", "own/", "/", "//", "..", ".", "theirs"]

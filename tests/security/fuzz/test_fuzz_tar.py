@@ -9,11 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
-from paceline.data.formats import Fields, Sample, UnusableSample
-from paceline.data.formats.tar import read_tar
+from paceline.data.formats import Fields, Sample, UnusableSample, read_tar
 from tests.security.archives import block, header, npy, npy_of, tar_of
 from tests.security.fuzz.mutations import check, mutated
 
@@ -35,7 +33,7 @@ def read(path: Path) -> Iterator[Sample | UnusableSample]:
 
 
 few = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

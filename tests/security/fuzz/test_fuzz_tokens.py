@@ -8,26 +8,25 @@ from typing import NamedTuple
 
 import pytest
 from cryptography import x509
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
-from paceline.api.guard import Authenticator
+from paceline.api import Authenticator
 from paceline.config import Secrets, one_certificate
-from paceline.coordinator.state.messages import IssueToken
-from paceline.coordinator.tokens import TokenRegistry, draw
+from paceline.coordinator import TokenRegistry, new_token
+from paceline.coordinator.state import IssueToken
 from paceline.errors import AccessDenied, InvalidInput
 from paceline.relay.joining import _pin_of
-from paceline.relay.transport.identity import (
+from paceline.relay.transport import (
     fingerprint,
     key_sha256,
     make_authority,
     new_request,
     requested_key,
 )
-from paceline.schemas.access import CreateJoinToken, CreateToken, Scope
+from paceline.schemas import CreateJoinToken, CreateToken, Scope
 
 BOUNDED = settings(
-    max_examples=500,
+    max_examples=120,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
@@ -55,7 +54,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Given:
         CreateJoinToken(worker_id="w", ttl_seconds=60.0),
     ]
     for call in calls:
-        drawn = draw("0" * 64 if isinstance(call, CreateJoinToken) else None)
+        drawn = new_token("0" * 64 if isinstance(call, CreateJoinToken) else None)
         book.handle(IssueToken(token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=NOW))
         texts.append(drawn.text)
     made = [make_authority(tmp_path_factory.mktemp("ca")).cert.read_bytes() for _ in range(2)]
@@ -108,11 +107,11 @@ def test_a_changed_token_opens_nothing(
 def test_no_authorization_header_breaks_the_guard(
     real: Given, headers: list[bytes], changes: list[tuple[str, float, bytes]]
 ) -> None:
-    doorman = Authenticator(Secrets(coordinator_token="owner"), lambda: real.book)
+    authenticator = Authenticator(Secrets(coordinator_token="owner"), lambda: real.book)
     nearly = edited(b"Bearer " + real.texts[0].encode(), changes)
     for given_ in (headers, [nearly], [nearly, *headers]):
         try:
-            caller = doorman.recognise(given_, NOW)
+            caller = authenticator.recognise(given_, NOW)
         except AccessDenied:
             continue
         _, _, shown = given_[0].partition(b" ")

@@ -12,8 +12,15 @@ from pathlib import Path
 
 from paceline.errors import CorruptData
 from paceline.storage import DiskStore
-from paceline.training.checkpoint import Commit, Generation, Generations, SavedFile
-from paceline.training.checkpoint.records import Index, StoredChunk, StoredTensor
+from paceline.training.checkpoint import (
+    Commit,
+    Generation,
+    Generations,
+    Index,
+    SavedFile,
+    StoredChunk,
+    StoredTensor,
+)
 
 LAST, KEEP = 5, 2
 FILES = ("rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors")
@@ -75,7 +82,8 @@ def work(root: Path, last: int = LAST) -> None:
         save(generations, step, source)
         if step == 3 and not (root / "rotted").exists():
             (root / "rotted").write_text("")
-            victim = DiskStore.path_of(generations.step_url(3)) / FILES[1]
+            newest = generations.find().committed[0]
+            victim = DiskStore.path_of(generations.url_of(newest)) / FILES[1]
             with victim.open("r+b") as file:
                 file.write(b"S")
             step = newest_healthy(generations, source)

@@ -11,6 +11,7 @@ import pytest
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "checkpoints.py"
 
 
+@pytest.mark.nightly
 def test_checkpoints_runs_quickly_and_notices_every_damage(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import NotSaved
-from paceline.schemas.training import TrainJob
-from paceline.training.checkpoint.generations import Generations
-from paceline.training.loop.event_writer import RankIdentity
-from paceline.training.loop.rank import run_rank
-from paceline.training.loop.rank_process import StopFlag
+from paceline.schemas import TrainJob
+from paceline.training.checkpoint import Generations
+from paceline.training.loop import RankIdentity, StopFlag, run_rank
 from tests.training.conftest import Camp, Listener
 from tests.training.small_disk import SmallDisk, disk_camp, small_disk
 
@@ -101,7 +99,7 @@ def test_a_full_disk_costs_saves_and_training_goes_on(
     generations.verify(found.committed[0], tmp_path)
 
 
-def test_an_emergency_without_room_leaves_by_name_and_the_generation_before_goes_on(
+def test_an_emergency_save_without_room_fails_and_the_last_one_is_resumed(
     camp: Camp, calm: Listener, disk: SmallDisk, tmp_path: Path
 ) -> None:
     generations = disk.generations("leaves")

@@ -17,7 +17,7 @@ from tests.support.kills import Point
 from tests.training.checkpoint.commit_work import FILES, KEEP, LAST, content, newest_healthy, work
 
 PROGRAM = Path(__file__).with_name("commit_work.py")
-SEED, SAMPLE = 5, 14
+SEED, SAMPLE = 5, 8
 CALLS = f"{kills.DISK_CALLS},sendfile"
 
 

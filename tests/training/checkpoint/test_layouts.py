@@ -11,8 +11,7 @@ import pytest
 from paceline.models import load_model, weights_digest
 from paceline.storage import DiskStore
 from paceline.training.checkpoint import Generations, resume_newest_healthy
-from paceline.training.loop.group import Group
-from tests.support.forked import free_port, run_gangs
+from paceline.training.loop import Group
 from tests.training.checkpoint.ranks import (
     DIGEST,
     LAYOUTS,
@@ -21,47 +20,9 @@ from tests.training.checkpoint.ranks import (
     STEPS,
     Run,
     config,
-    work,
 )
 
-PROGRAM = "tests.training.checkpoint.ranks"
-DEADLINE_S = 200
-
-pytestmark = pytest.mark.timeout(480)
-
-
-def launch(root: Path, *worlds: int) -> dict[int, list[dict[str, Any]]]:
-    """Run gangs of so many ranks, one after another, and return what each rank found; of two, the
-    second is killed."""
-    gangs = []
-    for world in worlds:
-        port = free_port()
-        gangs.append([[*map(str, (root, port, rank, world))] for rank in range(world)])
-    ended = run_gangs(PROGRAM, gangs, DEADLINE_S)
-    for world, gang in zip(worlds, ended, strict=True):
-        told = "\n".join(each.err for each in gang)
-        codes = [each.code for each in gang]
-        assert codes == ([0, -9] if world == 2 else [0] * world), told[-6000:]
-    return {
-        world: [
-            json.loads((root / f"rank-{rank}-of-{world}.json").read_text()) for rank in range(world)
-        ]
-        for world in worlds
-    }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("layouts")
-
-
-@pytest.fixture(scope="module")
-def runs(root: Path) -> dict[int, list[dict[str, Any]]]:
-    """One rank, then two, then four; each resumes what it finds, its own and the ones before."""
-    found = {1: [work(root, Group())]}
-    found |= launch(root, 2, 4)
-    found[-1] = [work(root, Group())]  # one rank again: from everything there is
-    return found
+pytestmark = [pytest.mark.timeout(480), pytest.mark.xdist_group("checkpoint gangs")]
 
 
 def test_every_layout_takes_the_same_steps(runs: dict[int, list[dict[str, Any]]]) -> None:
@@ -85,6 +46,14 @@ def test_every_checkpoint_resumes_on_every_layout(runs: dict[int, list[dict[str,
         assert losses == pytest.approx(wanted, rel=1e-9), name
 
 
+def test_plain_dcp_load_fills_shards_as_resuming_does(
+    runs: dict[int, list[dict[str, Any]]],
+) -> None:
+    for rank, found in enumerate(runs[2]):
+        for name in ("single", "shard2"):
+            assert found["cases"][f"dcp {name}"] == found["cases"][f"resumed {name}"], rank
+
+
 def test_resume_on_the_same_layout_is_bit_identical(
     runs: dict[int, list[dict[str, Any]]],
 ) -> None:
@@ -106,17 +75,13 @@ def test_replicas_write_each_box_once_and_share_the_work(
         commit = generations.commit_of(generations.find().committed[0])
         sizes[name] = [each.bytes for file, each in commit.files.items() if "rank" in file]
         assert commit.world_size == len(sizes[name])
+        if name == "shard2pp2":
+            assert commit.layout == {"dp": 1, "shard": 2, "tp": 1, "pp": 2}
     whole = sum(sizes["single"])
     for name, each in sizes.items():
         assert sum(each) == pytest.approx(whole, rel=0.2), name
-    for name in ("dp2", "shard2", "dp2shard2", "dp2tp2"):
+    for name in ("dp2", "shard2", "dp2shard2"):
         assert max(sizes[name]) < 1.25 * min(sizes[name]), name
-
-
-def test_commit_says_the_layout(runs: dict[int, list[dict[str, Any]]], root: Path) -> None:
-    generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / "shard2pp2"))
-    commit = generations.commit_of(generations.find().committed[0])
-    assert commit.layout == {"dp": 1, "shard": 2, "tp": 1, "pp": 2}
 
 
 def test_export_is_a_loadable_model_whatever_the_layout(
@@ -137,24 +102,19 @@ def load(root: Path, name: str) -> dict[str, Any]:
     return model.state_dict()
 
 
-def test_one_rank_that_cannot_write_commits_nothing(
-    runs: dict[int, list[dict[str, Any]]],
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("broken", ("ServiceUnavailable: checkpoint was not saved", "rank 1")),
+        ("nan", ("TrainingFailed", "not finite")),
+    ],
+)
+def test_one_rank_that_cannot_save_its_state_commits_nothing(
+    runs: dict[int, list[dict[str, Any]]], case: str, words: tuple[str, ...]
 ) -> None:
     for found in runs[2]:
-        cases = found["cases"]
-        assert cases["broken"].startswith("ServiceUnavailable: checkpoint was not saved")
-        assert "rank 1" in cases["broken"]
-        assert cases["steps after broken"] == [2, 1]
-
-
-def test_one_rank_whose_state_is_not_finite_commits_nothing(
-    runs: dict[int, list[dict[str, Any]]],
-) -> None:
-    for found in runs[2]:
-        cases = found["cases"]
-        assert cases["nan"].startswith("TrainingFailed")
-        assert "not finite" in cases["nan"]
-        assert cases["steps after nan"] == [2, 1]
+        assert all(each in found["cases"][case] for each in words)
+        assert found["cases"][f"steps after {case}"] == [2, 1]
 
 
 def test_all_ranks_reject_what_is_damaged_for_any(runs: dict[int, list[dict[str, Any]]]) -> None:
@@ -179,7 +139,7 @@ def test_a_rank_killed_midway_leaves_the_checkpoint_before(
     assert restored.step == 1
 
 
-def test_a_store_slow_for_one_rank_lengthens_the_interval_of_all_and_training_goes_on(
+def test_a_store_slow_for_one_rank_postpones_the_saves_of_all(
     runs: dict[int, list[dict[str, Any]]],
 ) -> None:
     """Fault 21, on real ranks."""

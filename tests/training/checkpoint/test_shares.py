@@ -6,21 +6,19 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from paceline.errors import TrainingFailed
-from paceline.training.checkpoint.layout import (
+from paceline.training.checkpoint import (
     Chunk,
-    HeldChunks,
+    Staging,
+    assign_writes,
     chunks_of,
     from_bytes,
     index_of,
     reads_for,
-    share_out,
     to_bytes,
 )
-from paceline.training.checkpoint.staging import Staging
 
 
 def rows_of(name: str, rows: int, parts: int, part: int) -> list[Chunk]:
@@ -52,7 +50,7 @@ def test_every_box_is_written_once_by_a_rank_that_holds_it(
     of: tuple[list[int], int, int],
 ) -> None:
     held = layout(*of)
-    written = share_out(HeldChunks.of(held))
+    written = assign_writes(held)
     flat = [chunk for chunks in written for chunk in chunks]
     assert len(flat) == len(set(flat))
     assert set(flat) == {chunk for chunks in held for chunk in chunks}
@@ -62,7 +60,7 @@ def test_every_box_is_written_once_by_a_rank_that_holds_it(
 @given(layouts)
 def test_replicas_share_the_work(of: tuple[list[int], int, int]) -> None:
     shards = of[2]
-    written = share_out(HeldChunks.of(layout(*of)))
+    written = assign_writes(layout(*of))
     loads = [sum(chunk.bytes for chunk in mine) for mine in written]
     for shard in range(shards):
         those = loads[shard::shards]
@@ -72,16 +70,14 @@ def test_replicas_share_the_work(of: tuple[list[int], int, int]) -> None:
 
 def test_a_thousand_replicas_are_planned_as_one_list() -> None:
     chunks = [Chunk(f"w{n}", "F32", (64, 64), (0, 0), (64, 64)) for n in range(3000)]
-    held = HeldChunks.of([chunks] * 1000)
-    assert len(held.lists) == 1
-    written = share_out(held)
+    written = assign_writes([chunks] * 1000)
     assert {len(mine) for mine in written} == {3}
 
 
 @given(layouts)
 def test_whatever_the_cut_all_of_a_tensor_is_read_once(of: tuple[list[int], int, int]) -> None:
     rows, _, _ = of
-    index = index_of(share_out(HeldChunks.of(layout(*of))))
+    index = index_of(assign_writes(layout(*of)))
     for number, count in enumerate(rows):
         stored = index.tensors[f"w{number}"]
         wanted = torch.zeros(count, 4)
@@ -94,10 +90,10 @@ def test_whatever_the_cut_all_of_a_tensor_is_read_once(of: tuple[list[int], int,
 def test_boxes_that_do_not_make_up_a_tensor_are_refused() -> None:
     half = [Chunk("w", "F32", (4, 4), (0, 0), (2, 4))]
     with pytest.raises(TrainingFailed, match="do not make it up"):
-        share_out(HeldChunks.of([half]))
+        index_of(assign_writes([half]))
     other = [Chunk("w", "F64", (4, 4), (2, 0), (2, 4))]
     with pytest.raises(TrainingFailed, match="disagree"):
-        share_out(HeldChunks.of([half, other]))
+        index_of(assign_writes([half, other]))
 
 
 def test_boxes_travel_as_bytes() -> None:
@@ -114,9 +110,9 @@ def test_a_kind_of_number_that_has_no_name_is_refused() -> None:
         chunks_of({"z": torch.zeros(2, dtype=torch.complex64)})
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("at", [0, 1, 299_999])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("at", [0, 299_999])
 def test_one_number_that_is_not_finite_is_found_wherever_it_is(
     dtype: torch.dtype, bad: float, at: int
 ) -> None:

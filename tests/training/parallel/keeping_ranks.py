@@ -23,20 +23,25 @@ from torch.utils._pytree import tree_map
 from paceline.config import CheckpointSettings, GuardSettings, MeshSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.storage import DiskStore
+from paceline.training import RecurrentWorkload
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
     TrainState,
     resume_newest_healthy,
+    stateful_of,
 )
-from paceline.training.checkpoint.stateful import keeps_of
-from paceline.training.loop.group import Group, join_group
-from paceline.training.loop.loop import Progress, train
-from paceline.training.loop.optimizer import new_optimizer
-from paceline.training.loop.workload import Inputs, TransformerWorkload, Workload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
-from paceline.training.recurrent import RecurrentWorkload
+from paceline.training.loop import (
+    Group,
+    Inputs,
+    Progress,
+    TransformerWorkload,
+    Workload,
+    join_group,
+    new_optimizer,
+    train,
+)
+from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise
 from tests.training.strategies.ranks import WORKLOAD, Rows, settings_of
 
 DIGEST = "e" * 64
@@ -132,7 +137,7 @@ def run(
     workload = workload or case.workload()
     parallel = parallelise(workload.build(), mesh, case.settings, workload)
     optimizer = new_optimizer(parallel.modules, case.settings)
-    keeps = keeps_of(parallel, workload) if keep else []
+    keeps = stateful_of(parallel, workload) if keep else []
     state = TrainState(parallel, optimizer, group, mesh, keeps=keeps)
     progress, saver = Progress(), None
     if resume:
@@ -209,14 +214,14 @@ def main() -> None:
     # A world of another size: what it would be given, without starting one.
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 
-    from paceline.training.parallel.data import CompressionMemory
+    from paceline.training.parallel import CompressionMemory
 
     names = [each.removeprefix("kept.") for each in found["compressed"]["kept"]]
     state = PowerSGDState(None, start_powerSGD_iter=10)
     other = CompressionMemory(state, 0, 3, torch.device("cpu"))
     other.restore({each: torch.ones(2) if "." in each[9:] else torch.tensor(15)
                    for each in names if other.wants(each)})  # fmt: skip
-    other.laid_out()
+    other.buckets_ready()
     found["of three"] = (state.iter, len(state.error_dict), len(state.q_memory_dict))
     found["warned"] = warned.messages
     sys.stdout.write(json.dumps(found) + "\n")

@@ -6,12 +6,11 @@ answered. tests/training/parallel/test_same_losses.py holds it to its promises.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -22,10 +21,15 @@ from benchmarks.layouts.layouts import CPU, LAYOUTS, SINGLES, Layout, Run, batch
 from benchmarks.layouts.ranks import Job, run_jobs
 from benchmarks.same_losses import layout_job
 from paceline.errors import InvalidInput
-from paceline.models import attention, new_model
-from paceline.training.parallel import clipping, parallelise, sharded, straight
-from paceline.training.parallel.mesh import open_mesh, timeout_of
-from paceline.training.parallel.pipeline import Pipelined
+from paceline.models import new_model
+from paceline.training.parallel import (
+    Pipelined,
+    clipping,
+    open_mesh,
+    parallelise,
+    sharded,
+    timeout_of,
+)
 
 STEPS = 3
 PRECISION = "float64"
@@ -59,52 +63,6 @@ def planted(name: str, layout: str, around: Callable[[], object]) -> Job:
     return dataclasses.replace(right, name=f"planted: {name}", around=around)
 
 
-@contextlib.contextmanager
-def leaking() -> Iterator[None]:
-    """Rank 1 lets tokens see the document before their own."""
-
-    def causal(documents_BT):
-        t = documents_BT.shape[1]
-        return torch.ones(t, t, dtype=torch.bool).tril()[None, None]
-
-    change = mock.patch("paceline.models.attention.document_mask", causal)
-    with change if dist.get_rank() == 1 else contextlib.nullcontext():
-        yield
-
-
-@contextlib.contextmanager
-def own_tokens() -> Iterator[None]:
-    """Each rank divides by its own tokens, and means are averaged: wrong where shares differ."""
-    right = straight.SingleStage.accumulate
-
-    def wrong(self, parts, scale):
-        del scale
-        return right(self, parts, 1.0 / sum(each.weight for each in parts) / self.data_world)
-
-    with mock.patch.object(straight.SingleStage, "accumulate", wrong):
-        yield
-
-
-def filling_counted() -> object:
-    """Rows that only fill the last microbatch are learned from."""
-    right = Pipelined._loss
-
-    def wrong(self, outputs, index):
-        rows, self._rows = self._rows, self._rows_each * (int(index) + 1)
-        targets = self._targets
-        missing = self._rows - len(targets[0])
-        if missing > 0:
-            self._targets = tuple(
-                torch.cat([each, each[:1].expand(missing, -1)]) for each in targets
-            )
-        try:
-            return right(self, outputs, index)
-        finally:
-            self._rows, self._targets = rows, targets
-
-    return mock.patch.object(Pipelined, "_loss", wrong)
-
-
 def apart(layout: str) -> Job:
     """A layout that attends to documents one by one: they are long enough for that here."""
     return dataclasses.replace(
@@ -114,27 +72,8 @@ def apart(layout: str) -> Job:
     )
 
 
-@contextlib.contextmanager
-def apart_and_leaking() -> Iterator[None]:
-    """Stretches begin one token early: the last of the document before belongs to the next."""
-    right = attention._lengths
-
-    def early(documents_BT):
-        return [[each[0] - 1, each[1] + 1, *each[2:]] for each in right(documents_BT)]
-
-    with (
-        mock.patch.dict("paceline.models.attention.CALL_PAIRS", cpu=16),
-        mock.patch.object(attention, "_lengths", early),
-    ):
-        yield
-
-
 APART = ("single", "shard2 x tp2, recomputed", "dp2 x tp2 x pp2", "pp4, 5 microbatches of 8 rows")
 PLANTED = (
-    planted("each share's own mean", "dp3, uneven shares", own_tokens),
-    planted("a replica sees across documents", "dp2", leaking),
-    planted("a stage sees across documents", "pp2", leaking),
-    planted("documents begin a token early", "single", apart_and_leaking),
     planted(
         "the tied embedding is not added up",
         "pp2",
@@ -155,7 +94,6 @@ PLANTED = (
         "shard2",
         lambda: mock.patch.object(sharded, "sharded_parts", lambda model: ()),
     ),
-    planted("rows that fill a microbatch count", "pp4, 5 microbatches of 8 rows", filling_counted),
 )
 _clip = clipping.clip
 

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.timeout(240)
 ROOT = Path(__file__).parents[3]
 
 
+@pytest.mark.nightly
 def test_the_quick_benchmark_meets_its_limits_and_builds_meshes_of_64(tmp_path: Path) -> None:
     command = ["benchmarks/same_losses.py", "--quick", "--precisions", "float64"]
     done = subprocess.run(

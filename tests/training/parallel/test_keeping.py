@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.training.recurrent import CarriedState
+from paceline.training import CarriedState
 from tests.support.two_ranks import run_two
 
 
@@ -18,7 +18,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", ["compressed", "carried"])
-def test_a_resume_on_the_same_ranks_is_bit_identical_with_it_and_not_without(
+def test_a_resume_on_the_same_ranks_is_bit_identical_only_with_kept_state(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
     assert [each[case]["resumed"] for each in ranks] == [True, True]
@@ -34,7 +34,7 @@ def test_a_batch_that_is_passed_over_spoils_none_after_it(
     assert max(after) < 1.5 * ranks[0][case]["losses"][0]
 
 
-def test_what_a_model_draws_and_counts_before_the_first_step_is_no_part_of_it(
+def test_draws_and_counts_before_the_first_step_do_not_change_a_resume(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert [each["drawn"] for each in ranks] == [True, True], "a resume is bit-identical"

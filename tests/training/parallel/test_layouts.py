@@ -10,9 +10,15 @@ import pytest
 from paceline.config import DataSettings, MeshSettings, TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import ModelConfig, config_for
-from paceline.training.parallel import cuts_of, require_layout
-from paceline.training.parallel.checks import layers_of
-from paceline.training.parallel.mesh import AXES, MeshSpec, open_mesh
+from paceline.training.parallel import (
+    AXES,
+    Mesh,
+    MeshSpec,
+    cuts_of,
+    layers_of,
+    open_mesh,
+    require_layout,
+)
 
 CONFIG = ModelConfig(
     hidden_size=64,
@@ -22,6 +28,10 @@ CONFIG = ModelConfig(
     num_key_value_heads=2,
     max_position_embeddings=32,
 )
+
+
+def changed(**changes: int) -> ModelConfig:
+    return CONFIG.model_copy(update=changes)
 
 
 def settings(ranks: int = 4, **changes: object) -> TrainingSettings:
@@ -47,7 +57,7 @@ def test_what_is_left_of_the_ranks_becomes_replicas() -> None:
         ({"dp": 3, "tp": 2}, 8, ("8 ranks", "dp 3", "6 ranks")),
     ],
 )
-def test_a_mesh_that_does_not_divide_the_ranks_is_refused_with_the_numbers(
+def test_a_mesh_that_does_not_divide_the_ranks_is_refused_with_numbers(
     mesh: dict, ranks: int, numbers: tuple[str, ...]
 ) -> None:
     with pytest.raises(InvalidInput) as raised:
@@ -55,26 +65,19 @@ def test_a_mesh_that_does_not_divide_the_ranks_is_refused_with_the_numbers(
     assert all(number in raised.value.one_line() for number in numbers)
 
 
-def test_every_rank_has_a_place_of_its_own_and_tensor_parts_are_neighbours() -> None:
+def test_every_rank_has_its_own_place_and_tensor_parts_are_neighbours() -> None:
     spec = MeshSpec(dp=2, shard=3, tp=2, pp=2)
     places = [spec.place(rank) for rank in range(spec.world_size)]
     assert len({tuple(place[axis] for axis in AXES) for place in places}) == 24
     assert [place["tp"] for place in places[:4]] == [0, 1, 0, 1]
     assert [place["pp"] for place in places] == [0] * 12 + [1] * 12
-
-
-def test_ranks_of_one_data_share_read_the_same_rows() -> None:
-    from paceline.training.parallel.mesh import Mesh
-
-    spec = MeshSpec(dp=2, shard=2, tp=2, pp=2)
     shares: dict[int, set[tuple[int, int]]] = {}
-    for rank in range(spec.world_size):
-        place = spec.place(rank)
+    for rank, place in enumerate(places):
         mesh = Mesh(spec, rank)
+        assert mesh.data_world == 6
         shares.setdefault(mesh.data_rank, set()).add((place["dp"], place["shard"]))
-        assert mesh.data_world == 4
-    assert sorted(shares) == [0, 1, 2, 3]
-    assert all(len(places) == 1 for places in shares.values())
+    assert sorted(shares) == list(range(6)), "ranks of one share read the same rows"
+    assert all(len(each) == 1 for each in shares.values())
 
 
 def test_a_mesh_larger_than_the_group_is_refused() -> None:
@@ -87,18 +90,8 @@ def test_a_mesh_larger_than_the_group_is_refused() -> None:
     [
         (4, {"tp": 4}, CONFIG, "key-value heads 2, tp 4"),
         (3, {"tp": 3}, CONFIG, "query heads 4, tp 3"),
-        (
-            2,
-            {"tp": 2},
-            CONFIG.model_copy(update={"max_position_embeddings": 33}),
-            "context 33, tp 2",
-        ),
-        (
-            2,
-            {"tp": 2},
-            CONFIG.model_copy(update={"vocab_size": 301}),
-            "vocabulary 301, tp 2",
-        ),
+        (2, {"tp": 2}, changed(max_position_embeddings=33), "context 33, tp 2"),
+        (2, {"tp": 2}, changed(vocab_size=301), "vocabulary 301, tp 2"),
         (5, {"pp": 5}, CONFIG, "4 layers, pp 5"),
         (3, {"pp": 3, "schedule": "interleaved"}, CONFIG, "at least 6 layers"),
         (2, {"pp": 2, "schedule": "interleaved", "microbatches": 3}, CONFIG, "3 microbatches"),
@@ -133,13 +126,7 @@ def test_a_new_model_is_given_a_shape_that_its_mesh_can_cut() -> None:
 
 
 def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
-    wide = CONFIG.model_copy(
-        update={
-            "hidden_size": 256,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-        }
-    )
+    wide = changed(hidden_size=256, num_attention_heads=16, num_key_value_heads=16)
     check(16, {"tp": 16}, wide)
     with pytest.raises(InvalidInput, match="length buckets 8, tp 16"):
         check(16, {"tp": 16}, wide, DataSettings(batching="bucketed"))
@@ -157,7 +144,7 @@ def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
         ({"pp": 2, "tp": 2}, ("pp", "tp")),
     ],
 )
-def test_only_axes_with_somebody_to_talk_to_get_groups(mesh: dict, axes: tuple[str, ...]) -> None:
+def test_only_axes_with_several_ranks_get_groups(mesh: dict, axes: tuple[str, ...]) -> None:
     assert MeshSpec(**mesh).axes == axes
 
 
@@ -196,9 +183,9 @@ def test_a_driver_can_check_a_layout_without_importing_torch() -> None:
 
 def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
     from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
-    from paceline.models.files import CONFIG_FILE
-    from paceline.schemas.training import TrainJob
-    from paceline.training.launcher.admission import require_mesh
+    from paceline.models import CONFIG_FILE
+    from paceline.schemas import TrainJob
+    from paceline.training.launcher import require_mesh
 
     runtime = Runtime(
         profile=Profile(), state_dir=tmp_path, endpoints=Endpoints(), secrets=Secrets()

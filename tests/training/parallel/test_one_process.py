@@ -11,10 +11,8 @@ from torch import nn
 from benchmarks.layouts.layouts import CONFIG, CPU, Layout, Run, batch_of
 from paceline.config import TrainingSettings
 from paceline.models import attention, new_model
-from paceline.training.loop.workload import Inputs, TransformerWorkload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.base import blocks_of, recompute_blocks
-from paceline.training.parallel.mesh import Mesh, MeshSpec
+from paceline.training.loop import Inputs, TransformerWorkload
+from paceline.training.parallel import Mesh, MeshSpec, parallelise, recompute_blocks
 
 
 def fresh(**changes: object) -> Run:
@@ -58,7 +56,7 @@ def test_a_scaled_loss_gives_the_same_gradients_once_unscaled() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_gradients_that_are_no_numbers_are_told_and_left_alone(bad: float) -> None:
+def test_gradients_that_are_no_numbers_are_reported_and_left_alone(bad: float) -> None:
     run = fresh()
     run.parallel.accumulate(run.parts(0), 1.0)
     (module,) = run.parallel.modules
@@ -70,7 +68,7 @@ def test_gradients_that_are_no_numbers_are_told_and_left_alone(bad: float) -> No
 
 # torch's tracer looks at .grad of everything and hides the warning in a way that "error" undoes.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_a_compiled_model_has_the_same_losses_from_one_graph_for_all_blocks(monkeypatch) -> None:
+def test_a_compiled_model_has_equal_losses_from_one_graph_for_all_blocks(monkeypatch) -> None:
     graphs: list[int] = []
 
     def counting(graph, _inputs):
@@ -113,18 +111,6 @@ def test_recomputed_blocks_keep_less_and_their_names() -> None:
     recompute_blocks(recomputed)
     assert kept(recomputed) < kept(plain) / 3
     assert list(recomputed.state_dict()) == list(plain.state_dict())
-
-
-def test_blocks_of_any_model_are_found() -> None:
-    class Theirs(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.entry = nn.Linear(2, 2)
-            self.body = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(3))})
-
-    assert len(blocks_of(new_model(CONFIG, 0))) == CONFIG.num_hidden_layers
-    assert len(blocks_of(Theirs().body)) == 3
-    assert blocks_of(nn.Sequential(nn.Linear(2, 2))) == []
 
 
 def test_a_model_of_the_users_own_is_driven_alike() -> None:

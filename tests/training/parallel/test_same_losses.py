@@ -137,5 +137,5 @@ def test_shares_of_other_sizes_go_through_sharded_stages_in_step(answers) -> Non
     assert furthest(mine["staged"], mine["single"]) < 1e-10
 
 
-def test_every_group_of_a_mesh_has_the_deadline_that_the_ranks_joined_with(answers) -> None:
+def test_every_group_of_a_mesh_has_the_deadline_of_the_joined_ranks(answers) -> None:
     assert set(answers["timeouts"]["seconds"]) == {GROUP_TIMEOUT_S}

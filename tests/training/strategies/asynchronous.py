@@ -10,21 +10,33 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import config_for
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.strategies.ranks import run_asynchronous
-from paceline.training.strategies.rendezvous import FileClaims
+from paceline.training.loop import TransformerWorkload
+from paceline.training.strategies import (
+    SERVING,
+    BatchReport,
+    GradientComputer,
+    Learner,
+    ParameterServer,
+    Rendezvous,
+    Task,
+    Terms,
+    Update,
+    Worker,
+)
 
-CONTEXT = 16
+CONTEXT, WORKERS = 16, 2
 
 
 def share_of(share: int, shares: int, first: int) -> Iterator[Batch]:
@@ -44,32 +56,72 @@ def share_of(share: int, shares: int, first: int) -> Iterator[Batch]:
         step += 1
 
 
-def run(spec: dict[str, Any]) -> None:
-    """Run one rank; say each update, then how it ended."""
-    file = Path(spec["said"]).open("w", buffering=1)  # noqa: SIM115 - the process ends with it
+class Logging:
+    """A policy that takes every gradient and logs it."""
 
-    def say(**what: Any) -> None:
+    def __init__(self, log: Callable[..., None]) -> None:
+        self._log = log
+
+    def judge(self, report: BatchReport, norm: float) -> bool:
+        return True
+
+    def applied(self, update: Update) -> None:
+        names = ("version", "worker", "sequence", "base")
+        self._log(**{each: getattr(update, each) for each in names}, loss=update.report.loss)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        pass
+
+
+class Shares:
+    """The batches of a share from a task on."""
+
+    data_wait_s, position, quarantined = 0.0, None, {}
+
+    def __init__(self, task: Task) -> None:
+        self._batches = share_of(task.worker, WORKERS, task.sequence - 1)
+
+    def next(self) -> Batch:
+        return next(self._batches)
+
+    def close(self) -> None:
+        pass
+
+
+def run(spec: dict[str, Any]) -> None:
+    """Run one rank; log each update, then how it ended."""
+    file = Path(spec["log"]).open("w", buffering=1)  # noqa: SIM115 - the process ends with it
+
+    def log(**what: Any) -> None:
         file.write(json.dumps(what) + "\n")
 
-    settings = TrainingSettings.model_validate(spec["settings"])
-    outcome = run_asynchronous(
-        spec["rank"],
-        spec["ranks"],
-        TransformerWorkload(config_for(10_000, CONTEXT)),
-        settings,
-        share_of,
-        addresses=[tuple(each) for each in spec["addresses"]],
-        claims=FileClaims(Path(spec["claims"])),
-        key="of-this-gang",
-        deadline_s=90.0,
-        silence_s=2.5,
-        on_update=lambda update, loss: say(
-            version=update.version, worker=update.worker, sequence=update.sequence,
-            base=update.base, loss=loss,
-        ),
-    )  # fmt: skip
-    told = vars(outcome.told) if outcome.told is not None else {}
-    say(ended=outcome.role, led=outcome.led, at=outcome.version, told=told)
+    rank, settings = spec["rank"], TrainingSettings.model_validate(spec["settings"])
+    timeout = timedelta(seconds=20)
+    store = TCPStore("127.0.0.1", spec["port"], None, False, timeout, wait_for_workers=False)
+    meeting = Rendezvous(PrefixStore(spec["gang"], store))
+    bound = settings.synchrony.max_staleness
+    terms = Terms("of-this-gang", WORKERS, settings.steps, bound, silence_s=2.5)
+    workload = TransformerWorkload(config_for(10_000, CONTEXT))
+    model = workload.build()
+    if rank >= SERVING:
+        compute = GradientComputer(model, workload, settings, WORKERS, Shares)
+        worker = Worker(rank - SERVING, meeting.servers, terms, compute)
+        worker.run(compute)
+        log(ended="worker", applied=len(worker.counts.staleness), computed=worker.counts.computed)
+        return
+    server = ParameterServer(Learner(model, settings, WORKERS), terms, meeting, Logging(log))
+    with server.listening("127.0.0.1") as address:
+        meeting.publish(rank, address)
+        if rank == 0:
+            server.lead()
+        elif server.follow(meeting.servers, 60.0) == "released":
+            return
+        server.open()
+        server.until_done()
+    log(ended="leader", at=server.ledger.version)
 
 
 def start(spec: dict[str, Any]) -> int:
@@ -81,7 +133,7 @@ def start(spec: dict[str, Any]) -> int:
         run(spec)
         code = 0
     except BaseException:  # noqa: BLE001 - a forked process must not go on as its parent
-        Path(f"{spec['said']}.error").write_text(traceback.format_exc())
+        Path(f"{spec['log']}.error").write_text(traceback.format_exc())
     os._exit(code)
 
 

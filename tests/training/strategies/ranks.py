@@ -14,14 +14,18 @@ import torch
 from paceline.config import GuardSettings, SynchronySettings, TrainingSettings
 from paceline.data import Batch
 from paceline.models import config_for
-from paceline.training.loop.evaluating import Evaluator
-from paceline.training.loop.group import Group, join_group
-from paceline.training.loop.loop import Progress, train
-from paceline.training.loop.optimizer import new_optimizer
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
-from paceline.training.strategies.local_sgd import AveragingSaver, local_sgd
+from paceline.training.loop import (
+    Evaluator,
+    Group,
+    Progress,
+    TransformerWorkload,
+    average_replicas,
+    join_group,
+    new_optimizer,
+    train,
+)
+from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise
+from paceline.training.strategies.local_sgd import local_sgd
 
 CONTEXT, ROWS, STEPS = 16, 5, 12  # an odd number of rows: shares are uneven
 WORKLOAD = TransformerWorkload(config_for(10_000, CONTEXT))
@@ -113,18 +117,17 @@ def run(
         start = more["start"]
         parallel.modules[0].load_state_dict(state[0])
         optimizer.load_state_dict(json_free(state[1]))
-    saver: Any = keeper
     if relaxed:
         parallel.follow(optimizer, start)
-        saver = AveragingSaver(keeper, parallel)
     losses: list[float] = []
     progress = Progress(step=start)
     train(
         parallel, WORKLOAD, optimizer, Rows(rank, world, start), settings, group,
-        progress=progress, saver=saver, on_step=lambda report: losses.append(report.loss),
+        progress=progress, saver=keeper, on_step=lambda report: losses.append(report.loss),
     )  # fmt: skip
     apart = flat(parallel.modules[0])
-    saver.save_last(progress.step, {}, {})
+    average_replicas(parallel)
+    keeper.save_last(progress.step, {}, {})
     return losses, flat(parallel.modules[0]), (keeper, apart, parallel)
 
 
@@ -151,7 +154,7 @@ def judged(rank: int, mesh: Mesh, group: Group, settings: TrainingSettings) -> d
     own = flat(parallel.modules[0])
 
     def loss() -> float:
-        return evaluator.evaluate(parallel, WORKLOAD, group, torch.device("cpu")).loss
+        return evaluator.evaluate(parallel, WORKLOAD, group, torch.device("cpu"))["held_out_loss"]
 
     between, still_own = loss(), flat(parallel.modules[0]) == own
     parallel.average()

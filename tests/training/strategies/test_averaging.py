@@ -12,8 +12,8 @@ import torch
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import config_for
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.parallel.mesh import Mesh, MeshSpec
+from paceline.training.loop import TransformerWorkload
+from paceline.training.parallel import Mesh, MeshSpec
 from paceline.training.strategies.local_sgd import local_sgd
 from tests.support.two_ranks import run_two
 
@@ -40,7 +40,7 @@ def test_ranks_part_between_averages_and_meet_again(ranks: list[dict[str, Any]])
     assert ranks[0]["one"][2] == 12 * 8 * len(met), "plain SGD has no moments to send"
 
 
-def test_what_is_saved_between_averages_is_one_state_and_a_resume_repeats_the_run(
+def test_a_save_between_averages_is_one_state_and_resumes_identically(
     ranks: list[dict[str, Any]],
 ) -> None:
     assert ranks[0]["kept"] == ranks[1]["kept"], "weights and moments of all ranks"
@@ -48,7 +48,7 @@ def test_what_is_saved_between_averages_is_one_state_and_a_resume_repeats_the_ru
         assert each["resumed"] == [True, True], "losses and weights, bit for bit"
 
 
-def test_an_evaluation_between_averages_judges_the_mean_and_leaves_ranks_apart(
+def test_an_evaluation_between_averages_judges_the_mean_and_keeps_ranks(
     ranks: list[dict[str, Any]],
 ) -> None:
     one, other = ranks[0]["judged"], ranks[1]["judged"]

@@ -13,11 +13,11 @@ import pytest
 
 from paceline import cluster as fleet
 from paceline.cluster import Fleet
-from paceline.config import DataSettings, Runtime, Secrets, save_runtime
+from paceline.config import DataSettings, Runtime, save_runtime
 from paceline.data import Snapshot, build_snapshot
 from paceline.manifest import build_manifest, write_manifest
 from paceline.models import config_for, new_model, save_model
-from paceline.schemas.training import RankEvent, TrainJob
+from paceline.schemas import RankEvent, TrainJob
 from paceline.storage import ObjectStore
 from paceline.training import run_job
 from tests.cluster.conftest import small_profile
@@ -53,7 +53,8 @@ def site(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
     state = root / "state"
     runtime = fleet.start(small_profile(), state, detach=False, only=("dask",))
     served = runtime.endpoints.model_copy(update={"s3_url": s3.endpoint_url})
-    secrets = Secrets(s3_access_key=s3.access_key, s3_secret_key=s3.secret_key)
+    keys = {"s3_access_key": s3.access_key, "s3_secret_key": s3.secret_key}
+    secrets = runtime.secrets.model_copy(update=keys)
     save_runtime(runtime.model_copy(update={"endpoints": served, "secrets": secrets}))  # for ranks
     try:
         directory = runtime.node_dir("node-0") / "store" / "models" / "tiny" / "v1"
@@ -118,14 +119,14 @@ def test_on_dask_a_worker_the_leader_and_a_node_fall_and_no_step_is_lost(site: S
     with Fleet.connect(site.runtime) as connection:
         result = run_job(job, NODES, connection, on_event=striking, store=site.store)
     assert striking.killed == ["worker", "leader", "node"]
-    # node-0 has rank 3 by then, and neither the gang's store (node-2) nor who leads (node-1).
+    # node-0 has rank 3 by then, and neither the gang's store (node-2) nor the leader (node-1).
     assert {0, 3} <= {each.failed_rank for each in result.restarts}
     assert {each.attempt for each in result.restarts} == {1}
     assert {e.kind for e in result.restarts if e.failed_rank == 3} == {"failed", "lost"}
     steps = [e.step for e in striking.events if (e.event, e.rank) == ("step", 0)]
     assert steps == sorted(set(steps)) and steps[-1] == STEPS
     assert len(steps) >= STEPS - 1, (
-        "the leader's last step may have been acknowledged, but not told"
+        "the leader's last step may have been acknowledged, but not reported"
     )
     assert result.steps == STEPS and result.final_loss < result.first_loss - 1
 
@@ -161,7 +162,7 @@ def test_on_dask_the_machine_with_the_gangs_store_is_lost_and_no_step_is(
     assert {(each.kind, each.lost_steps) for each in later} <= {("returned", 0)}, "spread out again"
     assert (restart.kind, restart.worker_id, restart.lost_steps) == ("lost", nodes[rank], 0)
     assert "the gang's store lay there" in restart.reason
-    assert restart.resumed_step >= 100, "who led saved before it ended"
+    assert restart.resumed_step >= 100, "the leader saved before it ended"
     assert result.ranks == ranks, "the machine came back and was used again"
     steps = [e.step for e in striking.events if (e.event, e.rank) == ("step", 0)]
     assert steps == list(range(1, 401))

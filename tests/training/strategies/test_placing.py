@@ -1,130 +1,86 @@
-"""Who works on which share, and where a rank that fell starts again: pure decisions."""
+"""Where a rank that ended starts again, and where the gang's store is: pure decisions."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 
 from paceline.config import TrainingSettings
-from paceline.errors import CorruptData
-from paceline.training.launcher.attempt import RankState
-from paceline.training.launcher.driver import PlacementRestartPolicy, place
-from paceline.training.launcher.gang import GangSupervisor
-from paceline.training.launcher.independent_restart import IndependentAttempt, RankExit
-from paceline.training.launcher.placement import NodePool
-from paceline.training.launcher.ports import Deadlines, GangMember
-from paceline.training.strategies.protocol import ShareAssignment
-from paceline.training.strategies.update_ledger import Update, UpdateLedger
+from paceline.training.launcher import (
+    Deadlines,
+    GangMember,
+    GangSupervisor,
+    IndependentAttempt,
+    NodePool,
+    RankExit,
+    RankState,
+    RestartPlacement,
+)
 
 
-def test_a_rank_keeps_its_share_and_its_newest_line_counts() -> None:
-    seats = ShareAssignment(2, vacant_s=10, now=0.0)
-    assert seats.take(2, 0, "old", {0, 1}, 1.0) == (0, None)
-    assert seats.take(2, 0, "new", {0, 1}, 2.0) == (0, "old"), "the old line is to be cut"
-    seats.leave(0, "old", 3.0)
-    assert seats.take(3, 0, "other", {0}, 99.0) == (None, None), "it is still held"
+def placement(nodes: str, most: int = 9) -> tuple[RestartPlacement, list[RankExit]]:
+    exits: list[RankExit] = []
+    pool = NodePool(list(nodes), TrainingSettings(ranks=6))
+    return RestartPlacement(pool, lambda node: {"ON": node}, most, exits.append), exits
 
 
-def test_a_share_nobody_works_on_goes_to_who_has_finished() -> None:
-    seats = ShareAssignment(3, vacant_s=10, now=0.0)
-    for rank, share in ((2, 0), (3, 1), (4, 2)):
-        assert seats.take(rank, share, rank, {0, 1, 2}, 0.0)[0] == share
-    seats.leave(1, 3, 20.0)  # rank 3 falls
-    seats.leave(0, 2, 21.0)  # rank 2 has finished
-    assert seats.take(2, 0, 2, {1, 2}, 25.0) == (None, None), "it may come back"
-    assert seats.take(2, 0, 2, {1, 2}, 30.0) == (1, None)
-    assert seats.take(3, 1, 5, {1, 2}, 31.0) == (None, None), "too late"
-
-
-def test_shares_are_cut_anew_for_another_number_of_workers() -> None:
-    ledger = UpdateLedger(2)
-    for version, (worker, sequence) in enumerate([(0, 1), (1, 1), (0, 2), (2, 1)], start=1):
-        at = {"batch": sequence}
-        ledger.follow(Update(worker, sequence, version - 1, version), at)
-    again = UpdateLedger.from_json(ledger.to_json(), 2)
-    assert again == ledger
-    assert again.of_workers(3, 3) is again
-    fewer = again.of_workers(3, 2)
-    assert (fewer.version, fewer.applied) == (2, {0: 1, 1: 1})
-    assert fewer.positions == {0: {"batch": 1}, 1: {"batch": 1}}, "where the slowest stood"
-    assert UpdateLedger(2).of_workers(2, 5) == UpdateLedger(2, 0, dict.fromkeys(range(5), 0))
-    with pytest.raises(CorruptData):
-        UpdateLedger.from_json({"version": 1}, 2)
+def ended(node: str, rank: int, kind: str = "failed") -> RankExit:
+    return RankExit(member=GangMember(node, rank), kind=kind, reason="")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("rank", "node", "ready", "living", "spares", "wanted"),
     [
-        (4, "a", ["a", "b"], {0: "a", 1: "b", 2: "a"}, {}, ("a", "")),
-        (4, "c", ["a", "b"], {0: "a", 1: "b", 2: "a"}, {}, ("b", "")),
-        (4, "c", ["a", "b"], {0: "a"}, {"s": "a"}, ("a", "s")),
-        (1, "b", ["a", "b"], {0: "a"}, {"s": "a"}, ("b", "")),
-        (0, "a", ["a", "b"], {1: "a"}, {}, ("b", "")),
-        (0, "a", ["a"], {1: "a"}, {}, ("a", "")),
+        (4, "a", "ab", {0: "a", 1: "b", 2: "a"}, {}, ("a", "")),
+        (4, "c", "ab", {0: "a", 1: "b", 2: "a"}, {}, ("b", "")),
+        (4, "c", "ab", {0: "a"}, {"s": "a"}, ("a", "s")),
+        (1, "b", "ab", {0: "a"}, {"s": "a"}, ("b", "")),
+        (0, "a", "ab", {1: "a"}, {}, ("b", "")),
+        (0, "a", "a", {1: "a"}, {}, ("a", "")),
     ],
 )
-def test_a_rank_starts_again_at_home_else_where_there_is_room_and_servers_apart(
+def test_a_rank_restarts_at_home_or_on_a_free_node_with_servers_apart(
     rank: int,
     node: str,
-    ready: list[str],
+    ready: str,
     living: dict[int, str],
     spares: dict[str, str],
     wanted: tuple[str, str],
 ) -> None:
-    assert place(GangMember(node, rank), ready, living, spares) == wanted
+    found, _ = placement("abc")
+    again = found.replace(ended(node, rank), living, set(ready), spares)
+    assert again is not None and (again.worker_id, again.spare) == wanted
 
 
-def test_a_node_is_lost_once_with_all_its_ranks_and_a_rank_that_falls_too_often_is_left_out() -> (
-    None
-):
-    settings = TrainingSettings(ranks=6)
-    roster = NodePool(["a", "b", "c"], settings)
-    told: list[tuple[int, str]] = []
-
-    class Accounting:
-        def fell(self, rank: int, _worker: str, kind: str, _reason: str, _now: float) -> None:
-            told.append((rank, kind))
-
-    class Nodes:
-        ready: ClassVar = {"a", "b"}
-        spares: ClassVar = {}
-
-    replacing = PlacementRestartPolicy(
-        roster, Accounting(), Nodes(), lambda worker: {"ON": worker}, most=2
-    )
-    living = {0: "a", 1: "b", 3: "a", 4: "b"}
+def test_a_node_is_lost_once_and_a_rank_restarts_only_so_often() -> None:
+    found, exits = placement("abc", most=2)
+    living, ready = {0: "a", 1: "b", 3: "a", 4: "b"}, {"a", "b"}
     for rank in (2, 5):
-        fell = RankExit(member=GangMember("c", rank), kind="lost", reason="gone")
-        again = replacing.replace(fell, living)
+        again = found.replace(ended("c", rank, "lost"), living, ready, {})
         assert again is not None and again.env == {"ON": again.worker_id}
-    assert roster.failures == {"c": 1} and not roster.left_out
-    for _ in range(2):
-        fell = RankExit(member=GangMember("a", 3), kind="preempted", reason="taken")
-        assert replacing.replace(fell, living) is not None, "no fault of the rank's"
-    falls = [RankExit(member=GangMember("b", 4), kind="failed", reason="") for _ in range(3)]
-    assert [replacing.replace(each, living) is None for each in falls] == [False, False, True]
-    assert [each for each in told if each[0] == 4] == [(4, "failed")] * 3
+    assert found.pool.failures == {"c": 1} and not found.pool.left_out
+    for _ in range(3):
+        assert found.replace(ended("a", 3, "preempted"), living, ready, {}), "not its failure"
+    failures = [found.replace(ended("b", 4), living, ready, {}) for _ in range(3)]
+    assert [each is None for each in failures] == [False, False, True]
+    assert [each.kind for each in exits] == ["lost"] * 2 + ["preempted"] * 3 + ["failed"] * 2
 
 
 @pytest.mark.parametrize(
     ("nodes", "store"),
     [("abcd", "c"), ("abcab", "c"), ("abab", "b"), ("aaa", "a"), ("aab", "b")],
 )
-def test_the_gangs_store_is_on_neither_servers_node_or_else_on_the_standbys(
+def test_the_gangs_store_avoids_server_nodes_or_lies_on_the_standbys(
     nodes: str, store: str
 ) -> None:
-    class Keeping:
-        keepers = 2
-
     gangs = GangSupervisor(Mock(), Deadlines())
     ranks = {rank: RankState(GangMember(node, rank)) for rank, node in enumerate(nodes)}
-    attempt = IndependentAttempt(gangs, ranks, 1, None, Keeping())
+    attempt = IndependentAttempt(gangs, ranks, 1, None, SimpleNamespace())  # type: ignore[arg-type]
     assert attempt._workers[0] == store
     assert sorted(attempt._workers) == sorted(set(nodes))
-    assert not attempt._storeless
     attempt._take("store", "elsewhere", {"error": "the store ended"})
-    assert not attempt._storeless
+    assert not attempt._store_lost
     attempt._take("store", store, {"error": "the store ended"})
-    assert attempt._storeless
+    assert attempt._store_lost

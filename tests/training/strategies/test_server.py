@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.config import TrainingSettings
-from paceline.errors import AccessDenied, InvalidFrame, InvalidInput, PeerLost
+from paceline.errors import AccessDenied, CorruptData, InvalidFrame, PeerLost
 from paceline.models import config_for
-from paceline.training.loop.workload import TransformerWorkload
-from paceline.training.strategies import frames, require_ranks
-from paceline.training.strategies.frames import Frame, FrameKind
-from paceline.training.strategies.learner import Learner
-from paceline.training.strategies.protocol import BatchReport, ServerTerms
-from paceline.training.strategies.rendezvous import FileClaims, StoreClaims
-from paceline.training.strategies.server import ParameterServer, listen
-from paceline.training.strategies.worker import Worker
+from paceline.training.loop import TransformerWorkload
+from paceline.training.strategies import (
+    BatchReport,
+    Frame,
+    FrameKind,
+    Learner,
+    ParameterServer,
+    Rendezvous,
+    Terms,
+    Worker,
+    frames,
+    norm_of,
+)
+from paceline.training.strategies.server import NoLeader
+from tests.training.strategies.asynchronous import WORKERS, Logging
 
 ROOT = Path(__file__).parents[3]
-STEPS, WORKERS = 40, 2
-NOTE = BatchReport(loss=1.0).to_head()
+STEPS = 40
+REPORT = BatchReport(loss=1.0).model_dump()
 SETTINGS = {
     "ranks": 2 + WORKERS,
     "steps": STEPS,
@@ -75,33 +81,37 @@ def forker() -> Iterator[Forker]:
     found.close()
 
 
-class Gang:
-    """Server, standby and two workers as processes; what each said, in files."""
+@pytest.fixture(scope="module")
+def store() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=20), wait_for_workers=False)
 
-    def __init__(self, forker: Forker, directory: Path) -> None:
-        held = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        addresses = [each.getsockname()[:2] for each in held]
-        for each in held:
-            each.close()
+
+class Gang:
+    """Server, standby and two workers as processes; what each logged, in files."""
+
+    def __init__(self, forker: Forker, directory: Path, port: int) -> None:
         self._files = [directory / f"rank-{rank}" for rank in range(2 + WORKERS)]
         self._forker = forker
         self._codes: dict[int, int] = {}
         self.pids: list[int] = forker.ask(
             [
-                {"rank": rank, "ranks": 2 + WORKERS, "addresses": addresses, "settings": SETTINGS,
-                 "claims": str(directory / "claims"), "said": str(file)}
+                {"rank": rank, "settings": SETTINGS, "port": port, "gang": str(directory),
+                 "log": str(file)}
                 for rank, file in enumerate(self._files)
             ]
         )  # fmt: skip
 
-    def said(self, rank: int) -> list[dict[str, Any]]:
+    def log(self, rank: int) -> list[dict[str, Any]]:
         """Whole lines only: a killed rank's last one may be torn."""
         text = self._files[rank].read_text() if self._files[rank].exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
 
+    def updates(self, rank: int) -> list[dict[str, Any]]:
+        return [each for each in self.log(rank) if "version" in each]
+
     def until(self, rank: int, version: int) -> None:
         end = time.monotonic() + 60
-        while not any(each.get("version", 0) >= version for each in self.said(rank)):
+        while not any(each["version"] >= version for each in self.updates(rank)):
             assert time.monotonic() < end, self.errors()
             time.sleep(0.002)
 
@@ -115,7 +125,7 @@ class Gang:
             time.sleep(0.01)
         return self._codes[rank]
 
-    def finish(self, ranks: list[int]) -> None:
+    def finish(self, *ranks: int) -> None:
         for rank in ranks:
             assert self.code(rank) == 0, self.errors()
 
@@ -131,14 +141,10 @@ class Gang:
 
 
 @pytest.fixture
-def gang(forker: Forker, tmp_path: Path) -> Iterator[Gang]:
-    found = Gang(forker, tmp_path)
+def gang(forker: Forker, tmp_path: Path, store: TCPStore) -> Iterator[Gang]:
+    found = Gang(forker, tmp_path, store.port)
     yield found
     found.close()
-
-
-def updates(said: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [each for each in said if "version" in each]
 
 
 def require_whole(log: list[dict[str, Any]]) -> None:
@@ -151,45 +157,34 @@ def require_whole(log: list[dict[str, Any]]) -> None:
     assert np.mean([each["loss"] for each in log[-10:]]) < log[0]["loss"] - 1, "it learned"
 
 
-def of_standby(gang: Gang) -> list[dict[str, Any]]:
-    """What the standby applied, after what the server had applied before the standby came."""
-    its = updates(gang.said(1))
-    return [each for each in updates(gang.said(0)) if each["version"] < its[0]["version"]] + its
-
-
-def test_the_standby_takes_over_from_a_killed_server_and_loses_nothing(gang: Gang) -> None:
-    gang.until(1, 1)  # one that never met a leader cannot take over from it
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)]
+)
+def test_the_standby_takes_over_from_a_lost_server_with_every_update(
+    gang: Gang, number: signal.Signals
+) -> None:
+    gang.until(1, 1)  # a standby without a state cannot take over
     gang.until(0, 25)
-    os.kill(gang.pids[0], signal.SIGKILL)
-    gang.finish([1, 2, 3])
-    require_whole(of_standby(gang))
-    ended = gang.said(1)[-1]
-    assert (ended["ended"], ended["led"], ended["at"]) == ("standby", True, STEPS * WORKERS)
-    acknowledged = updates(gang.said(0))
-    assert of_standby(gang)[: len(acknowledged)] == acknowledged
+    os.kill(gang.pids[0], number)
+    gang.finish(1, 2, 3)
+    of_leader, of_standby = gang.updates(0), gang.updates(1)
+    whole = [e for e in of_leader if e["version"] < of_standby[0]["version"]] + of_standby
+    require_whole(whole)
+    assert gang.log(1)[-1] == {"ended": "leader", "at": STEPS * WORKERS}
+    assert whole[: len(of_leader)] == of_leader, "what the server acknowledged"
     for rank in (2, 3):
-        assert gang.said(rank)[-1]["told"]["pushed"] == STEPS
-
-
-def test_a_frozen_server_is_replaced_and_ends_when_it_wakes(gang: Gang) -> None:
-    gang.until(1, 1)  # one that never met a leader cannot take over from it
-    gang.until(0, 25)
-    os.kill(gang.pids[0], signal.SIGSTOP)
-    try:
-        gang.finish([1, 2, 3])
-    finally:
+        assert STEPS <= gang.log(rank)[-1]["computed"] <= STEPS + 2, "at most one anew a server"
+    if number is signal.SIGSTOP:
         os.kill(gang.pids[0], signal.SIGCONT)
-    require_whole(of_standby(gang))
-    assert gang.code(0, 30.0) != 0, "another leads: it has nothing to say"
-    assert not any("ended" in each for each in gang.said(0))
+        assert gang.code(0, 30.0) != 0, "it wakes, finds that another leads, and ends"
+        assert not any("ended" in each for each in gang.log(0))
 
 
-def test_a_killed_standby_leaves_the_server_going(gang: Gang) -> None:
+def test_a_server_without_its_standby_goes_on(gang: Gang) -> None:
     gang.until(0, 10)
     os.kill(gang.pids[1], signal.SIGKILL)
-    gang.finish([0, 2, 3])
-    require_whole(updates(gang.said(0)))
-    assert gang.said(0)[-1]["led"] is True
+    gang.finish(0, 2, 3)
+    require_whole(gang.updates(0))
 
 
 # ------------------------------------------------------------------------ in this process
@@ -201,94 +196,84 @@ def learner() -> Learner:
 
 
 class Served:
-    """A leading server in a thread of this process."""
+    """A leading server in threads of this process."""
 
-    def __init__(self, directory: Path, **changes: Any) -> None:
-        terms = {"key": "key", "workers": 1, "pushes": 3, "max_staleness": 2, "silence_s": 1.0}
-        self.terms = ServerTerms(**(terms | changes))
-        self.server = ParameterServer(learner(), self.terms, FileClaims(directory), "here")
-        self.listener = listen("127.0.0.1")
-        self.address = self.listener.getsockname()[:2]
-        self.server.lead()
-        self.thread = threading.Thread(target=self._serve, daemon=True)
-        self.thread.start()
+    def __init__(self, store: TCPStore, name: str) -> None:
+        terms = Terms("key", workers=1, pushes=3, max_staleness=2, silence_s=1.0)
+        meeting = Rendezvous(PrefixStore(name, store))
+        self.server = ParameterServer(learner(), terms, meeting, Logging(lambda **_: None))
 
-    def _serve(self) -> None:
-        with contextlib.suppress(PeerLost):  # how close() ends it
-            self.server.serve(self.listener, 30.0)
-
-    def close(self) -> None:
-        self.server.end(PeerLost("the test is over"))
-        self.thread.join(10)
-        self.listener.close()
+    @contextmanager
+    def leading(self) -> Iterator[Served]:
+        with self.server.listening("127.0.0.1") as self.address:
+            self.server.lead()
+            self.server.open()
+            yield self
+            self.server.end(PeerLost("the test is over"))
 
     def greet(self, **hello: Any) -> socket.socket:
-        connection = socket.create_connection(self.address, timeout=10)
-        frames.send(
-            connection, Frame(FrameKind.HELLO, {"role": "worker", "rank": 2, "worker": 0} | hello)
-        )
+        return frames.connect(self.address, 10.0, {"role": "worker", "worker": 0} | hello)
+
+    def pull(self, **hello: Any) -> socket.socket:
+        connection = self.greet(key="key", **hello)
+        self.welcome = frames.receive(connection).head
+        frames.send(connection, Frame(FrameKind.PULL))
+        assert frames.receive(connection).kind is FrameKind.WEIGHTS
         return connection
 
 
 @pytest.fixture
-def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
-    started: list[Served] = []
-
-    def start(**changes: Any) -> Served:
-        started.append(Served(tmp_path, **changes))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.close()
+def served(store: TCPStore, tmp_path: Path) -> Iterator[Served]:
+    with Served(store, str(tmp_path)).leading() as found:
+        yield found
 
 
-def test_a_lost_answer_is_confirmed_and_not_applied_twice(serve: Callable[..., Served]) -> None:
-    served = serve(pushes=1)
+def test_a_worker_whose_answer_was_lost_learns_what_is_applied(served: Served) -> None:
     gradient = np.ones(served.server.learner.count, np.float32)
-    push = frames.of_numbers(FrameKind.PUSH, gradient, sequence=1, base=0, note=NOTE)
-    with served.greet(key="key") as connection:
-        assert frames.receive(connection).kind is FrameKind.WELCOME
+    push = frames.array_frame(FrameKind.PUSH, gradient, sequence=1, base=0, report=REPORT)
+    with served.pull() as connection:
         frames.send(connection, push)
-        assert frames.receive(connection).head["verdict"] == "apply"  # as if it never came
+        frames.receive(connection)  # as if it never came
+    with served.pull() as connection:
+        assert served.welcome["applied"] == 1
         frames.send(connection, push)
-        assert frames.receive(connection).head["verdict"] == "known"
-        frames.send(connection, Frame(FrameKind.RELEASED))
-        assert frames.receive(connection).kind is FrameKind.RELEASED, "all is done"
-    assert served.server.done.is_set()
-    served.server.release()
-    served.thread.join(20)
-    assert not served.thread.is_alive()
+        assert frames.receive(connection).kind is FrameKind.REFUSED, "not applied twice"
     assert served.server.ledger.version == 1
 
 
-def test_callers_without_the_key_or_with_other_numbers_are_turned_away(
-    serve: Callable[..., Served],
-) -> None:
-    served = serve()
+def test_the_newest_connection_of_a_worker_counts(served: Served) -> None:
+    with served.pull() as older, served.pull() as newer:
+        with pytest.raises(PeerLost):
+            frames.receive(older)
+        frames.send(newer, Frame(FrameKind.PULL))
+        assert frames.receive(newer).kind is FrameKind.WEIGHTS
+
+
+def test_callers_without_the_key_or_with_other_numbers_are_refused(served: Served) -> None:
     before = served.server.learner.weights()
-    with served.greet(key="wrong") as connection, pytest.raises(PeerLost):
-        frames.receive(connection)
-    with served.greet(key="key", worker=7) as connection, pytest.raises(PeerLost):
-        frames.receive(connection)
+    for hello in ({"key": "wrong"}, {"key": "key", "worker": 7}):
+        with served.greet(**hello) as connection, pytest.raises(PeerLost):
+            frames.receive(connection)
+    whole, at = np.ones(len(before), np.float32), {"sequence": 1, "base": 0}
     for body, head in (
-        (np.ones(3, np.float32), {"sequence": 1, "base": 0}),
-        (np.full(len(before), np.nan, np.float32), {"sequence": 1, "base": 0}),
-        (np.ones(len(before), np.float32), {"sequence": 2, "base": 0}),
-        (np.ones(len(before), np.float32), {"sequence": 1, "base": 9}),
-        (np.ones(len(before), np.float32), {"sequence": -1, "base": 0}),
-        (np.ones(len(before), np.float32), {"sequence": "1", "base": 0}),
+        (np.ones(3, np.float32), at),
+        (whole * np.nan, at),
+        (whole, at | {"sequence": 2}),
+        (whole, at | {"base": 9}),
+        (whole, at | {"sequence": -1}),
+        (whole, at | {"sequence": "1"}),
+        (whole, at | {"report": {"los": 1}}),
     ):
-        with served.greet(key="key") as connection:
-            assert frames.receive(connection).kind is FrameKind.WELCOME
-            frames.send(connection, frames.of_numbers(FrameKind.PUSH, body, note=NOTE, **head))
+        with served.pull() as connection:
+            frame = frames.array_frame(FrameKind.PUSH, body, **({"report": REPORT} | head))
+            frames.send(connection, frame)
             assert frames.receive(connection).kind is FrameKind.REFUSED
-    assert np.array_equal(served.server.learner.weights(), before), "nothing of it was applied"
     with socket.create_connection(served.address, timeout=10) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b"x" * 64)
         with pytest.raises((PeerLost, InvalidFrame)):
             frames.receive(connection)
     assert served.server.ledger.version == 0
+    assert np.array_equal(served.server.learner.weights(), before), "nothing of it was applied"
 
 
 def test_a_frame_is_refused_by_its_lengths_before_it_is_read() -> None:
@@ -298,61 +283,76 @@ def test_a_frame_is_refused_by_its_lengths_before_it_is_read() -> None:
         theirs.sendall(frames.HEADER.pack(frames.MAGIC, FrameKind.PUSH, 2, 1 << 40) + b"{}")
         with pytest.raises(InvalidFrame, match="too large"):
             frames.receive(ours, 1024)
+        frames.send(theirs, Frame(FrameKind.PULL))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        frames.send(theirs, Frame(FrameKind.PULL, {"key": "key"}))
         with pytest.raises(AccessDenied):
-            frames.require_key(Frame(FrameKind.PULL), "key")
+            frames.receive_hello(ours, "key", 5)
 
 
 def test_state_travels_bit_for_bit_and_not_into_another_model() -> None:
     one, other = learner(), learner()
     rng = np.random.default_rng(0)
     gradients = [rng.normal(size=one.count).astype(np.float32) for _ in range(4)]
-    for version, each in enumerate(gradients[:2], start=1):
-        one.apply(each, version)
-    assert other.from_bytes(one.to_bytes({"version": 2})) == {"version": 2}
-    for version, each in enumerate(gradients[2:], start=3):
-        one.apply(each, version)
-        other.apply(each, version)
+    for version, each in enumerate(gradients, start=1):
+        if version == 3:
+            other.from_bytes(one.to_bytes())
+        if version >= 3:
+            other.apply(each, version, norm_of(each))
+        one.apply(each, version, norm_of(each))
     assert np.array_equal(one.weights(), other.weights())
     settings = TrainingSettings.model_validate(SETTINGS)
     larger = Learner(TransformerWorkload(config_for(30_000, 16)).build(), settings, 1)
-    with pytest.raises(Exception, match="another model"):
-        larger.from_bytes(one.to_bytes({}))
+    with pytest.raises(CorruptData, match="another model"):
+        larger.from_bytes(one.to_bytes())
 
 
-def test_one_epoch_is_claimed_once(tmp_path: Path) -> None:
-    claims = FileClaims(tmp_path)
-    assert claims.claim(2, "standby")
-    assert not claims.claim(2, "server")
-    assert claims.claim(2, "standby"), "asking again is fine"
-    served = ParameterServer(learner(), ServerTerms("", 1, 1, 0), claims, "server")
+def test_one_epoch_is_claimed_once(store: TCPStore, tmp_path: Path) -> None:
+    meeting = Rendezvous(PrefixStore(str(tmp_path), store))
+    assert not meeting.claimed(2)
+    assert meeting.claim(2, "standby") and meeting.claimed(2)
+    assert not meeting.claim(2, "server")
+    assert meeting.claim(2, "standby"), "repeating the call is fine"
+    assert Rendezvous(PrefixStore("another-job", store)).claim(2, "server")
     with pytest.raises(PeerLost, match="another parameter server leads"):
-        served.lead(2)
+        Served(store, str(tmp_path)).server.lead(2)
 
 
-def test_one_epoch_is_claimed_once_in_the_gangs_store() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        port = held.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), wait_for_workers=False)
-    other = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=20), wait_for_workers=False)
-    assert StoreClaims(other).claim(2, "standby")
-    assert not StoreClaims(store).claim(2, "server")
-    assert StoreClaims(other).claim(2, "standby"), "asking again is fine"
-    assert StoreClaims(store, "another-job").claim(2, "server")
-
-
-def test_workers_give_up_where_nobody_leads() -> None:
+def test_workers_give_up_where_no_server_leads() -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         address = held.getsockname()[:2]
-    terms = ServerTerms("", 1, 1, 0, 0.2)
-    worker = Worker(0, lambda: [address, address], terms, 1, "float32", away_s=0.3)
+    terms = Terms("", 1, 1, 0, 0.2)
+    worker = Worker(0, lambda: [address, address], terms, learner(), away_s=0.3)  # type: ignore[arg-type]
     with pytest.raises(PeerLost, match="no parameter server leads"):
         worker.run(lambda _task, weights: (weights, BatchReport()))
 
 
-def test_layouts_without_a_server_are_refused() -> None:
-    settings = TrainingSettings.model_validate(SETTINGS)
-    assert require_ranks(settings, 4) == 2
-    with pytest.raises(InvalidInput, match="too few ranks"):
-        require_ranks(settings, 2)
-    with pytest.raises(InvalidInput, match="whole replicas"):
-        require_ranks(TrainingSettings.model_validate(SETTINGS | {"mesh": {"tp": 2}}), 4)
+def follower(served: Served) -> ParameterServer:
+    meeting, policy = served.server._rendezvous, Logging(lambda **_: None)
+    return ParameterServer(learner(), served.server.terms, meeting, policy)
+
+
+def test_a_standby_that_starts_after_the_end_is_released(store: TCPStore, tmp_path: Path) -> None:
+    served = Served(store, str(tmp_path))
+    late = follower(served)
+    with served.leading():
+        served.server.done.set()
+        served.server.until_done()
+    assert late.follow(lambda: [served.address], 10.0) == "released"
+
+
+def test_a_standby_the_leader_does_not_wait_for_takes_nothing_over(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loads the state for longer than the leader waits, which goes on alone."""
+    slow, joins = follower(served), []
+
+    def load(frame: Frame) -> None:
+        joins.append(frame)
+        time.sleep(1.5)
+
+    monkeypatch.setattr(slow, "_take_state", load)
+    with pytest.raises(NoLeader, match="no parameter server to follow"):
+        slow.follow(lambda: [served.address] if len(joins) < 2 else [], 1.0)
+    assert len(joins) == 2 and not served.server._rendezvous.claimed(2)

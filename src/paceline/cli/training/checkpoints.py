@@ -14,14 +14,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option, profile_options, read_profile
+from paceline.cli.options import json_option, profile_options, read_profile, show
 from paceline.errors import Conflict, CorruptData, SourceMissing
-from paceline.schemas.command_results import (
-    CheckpointExported,
-    CheckpointShown,
-    CheckpointsShown,
-    ModelImported,
-)
+from paceline.schemas import CheckpointExported, CheckpointShown, CheckpointsShown, ModelImported
 
 if TYPE_CHECKING:
     from paceline.training.checkpoint import Generation, Generations
@@ -48,7 +43,7 @@ def list_checkpoints(
     """List the checkpoints at PLACE, newest first. With --verify, exit code 1 where one is damaged;
     it is named, and left as it is.
     """
-    from paceline.training.checkpoint.generations import generations_at
+    from paceline.training.checkpoint import generations_at
 
     generations = generations_at(place, profile=read_profile(profile, overrides))
     found = generations.find()
@@ -65,15 +60,12 @@ def list_checkpoints(
     shown += [_shown(generations, each, "unfinished") for each in found.unfinished]
     shown.sort(key=lambda each: each.name, reverse=True)
     answer = CheckpointsShown(url=generations.url, job_id=job_id, checkpoints=tuple(shown))
-    if as_json:
-        click.echo(answer.model_dump_json())
-    else:
-        click.echo(f"{job_id or 'checkpoints'} at {generations.url}: {len(shown) or 'none'}")
-        for one in shown:
-            size = "" if one.bytes is None else f"{one.bytes:>15,} bytes"
-            click.echo(f"  step {one.step:>8}  {one.status:<10} {size}  {one.name}")
-            if one.why:
-                click.echo(f"                 {one.why}")
+    lines = [f"{job_id or 'checkpoints'} at {generations.url}: {len(shown) or 'none'}"]
+    for one in shown:
+        size = "" if one.bytes is None else f"{one.bytes:>15,} bytes"
+        lines.append(f"  step {one.step:>8}  {one.status:<10} {size}  {one.name}")
+        lines += [f"                 {one.why}"] if one.why else []
+    show(answer, as_json, *lines)
     return 1 if any(each.status == "damaged" for each in shown) else 0
 
 
@@ -110,8 +102,7 @@ def export_checkpoint(
     Every byte is verified on the way. (dcp.load also reads PLACE itself, without an export:
     storage_reader=paceline.training.checkpoint.dcp_export.PacelineReader(PLACE).)
     """
-    from paceline.training.checkpoint.dcp_export import DcpPrefixes, export_dcp
-    from paceline.training.checkpoint.generations import generation_at
+    from paceline.training.checkpoint import DcpPrefixes, export_dcp, generation_at
 
     began = time.monotonic()
     settings = read_profile(profile, overrides)
@@ -132,13 +123,12 @@ def export_checkpoint(
         tensors=tensors,
         seconds=time.monotonic() - began,
     )
-    if as_json:
-        click.echo(done.model_dump_json())
-    else:
-        click.echo(
-            f"step {done.step} of {commit.job_id} at {done.directory}: {done.tensors} tensors, "
-            f"{done.bytes:,} bytes, in {done.seconds:.1f} s"
-        )
+    show(
+        done,
+        as_json,
+        f"step {done.step} of {commit.job_id} at {done.directory}: {done.tensors} tensors, "
+        f"{done.bytes:,} bytes, in {done.seconds:.1f} s",
+    )
     return 0
 
 
@@ -157,7 +147,7 @@ def import_checkpoint(
     say. To train on from here, optimizer included: `paceline train --model SOURCE`.
     """
     from paceline.models import save_model, weights_digest
-    from paceline.training.loop.starting_state import model_of_dcp
+    from paceline.training.loop import model_of_dcp
 
     if directory.exists() and any(directory.iterdir()):
         raise Conflict(
@@ -174,11 +164,12 @@ def import_checkpoint(
         cast=found.cast,
         weights_digest=weights_digest(directory),
     )
-    if as_json:
-        click.echo(done.model_dump_json())
-    else:
-        cast = f", {done.cast} of them in another dtype there" if done.cast else ""
-        click.echo(f"{done.directory}: {done.tensors} weights, {done.prefix!r} before them{cast}")
+    cast = f", {done.cast} of them in another dtype there" if done.cast else ""
+    show(
+        done,
+        as_json,
+        f"{done.directory}: {done.tensors} weights, {done.prefix!r} before them{cast}",
+    )
     return 0
 
 

@@ -12,24 +12,31 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from types import FrameType, SimpleNamespace
+from typing import TYPE_CHECKING
 
 import click
 from click.core import ParameterSource
 
-from paceline.cli.options import json_option, profile_options, read_profile, state_option
-from paceline.cli.training.facts import beside, facts, summary
+from paceline.cli.options import handling, json_option, profile_options, read_profile, state_option
 from paceline.cli.training.mlflow_logging import TrainingLog, location
-from paceline.cli.training.output import Lines, preparing, say, warnings_told
+from paceline.cli.training.output import (
+    Lines,
+    beside,
+    facts,
+    preparing,
+    say,
+    summary,
+    warnings_told,
+)
 from paceline.errors import Cancelled, InvalidInput
-from paceline.relay.process import SignalEvent
+from paceline.relay import SignalEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from paceline.config import Profile
-    from paceline.schemas.training import RankEvent
+    from paceline.schemas import RankEvent
 
 
 @click.command()
@@ -167,20 +174,15 @@ def train(
             got=f"MODEL_ID {model_id}",
             do="An installation's profile decides them there.",
         )
-    from paceline.cli.flows import run_flow, start_flow
+    from paceline.cli.flows import FlowCall
 
-    here = start_flow(state, run_id)
-    from paceline.flows.train import train_model
-
-    return run_flow(
-        train_model,
-        as_json,
+    return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
+        "train.train_model",
         model_id=model_id,
         version=version,
         snapshot_url=snapshot,
         labels=labels,
         steps=steps,
-        **here,
     )
 
 
@@ -223,14 +225,17 @@ def train_here(
     if mlflow is not None:
         location(mlflow)  # raises before any data are read
     cancel = SignalEvent()
-    with warnings_told() as told, single.held(output), _stopping_gently(cancel) as signals:
+    with warnings_told() as told, single.locked_output(output), _stopping_gently(cancel) as signals:
         with preparing(output):
             job = single.prepare(asked, run_id, lambda line: say(f"  {line}"))
-        record, place = single.record_of(job), single.shown(single.checkpoints_of(job))
+        record, place = (
+            single.local_record_dir(job),
+            single.display_url(single.checkpoints_url(job)),
+        )
         lines = Lines(job, record)
         told.addFilter(lines.is_news)
         lines.begin(output)
-        for line in (*facts(job, *single.parts_of(job)), beside(job, record)):
+        for line in (*facts(job, *single.snapshot_and_config(job)), beside(job, record)):
             if line:
                 say(line)
         followers: list[Callable[[RankEvent], None]] = [lines]
@@ -255,7 +260,7 @@ def train_here(
             answer["mlflow_run_id"] = logged.run_id
         click.echo(json.dumps(answer | result.model_dump(mode="json")))
     else:
-        if not lines.heard:
+        if not lines.started:
             say(
                 "this very training is finished: nothing was trained again, this is its result "
                 "(another mesh or number of ranks is the same training; --output DIR starts anew)"
@@ -276,33 +281,21 @@ def _to_all(followers: list[Callable[[RankEvent], None]]) -> Callable[[RankEvent
     return on_event
 
 
-class _stopping_gently:  # noqa: N801 - reads as what it does
+@contextlib.contextmanager
+def _stopping_gently(cancel: threading.Event) -> Iterator[SimpleNamespace]:
     """Within the ``with``, the first SIGINT, SIGTERM or SIGHUP makes training save and end.
 
-    Before ``running`` is set, and on a second signal, training ends at once. A signal that is
-    ignored (``nohup``) stays ignored.
+    Before ``running`` of what it yields is set, and on a second signal, training ends at once.
     """
+    training = SimpleNamespace(running=False)
 
-    def __init__(self, cancel: threading.Event) -> None:
-        self.running = False
-        self._cancel = cancel
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _stopping_gently:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._before[number] = signal.signal(number, self._asked)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _asked(self, _number: int, _frame: FrameType | None) -> None:
-        if self._cancel.is_set() or not self.running:
+    def asked(_number: int, _frame: FrameType | None) -> None:
+        if cancel.is_set() or not training.running:
             raise KeyboardInterrupt
         # os.write and not sys.stderr.write: the signal may have interrupted one of those.
         with contextlib.suppress(OSError):
             os.write(2, b"! stopping: every rank saves its state (once more: at once, unsaved)\n")
-        self._cancel.set()
+        cancel.set()
+
+    with handling(asked, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        yield training

@@ -9,23 +9,21 @@ training: figures are queued, and the next start of the same command sends those
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
-from paceline.cli.training.facts import METRICS_FILE
+from paceline.cli.training.output import METRICS_FILE, figures_in
 from paceline.errors import Cancelled, InvalidInput, PacelineError, TemporaryError
-from paceline.tasks.figures import Figures
+from paceline.tasks.figures import Figures, points_of, record_job, record_result
 
 if TYPE_CHECKING:
-    from paceline.registry import MetricPoint, Registry
-    from paceline.registry.runs import RunStatus
-    from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+    from paceline.registry import MetricPoint, Registry, RunStatus
+    from paceline.schemas import RankEvent, TrainJob, TrainResult
 
 _SCHEMES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "file", "")
 
@@ -106,16 +104,8 @@ class TrainingLog:
 
     def __call__(self, event: RankEvent) -> None:
         """Queue the figures of one event; never blocks."""
-        from paceline.registry import MetricPoint
-
-        if event.event != "step" or event.rank != 0:
-            return
-        points = [
-            MetricPoint(f"train.{key}", float(value), event.step)
-            for key, value in event.data.items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
-        ]
-        self._figures.take(points, event.step / max(1, self._job.settings.steps))
+        if event.event == "step" and event.rank == 0:
+            self._figures.take(points_of(event), event.step / max(1, self._job.settings.steps))
 
     def done(self, result: TrainResult) -> None:
         """Store the result, which is logged at the end."""
@@ -142,10 +132,6 @@ class TrainingLog:
 
     def _open(self) -> None:
         """Find or create the run and log its parameters and tags; only once."""
-        from paceline.registry import lineage
-        from paceline.training import code_version, config_digest
-        from paceline.training import reproducibility as environment
-
         with self._opening:
             if self.run_id:
                 return
@@ -157,19 +143,7 @@ class TrainingLog:
                     job.run_id, experiment=self._experiment, name=job.job_id
                 )
                 self._registry.resume_run(run)
-                self._registry.log_params(run, lineage.training_params(job))
-                self._registry.log_artifact_text(run, job.model_dump_json(), lineage.JOB_FILE)
-                threads = job.settings.threads_per_rank
-                tags = lineage.training_tags(
-                    job,
-                    config_digest=config_digest(job),
-                    code_version=code_version(),
-                    environment_digest=environment.current(threads).digest,
-                )
-                self._registry.log_tags(run, tags)
-                self._registry.log_dataset(
-                    run, name=job.data.project, url=job.snapshot_url, digest=job.snapshot_digest
-                )
+                record_job(self._registry, run, job)
                 self._catch_up(run)
             finally:
                 _hear_again()
@@ -179,12 +153,9 @@ class TrainingLog:
         """Send the figures of steps that metrics.jsonl has and the run lacks."""
         from paceline.registry import MetricPoint, lineage
 
-        path = self._record / METRICS_FILE
-        if not path.exists():
-            return
         there = self._registry.history(run, lineage.LOSS)
         points: dict[tuple[int, str], MetricPoint] = {}
-        for step, figures in _figures_in(path):
+        for step, figures in figures_in(self._record / METRICS_FILE):
             for key, value in figures.items():
                 if key != "attempt" and isinstance(value, int | float) and step not in there:
                     points[step, key] = MetricPoint(f"train.{key}", float(value), step)
@@ -193,14 +164,10 @@ class TrainingLog:
             self._tell(f"  MLflow was sent {len({step for step, _ in points})} steps it had missed")
 
     def _close(self, kind: type[BaseException] | None) -> None:
-        from paceline.registry import lineage
-
         self._open()
         result = self._result
         if result is not None:
-            self._registry.log_metrics(self.run_id, lineage.training_metrics(result))
-            text = result.model_dump_json()
-            self._registry.log_artifact_text(self.run_id, text, lineage.RESULT_FILE)
+            record_result(self._registry, self.run_id, result)
         stopped = kind is not None and issubclass(kind, Cancelled | KeyboardInterrupt)
         status: RunStatus = "FINISHED" if result else "KILLED" if stopped else "FAILED"
         self._catch_up(self.run_id)  # figures dropped while the server was unreachable
@@ -219,17 +186,6 @@ class TrainingLog:
                 f"! MLflow lacks the figures of {len(missing)} steps ({ranges_of(missing)}): the "
                 "same command sends them from the --output directory that was trained in then"
             )
-
-
-def _figures_in(path: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield each step of metrics.jsonl; truncated lines are skipped."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            figures = json.loads(line)
-            step = int(figures.pop("step"))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            continue  # its writer was killed
-        yield step, figures
 
 
 def ranges_of(numbers: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""Progress output of `paceline train`.
+"""Text of `paceline train`: the facts at its start, its progress, the summary at its end.
 
 Progress goes to standard error. Each step's figures are also written, one JSON object per line, to
 ``metrics.jsonl`` beside the job's checkpoints; together with the job itself (``job.json``) this is
@@ -10,24 +10,28 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from paceline.cli.training.facts import JOB_FILE, METRICS_FILE, held_out, number
+from paceline.cli.options import duration, size
 from paceline.errors import Cancelled
 from paceline.text import OneLine
 
 if TYPE_CHECKING:
-    from paceline.schemas.training import RankEvent, TrainJob
+    from paceline.data import Snapshot
+    from paceline.models import ModelConfig
+    from paceline.schemas import RankEvent, TrainJob, TrainResult
 
+JOB_FILE, METRICS_FILE = "job.json", "metrics.jsonl"  # beside a job's checkpoints
+REASONS = 3  # quarantine reasons in the summary
 LINES = 40  # step lines per training, at least
 SILENCE_S = 10.0  # greatest pause between lines while steps run or data are prepared
-MB = 1_000_000
 
 _KEPT = ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds", "step_skipped")
 
@@ -52,25 +56,34 @@ def warnings_told() -> Iterator[logging.Handler]:
 
 
 @contextmanager
-def preparing(output: Path) -> Iterator[None]:
-    """Report that data and model are being prepared, again every SILENCE_S."""
-    say(f"preparing data and model below {output}")
-    over, began = threading.Event(), time.monotonic()
+def _every(seconds: float, report: Callable[[], None]) -> Iterator[None]:
+    """Within the ``with``, call ``report`` every ``seconds`` in a thread of its own."""
+    over = threading.Event()
 
-    def tell() -> None:
-        while not over.wait(SILENCE_S):
-            files = [each for each in (output / "data").rglob("*") if each.is_file()]
-            size = sum(each.stat().st_size for each in files)
-            say(
-                f"  still preparing: {size / MB:,.1f} MB of data, {_span(time.monotonic() - began)}"
-            )
+    def run() -> None:
+        while not over.wait(seconds):
+            report()
 
-    teller = threading.Thread(target=tell, name="preparing", daemon=True)
-    teller.start()
+    threading.Thread(target=run, name="report", daemon=True).start()
     try:
         yield
     finally:
         over.set()
+
+
+@contextmanager
+def preparing(output: Path) -> Iterator[None]:
+    """Report that data and model are being prepared, again every SILENCE_S."""
+    say(f"preparing data and model below {output}")
+    began = time.monotonic()
+
+    def report() -> None:
+        files = [each for each in (output / "data").rglob("*") if each.is_file()]
+        read = size(sum(each.stat().st_size for each in files))
+        say(f"  still preparing: {read} of data, {duration(time.monotonic() - began)}")
+
+    with _every(SILENCE_S, report):
+        yield
 
 
 class Lines:
@@ -82,7 +95,7 @@ class Lines:
         kept: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.heard = False  # whether any event has arrived
+        self.started = False  # whether any event has arrived
         self.step = 0
         self.saved = 0  # the newest step that has a checkpoint
         self.notes: list[str] = []
@@ -105,21 +118,9 @@ class Lines:
             f"below {output}"
         )
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self) -> AbstractContextManager[None]:
         """Within the ``with``, report when no event arrives for long: after 10 s, 20, 40, …"""
-        over = threading.Event()
-
-        def watch() -> None:
-            while not over.wait(1.0):
-                self.look()
-
-        watcher = threading.Thread(target=watch, name="silence", daemon=True)
-        watcher.start()
-        try:
-            yield
-        finally:
-            over.set()
+        return _every(1.0, self.look)
 
     def look(self) -> None:
         """Report where no event arrived for long; called about once a second."""
@@ -129,15 +130,15 @@ class Lines:
         self._patience *= 2
         last = f"step {self.step} was the last" if self.step else "no step was made yet"
         say(
-            f"  {_span(silent)} without a word: {last}; the first step also compiles, a step may "
-            f"take {_span(self._job.settings.guard.step_deadline_s)}"
+            f"  {duration(silent)} without a word: {last}; the first step also compiles, a step "
+            f"may take {duration(self._job.settings.guard.step_deadline_s)}"
         )
 
     def __call__(self, event: RankEvent) -> None:
         """Process one event."""
         self._heard_at, self._patience = self._clock(), SILENCE_S
-        if not self.heard:
-            self.heard = True
+        if not self.started:
+            self.started = True
             self._keep(JOB_FILE, self._job.model_dump_json() + "\n", mode="w")
         if event.attempt > self._attempt:
             if self._attempt:
@@ -218,7 +219,7 @@ class Lines:
         if step <= first:
             return ""
         seconds = (now - since) / (step - first) * (self._job.settings.steps - step)
-        return f"  {_span(seconds)} left" if seconds >= SILENCE_S else ""
+        return f"  {duration(seconds)} left" if seconds >= SILENCE_S else ""
 
     def stopped(self, checkpoints: object) -> Cancelled:
         """Return the error of a stopped training; it names the last saved step."""
@@ -253,11 +254,144 @@ class Lines:
         say(f"! {line}")
 
 
-def _span(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+def figures_in(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each step's figures from a metrics.jsonl; truncated lines are skipped."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            figures = json.loads(line)
+            step = int(figures.pop("step"))
+        except (ValueError, KeyError, AttributeError, TypeError):
+            continue  # its writer was killed
+        yield step, figures
 
 
 def _list(value: object) -> list[object]:
     return list(value) if isinstance(value, list | tuple) else []
+
+
+# The facts at the start and the summary at the end.
+
+
+def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list[str]:
+    """Return lines on model and data, for the user to check before training."""
+    record = snapshot.record
+    train, aside = snapshot.of_split("train"), snapshot.of_split("held-out")
+    lines = [
+        f"  data    {record.documents:,} samples, {snapshot.tokens:,} tokens: "
+        f"{sum(each.tokens for each in train):,} to learn from, "
+        f"{sum(each.tokens for each in aside):,} held out",
+        f"  model   {_shape(job, config)}",
+    ]
+    if record.cut_at_bytes is not None:
+        lines.append(
+            f"! data are cut at {record.cut_at_bytes:,} bytes: more of them is taken with "
+            "--set data.max_bytes=…"
+        )
+    if record.skipped:
+        lines.append(
+            f"! {record.skipped:,} left out, e.g. {'; '.join(record.skipped_examples[:2])}"
+        )
+    if record.duplicates:
+        lines.append(f"  {record.duplicates:,} samples that say the same as another are left out")
+    if (wanted := job.settings.ranks * job.settings.threads_per_rank) > (cores := _cores()):
+        lines.append(
+            f"! {job.settings.ranks} ranks of {job.settings.threads_per_rank} threads take turns "
+            f"on {cores} cores: a step takes about {wanted / cores:.1f} times as long"
+        )
+    return lines
+
+
+def _shape(job: TrainJob, config: ModelConfig | None) -> str:
+    from paceline.models import count_parameters
+
+    if config is None:
+        return job.settings.code_ref
+    return (
+        f"{count_parameters(config):,} parameters: {config.num_hidden_layers} layers of width "
+        f"{config.hidden_size}, context {config.context}, {config.vocab_size} tokens"
+    )
+
+
+def beside(job: TrainJob, checkpoints: Path) -> str | None:
+    """Return a line on another training in this directory, where ``job`` has not begun yet."""
+    if checkpoints.exists() or not checkpoints.parent.is_dir():
+        return None
+    found = {each.name: _saved_step(each) for each in checkpoints.parent.iterdir()}
+    known = [f"{name} (step {step})" for name, step in sorted(found.items()) if step]
+    if not known:
+        return None
+    return (
+        f"! below this directory is also {', '.join(known[:3])}: its data, model or settings are "
+        f"others, so {job.job_id} begins at its first step"
+    )
+
+
+def summary(job: TrainJob, result: TrainResult) -> list[str]:
+    """Return the summary that is printed at the end of a run."""
+    from paceline.training import checkpoints_url, display_url, local_record_dir
+
+    record = local_record_dir(job)
+    lines = [
+        f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
+        f"{result.tokens_per_second:,.0f} tokens/s",
+        f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a token",
+    ]
+    if "held_out_loss" in result.held_out:
+        lines.append(f"  held out      {held_out(result.held_out)}")
+    lines += [
+        f"  waiting       data {result.data_wait_share:.1%}, "
+        f"checkpoints {result.checkpoint_stall_share:.1%}",
+        f"  checkpoints   {len(result.checkpoints)} in {display_url(checkpoints_url(job))}",
+    ]
+    if (record / METRICS_FILE).exists():
+        lines.append(f"  each step     {record / METRICS_FILE}")
+    if (record / "traces").exists():
+        lines.append(f"  traces        {record / 'traces'} (for Perfetto)")
+    lines.append(f"  model         {display_url(result.export_url)}")
+    if result.ledger is not None:
+        ledger = result.ledger
+        parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}
+        told = [
+            f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.1f}"
+            for name, seconds in parts.items()
+            if name not in ("wall_s", "goodput") and seconds >= 0.05
+        ]
+        lines.append(f"  seconds       {', '.join(told)} of {ledger.wall_s:.1f}")
+        lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
+    for restart in result.restarts:
+        lines.append(
+            f"  restart       {restart.kind}: {restart.reason}; {restart.lost_steps} steps lost, "
+            f"{restart.seconds:.1f} s"
+        )
+    if result.skipped_batches or result.quarantined_shards:
+        lines.append(
+            f"  needs review  {len(result.quarantined_shards)} shards or samples, "
+            f"batches passed over: {list(result.skipped_batches)}"
+        )
+        lines += [f"                {each}" for each in result.quarantine_lines[:REASONS]]
+    return lines
+
+
+def held_out(figures: dict[str, float] | dict[str, object]) -> str:
+    """Return an evaluation's figures as text."""
+    nats, bits = (number(figures.get(each)) for each in ("held_out_loss", "held_out_bits_per_byte"))
+    return f"{nats:.4f} nats a token" + ("" if math.isnan(bits) else f", {bits:.3f} bits a byte")
+
+
+def _saved_step(directory: Path) -> int:
+    """Return the newest step with a checkpoint generation in a job's directory, or 0."""
+    names = [each.name.split("-") for each in directory.glob("step-*")]
+    return max((int(each[1]) for each in names if each[1].isdecimal()), default=0)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def number(value: object) -> float:
+    """Return the JSON value ``value`` as a float, NaN where it is not a number."""
+    return float(value) if isinstance(value, int | float) else float("nan")

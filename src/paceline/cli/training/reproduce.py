@@ -6,8 +6,6 @@ training without a server.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,14 +13,14 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import json_option, state_directory, state_option
-from paceline.cli.training.facts import JOB_FILE, METRICS_FILE
+from paceline.cli.training.output import JOB_FILE, METRICS_FILE, figures_in
 from paceline.config import Runtime, load_runtime
 from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
-from paceline.schemas.command_results import Reproduction
+from paceline.schemas import Reproduction
 
 if TYPE_CHECKING:
-    from paceline.schemas.training import RankEvent
-    from paceline.training.reproducibility import Recorded
+    from paceline.schemas import RankEvent
+    from paceline.training import Recorded
 
 NOT_IDENTICAL = 3
 RESULT_FILE = "result.json"
@@ -44,9 +42,7 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
     trained, because code, libraries, machine, data or base model are not as they were.
     """
     from paceline.storage import open_store
-    from paceline.training import LocalLauncher
-    from paceline.training.reproduce import again
-    from paceline.training.reproducibility import differences_of
+    from paceline.training import LocalLauncher, differences_of, train_again
 
     if is_directory(run_id):
         runtime, recorded = recorded_here(Path(run_id))
@@ -67,7 +63,7 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
     else:
         with LocalLauncher() as launcher:
             said = None if as_json else _Teller(recorded.job.settings.steps)
-            found = again(recorded, runtime, store, launcher, anyway=anyway, on_event=said)
+            found = train_again(recorded, runtime, store, launcher, anyway=anyway, on_event=said)
     if as_json:
         click.echo(found.model_dump_json())
     else:
@@ -104,8 +100,8 @@ def recorded_here(place: Path) -> tuple[Runtime, Recorded]:
     """
     from pydantic import ValidationError
 
-    from paceline.schemas.training import TrainJob, TrainResult
-    from paceline.training.reproducibility import Recorded
+    from paceline.schemas import TrainJob, TrainResult
+    from paceline.training import Recorded
 
     place = place.absolute()
     of_job = (place / RESULT_FILE).is_file()
@@ -142,14 +138,9 @@ def recorded_here(place: Path) -> tuple[Runtime, Recorded]:
 
 
 def _losses(path: Path) -> dict[int, float]:
-    """Return each step's last recorded loss; truncated lines are skipped."""
-    losses = {}
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            figures = json.loads(line)
-            loss = figures["loss"]  # null: it was not finite
-            losses[int(figures["step"])] = math.nan if loss is None else float(loss)
-    return losses
+    """Return each step's last recorded loss."""
+    found = {step: figures["loss"] for step, figures in figures_in(path) if "loss" in figures}
+    return {step: math.nan if loss is None else float(loss) for step, loss in found.items()}
 
 
 def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
@@ -157,8 +148,8 @@ def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
     from pydantic import ValidationError
 
     from paceline.registry import Registry, lineage
-    from paceline.schemas.training import TrainJob, TrainResult
-    from paceline.training.reproducibility import Recorded
+    from paceline.schemas import TrainJob, TrainResult
+    from paceline.training import Recorded
 
     registry = Registry.from_runtime(runtime)
     mlflow_run = registry.find_run(run_id)

@@ -1,1 +1,5 @@
 """The coordinator's state machine, without I/O: events and a time in, effects out."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -22,12 +22,18 @@ from paceline.coordinator.state.persisted_state import Switch
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict
 from paceline.manifest import version_key
-from paceline.schemas.calls import SwitchKind, SwitchPhase, SwitchView, WorkerSwitch
-from paceline.schemas.events import EventName
-from paceline.schemas.records import DeploymentStatus, Failure
+from paceline.schemas import (
+    DeploymentStatus,
+    EventName,
+    Failure,
+    SwitchKind,
+    SwitchPhase,
+    SwitchView,
+    WorkerSwitch,
+)
 
-NAMED = 20  # workers that an event names; the rest is counted
-TOLD = {
+MAX_NAMED_WORKERS = 20  # workers that an event names; the rest is counted
+SWITCH_EVENTS = {
     SwitchKind.ACTIVATE: EventName.DEPLOYMENT_ACTIVATED,
     SwitchKind.ROLLBACK: EventName.DEPLOYMENT_ROLLED_BACK,
 }
@@ -93,7 +99,7 @@ class ActivationManager:
                 where=where,
                 do="Roll back the deployment that is active now.",
             )
-        goals = self._beneath(run)
+        goals = self._previous(run)
         if len(goals) < self._quorum(run):
             raise Conflict(
                 "nothing was active before on too many workers",
@@ -136,19 +142,23 @@ class ActivationManager:
         self, run: DeploymentState, kind: SwitchKind, goals: SwitchTargets, at: float, now_s: float
     ) -> list[Effect]:
         effects: list[Effect] = []
-        for other in [*self._rivals(run), run]:
+        for other in [*self._overlapping(run), run]:
             if self._phase(other) is SwitchPhase.PREPARING:
                 effects += self._refuse(other, "another switch was asked for", at, now_s)
-        run.memo = replace(
-            run.memo, switch=Switch(kind=kind, phase=SwitchPhase.PREPARING, since_s=now_s)
-        )
+        switch = Switch(kind=kind, phase=SwitchPhase.PREPARING, since_s=now_s)
+        effects.append(self._set(run, switch))
         self._begin(goals)
-        self._book.retime(run)
-        return [*effects, SaveDeployment(run.deployment, run.memo)]
+        return effects
+
+    def _set(self, run: DeploymentState, switch: Switch) -> SaveDeployment:
+        """Make ``switch`` the deployment's newest one; return the effect that stores it."""
+        run.memo = replace(run.memo, switch=switch)
+        self._book.update_ticking(run)
+        return SaveDeployment(run.deployment, run.memo)
 
     def _begin(self, goals: SwitchTargets) -> None:
         for worker_id, goal in goals.items():
-            goal.parts[worker_id].seen_whole = False
+            goal.parts[worker_id].reported_complete = False
             goal.asking.add(worker_id)
             self._book.announce(goal, (worker_id,))
 
@@ -164,7 +174,7 @@ class ActivationManager:
         if switch.phase is SwitchPhase.PREPARING:
             ready = [each for each, goal in goals.items() if self._is_ready(each, goal)]
             patient = waited_s < self._patience.prepare_s
-            if len(ready) >= quorum and not (patient and self._may_show(goals)):
+            if len(ready) >= quorum and not (patient and self._reports_missing(goals)):
                 return self._decide(run, switch.kind, goals, at, now_s)
             if waited_s > self._patience.switch_s:
                 return self._refuse(run, self._why_not(run, goals, len(ready)), at, now_s)
@@ -174,10 +184,9 @@ class ActivationManager:
         if len(done) >= quorum and (not left or waited_s > self._patience.switch_s):
             return self._finish(run, goals, done, at, now_s)
         if waited_s > self._patience.switch_s and not switch.late:
-            run.memo = replace(run.memo, switch=replace(switch, late=True))
             data = self._data(run, goals)
-            late = EventName.DEPLOYMENT_SWITCH_LATE
-            return [SaveDeployment(run.deployment, run.memo), self._told(run, late, data, at)]
+            saved = self._set(run, replace(switch, late=True))
+            return [saved, self._event(run, EventName.DEPLOYMENT_SWITCH_LATE, data, at)]
         return []
 
     def _decide(
@@ -185,24 +194,21 @@ class ActivationManager:
     ) -> list[Effect]:
         """Renumber, so that the goals are the active versions, and command the switch."""
         effects: list[Effect] = []
-        for other in self._rivals(run):
+        for other in self._overlapping(run):
             if other.memo.switch is not None and self._phase(other) is SwitchPhase.SWITCHING:
                 ended = replace(other.memo.switch, phase=SwitchPhase.SUPERSEDED, since_s=now_s)
-                other.memo = replace(other.memo, switch=ended)
-                self._book.retime(other)
-                effects.append(SaveDeployment(other.deployment, other.memo))
+                effects.append(self._set(other, ended))
         number = 0
         if kind is SwitchKind.ACTIVATE:
             number = 1 + max(each.memo.number for each in self._book)
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHING, since_s=now_s)
         data = self._data(run, goals)
-        run.memo = replace(run.memo, number=number, switch=switch)
+        run.memo = replace(run.memo, number=number)
+        effects.append(self._set(run, switch))
         for worker_id, goal in goals.items():
             goal.asking.discard(worker_id)
         self._call(self._goals(run))
-        switching = EventName.DEPLOYMENT_SWITCHING
-        told = self._told(run, switching, data, at)
-        return [*effects, SaveDeployment(run.deployment, run.memo), told]
+        return [*effects, self._event(run, EventName.DEPLOYMENT_SWITCHING, data, at)]
 
     def _call(self, goals: SwitchTargets) -> None:
         """Command the workers to switch, and clear their other activations of the model."""
@@ -211,12 +217,12 @@ class ActivationManager:
             if other.deployment.model_id not in models:
                 continue
             for worker_id in other.parts.keys() & goals.keys():
-                other.calling.discard(worker_id)
+                other.activating.discard(worker_id)
                 other.parts[worker_id].activated = False
         for worker_id, goal in goals.items():
             goal.parts[worker_id].command_sent = False
             if goal.parts[worker_id].receipt is not None:
-                goal.calling.add(worker_id)
+                goal.activating.add(worker_id)
                 self._book.announce(goal, (worker_id,))
 
     def _finish(
@@ -227,9 +233,7 @@ class ActivationManager:
         missing = tuple(sorted(goals.keys() - set(done)))
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHED, since_s=now_s, missing=missing)
         data = self._data(run, goals)
-        run.memo = replace(run.memo, switch=switch)
-        self._book.retime(run)
-        return [SaveDeployment(run.deployment, run.memo), self._told(run, TOLD[kind], data, at)]
+        return [self._set(run, switch), self._event(run, SWITCH_EVENTS[kind], data, at)]
 
     def _refuse(self, run: DeploymentState, why: str, at: float, now_s: float) -> list[Effect]:
         assert run.memo.switch is not None
@@ -241,10 +245,8 @@ class ActivationManager:
         refused = replace(
             run.memo.switch, phase=SwitchPhase.REFUSED, since_s=now_s, failure=failure
         )
-        run.memo = replace(run.memo, switch=refused)
-        self._book.retime(run)
-        told = self._told(run, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)
-        return [SaveDeployment(run.deployment, run.memo), told]
+        saved = self._set(run, refused)
+        return [saved, self._event(run, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)]
 
     # --- views -----------------------------------------------------------------------------------
 
@@ -300,13 +302,13 @@ class ActivationManager:
         """Return what each worker switches to in the newest switch of ``run``."""
         assert run.memo.switch is not None
         if run.memo.switch.kind is SwitchKind.ROLLBACK:
-            return self._beneath(run)
+            return self._previous(run)
         if run.memo.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
             return dict.fromkeys(run.parts, run)
         active = self._book.active(run.deployment.model_id, run.parts.keys())
         return {each: goal for each, goal in active.items() if goal is run}
 
-    def _beneath(self, run: DeploymentState) -> SwitchTargets:
+    def _previous(self, run: DeploymentState) -> SwitchTargets:
         """Return what was active before ``run`` on each worker where it is active (or was, until
         its rollback).
         """
@@ -322,7 +324,7 @@ class ActivationManager:
             found |= dict.fromkeys(sorted(here), other)
         return found
 
-    def _rivals(self, run: DeploymentState) -> Iterator[DeploymentState]:
+    def _overlapping(self, run: DeploymentState) -> Iterator[DeploymentState]:
         """Yield the other deployments of the model that share workers with ``run``."""
         for other in self._book:
             same = other.deployment.model_id == run.deployment.model_id
@@ -337,12 +339,12 @@ class ActivationManager:
 
     def _is_ready(self, worker_id: str, goal: DeploymentState) -> bool:
         part = goal.parts[worker_id]
-        return part.seen_whole and part.receipt is not None and self._fleet.alive(worker_id)
+        return part.reported_complete and part.receipt is not None and self._fleet.alive(worker_id)
 
-    def _may_show(self, goals: SwitchTargets) -> bool:
+    def _reports_missing(self, goals: SwitchTargets) -> bool:
         """Return whether a living worker with a receipt has yet to report what it holds."""
         return any(
-            self._fleet.alive(each) and not goal.parts[each].seen_whole
+            self._fleet.alive(each) and not goal.parts[each].reported_complete
             for each, goal in goals.items()
             if goal.parts[each].receipt is not None
         )
@@ -351,7 +353,7 @@ class ActivationManager:
         away = [each for each in goals if not self._is_ready(each, goals[each])]
         return (
             f"{ready} of {len(run.parts)} workers are ready to switch, wanted "
-            f"{self._quorum(run)}; not ready: {', '.join(away[:NAMED])}"
+            f"{self._quorum(run)}; not ready: {', '.join(away[:MAX_NAMED_WORKERS])}"
         )
 
     def _data(self, run: DeploymentState, goals: SwitchTargets) -> dict[str, object]:
@@ -363,17 +365,17 @@ class ActivationManager:
         data: dict[str, object] = {
             "model_id": deployment.model_id,
             "version": deployment.version,
-            "to": ", ".join(versions[:NAMED]),
+            "to": ", ".join(versions[:MAX_NAMED_WORKERS]),
             "quorum": self._quorum(run),
             "workers": len(states.get("switched", ())),
         }
         for state in sorted(states.keys() - {"switched", "ready"}):
-            data[state] = states[state][:NAMED]
-            if len(states[state]) > NAMED:
-                data[f"{state}_more"] = len(states[state]) - NAMED
+            data[state] = states[state][:MAX_NAMED_WORKERS]
+            if len(states[state]) > MAX_NAMED_WORKERS:
+                data[f"{state}_more"] = len(states[state]) - MAX_NAMED_WORKERS
         return data
 
-    def _told(
+    def _event(
         self, run: DeploymentState, name: EventName, data: dict[str, object], at: float
     ) -> EmitEvent:
         return EmitEvent(name, at, run.deployment.deployment_id, None, data)

@@ -22,12 +22,20 @@ from paceline.coordinator.state.messages import (
     Register,
     SaveWorker,
 )
-from paceline.coordinator.state.targets import require_possible
+from paceline.coordinator.state.targets import validate_heartbeat
 from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Cancelled, DeploymentFailed, NotFound
-from paceline.schemas.calls import Command, DeploymentBeat, Heartbeat, HeartbeatAnswer, Registered
-from paceline.schemas.events import EventName
-from paceline.schemas.records import Deployment, DeploymentStatus, WorkerStatus
+from paceline.schemas import (
+    Command,
+    Deployment,
+    DeploymentBeat,
+    DeploymentStatus,
+    EventName,
+    Heartbeat,
+    HeartbeatAnswer,
+    Registered,
+    WorkerStatus,
+)
 
 # Agents only pull: commands are part of the answers to heartbeats. A command is repeated in every
 # answer until the agent's heartbeats show its effect, so that none is lost; a deployment with no
@@ -36,56 +44,24 @@ from paceline.schemas.records import Deployment, DeploymentStatus, WorkerStatus
 CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
 
 
-def answer_to(
-    book: DeploymentIndex,
-    worker_id: str,
-    listed: Mapping[str, DeploymentBeat],
-    *,
-    epoch: int,
-    next_beat_s: float,
-    barred: tuple[str, ...],
-) -> Answer:
-    """Return the commands for a worker; ``listed`` is its heartbeat, by deployment."""
-    commands = []
-    for run in book.open_runs(worker_id):
-        if run.unheard:
-            run.unheard.discard(worker_id)
-        entry = listed.get(run.deployment.deployment_id)
-        moving = entry is not None and entry.status is WorkerStatus.RECEIVING
-        command = _command_for(book, run, worker_id, moving)
-        if command is not None:
-            commands.append(command)
-    return Answer(
-        HeartbeatAnswer(
-            epoch=epoch, next_beat_s=next_beat_s, commands=tuple(commands), barred=barred
-        )
-    )
-
-
-def register_first(*, epoch: int, next_beat_s: float) -> Answer:
-    """Return the answer that makes an agent register (again)."""
-    stranger = {"continue": False, "epoch": epoch, "next_beat_s": next_beat_s}
-    return Answer(HeartbeatAnswer.model_validate(stranger))
-
-
 def _command_for(
     book: DeploymentIndex, run: DeploymentState, worker_id: str, moving: bool
 ) -> Command | None:
     deployment, part = run.deployment, run.parts[worker_id]
     if deployment.status in CLOSED:
-        told, part.command_sent = part.command_sent, True
-        if part.receipt is None and (moving or not told):
+        sent, part.command_sent = part.command_sent, True
+        if part.receipt is None and (moving or not sent):
             return _command("cancel", deployment)
         # A heartbeat after the command reports no transfer: the worker publishes nothing more.
         part.stopped = True
     elif deployment.status is not DeploymentStatus.COMPLETE:
         return _command("fetch_lanes", deployment) if run.behind(worker_id) else None
-    elif worker_id in run.calling:
+    elif worker_id in run.activating:
         part.command_sent = True
         return _command("activate", deployment)
     elif worker_id in run.asking:
         # Fetching lanes makes an agent check its disk; its next heartbeat reports the result.
-        return None if part.seen_whole else _command("fetch_lanes", deployment)
+        return None if part.reported_complete else _command("fetch_lanes", deployment)
     book.close(worker_id, deployment.deployment_id)
     return None
 
@@ -113,7 +89,7 @@ class AgentHandlers:
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
             return [SaveWorker(worker), answer]
-        for run in self._book.open_runs(call.worker_id):
+        for run in self._book.runs_for(call.worker_id):
             run.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
@@ -124,17 +100,17 @@ class AgentHandlers:
         values.
         """
         beat = event.beat
-        if self._fleet.is_overtaken(beat):
+        if self._fleet.is_outdated(beat):
             # A duplicate or late heartbeat: its content is outdated.
-            return [Answer(self._plain_answer())]
+            return [self._plain_answer()]
         for each in beat.deployments:
             run = self._book.find(each.deployment_id)
             if run is not None and (part := run.parts.get(beat.worker_id)) is not None:
-                require_possible(run.deployment, run.parts, part, each)
+                validate_heartbeat(run.deployment, run.parts, part, each)
         worker = self._fleet.hear(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
-            return [self._stranger()]
+            return [self._register_first()]
         self.beats += 1
         effects: list[Effect] = []
         listed = {each.deployment_id: each for each in beat.deployments}
@@ -148,41 +124,41 @@ class AgentHandlers:
             effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self._fleet.suspect(key)
-        answer = answer_to(
-            self._book,
-            beat.worker_id,
-            listed,
-            epoch=self._epoch,
-            next_beat_s=self._fleet.beat_interval_s(),
-            barred=self._tokens.barred(),
-        )
-        effects.append(answer)
-        return effects
+        return [*effects, self._answer(beat.worker_id, listed)]
 
     def listen(self, event: AwaitCommands) -> list[Effect]:
         """Return the commands for a worker whose heartbeat was answered and that still waits."""
         if not self._fleet.knows(event.worker_id, event.incarnation):
-            return [self._stranger()]
-        return [
-            answer_to(
-                self._book,
-                event.worker_id,
-                {},
+            return [self._register_first()]
+        return [self._answer(event.worker_id, {})]
+
+    def _answer(self, worker_id: str, listed: Mapping[str, DeploymentBeat]) -> Answer:
+        """Return the commands for a worker; ``listed`` is its heartbeat, by deployment."""
+        commands = []
+        for run in self._book.runs_for(worker_id):
+            run.unheard.discard(worker_id)
+            entry = listed.get(run.deployment.deployment_id)
+            moving = entry is not None and entry.status is WorkerStatus.RECEIVING
+            command = _command_for(self._book, run, worker_id, moving)
+            if command is not None:
+                commands.append(command)
+        return self._plain_answer(*commands)
+
+    def _plain_answer(self, *commands: Command) -> Answer:
+        return Answer(
+            HeartbeatAnswer(
                 epoch=self._epoch,
                 next_beat_s=self._fleet.beat_interval_s(),
+                commands=commands,
                 barred=self._tokens.barred(),
             )
-        ]
-
-    def _plain_answer(self) -> HeartbeatAnswer:
-        interval_s = self._fleet.beat_interval_s()
-        return HeartbeatAnswer(
-            epoch=self._epoch, next_beat_s=interval_s, barred=self._tokens.barred()
         )
 
-    def _stranger(self) -> Answer:
+    def _register_first(self) -> Answer:
+        """Return the answer that makes an agent register (again)."""
         interval_s = self._fleet.beat_interval_s()
-        return register_first(epoch=self._epoch, next_beat_s=interval_s)
+        fields = {"continue": False, "epoch": self._epoch, "next_beat_s": interval_s}
+        return Answer(HeartbeatAnswer.model_validate(fields))
 
     def fetch_lanes(self, event: FetchLanes, now_s: float) -> list[Effect]:
         """Return a worker's lanes in the newest plan, which also acknowledges the manifest; raises
@@ -204,10 +180,10 @@ class AgentHandlers:
                 wanted="a registered target once its deployment is planned",
                 do="Ask again when a beat's answer says fetch_lanes.",
             )
-        run.took_lanes(event.worker_id, member.incarnation, now_s)
+        run.record_lanes(event.worker_id, member.incarnation, now_s)
         return [Answer(lanes)]
 
-    def is_calm(self, beat: Heartbeat) -> bool:
+    def needs_no_commit(self, beat: Heartbeat) -> bool:
         """Return whether a heartbeat certainly leaves nothing to commit: it reports progress only.
 
         False is conservative: there may be nothing to commit either.

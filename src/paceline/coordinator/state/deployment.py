@@ -18,33 +18,37 @@ from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.coordinator.state.targets import (
     TargetGroups,
     TargetProgress,
-    has_part,
-    tally_of,
-    untold_bytes,
+    group_targets,
+    is_participant,
+    unreported_bytes,
 )
 from paceline.manifest import Manifest
 from paceline.plan import Standing, next_order
-from paceline.schemas.calls import DeploymentBeat
-from paceline.schemas.events import EventName
-from paceline.schemas.plan import Plan, Topology, WorkerLanes
-from paceline.schemas.records import (
+from paceline.schemas import (
     Deployment,
+    DeploymentBeat,
     DeploymentStatus,
+    EventName,
     Failure,
+    Plan,
     Receipt,
+    Topology,
     Worker,
+    WorkerLanes,
     WorkerProgress,
     WorkerStatus,
 )
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 OUT_OF_BUDGET = "OriginBudgetExceeded"
-TOLD_AT_ONCE = 64  # sources logged per heartbeat; a full outbox (10,000 events) refuses all commits
-MOST_PROCESSES = 16  # of one worker, whose origin bytes are stored separately
+MAX_SOURCE_EVENTS = (
+    64  # sources logged per heartbeat; a full outbox (10,000 events) refuses all commits
+)
+MAX_PROCESSES = 16  # of one worker, whose origin bytes are stored separately
 ORIGIN_STEP = 0.05  # origin bytes are stored each time they grew by this share of the model
 
 
-def process_of(worker: Worker) -> str:
+def process_key(worker: Worker) -> str:
     """Return the key by which a worker's current process counts its origin bytes."""
     return f"{worker.worker_id} {worker.process or f'{worker.address} {worker.pid}'}"
 
@@ -66,6 +70,7 @@ class DeploymentState:
         self.deployment = deployment
         self.manifest = manifest
         self.memo = memo
+        self.patience = patience
         self.plan: Plan | None = None
         self.lanes: dict[str, WorkerLanes] = {}
         self.order = memo.order
@@ -83,15 +88,17 @@ class DeploymentState:
         self.replan = False  # membership or a standing changed since the plan was made
         self.replanned_s: float | None = None
         self.fresh: set[str] = set()  # returned after the plan was made: it does not apply to them
-        self.unkept = False  # the memo changed since it was stored
+        self.memo_changed = False  # the memo changed since it was stored
         self.short: set[str] = set()  # they need the origin, and their budget does not allow it
-        self.short_since_s: float | None = None
-        self.rescues = 0  # plans made for that reason,
-        self.rescued_bytes = 0  # and the bytes read from the origin before the last of them
-        self.tails_freed = False  # the line is complete, and the tail was planned again
+        self.out_of_budget_since_s: float | None = None
+        self.origin_replans = 0  # plans made for that reason,
+        self.replanned_origin_bytes = (
+            0  # and the bytes read from the origin before the last of them
+        )
+        self.tail_replanned = False  # the line is complete, and the tail was planned again
         self.stage: DeploymentStatus | None = None  # None: to be computed
         self.asking: set[str] = set()  # asked to report that they hold it, see ``activation``
-        self.calling: set[str] = set()  # asked to make it their active version
+        self.activating: set[str] = set()  # asked to make it their active version
         # After a restart: yet to report their progress. Until then nothing is judged by silence.
         self.unheard: set[str] = set()
         self._tally: TargetGroups | None = None
@@ -100,7 +107,7 @@ class DeploymentState:
     def tally(self, alive: Callable[[str], bool]) -> TargetGroups:
         """Return the targets, grouped by state."""
         if self._tally is None or self.final:
-            self._tally = tally_of(self.parts, self.memo.failures, alive)
+            self._tally = group_targets(self.parts, self.memo.failures, alive)
             self.stage = None
         return self._tally
 
@@ -145,10 +152,10 @@ class DeploymentState:
         self._tally = None
         self.unheard.discard(worker_id)
         # The last bytes it read may not be reported again, should this process end too: store them.
-        self.unkept = self.unkept or self.origin_bytes > self.deployment.origin_bytes
-        if untold := untold_bytes(self.lanes.get(worker_id), part):
+        self.memo_changed = self.memo_changed or self.origin_bytes > self.deployment.origin_bytes
+        if untold := unreported_bytes(self.lanes.get(worker_id), part):
             self.memo.untold[part.process or f"{worker_id} unheard"] = untold
-            self.unkept = True
+            self.memo_changed = True
         if worker_id in self.lanes:
             self.replan = True
 
@@ -156,18 +163,18 @@ class DeploymentState:
         """Record that a target registered, perhaps after a failure of its own."""
         part = self.parts[worker_id]
         part.dead_since_s = None
-        part.begin_again(incarnation)
-        self.unkept = self.memo.failures.pop(worker_id, None) is not None or self.unkept
+        part.reset_for(incarnation)
+        self.memo_changed = self.memo.failures.pop(worker_id, None) is not None or self.memo_changed
         self.replan = True
         self.fresh.add(worker_id)
         self.short.discard(worker_id)
         self._tally = None
 
-    def took_lanes(self, worker_id: str, incarnation: int, now_s: float) -> None:
+    def record_lanes(self, worker_id: str, incarnation: int, now_s: float) -> None:
         """Record that a target fetched lanes; only its heartbeats show whether they arrived."""
         part = self.parts[worker_id]
         if incarnation != part.incarnation:
-            part.begin_again(incarnation)
+            part.reset_for(incarnation)
         if not part.ready:
             part.ready, self.stage = True, None
         part.lanes_s = now_s if part.lanes_s is None else part.lanes_s
@@ -203,7 +210,7 @@ class DeploymentState:
     def raise_budget(self, extra_bytes: int) -> None:
         """Raise the origin budget, and request a new plan that distributes it."""
         self.memo = replace(self.memo, extra_bytes=self.memo.extra_bytes + extra_bytes)
-        self.replan, self.short_since_s, self.rescues = True, None, 0
+        self.replan, self.out_of_budget_since_s, self.origin_replans = True, None, 0
 
     def resume(
         self, alive: Callable[[str], bool], address: Callable[[str], str], now_s: float
@@ -233,7 +240,7 @@ class DeploymentState:
                 self.fresh.add(worker_id)  # it returned, and was not planned again
                 self.replan = True
 
-    def recall(self, known: Mapping[str, WorkerProgress]) -> None:
+    def merge_progress(self, known: Mapping[str, WorkerProgress]) -> None:
         """Fill in stored progress of targets that have not reported since a restart."""
         for worker_id, each in known.items():
             part = self.parts.get(worker_id)
@@ -263,7 +270,7 @@ class DeploymentState:
             if each.epoch == plan.epoch:
                 part = self.parts[worker_id]
                 part.spent_before = part.spent_bytes
-        self.replan, self.short_since_s = False, None
+        self.replan, self.out_of_budget_since_s = False, None
         self.fresh.clear()
         update: dict[str, object] = {"epoch": plan.epoch}
         # Lost workers keep their place in the line; the plan does not list them, so the memo does.
@@ -298,11 +305,22 @@ class DeploymentState:
         if status is DeploymentStatus.COMPLETE and None not in (memo.done_s, memo.planned_s):
             update["seconds"] = max(0.0, (memo.done_s or 0.0) - (memo.planned_s or 0.0))
         self.deployment = self.shown().model_copy(update=update)
-        self.unkept = False
+        self.memo_changed = False
 
     def holders(self) -> set[str]:
         """Return the targets that verified the whole model."""
         return {worker_id for worker_id, part in self.parts.items() if part.receipt is not None}
+
+    def unstopped(self, alive: Callable[[str], bool]) -> list[str]:
+        """Return the living targets that may still publish it after it was cancelled."""
+        return [
+            worker_id
+            for worker_id, part in self.parts.items()
+            if self.plan is not None
+            and part.receipt is None
+            and not part.stopped
+            and alive(worker_id)
+        ]
 
     def allowed_dead(self) -> int:
         """Return how many targets may be lost for good."""
@@ -316,7 +334,7 @@ class DeploymentState:
         worker_id, incarnation = worker.worker_id, worker.incarnation
         part = self.parts[worker_id]
         if incarnation != part.incarnation:
-            part.begin_again(incarnation)
+            part.reset_for(incarnation)
         if beat.epoch < part.epoch and beat.receipt is None:
             return []  # an overtaken or replayed heartbeat
         part.epoch = max(part.epoch, beat.epoch)
@@ -324,14 +342,14 @@ class DeploymentState:
             part.ready, part.lanes_s, self.stage = True, now_s, None
         if beat.origin_bytes:
             # By process, not incarnation: a process that returns after a loss continues its count.
-            self._spend(part, process_of(worker), beat.origin_bytes)
+            self._spend(part, process_key(worker), beat.origin_bytes)
         if self.final:
             self._show(part, worker_id, beat)
             return []
         self._count(part, beat)
         if beat.edges:
             # Its own edges only: a worker must not report for others, nor any number of edges.
-            known = (e for e in beat.edges if has_part(self.deployment, self.parts, e.source))
+            known = (e for e in beat.edges if is_participant(self.deployment, self.parts, e.source))
             own = (each for each in known if worker_id in (each.source, each.reader))
             here = [each for each in own if each.reader in self.parts]
             self.standings.take(worker_id, here, now_s)
@@ -360,11 +378,11 @@ class DeploymentState:
         older than the newest command is ignored.
         """
         part.failure = beat.failure
-        part.seen_whole = beat.status is WorkerStatus.COMPLETE and beat.receipt is not None
-        if worker_id in self.calling:
+        part.reported_complete = beat.status is WorkerStatus.COMPLETE and beat.receipt is not None
+        if worker_id in self.activating:
             if not (beat.activated and part.command_sent):
                 return
-            self.calling.discard(worker_id)
+            self.activating.discard(worker_id)
         part.activated = beat.activated
 
     def _count(self, part: TargetProgress, beat: DeploymentBeat) -> None:
@@ -384,17 +402,19 @@ class DeploymentState:
         if more <= 0:
             return
         if process not in self.memo.spent:
-            self._fold_earlier(part, process)
+            self._merge_oldest(part, process)
         self.memo.spent[process] = spent
         part.spent_bytes += more
         self.origin_bytes += more
         step = ORIGIN_STEP * self.deployment.total_bytes
-        self.unkept = self.unkept or self.origin_bytes - self.deployment.origin_bytes > step
+        self.memo_changed = (
+            self.memo_changed or self.origin_bytes - self.deployment.origin_bytes > step
+        )
 
-    def _fold_earlier(self, part: TargetProgress, process: str) -> None:
+    def _merge_oldest(self, part: TargetProgress, process: str) -> None:
         """Add one more process of a worker; merge the counts of its oldest ones."""
         part.processes.append(process)
-        while len(part.processes) > MOST_PROCESSES:
+        while len(part.processes) > MAX_PROCESSES:
             oldest = part.processes.pop(0)
             earlier = f"{oldest.partition(' ')[0]} earlier"
             read = self.memo.spent.pop(oldest, 0)
@@ -404,16 +424,18 @@ class DeploymentState:
         self, part: TargetProgress, worker_id: str, beat: DeploymentBeat, at: float
     ) -> list[SaveReceipt | EmitEvent]:
         """Return one audit event per source that this worker newly gave up or found corrupting; at
-        most ``TOLD_AT_ONCE``, because its next heartbeats name the rest again.
+        most ``MAX_SOURCE_EVENTS``, because its next heartbeats name the rest again.
         """
-        if not (beat.lost_sources or beat.corrupt_sources or part.told):
+        if not (beat.lost_sources or beat.corrupt_sources or part.reported_sources):
             return []
         reports = {f"lost {key}": (EventName.SOURCE_LOST, key) for key in beat.lost_sources}
         reports |= {
             f"corrupt {key}": (EventName.PIECE_CORRUPT, key) for key in beat.corrupt_sources
         }
-        fresh = [report for report in reports if report not in part.told][:TOLD_AT_ONCE]
-        part.told = part.told & reports.keys() | frozenset(fresh)
+        fresh = [report for report in reports if report not in part.reported_sources][
+            :MAX_SOURCE_EVENTS
+        ]
+        part.reported_sources = part.reported_sources & reports.keys() | frozenset(fresh)
         identity = self.deployment.deployment_id
         return [
             EmitEvent(name, at, identity, worker_id, {"source": key})
@@ -444,15 +466,15 @@ class DeploymentState:
         # The rename was before this heartbeat: the receipt has the seconds since its lanes.
         done_s = now_s if part.lanes_s is None else min(now_s, part.lanes_s + receipt.seconds)
         self.memo = replace(self.memo, done_s=max(done_s, self.memo.done_s or done_s))
-        self.unkept = True
-        told = EmitEvent(
+        self.memo_changed = True
+        completed = EmitEvent(
             EventName.WORKER_COMPLETED,
             at,
             ours.deployment_id,
             worker_id,
             {"seconds": receipt.seconds, "reused_bytes": receipt.reused_bytes},
         )
-        return [SaveReceipt(receipt), told]
+        return [SaveReceipt(receipt), completed]
 
     def _fail(
         self, part: TargetProgress, worker_id: str, failure: Failure, at: float
@@ -466,7 +488,7 @@ class DeploymentState:
         self._tally = None
         if not changed:
             return []
-        self.unkept = self.replan = True  # the others must not wait for it
+        self.memo_changed = self.replan = True  # the others must not wait for it
         identity = self.deployment.deployment_id
         data: dict[str, object] = {"code": failure.code, "message": failure.message}
         return [EmitEvent(EventName.WORKER_FAILED, at, identity, worker_id, data)]

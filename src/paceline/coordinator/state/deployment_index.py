@@ -20,8 +20,7 @@ from paceline.coordinator.state.messages import (
 )
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict, NotFound
-from paceline.schemas.events import EventName
-from paceline.schemas.records import DeploymentStatus
+from paceline.schemas import DeploymentStatus, EventName
 
 
 class DeploymentIndex:
@@ -32,7 +31,6 @@ class DeploymentIndex:
         self.ticking: set[str] = set()  # deployments that a tick may change
         self._runs: dict[str, DeploymentState] = {}
         self._open: dict[str, set[str]] = {}  # by worker: with possible commands
-        self._keys_of: dict[str, set[str]] = {}
 
     def __iter__(self) -> Iterator[DeploymentState]:
         return iter(self._runs.values())
@@ -59,11 +57,11 @@ class DeploymentIndex:
                 run.manifest = other.manifest  # 120,000 pieces are 15 MB: share one object
                 break
         self._runs[identity] = run
-        self.retime(run)
+        self.update_ticking(run)
         if announced:
             self.announce(run, run.parts)
 
-    def retime(self, run: DeploymentState) -> None:
+    def update_ticking(self, run: DeploymentState) -> None:
         """Update whether a tick may change the deployment."""
         identity = run.deployment.deployment_id
         switch = run.memo.switch
@@ -82,7 +80,7 @@ class DeploymentIndex:
         """Stop commands for a deployment to a worker."""
         self._open[worker_id].discard(deployment_id)
 
-    def open_runs(self, worker_id: str) -> list[DeploymentState]:
+    def runs_for(self, worker_id: str) -> list[DeploymentState]:
         """Return the deployments that may have commands for a worker, in a fixed order."""
         opened = self._open.get(worker_id)
         if not opened:
@@ -100,8 +98,8 @@ class DeploymentIndex:
             opened = self._open.get(worker_id)
             if opened is not None:
                 opened.discard(identity)
-        for key in self._keys_of.pop(identity, ()):
-            del self.keys[key]
+        for each in [each for each in self.keys.values() if each.deployment_id == identity]:
+            del self.keys[each.key]
 
     def forget(self, worker_id: str) -> None:
         """Delete the index entries of a worker that no deployment names."""
@@ -124,10 +122,9 @@ class DeploymentIndex:
                 break
         return found
 
-    def keep_key(self, key: SaveIdempotencyKey) -> None:
+    def add_key(self, key: SaveIdempotencyKey) -> None:
         """Add an idempotency key."""
         self.keys[key.key] = key
-        self._keys_of.setdefault(key.deployment_id, set()).add(key.key)
 
     def known_key(self, key: str | None, body_digest: str) -> DeploymentState | None:
         """Return the deployment of this key, or None; raises Conflict for another body."""
@@ -151,15 +148,19 @@ class DeploymentIndex:
 # and one that a living worker has yet to stop. Workers are pruned a month after their last
 # heartbeat: where each start has a new name (pods), lost ones would outnumber the living.
 
-AT_ONCE = 8  # deployments deleted in one transaction,
-WORKERS_AT_ONCE = 40  # and workers
-LOOK_S = 60.0  # between two scans, where the last one found nothing to prune,
-LOOK_MANY_S = 1.0  # and where there are more deployments than may be kept
+MAX_PRUNED_DEPLOYMENTS = 8  # deployments deleted in one transaction,
+MAX_PRUNED_WORKERS = 40  # and workers
+PRUNE_INTERVAL_S = 60.0  # between two scans, where the last one found nothing to prune,
+PRUNE_INTERVAL_FULL_S = 1.0  # and where there are more deployments than may be kept
 TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # a target; piece; file or chunk
 
 
 def prune(
-    book: DeploymentIndex, patience: CoordinatorSettings, at: float, now_s: float
+    book: DeploymentIndex,
+    fleet: Membership,
+    patience: CoordinatorSettings,
+    at: float,
+    now_s: float,
 ) -> list[Effect]:
     """Delete a few of the deployments that may be deleted; return the effects."""
     closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
@@ -176,9 +177,15 @@ def prune(
         and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
     ]
     # A new leader has no stop confirmations, and announced only the newest cancelled ones.
-    for run in islice(filter(_unstopped, due), AT_ONCE):
-        book.announce(run, _unstopped(run))
-    for run in list(islice((each for each in due if not _unstopped(each)), AT_ONCE)):
+    unstopped = {
+        id(run): run.unstopped(fleet.alive)
+        for run in due
+        if run.deployment.status is DeploymentStatus.CANCELLED
+    }
+    for run in islice((each for each in due if unstopped.get(id(each))), MAX_PRUNED_DEPLOYMENTS):
+        book.announce(run, unstopped[id(run)])
+    stopped = (each for each in due if not unstopped.get(id(each)))
+    for run in islice(stopped, MAX_PRUNED_DEPLOYMENTS):
         book.drop(run)
         deployment = run.deployment
         data: dict[str, object] = {
@@ -187,8 +194,8 @@ def prune(
             "status": deployment.status.value,
         }
         identity = deployment.deployment_id
-        told = EmitEvent(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
-        effects += [DropDeployment(identity), told]
+        forgotten = EmitEvent(EventName.DEPLOYMENT_FORGOTTEN, at, identity, None, data)
+        effects += [DropDeployment(identity), forgotten]
     return effects
 
 
@@ -214,12 +221,12 @@ def _surplus(closed: Sequence[DeploymentState], patience: CoordinatorSettings) -
 
 def prune_workers(book: DeploymentIndex, fleet: Membership, at: float) -> list[Effect]:
     """Delete a few of the workers that were lost long ago and that no deployment names."""
-    gone = fleet.long_gone(at)
+    gone = fleet.expired_workers(at)
     if not gone:
         return []
     named = {worker_id for run in book for worker_id in run.parts}
     effects: list[Effect] = []
-    for worker_id in islice((each for each in gone if each not in named), WORKERS_AT_ONCE):
+    for worker_id in islice((each for each in gone if each not in named), MAX_PRUNED_WORKERS):
         fleet.forget(worker_id)
         book.forget(worker_id)
         effects += [
@@ -247,14 +254,3 @@ def _needed(book: DeploymentIndex) -> set[str]:
             twice |= once & holders
             once |= holders
     return needed
-
-
-def _unstopped(run: DeploymentState) -> list[str]:
-    """Return the workers that have yet to stop a cancelled deployment, as far as reported."""
-    if run.deployment.status is not DeploymentStatus.CANCELLED or run.plan is None:
-        return []
-    return [
-        worker_id
-        for worker_id, part in run.parts.items()
-        if part.receipt is None and not part.stopped and part.dead_since_s is None
-    ]

@@ -12,29 +12,33 @@ from dataclasses import replace
 from paceline.coordinator.state.deployment import OUT_OF_BUDGET, DeploymentState
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import Effect, EmitEvent, SaveDeployment, SavePlan
-from paceline.coordinator.state.planning import next_plan, told_at_once
-from paceline.coordinator.state.settings import CoordinatorSettings
+from paceline.coordinator.state.planning import next_plan, origin_report_bytes
 from paceline.coordinator.state.targets import TargetGroups, TargetProgress
 from paceline.errors import InvalidPlan
 from paceline.plan import Standing, origin_cap_bytes
-from paceline.schemas.calls import DeploymentView
-from paceline.schemas.events import EventName
-from paceline.schemas.records import DeploymentStatus, Failure, WorkerProgress, WorkerStatus
+from paceline.schemas import (
+    DeploymentStatus,
+    DeploymentView,
+    EventName,
+    Failure,
+    WorkerProgress,
+    WorkerStatus,
+)
 
 # The status and the need for another plan are pure functions of the reports and of which workers
 # are alive: the same facts give the same result before and after a restart of the coordinator.
 # Survivors finish first: while one of them still transfers, no lost worker is given up for good.
 
-RESCUES = 3  # then it is stalled until an operator or the deadline ends it
-NAMED = 20  # workers named in one message; the rest is counted
+MAX_ORIGIN_REPLANS = 3  # then it is stalled until an operator or the deadline ends it
+MAX_NAMED_WORKERS = 20  # workers named in one message; the rest is counted
 
 
-def assess(
-    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
+def derive_status(
+    run: DeploymentState, tally: TargetGroups, now_s: float
 ) -> tuple[DeploymentStatus, Failure | None]:
     """Return the status that follows from the facts, with its reason where there is one."""
-    stall = _stall(run, tally, now_s, patience)
-    deadline_s = patience.deadline_of(run.deployment.predicted_seconds)
+    stall = _stall(run, tally, now_s)
+    deadline_s = run.patience.deadline_of(run.deployment.predicted_seconds)
     if now_s - run.memo.created_s > deadline_s:
         waiting = _named([*tally.pending, *tally.dead, *tally.failed], ", ")
         message = f"not complete within {deadline_s:g} s; waiting for {waiting}"
@@ -45,7 +49,7 @@ def assess(
         missing = len(tally.dead) + len(tally.failed)
         if not tally.pending and tally.done and missing <= allowed:
             return DeploymentStatus.COMPLETE, None
-        expired = [each for each in tally.dead if _expired(run, each, now_s, patience)]
+        expired = [each for each in tally.dead if _expired(run, each, now_s)]
         if len(expired) + len(tally.failed) > allowed:
             return DeploymentStatus.FAILED, _too_many(run, expired, tally.failed, allowed)
     if run.plan is None:
@@ -59,18 +63,14 @@ def assess(
     return run.stage, None
 
 
-def everybody_here(
-    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
-) -> bool:
+def ready_to_plan(run: DeploymentState, tally: TargetGroups, now_s: float) -> bool:
     """Return whether to plan: all targets are here, or enough and the rest had its grace."""
-    if any(not _expired(run, each, now_s, patience) for each in tally.dead):
+    if any(not _expired(run, each, now_s) for each in tally.dead):
         return False
     return len(tally.dead) + len(tally.failed) <= run.allowed_dead()
 
 
-def rescue(
-    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
-) -> None:
+def request_origin_replan(run: DeploymentState, tally: TargetGroups, now_s: float) -> None:
     """Request a new plan where a worker needs the origin and its budget does not allow it.
 
     For a moment this is normal: the first worker of the line was lost, and its successor has a
@@ -80,15 +80,22 @@ def rescue(
     if run.unheard:
         return
     if _short(run, tally) is None:
-        run.short_since_s = None
-    elif run.short_since_s is None:
-        run.short_since_s = now_s
-        if run.origin_bytes - run.rescued_bytes > told_at_once(run.deployment.total_bytes):
-            run.rescues = 0  # the last plan helped
-    elif run.rescues < RESCUES:
-        at_once = not run.rescues and _seed_is_short(run)
-        if now_s - run.short_since_s > (patience.beat_s if at_once else patience.lost_s):
-            run.rescues, run.rescued_bytes = run.rescues + 1, run.origin_bytes
+        run.out_of_budget_since_s = None
+    elif run.out_of_budget_since_s is None:
+        run.out_of_budget_since_s = now_s
+        if run.origin_bytes - run.replanned_origin_bytes > origin_report_bytes(
+            run.deployment.total_bytes
+        ):
+            run.origin_replans = 0  # the last plan helped
+    elif run.origin_replans < MAX_ORIGIN_REPLANS:
+        at_once = not run.origin_replans and _seed_is_short(run)
+        if now_s - run.out_of_budget_since_s > (
+            run.patience.beat_s if at_once else run.patience.lost_s
+        ):
+            run.origin_replans, run.replanned_origin_bytes = (
+                run.origin_replans + 1,
+                run.origin_bytes,
+            )
             run.replan = True
 
 
@@ -103,14 +110,14 @@ def _seed_is_short(run: DeploymentState) -> bool:
     return False
 
 
-def free_tails(run: DeploymentState, tally: TargetGroups) -> None:
+def request_tail_replan(run: DeploymentState, tally: TargetGroups) -> None:
     """Request one new plan when only the tail is left: behind a complete line, each tail worker
     can read from a worker of its own, where before they read from each other.
     """
-    if run.tails_freed or not tally.done or not 1 < len(tally.pending) <= len(tally.done):
+    if run.tail_replanned or not tally.done or not 1 < len(tally.pending) <= len(tally.done):
         return
     if all(run.standing_of(each) is Standing.TAIL for each in tally.pending):
-        run.tails_freed = run.replan = True
+        run.tail_replanned = run.replan = True
 
 
 def _stage(run: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
@@ -128,15 +135,16 @@ def _stage(run: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
     return DeploymentStatus.DISTRIBUTING if run.origin_read else DeploymentStatus.DOWNLOADING
 
 
-def _stall(
-    run: DeploymentState, tally: TargetGroups, now_s: float, patience: CoordinatorSettings
-) -> Failure | None:
+def _stall(run: DeploymentState, tally: TargetGroups, now_s: float) -> Failure | None:
     fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
     read = run.origin_bytes
     if run.fused and read > fuse:
         message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
         return Failure(code=OUT_OF_BUDGET, message=message)
-    if run.short_since_s is not None and now_s - run.short_since_s > 2 * patience.lost_s:
+    if (
+        run.out_of_budget_since_s is not None
+        and now_s - run.out_of_budget_since_s > 2 * run.patience.lost_s
+    ):
         return _short(run, tally)
     return None
 
@@ -153,11 +161,9 @@ def _short(run: DeploymentState, tally: TargetGroups) -> Failure | None:
     return None
 
 
-def _expired(
-    run: DeploymentState, worker_id: str, now_s: float, patience: CoordinatorSettings
-) -> bool:
+def _expired(run: DeploymentState, worker_id: str, now_s: float) -> bool:
     since_s = run.parts[worker_id].dead_since_s
-    return since_s is not None and now_s - since_s >= patience.return_grace_s
+    return since_s is not None and now_s - since_s >= run.patience.return_grace_s
 
 
 def _too_many(run: DeploymentState, dead: list[str], failed: list[str], allowed: int) -> Failure:
@@ -170,39 +176,37 @@ def _too_many(run: DeploymentState, dead: list[str], failed: list[str], allowed:
 
 
 def _named(texts: list[str], separator: str) -> str:
-    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
-    return separator.join(texts[:NAMED]) + more
+    more = f" and {len(texts) - MAX_NAMED_WORKERS} more" if len(texts) > MAX_NAMED_WORKERS else ""
+    return separator.join(texts[:MAX_NAMED_WORKERS]) + more
 
 
-TOLD = {
+STANDING_EVENTS = {
     Standing.TAIL: EventName.WORKER_SLOW,
     Standing.QUARANTINED: EventName.WORKER_QUARANTINED,
 }
 
 
-def advance(
-    run: DeploymentState, fleet: Membership, patience: CoordinatorSettings, at: float, now_s: float
-) -> list[Effect]:
+def advance(run: DeploymentState, fleet: Membership, at: float, now_s: float) -> list[Effect]:
     """Judge peers, replan where needed, then update the status; return the effects."""
     tally = run.tally(fleet.alive)
-    effects: list[Effect] = list(_judge(run, fleet, at, now_s))
-    rescue(run, tally, now_s, patience)
-    free_tails(run, tally)
+    effects: list[Effect] = list(_judge(run, at, now_s))
+    request_origin_replan(run, tally, now_s)
+    request_tail_replan(run, tally)
     try:
-        effects += _replan(run, tally, fleet, patience, at, now_s)
-        status, failure = assess(run, tally, now_s, patience)
+        effects += _replan(run, tally, fleet, at, now_s)
+        status, failure = derive_status(run, tally, now_s)
     except InvalidPlan as error:
         status = DeploymentStatus.FAILED
         failure = Failure(code=error.code, message=error.one_line()[:2000])
     if (status, failure) != (run.deployment.status, run.deployment.failure):
-        return [*effects, *turn(run, status, failure, at)]
-    if effects or run.unkept:
-        run.deployment, run.unkept = run.shown(), False
+        return [*effects, *change_status(run, status, failure, at)]
+    if effects or run.memo_changed:
+        run.deployment, run.memo_changed = run.shown(), False
         effects.append(SaveDeployment(run.deployment, run.memo))
     return effects
 
 
-def turn(
+def change_status(
     run: DeploymentState, status: DeploymentStatus, failure: Failure | None, at: float
 ) -> list[Effect]:
     """Change the deployment's status; return the effects."""
@@ -213,50 +217,43 @@ def turn(
     if failure is not None:
         data |= {"code": failure.code, "message": failure.message}
     name = EventName.DEPLOYMENT_STATUS_CHANGED
-    told = EmitEvent(name, at, deployment.deployment_id, None, data)
-    return [SaveDeployment(deployment, run.memo), told]
+    events = EmitEvent(name, at, deployment.deployment_id, None, data)
+    return [SaveDeployment(deployment, run.memo), events]
 
 
-def _judge(run: DeploymentState, fleet: Membership, at: float, now_s: float) -> list[EmitEvent]:
+def _judge(run: DeploymentState, at: float, now_s: float) -> list[EmitEvent]:
     """Apply new verdicts on slow and corrupting workers; return their audit events."""
     verdicts = run.standings.judge(now_s)
     if not verdicts:
         return []
-    run.unkept = True
+    run.memo_changed = True
     # A worker cleared because its source was slow keeps its place; it returns to the line with
     # the next plan made for another reason.
-    run.replan = run.replan or any(each.standing in TOLD for each in verdicts)
+    run.replan = run.replan or any(each.standing in STANDING_EVENTS for each in verdicts)
     demoted = {name: standing.value for name, standing in run.standings.demoted().items()}
     run.memo = replace(run.memo, demoted=demoted)
-    told = []
+    events = []
     for each in verdicts:
-        if each.standing not in TOLD:
+        if each.standing not in STANDING_EVENTS:
             continue  # cleared: the named source was slow
-        times = fleet.offend(each.worker_id)
-        identity = run.deployment.deployment_id
-        data = {**each.data, "deployments": times}
-        told.append(EmitEvent(TOLD[each.standing], at, identity, each.worker_id, data))
-    return told
+        identity, name = run.deployment.deployment_id, STANDING_EVENTS[each.standing]
+        events.append(EmitEvent(name, at, identity, each.worker_id, each.data))
+    return events
 
 
 def _replan(
-    run: DeploymentState,
-    tally: TargetGroups,
-    fleet: Membership,
-    patience: CoordinatorSettings,
-    at: float,
-    now_s: float,
+    run: DeploymentState, tally: TargetGroups, fleet: Membership, at: float, now_s: float
 ) -> list[Effect]:
     first = run.plan is None
-    if first and not everybody_here(run, tally, now_s, patience):
+    if first and not ready_to_plan(run, tally, now_s):
         return []
     if not tally.pending or not (first or run.replan) or run.unheard:
         return []
     if run.replanned_s is not None:
-        stands_s = patience.replan_interval_s(len(run.parts))
+        stands_s = run.patience.replan_interval_s(len(run.parts))
         if now_s - run.replanned_s < stands_s - 1e-9:
             return []  # losses come in bursts, and recovery does not wait for a plan
-    plan, late = next_plan(run, tally, fleet, patience)
+    plan, late = next_plan(run, tally, fleet)
     if late:
         run.memo = replace(run.memo, late=run.memo.late | late)
     run.adopt(plan, now_s)
@@ -274,7 +271,7 @@ def _replan(
 # A deployment as callers see it: its progress, and each worker's. Changes nothing.
 
 
-def view_of(run: DeploymentState, tally: TargetGroups) -> DeploymentView:
+def deployment_view(run: DeploymentState, tally: TargetGroups) -> DeploymentView:
     """Return the deployment's progress."""
     deployment = run.shown()
     total = deployment.total_bytes
@@ -291,7 +288,7 @@ def view_of(run: DeploymentState, tally: TargetGroups) -> DeploymentView:
     )
 
 
-def progress_of(run: DeploymentState, alive: Callable[[str], bool]) -> Iterator[WorkerProgress]:
+def target_progress(run: DeploymentState, alive: Callable[[str], bool]) -> Iterator[WorkerProgress]:
     """Yield each target's progress, with its neighbours in the newest plan."""
     upstream: dict[str, str] = {}
     downstream: dict[str, str] = {}

@@ -6,14 +6,12 @@ Silence counts only while this process handled heartbeats. No deployments here, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict, StaleEpoch
-from paceline.schemas.calls import Heartbeat, RegisterWorker
-from paceline.schemas.records import Worker
+from paceline.schemas import Heartbeat, RegisterWorker, Worker
 
 
 @dataclass(slots=True)
@@ -23,7 +21,7 @@ class Member:
     registered: Worker
     heard_s: float
     beat_s: float  # the interval that it was given
-    heard_at: float
+    last_heartbeat_at: float
     available_storage: int
     alive: bool = True
     bandwidth_in: float = 0.0
@@ -37,7 +35,7 @@ class Member:
         return self.registered.model_copy(
             update={
                 "alive": self.alive,
-                "last_heartbeat": self.heard_at,
+                "last_heartbeat": self.last_heartbeat_at,
                 "bandwidth_in": self.bandwidth_in,
                 "bandwidth_out": self.bandwidth_out,
                 "available_storage": self.available_storage,
@@ -66,7 +64,6 @@ class Membership:
         self._patience = patience
         self._members: dict[str, Member] = {}
         self._living = 0  # alive
-        self._offences: Counter[str] = Counter()
         self._look_s = float("-inf")  # no worker can be lost before this time
 
     def restore(self, workers: Iterable[Worker], now_s: float) -> None:
@@ -83,14 +80,14 @@ class Membership:
 
     def heard(self) -> dict[str, float]:
         """Return when each worker's last heartbeat came, in seconds since the Unix epoch."""
-        return {worker_id: member.heard_at for worker_id, member in self._members.items()}
+        return {worker_id: member.last_heartbeat_at for worker_id, member in self._members.items()}
 
-    def recall(self, beats: Mapping[str, float]) -> None:
+    def merge_progress(self, beats: Mapping[str, float]) -> None:
         """Fill in stored heartbeat times, for display; liveness does not change."""
         for worker_id, at in beats.items():
             member = self._members.get(worker_id)
             if member is not None:
-                member.heard_at = max(member.heard_at, at)
+                member.last_heartbeat_at = max(member.last_heartbeat_at, at)
 
     def find(self, worker_id: str) -> Worker | None:
         """Return the worker's record, or None where it never registered."""
@@ -149,7 +146,7 @@ class Membership:
         self._enter(worker, now_s)
         return worker
 
-    def is_overtaken(self, beat: Heartbeat) -> bool:
+    def is_outdated(self, beat: Heartbeat) -> bool:
         """Return whether this heartbeat, or a newer one of the process, was handled already."""
         member = self._members.get(beat.worker_id)
         return (
@@ -168,7 +165,7 @@ class Membership:
         if member.registered.incarnation != beat.incarnation:
             return None
         member.heard_s, member.suspected, member.beat_s = now_s, False, self.beat_interval_s()
-        member.heard_at, member.number = at, beat.number
+        member.last_heartbeat_at, member.number = at, beat.number
         member.bandwidth_in, member.bandwidth_out = beat.bandwidth_in, beat.bandwidth_out
         member.available_storage = beat.available_storage or member.available_storage
         return member.registered
@@ -179,19 +176,12 @@ class Membership:
         if member is not None and member.alive and not member.suspected:
             member.suspected, self._look_s = True, float("-inf")
 
-    def offend(self, worker_id: str) -> int:
-        """Count a deployment that judged the worker slow or corrupting; return the count since this
-        process began.
-        """
-        self._offences[worker_id] += 1
-        return self._offences[worker_id]
-
     def forgive(self, gap_s: float, now_s: float) -> None:
         """Discount a gap without heartbeat handling, e.g. while this process was frozen."""
         for member in self._members.values():
             member.heard_s = min(now_s, member.heard_s + gap_s)
 
-    def lose_silent(self, now_s: float) -> list[Worker]:
+    def mark_lost(self, now_s: float) -> list[Worker]:
         """Mark the workers that were silent for too long as lost and return them."""
         if now_s <= self._look_s:
             return []
@@ -215,20 +205,19 @@ class Membership:
         self._look_s = next_s
         return lost
 
-    def long_gone(self, at: float) -> list[str]:
+    def expired_workers(self, at: float) -> list[str]:
         """Return the workers that were lost so long ago, by wall time, that they may be pruned."""
         latest = at - self._patience.kept_lost_s
         return [
             worker_id
             for worker_id, member in self._members.items()
-            if not member.alive and member.heard_at < latest
+            if not member.alive and member.last_heartbeat_at < latest
         ]
 
     def forget(self, worker_id: str) -> None:
         """Delete a lost worker; it may register again as a new one."""
         assert not self._members[worker_id].alive
         del self._members[worker_id]
-        self._offences.pop(worker_id, None)
 
     def _enter(self, worker: Worker, now_s: float) -> None:
         known = self._members.get(worker.worker_id)

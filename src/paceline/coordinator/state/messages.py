@@ -1,6 +1,6 @@
 """The state machine's inputs (events) and outputs (effects).
 
-Effects are requests: the driver commits every ``Keep…``, ``Drop…`` and ``EmitEvent`` of one event
+Effects are requests: the driver commits every ``Save…``, ``Drop…`` and ``EmitEvent`` of one event
 in one transaction before it returns the ``Answer``. No SQL or HTTP here.
 """
 
@@ -12,11 +12,20 @@ from pydantic import BaseModel
 
 from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.manifest import Manifest
-from paceline.schemas.access import CreateJoinToken, CreateToken, TokenRecord
-from paceline.schemas.calls import CreateDeployment, Heartbeat, RegisterWorker
-from paceline.schemas.events import EventName
-from paceline.schemas.plan import Plan
-from paceline.schemas.records import Deployment, Receipt, Worker
+from paceline.schemas import (
+    CreateDeployment,
+    CreateJoinToken,
+    CreateToken,
+    Deployment,
+    EventName,
+    Heartbeat,
+    Plan,
+    Receipt,
+    RegisterWorker,
+    StageRecord,
+    TokenRecord,
+    Worker,
+)
 
 # --- events -------------------------------------------------------------------------------------
 
@@ -227,6 +236,11 @@ class DropToken:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveStage:
+    record: StageRecord  # replaces an older record of the same stage and input
+
+
+@dataclass(frozen=True, slots=True)
 class DropStage:
     """Delete an old record of the ledger."""
 
@@ -268,6 +282,7 @@ Effect = (
     | SaveIdempotencyKey
     | SaveToken
     | DropToken
+    | SaveStage
     | DropStage
     | DropDeployment
     | EmitEvent

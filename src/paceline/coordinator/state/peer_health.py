@@ -17,15 +17,15 @@ from math import sqrt
 
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.plan import Standing
-from paceline.schemas.calls import EdgeTally
+from paceline.schemas import EdgeTally
 
 # Corrupting senders: those whose share of corrupt pieces is far above the others'. A bad network
 # corrupts a few pieces of every sender, a bad worker many of its own. Uses no edges and no plans.
 
-SENDER_PIECES = 20  # a sender of fewer does not count towards the usual share
-MANY = 100  # with more senders than this, they are judged less often than each tick
+MIN_SENDER_PIECES = 20  # a sender of fewer does not count towards the usual share
+SENDERS_PER_PAUSE = 100  # with more senders than this, they are judged less often than each tick
 BEYOND_CHANCE = 5.0  # standard deviations
-ALONE = 4  # times as many corrupt pieces, for a sender without others to compare with
+LONE_SENDER_FACTOR = 4  # times as many corrupt pieces, for a sender without others to compare with
 
 
 class CorruptionDetector:
@@ -56,7 +56,9 @@ class CorruptionDetector:
         if not self._count_again or now_s < self._count_s:
             return []
         self._count_again = False
-        self._count_s = now_s + len(self._pieces) // MANY / 10  # counting 10,000 takes 5 ms
+        self._count_s = (
+            now_s + len(self._pieces) // SENDERS_PER_PAUSE / 10
+        )  # counting 10,000 takes 5 ms
         return self._judge()
 
     def _judge(self) -> list[tuple[str, dict[str, object]]]:
@@ -65,7 +67,7 @@ class CorruptionDetector:
             name: (corrupt, matched + corrupt)
             for name, (matched, corrupt) in self._pieces.items()
             if name not in self.quarantined
-            and (matched + corrupt >= SENDER_PIECES or corrupt >= patience.corrupt_pieces)
+            and (matched + corrupt >= MIN_SENDER_PIECES or corrupt >= patience.corrupt_pieces)
         }
         shares = {name: corrupt / judged for name, (corrupt, judged) in known.items()}
         ordered = sorted(shares.values())
@@ -81,7 +83,7 @@ class CorruptionDetector:
             if corrupt < patience.corrupt_pieces or name.startswith("origin:"):
                 continue
             self._in_doubt = True
-            if len(known) == 1 and corrupt < ALONE * patience.corrupt_pieces:
+            if len(known) == 1 and corrupt < LONE_SENDER_FACTOR * patience.corrupt_pieces:
                 continue  # no other sender to compare it with, yet
             usual = _median_without(ordered, shares[name])
             if shares[name] <= patience.corrupt_factor * usual:
@@ -288,7 +290,7 @@ class PeerHealth:
 
     def _judge_rates(self, now_s: float) -> list[StandingChange]:
         usual = _MedianRatio(self._counts, self._expected, set(self._slow))
-        edges = self._inexcusable(now_s)
+        edges = self._unexplained_by_load(now_s)
         for reasons in self._slow.values():
             edges |= reasons  # an edge once found slow remains evidence against its source
         ends = self._ends(edges)
@@ -374,7 +376,7 @@ class PeerHealth:
                     ends[edge[1]].fine_in += 1
         return ends
 
-    def _inexcusable(self, now_s: float) -> set[Edge]:
+    def _unexplained_by_load(self, now_s: float) -> set[Edge]:
         """Return the suspected edges that are slow beyond the unplanned load of their ends.
 
         A parent that took in an orphan feeds two at half the rate each: neither is slow.

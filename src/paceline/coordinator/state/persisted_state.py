@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
-from paceline.schemas.calls import SwitchKind, SwitchPhase
-from paceline.schemas.records import Failure
+from pydantic import TypeAdapter
+
+from paceline.schemas import Failure, SwitchKind, SwitchPhase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,30 +78,12 @@ class PersistedState:
 
     def to_json(self) -> str:
         """Return this as JSON, as the stores keep it."""
-        raw = asdict(self)
-        raw["failures"] = {name: failure.model_dump() for name, failure in self.failures.items()}
-        if self.switch is not None:
-            failure = self.switch.failure
-            raw["switch"]["failure"] = None if failure is None else failure.model_dump()
-        return json.dumps(raw, separators=(",", ":"))
+        return _JSON.dump_json(self).decode()
 
     @classmethod
     def from_json(cls, text: str) -> PersistedState:
         """Return what ``to_json`` wrote; ignores fields of older or newer versions."""
-        known = {each.name for each in fields(cls)}
-        raw: dict[str, Any] = {k: v for k, v in json.loads(text).items() if k in known}
-        raw["failures"] = {
-            name: Failure.model_validate(each) for name, each in raw.get("failures", {}).items()
-        }
-        raw["order"] = tuple(raw.get("order", ()))
-        switch = raw.get("switch")
-        if switch is not None:
-            failure = switch.pop("failure", None)
-            raw["switch"] = Switch(
-                kind=SwitchKind(switch.pop("kind")),
-                phase=SwitchPhase(switch.pop("phase")),
-                failure=None if failure is None else Failure.model_validate(failure),
-                missing=tuple(switch.pop("missing")),
-                **switch,
-            )
-        return cls(**raw)
+        return _JSON.validate_json(text)
+
+
+_JSON = TypeAdapter(PersistedState)

@@ -9,15 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median_low
 
-from paceline.coordinator.state.deployment import DeploymentState, process_of
+from paceline.coordinator.state.deployment import DeploymentState, process_key
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import Create
 from paceline.coordinator.state.settings import CoordinatorSettings
-from paceline.coordinator.state.targets import TargetGroups, left_bytes, untold_bytes
+from paceline.coordinator.state.targets import (
+    TargetGroups,
+    remaining_budget_bytes,
+    unreported_bytes,
+)
 from paceline.errors import InvalidInput
 from paceline.plan import PlanWorker, Prediction, Standing, make_plan, origin_cap_bytes, predict
-from paceline.schemas.plan import Plan, WorkerLanes
-from paceline.schemas.records import Deployment, DeploymentStatus
+from paceline.schemas import Deployment, DeploymentStatus, Plan, WorkerLanes
 
 # The origin budget, distributed over a plan's new lanes and the lanes kept from earlier plans.
 #
@@ -27,30 +30,30 @@ from paceline.schemas.records import Deployment, DeploymentStatus
 #
 # What was read is what was reported, plus what lost workers may have read after their last report.
 # A new budget counts from the bytes reported when it was made, whatever its worker has read by the
-# time it receives it (decision 36).
+# time it receives it (docs/decisions/0005-origin-budget.md).
 
-TELLINGS = 32  # a seeder reports after each such part of the budget's slack
+REPORTS_PER_SLACK = 32  # a seeder reports after each such part of the budget's slack
 
 
-def told_at_once(total_bytes: int) -> int:
+def origin_report_bytes(total_bytes: int) -> int:
     """Return after how many bytes a seeder reports its reads, with no heartbeat due."""
-    return max(1, (origin_cap_bytes(total_bytes) - total_bytes) // TELLINGS)
+    return max(1, (origin_cap_bytes(total_bytes) - total_bytes) // REPORTS_PER_SLACK)
 
 
-def spent_bytes(run: DeploymentState) -> int:
+def origin_spent_bytes(run: DeploymentState) -> int:
     """Return the most bytes read from the origin so far, unreported reads of living workers
     excepted: their budgets count from what they reported.
     """
     return run.origin_bytes + sum(run.memo.untold.values())
 
 
-def open_bytes(run: DeploymentState) -> int:
+def remaining_origin_bytes(run: DeploymentState) -> int:
     """Return how many bytes all workers together may still read from the origin."""
     fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
-    return max(0, fuse - spent_bytes(run))
+    return max(0, fuse - origin_spent_bytes(run))
 
 
-def under_the_fuse(
+def fit_origin_budget(
     run: DeploymentState,
     planned: Sequence[WorkerLanes],
     kept: Mapping[str, WorkerLanes],
@@ -67,10 +70,14 @@ def under_the_fuse(
     kept = dict(kept)
     if not run.fused:
         return tuple(kept.get(each.worker_id, each) for each in planned)
-    given = {name: left_bytes(lanes, run.parts[name]) for name, lanes in kept.items()}
+    given = {name: remaining_budget_bytes(lanes, run.parts[name]) for name, lanes in kept.items()}
     shares = {each.worker_id: _share_bytes(run, each) for each in planned}
     fresh = [each for each in planned if each.worker_id not in kept]
-    excess = sum(given.values()) + sum(shares[each.worker_id] for each in fresh) - open_bytes(run)
+    excess = (
+        sum(given.values())
+        + sum(shares[each.worker_id] for each in fresh)
+        - remaining_origin_bytes(run)
+    )
     excess = _cut(shares, {each.worker_id: _begun_bytes(run, each) for each in fresh}, excess)
     for name in sorted(kept, key=lambda name: shares[name] - given[name]):
         if excess <= 0:
@@ -88,7 +95,7 @@ def under_the_fuse(
 def _share_bytes(run: DeploymentState, planned: WorkerLanes) -> int:
     """Return a worker's share of this plan; at least what it may have read by its arrival."""
     worker_id = planned.worker_id
-    untold = untold_bytes(run.lanes.get(worker_id), run.parts[worker_id])
+    untold = unreported_bytes(run.lanes.get(worker_id), run.parts[worker_id])
     return max(planned.origin_budget_bytes, untold)
 
 
@@ -115,10 +122,10 @@ def _granted(
     if share == lanes.origin_budget_bytes and not seeds and worker_id not in run.lanes:
         return lanes  # its first lanes: it has read nothing
     worker = fleet.find(worker_id)
-    told = 0 if worker is None else run.memo.spent.get(process_of(worker), 0)
-    update = {"origin_budget_bytes": share, "origin_counted_bytes": told}
+    counted = 0 if worker is None else run.memo.spent.get(process_key(worker), 0)
+    update = {"origin_budget_bytes": share, "origin_counted_bytes": counted}
     if seeds:
-        update["origin_tell_bytes"] = told_at_once(run.deployment.total_bytes)
+        update["origin_tell_bytes"] = origin_report_bytes(run.deployment.total_bytes)
     return lanes.model_copy(update=update)
 
 
@@ -196,7 +203,7 @@ def _estimate(event: Create, fleet: Membership, patience: CoordinatorSettings) -
 
 
 def next_plan(
-    run: DeploymentState, tally: TargetGroups, fleet: Membership, patience: CoordinatorSettings
+    run: DeploymentState, tally: TargetGroups, fleet: Membership
 ) -> tuple[Plan, dict[str, int]]:
     """Return the plan of the next epoch, and the workers that returned too late for their place in
     the line, with the pieces that they lacked; raises InvalidPlan.
@@ -205,7 +212,7 @@ def next_plan(
     their places. A worker whose lanes are unchanged keeps them with epoch and budget: it need not
     be notified, and at 10,000 workers not all can be notified of each loss.
     """
-    late = _latecomers(run, tally, patience)
+    late = _latecomers(run, tally)
     living = set(tally.living)
     placed = set(run.order)
     everybody = [*run.order, *(each for each in run.parts if each not in placed)]
@@ -238,9 +245,9 @@ def next_plan(
         workers=workers,
         source_url=deployment.source_url,
         seed=run.memo.seed,
-        external_mbit=patience.external_mbit,
-        oversubscription=patience.oversubscription,
-        origin_spent_bytes=spent_bytes(run) - run.memo.extra_bytes,
+        external_mbit=run.patience.external_mbit,
+        oversubscription=run.patience.oversubscription,
+        origin_spent_bytes=origin_spent_bytes(run) - run.memo.extra_bytes,
         order=run.order,
     )
     places = {
@@ -253,13 +260,11 @@ def next_plan(
         for each in plan.workers
         if _is_kept(run, each, places)
     }
-    parts = under_the_fuse(run, plan.workers, kept, fleet)
+    parts = fit_origin_budget(run, plan.workers, kept, fleet)
     return plan.model_copy(update={"workers": parts}), late
 
 
-def _latecomers(
-    run: DeploymentState, tally: TargetGroups, patience: CoordinatorSettings
-) -> dict[str, int]:
+def _latecomers(run: DeploymentState, tally: TargetGroups) -> dict[str, int]:
     """Return the workers that returned with a gap: workers behind them would wait for it."""
     back = [each for each in tally.pending if each in run.fresh or each not in run.lanes]
     others = [run.parts[each].pieces_known for each in tally.living if each not in run.fresh]
@@ -267,7 +272,7 @@ def _latecomers(
         return {}
     usual = median_low(others)
     gaps = {worker_id: usual - run.parts[worker_id].pieces_known for worker_id in back}
-    return {each: gap for each, gap in gaps.items() if gap > patience.return_gap_pieces}
+    return {each: gap for each, gap in gaps.items() if gap > run.patience.return_gap_pieces}
 
 
 def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) -> bool:
@@ -275,7 +280,7 @@ def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) 
 
     The origin budget is shared by all epochs, and a worker that keeps its lanes may read the rest
     of its budget. So that rest must not be much more than its share of this plan, nor, for a
-    seeder, far less. ``under_the_fuse`` makes all of them together fit.
+    seeder, far less. ``fit_origin_budget`` makes all of them together fit.
     """
     worker_id = planned.worker_id
     before, part = run.lanes.get(worker_id), run.parts[worker_id]

@@ -19,14 +19,19 @@ from paceline.coordinator.state.activation import ActivationManager
 from paceline.coordinator.state.agent_handlers import CLOSED, AgentHandlers
 from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.deployment_index import (
-    LOOK_MANY_S,
-    LOOK_S,
+    PRUNE_INTERVAL_FULL_S,
+    PRUNE_INTERVAL_S,
     DeploymentIndex,
     kept_bytes,
     prune,
     prune_workers,
 )
-from paceline.coordinator.state.lifecycle import advance, progress_of, turn, view_of
+from paceline.coordinator.state.lifecycle import (
+    advance,
+    change_status,
+    deployment_view,
+    target_progress,
+)
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import (
     Activate,
@@ -58,16 +63,20 @@ from paceline.coordinator.state.messages import (
 from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.coordinator.state.planning import new_deployment
 from paceline.coordinator.state.settings import CoordinatorSettings
-from paceline.coordinator.state.targets import tally_of
+from paceline.coordinator.state.targets import group_targets
 from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Conflict, NotFound, ServiceUnavailable
-from paceline.schemas.calls import CreatedDeployment, DeploymentView, Heartbeat, Success, SwitchView
-from paceline.schemas.events import EventName
-from paceline.schemas.plan import Plan
-from paceline.schemas.records import (
+from paceline.schemas import (
+    CreatedDeployment,
     Deployment,
     DeploymentStatus,
+    DeploymentView,
+    EventName,
     Failure,
+    Heartbeat,
+    Plan,
+    Success,
+    SwitchView,
     WorkerProgress,
     WorkerStatus,
 )
@@ -86,10 +95,10 @@ class CoordinatorState:
         self.fleet = Membership(self.patience)
         self.tokens = TokenRegistry()
         self._book = DeploymentIndex()
-        self._switches = ActivationManager(self._book, self.fleet, self.patience)
+        self._activations = ActivationManager(self._book, self.fleet, self.patience)
         self._last_s: float | None = None
         self._pruned_s = float("-inf")
-        self._hearing = AgentHandlers(self._book, self.fleet, self.tokens, leader_epoch)
+        self.agents = AgentHandlers(self._book, self.fleet, self.tokens, leader_epoch)
 
     @classmethod
     def restore(
@@ -112,8 +121,8 @@ class CoordinatorState:
             state._follow(run, now_s, announced=announced)
             run.resume(state.fleet.alive, state.fleet.address, now_s)
         for key in kept.keys:
-            state._book.keep_key(key)
-        state._switches.restore()
+            state._book.add_key(key)
+        state._activations.restore()
         return state
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
@@ -123,15 +132,15 @@ class CoordinatorState:
     def _handle(self, event: Event, now_s: float) -> list[Effect]:
         match event:
             case HeartbeatReceived():
-                return self._hearing.beat(event, now_s)
+                return self.agents.beat(event, now_s)
             case AwaitCommands():
-                return self._hearing.listen(event)
+                return self.agents.listen(event)
             case Tick():
                 return self._tick(event, now_s)
             case Register():
-                return self._hearing.register(event, now_s)
+                return self.agents.register(event, now_s)
             case FetchLanes():
-                return self._hearing.fetch_lanes(event, now_s)
+                return self.agents.fetch_lanes(event, now_s)
             case Create():
                 return self._create(event, now_s)
             case Cancel():
@@ -139,16 +148,16 @@ class CoordinatorState:
             case Activate():
                 run = self.run(event.deployment_id)
                 older = event.allow_older
-                effects = self._switches.activate(run, event.at, now_s, allow_older=older)
+                effects = self._activations.activate(run, event.at, now_s, allow_older=older)
                 return [*effects, Answer(Success())]
             case Rollback():
                 run = self.run(event.deployment_id)
-                effects = self._switches.roll_back(run, event.at, now_s)
+                effects = self._activations.roll_back(run, event.at, now_s)
                 return [*effects, Answer(Success())]
             case RaiseBudget():
                 return self._raise_budget(event)
             case FlowReported():
-                return self._flow_told(event)
+                return self._flow_reported(event)
             case IssueToken() | RevokeToken() | AdmitWorker() | TokenFirstUsed() | TokensUsed():
                 return self.tokens.handle(event)
 
@@ -165,16 +174,6 @@ class CoordinatorState:
         run.memo = replace(run.memo, kept_s=now_s, closed_s=closed_s)
         return replace(effect, memo=run.memo)
 
-    @property
-    def beats(self) -> int:
-        """Return how many heartbeats were accepted since this process began to lead."""
-        return self._hearing.beats
-
-    @property
-    def beats_refused(self) -> int:
-        """Return how many heartbeats came from workers that must register first."""
-        return self._hearing.beats_refused
-
     # --- reading ---------------------------------------------------------------------------------
 
     def run(self, deployment_id: str) -> DeploymentState:
@@ -188,11 +187,11 @@ class CoordinatorState:
     def view(self, deployment_id: str) -> DeploymentView:
         """Return the deployment with its progress."""
         run = self.run(deployment_id)
-        return view_of(run, tally_of(run.parts, run.memo.failures, self.fleet.alive))
+        return deployment_view(run, group_targets(run.parts, run.memo.failures, self.fleet.alive))
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
         """Return each target's progress."""
-        return list(progress_of(self.run(deployment_id), self.fleet.alive))
+        return list(target_progress(self.run(deployment_id), self.fleet.alive))
 
     def plan(self, deployment_id: str) -> Plan:
         """Return the newest plan; raises NotFound before there is one."""
@@ -208,7 +207,7 @@ class CoordinatorState:
 
     def switch_of(self, deployment_id: str) -> SwitchView:
         """Return the newest switch to or from this deployment; raises NotFound where none was."""
-        view = self._switches.view(self.run(deployment_id))
+        view = self._activations.view(self.run(deployment_id))
         if view is None:
             raise NotFound(
                 "the deployment was never activated",
@@ -217,33 +216,25 @@ class CoordinatorState:
             )
         return view
 
-    def is_calm(self, beat: Heartbeat) -> bool:
+    def needs_no_commit(self, beat: Heartbeat) -> bool:
         """Return whether a heartbeat certainly leaves nothing to commit: it reports progress only.
 
         False is conservative: there may be nothing to commit either.
         """
-        return self._hearing.is_calm(beat)
+        return self.agents.needs_no_commit(beat)
 
     def unstopped(self, deployment_id: str) -> list[str]:
         """Return the living targets that may still publish a cancelled deployment."""
-        run = self.run(deployment_id)
-        return [
-            worker_id
-            for worker_id, part in run.parts.items()
-            if run.plan is not None
-            and part.receipt is None
-            and not part.stopped
-            and self.fleet.alive(worker_id)
-        ]
+        return self.run(deployment_id).unstopped(self.fleet.alive)
 
-    def recall(self, deployment_id: str, parts: Mapping[str, WorkerProgress]) -> None:
+    def merge_progress(self, deployment_id: str, parts: Mapping[str, WorkerProgress]) -> None:
         """Fill in progress of workers whose heartbeats this process has yet to receive.
 
         Nothing is decided by it: each worker's next heartbeat overwrites it.
         """
         run = self._book.find(deployment_id)
         if run is not None:
-            run.recall(parts)
+            run.merge_progress(parts)
 
     def known_key(self, key: str | None, body_digest: str) -> CreatedDeployment | None:
         """Return the deployment that this idempotency key created, or None.
@@ -276,7 +267,7 @@ class CoordinatorState:
             )
         if not call.allow_older:
             targets = set(call.target_workers)
-            self._switches.require_not_older(call.version, call.model_id, targets)
+            self._activations.require_not_older(call.version, call.model_id, targets)
         deployment = new_deployment(event, self.fleet, self.patience)
         memo = PersistedState(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
         run = DeploymentState(deployment, manifest, memo, self.patience)
@@ -290,10 +281,7 @@ class CoordinatorState:
             )
         self._follow(run, now_s, announced=True)
         effects: list[Effect] = [SaveDeployment(deployment, run.memo, manifest)]
-        if event.key is not None:
-            key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
-            self._book.keep_key(key)
-            effects.append(key)
+        effects += self._saved_key(event)
         data: dict[str, object] = {
             "model_id": call.model_id,
             "version": call.version,
@@ -317,8 +305,8 @@ class CoordinatorState:
             self._book.announce(run, self.unstopped(event.deployment_id))
             return [Answer(Success())]
         reason = Failure(code="Cancelled", message="cancelled by a caller")
-        effects = turn(run, DeploymentStatus.CANCELLED, reason, event.at)
-        self._book.retime(run)
+        effects = change_status(run, DeploymentStatus.CANCELLED, reason, event.at)
+        self._book.update_ticking(run)
         return [*effects, Answer(Success())]
 
     def _raise_budget(self, event: RaiseBudget) -> list[Effect]:
@@ -340,25 +328,29 @@ class CoordinatorState:
             "origin_bytes": run.origin_bytes,
         }
         name = EventName.BUDGET_RAISED
-        effects: list[Effect] = [
+        return [
             SaveDeployment(run.shown(), run.memo),
             EmitEvent(name, event.at, event.deployment_id, None, data),
+            *self._saved_key(event),
+            Answer(Success()),
         ]
-        if event.key is not None:
-            key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
-            self._book.keep_key(key)
-            effects.append(key)
-        return [*effects, Answer(Success())]
 
-    def _flow_told(self, event: FlowReported) -> list[Effect]:
+    def _saved_key(self, event: Create | RaiseBudget) -> list[SaveIdempotencyKey]:
+        if event.key is None:
+            return []
+        key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
+        self._book.add_key(key)
+        return [key]
+
+    def _flow_reported(self, event: FlowReported) -> list[Effect]:
         run = self.run(event.deployment_id)
         effects: list[Effect] = []
         driver = event.flow_run_id
         if driver is not None and driver != run.deployment.flow_run_id:
             run.deployment = run.shown().model_copy(update={"flow_run_id": driver})
             effects.append(SaveDeployment(run.deployment, run.memo))
-        told = EmitEvent(event.name, event.at, event.deployment_id, None, dict(event.data))
-        return [*effects, told, Answer(Success())]
+        emitted = EmitEvent(event.name, event.at, event.deployment_id, None, dict(event.data))
+        return [*effects, emitted, Answer(Success())]
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -369,18 +361,18 @@ class CoordinatorState:
             # No heartbeats were handled meanwhile (frozen, suspended): silence proves no loss.
             self.fleet.forgive(gap_s, now_s)
         effects: list[Effect] = []
-        for worker in self.fleet.lose_silent(now_s):
+        for worker in self.fleet.mark_lost(now_s):
             effects.append(SaveWorker(worker))
             data: dict[str, object] = {"incarnation": worker.incarnation}
             lost = EventName.WORKER_LOST
             effects.append(EmitEvent(lost, event.at, None, worker.worker_id, data))
-            for run in self._book.open_runs(worker.worker_id):
+            for run in self._book.runs_for(worker.worker_id):
                 run.lost(worker.worker_id, now_s)
         for deployment_id in sorted(self._book.ticking):
             effects += self._advance(self._book.run(deployment_id), event.at, now_s)
         many = len(self._book) > self.patience.kept_at_most
-        if now_s - self._pruned_s >= (LOOK_MANY_S if many else LOOK_S):
-            pruned = prune(self._book, self.patience, event.at, now_s)
+        if now_s - self._pruned_s >= (PRUNE_INTERVAL_FULL_S if many else PRUNE_INTERVAL_S):
+            pruned = prune(self._book, self.fleet, self.patience, event.at, now_s)
             if not pruned:  # where some were pruned, there may be more
                 self._pruned_s = now_s
             effects += pruned
@@ -389,9 +381,9 @@ class CoordinatorState:
 
     def _advance(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
         if run.final:
-            return self._switches.advance(run, at, now_s)
-        effects = advance(run, self.fleet, self.patience, at, now_s)
-        self._book.retime(run)
+            return self._activations.advance(run, at, now_s)
+        effects = advance(run, self.fleet, at, now_s)
+        self._book.update_ticking(run)
         return effects
 
     def _follow(self, run: DeploymentState, now_s: float, *, announced: bool) -> None:

@@ -6,9 +6,15 @@ from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field
 
 from paceline.errors import InvalidInput
-from paceline.schemas.calls import NEWS_S, DeploymentBeat
-from paceline.schemas.plan import WorkerLanes
-from paceline.schemas.records import Deployment, Failure, Receipt, WorkerStatus
+from paceline.schemas import (
+    MIN_BEAT_INTERVAL_S,
+    Deployment,
+    DeploymentBeat,
+    Failure,
+    Receipt,
+    WorkerLanes,
+    WorkerStatus,
+)
 
 
 @dataclass(slots=True)
@@ -26,10 +32,12 @@ class TargetProgress:
     failure: Failure | None = None
     receipt: Receipt | None = None
     activated: bool = False
-    seen_whole: bool = False  # its newest report: the version is on its disk
+    reported_complete: bool = False  # its newest report: the version is on its disk
     lanes_s: float | None = None  # when this incarnation first fetched lanes
     dead_since_s: float | None = None
-    told: frozenset[str] = frozenset()  # reported lost or corrupt sources, already in the audit log
+    reported_sources: frozenset[str] = (
+        frozenset()
+    )  # reported lost or corrupt sources, already in the audit log
     command_sent: bool = False  # the current cancel or activate was part of an answer already
     stopped: bool = False  # it confirmed a cancel
     process: str = ""  # the process that last reported origin reads
@@ -37,14 +45,14 @@ class TargetProgress:
     spent_bytes: int = 0  # read from the origin, by all its processes
     spent_before: int | None = None  # of these, before it got its present budget, where known
 
-    def begin_again(self, incarnation: int) -> None:
+    def reset_for(self, incarnation: int) -> None:
         """Reset for a new incarnation; its receipt stays valid until contradicted."""
         self.incarnation, self.epoch, self.status = incarnation, 0, WorkerStatus.IDLE
         self.ready, self.process = False, ""
         self.held_before = max(self.held_before, self.pieces_held)
         self.pieces_held = self.bytes_held = 0
         self.chunks, self.failure, self.lanes_s = (), None, None
-        self.seen_whole, self.told, self.command_sent = False, frozenset(), False
+        self.reported_complete, self.reported_sources, self.command_sent = False, frozenset(), False
 
     @property
     def pieces_known(self) -> int:
@@ -52,7 +60,7 @@ class TargetProgress:
         return max(self.pieces_held, self.held_before)
 
 
-def left_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
+def remaining_budget_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
     """Return the most bytes that a worker may still read from the origin under ``lanes``.
 
     A worker planned by an earlier coordinator may have its whole budget left: when the budget was
@@ -64,18 +72,19 @@ def left_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
     return max(0, lanes.origin_budget_bytes - spent)
 
 
-def untold_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
+def unreported_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
     """Return the most bytes that a worker has read from the origin since its last report.
 
-    A seeder reports every ``origin_tell_bytes`` at once, except within ``NEWS_S`` of its last
+    A seeder reports every ``origin_tell_bytes`` at once, except within ``MIN_BEAT_INTERVAL_S`` of
+    its last
     report. During longer silence it may read more, which is not counted. The budget of a worker
     that is no seeder is ignored: it is small, and for the last resort.
     """
     if lanes is None or not lanes.origin_lanes:
         return 0
     rate = sum(lane.expected_bytes_s for lane in lanes.origin_lanes)
-    untold = lanes.origin_tell_bytes + round(rate * NEWS_S)
-    return min(left_bytes(lanes, part), untold)
+    unreported = lanes.origin_tell_bytes + round(rate * MIN_BEAT_INTERVAL_S)
+    return min(remaining_budget_bytes(lanes, part), unreported)
 
 
 @dataclass(slots=True)
@@ -89,7 +98,7 @@ class TargetGroups:
     failed: list[str] = field(default_factory=list)  # reported a failure
 
 
-def tally_of(
+def group_targets(
     parts: Mapping[str, TargetProgress], failed: Collection[str], alive: Callable[[str], bool]
 ) -> TargetGroups:
     """Group the targets by state."""
@@ -113,10 +122,10 @@ def tally_of(
 # reach plans, figures and metrics. Pure and cheap, because it runs for each heartbeat: the list of
 # chunks is checked only where it changed. Edges are not validated, because a reader chooses the
 # name that it sends to its source, and a wrong name must not cost the source its heartbeat; unknown
-# ones are skipped (``has_part``).
+# ones are skipped (``is_participant``).
 
 
-def require_possible(
+def validate_heartbeat(
     deployment: Deployment, targets: Container[str], part: TargetProgress, beat: DeploymentBeat
 ) -> None:
     """Raise InvalidInput where ``beat`` exceeds the totals or names a worker that is no target."""
@@ -135,7 +144,7 @@ def require_possible(
                 where=deployment.deployment_id,
             )
     for key in (*beat.lost_sources, *beat.corrupt_sources):
-        if not has_part(deployment, targets, key):
+        if not is_participant(deployment, targets, key):
             raise InvalidInput(
                 "it has no part in this deployment",
                 got=key[:200],
@@ -144,14 +153,14 @@ def require_possible(
             )
 
 
-def has_part(deployment: Deployment, targets: Container[str], key: str) -> bool:
+def is_participant(deployment: Deployment, targets: Container[str], key: str) -> bool:
     """Return whether ``key`` is a target of the deployment or its origin."""
     return key in targets or key == f"origin:{deployment.source_url}"
 
 
 def _impossible(deployment: Deployment, what: str, got: int, total: int) -> InvalidInput:
     return InvalidInput(
-        f"nobody can hold so many {what} of it",
+        f"the worker reports more {what} than the deployment has",
         got=got,
         wanted=f"at most {total}",
         where=deployment.deployment_id,

@@ -6,7 +6,10 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from paceline.config import Runtime, named_secret
-from paceline.coordinator.stores.contracts import Audit, Coordination, Progress
+from paceline.coordinator.stores.audit import Audit, PostgresAudit, SqliteAudit
+from paceline.coordinator.stores.coordination import Coordination
+from paceline.coordinator.stores.progress import MemoryProgress, Progress, RedisProgress
+from paceline.coordinator.stores.sqlite import SqliteCoordination
 from paceline.errors import InvalidProfile
 
 FILE = "coordinator.sqlite"  # in the state directory
@@ -23,15 +26,12 @@ def open_coordination(runtime: Runtime) -> Coordination:
                 got=f'control.replicas = {control.replicas}, control.coordination = "sqlite"',
                 wanted='control.coordination = "etcd" and control.etcd_endpoints',
             )
-        from paceline.coordinator.stores.sqlite import SqliteCoordination
-
         return SqliteCoordination(runtime.state_dir / FILE)
     if not control.etcd_endpoints:
         raise _missing("etcd_endpoints", '["http://HOST:PORT", …]')
     if bool(control.etcd_cert) != bool(control.etcd_key):
         raise _missing("etcd_key" if control.etcd_cert else "etcd_cert", "both or neither")
-    from paceline.coordinator.stores.etcd.client import EtcdAccess
-    from paceline.coordinator.stores.etcd.coordination import EtcdCoordination
+    from paceline.coordinator.stores.etcd import EtcdAccess, EtcdCoordination
 
     variable = control.etcd_password_env
     access = EtcdAccess(
@@ -49,12 +49,8 @@ def open_progress(runtime: Runtime) -> Progress:
     """Return the progress store; raises InvalidProfile. An unavailable Redis is no error."""
     control = runtime.profile.control
     if control.progress == "memory":
-        from paceline.coordinator.stores.memory_progress import MemoryProgress
-
         return MemoryProgress()
     url = _url("redis_url", control.redis_url, ("redis", "rediss", "unix"), "redis://HOST:PORT/0")
-    from paceline.coordinator.stores.redis_progress import RedisProgress
-
     return RedisProgress(
         url,
         prefix=control.redis_prefix,
@@ -72,14 +68,10 @@ def open_audit(runtime: Runtime) -> Audit:
     """
     control = runtime.profile.control
     if control.audit == "sqlite":
-        from paceline.coordinator.stores.audit import SqliteAudit
-
         beside = control.coordination == "sqlite"
         return SqliteAudit(runtime.state_dir / (FILE if beside else AUDIT_FILE))
     form = "postgresql://USER@HOST:PORT/DATABASE"
     url = _url("postgres_url", control.postgres_url, ("postgresql", "postgres"), form)
-    from paceline.coordinator.stores.postgres_audit import PostgresAudit
-
     return PostgresAudit(url, password=named_secret(control.postgres_password_env))
 
 

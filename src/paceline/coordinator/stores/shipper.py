@@ -2,7 +2,7 @@
 
 An event stays in the outbox until the audit store has it, and is appended under its number, so
 neither a crash in between nor a second leader loses or duplicates one. While the audit store is
-unavailable, writes continue until OUTBOX_EVENTS wait; then coordination refuses them.
+unavailable, writes continue until MAX_OUTBOX_EVENTS wait; then coordination refuses them.
 """
 
 from __future__ import annotations
@@ -11,17 +11,12 @@ import logging
 import threading
 import time
 
-from paceline.coordinator.state.messages import EmitEvent
-from paceline.coordinator.stores.audit import cleaned
-from paceline.coordinator.stores.contracts import (
-    PRUNE_EVENTS,
-    Audit,
-    Coordination,
-    EventQuery,
-    Term,
-)
+from paceline.coordinator.stores.audit import Audit
+from paceline.coordinator.stores.contracts import PRUNE_EVENTS, EventQuery, Term
+from paceline.coordinator.stores.coordination import Coordination
+from paceline.coordinator.stores.rows import sanitized
 from paceline.errors import Conflict, PacelineError, StaleEpoch
-from paceline.schemas.events import Event
+from paceline.schemas import Event
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +24,7 @@ BATCH_EVENTS = 500
 PAUSE_S = 0.25  # between two rounds: a batch costs both stores one transaction
 KEPT_EVENTS = 1_000_000  # in the audit store, by default
 PRUNE_S = 3600.0
-PATIENCE_S = 2.0  # between two attempts while the audit store is unavailable
+RETRY_S = 2.0  # between two attempts while the audit store is unavailable
 
 
 class OutboxShipper:
@@ -68,73 +63,55 @@ class OutboxShipper:
         Raises what either store raises; StaleEpoch where the term has ended.
         """
         if not self._numbered:
-            self._coordination.number_after(self._term, self._audit.last())
+            self._coordination.continue_numbering(self._term, self._audit.last())
             self._numbered = True
-        shipped = self._coordination.outbox().shipped
-        events = self._coordination.events_after(shipped, BATCH_EVENTS)
+        box = self._coordination.outbox()
+        events = self._coordination.events_after(box.shipped, BATCH_EVENTS)
         if events:
             try:
                 self._audit.append(events)
             except Conflict as error:
                 log.error("events get new numbers: %s", error)  # noqa: TRY400 (its text says all)
-                self._tell_again(events)
+                self._audit.append(self._renumbered(events))
             self._coordination.trim_events(self._term, events[-1].seq)
+        elif box.waiting:
+            self._coordination.trim_events(self._term, box.last)  # the numbers were skipped
         return len(events)
 
-    def _tell_again(self, events: list[Event]) -> None:
-        """Ship the events without a conflict; commit the others again, under free numbers.
+    def _renumbered(self, events: list[Event]) -> list[Event]:
+        """Return the events that the audit store lacks, under numbers that are free in both stores.
 
         Coordination was restored from an older backup, and continued before it could read the audit
         store's newest number.
         """
-        self._coordination.number_after(self._term, self._audit.last())
-        first, last = events[0].seq, events[-1].seq
-        taken = {
-            each.seq: each
-            for each in self._audit.query(EventQuery(after=first - 1, before=last + 1))
-        }
-        told = [each for each in events if taken.get(each.seq) not in (None, cleaned(each))]
-        again = [
-            EmitEvent(each.name, each.at, each.deployment_id, each.worker_id, dict(each.data))
-            for each in told
-        ]
-        self._coordination.commit(self._term, again)
-        self._audit.append([each for each in events if each not in told])
+        asked = EventQuery(after=events[0].seq - 1, before=events[-1].seq + 1)
+        there = self._audit.query(asked)
+        missing = [each for each in events if sanitized(each) not in there]
+        last = self._audit.last()
+        self._coordination.continue_numbering(self._term, last + len(missing))
+        return [each.model_copy(update={"seq": last + n}) for n, each in enumerate(missing, 1)]
 
     def _ship_on(self) -> None:
         pause_s = 0.0
         while not self._stopping.wait(pause_s):
             try:
                 count = self.ship()
+                if time.monotonic() >= self._pruned_s + PRUNE_S and (
+                    self._audit.prune(self._keep_events) < PRUNE_EVENTS
+                ):
+                    self._pruned_s = time.monotonic()
             except StaleEpoch as error:
                 log.info("the next leader ships events from here on: %s", error)
                 return
             except PacelineError as error:
-                self._note(error)
-                pause_s = PATIENCE_S
+                if self.trouble is None:
+                    log.warning("events wait for the audit store: %s", error)
+                self.trouble, pause_s = error, RETRY_S
             except Exception:
                 # A defect must not stop the shipping silently: log it and continue.
                 log.exception("events were not shipped")
-                pause_s = PATIENCE_S
+                pause_s = RETRY_S
             else:
-                self._note(None)
-                self._prune()
-                pause_s = 0.0 if count == BATCH_EVENTS else PAUSE_S
-
-    def _prune(self) -> None:
-        if time.monotonic() < self._pruned_s + PRUNE_S:
-            return
-        try:
-            pruned = self._audit.prune(self._keep_events)
-        except PacelineError as error:
-            log.info("the audit history is shortened later: %s", error)
-            pruned = 0
-        if pruned < PRUNE_EVENTS:  # otherwise the next round continues
-            self._pruned_s = time.monotonic()
-
-    def _note(self, error: PacelineError | None) -> None:
-        if error is not None and self.trouble is None:
-            log.warning("events wait for the audit store: %s", error)
-        elif error is None and self.trouble is not None:
-            log.info("events are shipped to the audit store again")
-        self.trouble = error
+                if self.trouble is not None:
+                    log.info("events are shipped to the audit store again")
+                self.trouble, pause_s = None, 0.0 if count == BATCH_EVENTS else PAUSE_S

@@ -2,7 +2,7 @@
 
 The newest campaign wins: it raises the epoch in the file, and the older leader's next write detects
 that in its own transaction. One connection, one lock; no call waits longer than the file's busy
-timeout. Progress is not stored, and no decision is made.
+timeout. The audit store's table may be in the same file.
 """
 
 from __future__ import annotations
@@ -10,70 +10,48 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.coordinator.ledger import LedgerEntry
-from paceline.coordinator.state.messages import (
-    Answer,
-    DropDeployment,
-    DropStage,
-    DropToken,
-    DropWorker,
-    Effect,
-    EmitEvent,
-    LoadedDeployment,
-    LoadedState,
-    SaveDeployment,
-    SaveIdempotencyKey,
-    SavePlan,
-    SaveReceipt,
-    SaveToken,
-    SaveWorker,
-)
-from paceline.coordinator.stores.audit import numbered
-from paceline.coordinator.stores.contracts import (
-    OUTBOX_EVENTS,
-    RECENT_EVENTS,
-    Candidate,
-    Outbox,
-    Term,
-    boot_id,
-    load_first,
-    outbox_is_full,
-    read_memo,
-    stale,
-    write_memo,
-)
-from paceline.coordinator.stores.sqlite_file import SqliteFile, bring_up_to_date
-from paceline.errors import PacelineError
-from paceline.manifest import parse_manifest
-from paceline.schemas.access import TokenRecord
-from paceline.schemas.events import Event
-from paceline.schemas.plan import Plan
-from paceline.schemas.records import Deployment, Receipt, StageRecord, Worker
+from paceline.coordinator.stores.contracts import RECENT_EVENTS, Candidate, Term
+from paceline.coordinator.stores.coordination import Coordination
+from paceline.coordinator.stores.rows import Change, KeyLayout, Put, Row, Tip
+from paceline.errors import PacelineError, ServiceUnavailable
+from paceline.system import PRIVATE_DIRECTORY, ensure_private, make_directories
 
-KEPT_PLANS = 3  # of each deployment, the newest
-LOOK_S = 0.1  # between two checks whether the file changed
-_EVENT = "seq, name, at, deployment_id, worker_id, data"
+BUSY_S = 5.0  # longest wait for another process's transaction
+SCAN_ROWS = 500
 
 
-class SqliteCoordination:
-    """Implements the Coordination contract with one file."""
+class SqliteCoordination(Coordination):
+    """The coordination store in one file.
+
+    The constructor and every method raise ServiceUnavailable where the file cannot be used.
+    """
 
     standbys = False
+    backend = f"sqlite {sqlite3.sqlite_version}"
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.backend = f"sqlite {sqlite3.sqlite_version}"
-        self._boot_id = boot_id()
-        self._unsure = False  # a write failed, and nothing was loaded since
-        self._lost: set[int] = set()  # own epochs that were refused
-        self._closed = False
-        self._file = SqliteFile(path, "coordinator's file", lambda db: bring_up_to_date(db, path))
-        self._db = self._file.db
+        super().__init__(KeyLayout(""), str(path))
+        self._path, self._closed = path, False
+        self._leader_row = b""  # as this process's newest term wrote it
+        with self._translated():
+            prepare_file(path)
+            self._db = sqlite3.connect(
+                path, isolation_level=None, check_same_thread=False, timeout=BUSY_S
+            )
+        try:
+            with self._translated():
+                self._db.execute("PRAGMA journal_mode=WAL")
+                self._db.execute("PRAGMA synchronous=FULL")
+            with self._transaction():
+                self._migrate()
+        except BaseException:
+            self._db.close()
+            raise
 
     def check(self) -> None:
         """Raise ServiceUnavailable where the file cannot be read."""
@@ -81,8 +59,9 @@ class SqliteCoordination:
 
     def close(self) -> None:
         """Close the file."""
-        self._closed = True
-        self._file.close()
+        with self._lock:
+            self._closed = True
+            self._db.close()
 
     # --- leadership ------------------------------------------------------------------------------
 
@@ -90,265 +69,182 @@ class SqliteCoordination:
         """Take over at once; raises ServiceUnavailable where the file cannot be written."""
         if give_up():
             return None
-        with self._writing():
-            self._db.execute(
-                "UPDATE leader SET epoch = epoch + 1, replica_id = ?, url = ?",
-                (candidate.replica_id, candidate.url),
-            )
-            epoch = int(self._db.execute("SELECT epoch FROM leader").fetchone()[0])
-        return Term(epoch, candidate.replica_id, candidate.url)
+        with self._transaction():
+            (newest,) = self._read(self._layout.epoch)
+            term = Term(1 + int(newest.value if newest else 0), **asdict(candidate))
+            self._put(self._layout.epoch, str(term.epoch).encode())
+            self._leader_row = json.dumps(asdict(term)).encode()
+            self._put(self._layout.leader, self._leader_row)
+        self._begin(term)
+        return term
 
     def resign(self, term: Term) -> None:
         """Clear the leader in the file, if ``term`` still leads."""
-        self._lost.add(term.epoch)
-        with contextlib.suppress(PacelineError), self._writing():
-            self._db.execute(
-                "UPDATE leader SET replica_id = '', url = '' WHERE epoch = ?", (term.epoch,)
-            )
+        with self._lock, contextlib.suppress(PacelineError):
+            self._lost = self._lost or self._term == term
+            with self._transaction():
+                if self.leader() == term:
+                    self._db.execute("DELETE FROM rows WHERE key = ?", (self._layout.leader,))
 
     def is_leading(self, term: Term) -> bool:
         """Return whether no write of ``term`` was refused so far; there is no lease here."""
-        return not self._closed and term.epoch not in self._lost
+        return self._term == term and not self._lost and not self._closed
 
-    def leader(self) -> Term | None:
-        """Return the newest campaign's term, unless it resigned."""
-        row = self._file.one("SELECT epoch, replica_id, url FROM leader")
-        return Term(*row) if row[1] else None
-
-    # --- state -----------------------------------------------------------------------------------
-
-    def commit(self, term: Term, effects: Iterable[Effect]) -> list[Event]:
-        """Commit all of ``effects`` in one transaction, or none."""
-        kept = [each for each in effects if not isinstance(each, Answer)]
-        if not kept:
-            return []
-        with self._fenced(term):
-            if any(isinstance(each, EmitEvent) for each in kept):
-                self._require_room()
-            return [e for effect in kept if (e := self._keep(effect, term.epoch)) is not None]
-
-    def load(self, now_s: float) -> LoadedState:
-        """Return everything, from one transaction."""
-        rows = self._file.rows
-        with self._file.reading():
-            plans: dict[str, str] = dict(
-                rows("SELECT deployment_id, plan FROM plans ORDER BY plan_epoch")
-            )
-            receipts: dict[str, list[Receipt]] = {}
-            for deployment_id, raw in rows(
-                "SELECT deployment_id, receipt FROM receipts ORDER BY worker_id"
-            ):
-                receipts.setdefault(deployment_id, []).append(Receipt.model_validate_json(raw))
-            deployments = []
-            query = "SELECT deployment_id, record, memo, boot_id, manifest FROM deployments"
-            for deployment_id, record, memo, boot, manifest in rows(f"{query} ORDER BY seq"):
-                plan = plans.get(deployment_id)
-                deployments.append(
-                    LoadedDeployment(
-                        deployment=Deployment.model_validate_json(record),
-                        memo=read_memo(memo, now_s, same_boot=boot == self._boot_id),
-                        manifest=parse_manifest(manifest),
-                        plan=Plan.model_validate_json(plan) if plan else None,
-                        receipts=tuple(receipts.get(deployment_id, ())),
-                    )
-                )
-            workers = rows("SELECT record FROM workers ORDER BY worker_id")
-            keys = rows("SELECT key, body_digest, deployment_id FROM idempotency_keys ORDER BY key")
-            tokens = rows("SELECT record FROM tokens ORDER BY token_id")
-            loaded = LoadedState(
-                deployments=tuple(deployments),
-                workers=tuple(Worker.model_validate_json(raw) for (raw,) in workers),
-                keys=tuple(SaveIdempotencyKey(*row) for row in keys),
-                tokens=tuple(TokenRecord.model_validate_json(raw) for (raw,) in tokens),
-            )
-            self._unsure = False
-        return loaded
+    # --- rows ------------------------------------------------------------------------------------
 
     def revision(self) -> int:
-        """Return how many transactions changed the file."""
-        return int(self._file.one("SELECT revision FROM counters")[0])
+        """Return SQLite's counter of other connections' transactions."""
+        return int(self._select("PRAGMA data_version")[0][0])
 
-    def wait(self, after: int, timeout_s: float) -> int:
-        """Check ten times a second whether the file changed."""
-        until_s = time.monotonic() + timeout_s
-        while (now := self.revision()) <= after and (left := until_s - time.monotonic()) > 0:
-            time.sleep(min(LOOK_S, left))
-        return now
+    def _read(self, *keys: bytes) -> list[Row | None]:
+        with self._lock:
+            found = [self._select("SELECT key, value FROM rows WHERE key = ?", key) for key in keys]
+        return [Row(rows[0][1]) if rows else None for rows in found]
 
-    # --- the ledger of stages --------------------------------------------------------------------
+    def _scan(self, start: bytes, end: bytes) -> Iterator[tuple[bytes, Row]]:
+        query = "SELECT key, value FROM rows WHERE key >= ? AND key < ? ORDER BY key LIMIT ?"
+        while page := self._select(query, start, end, SCAN_ROWS):
+            yield from ((key, Row(value)) for key, value in page)
+            start = page[-1][0] + b"\0"
 
-    def stage(self, stage: str, input_digest: str) -> StageRecord | None:
-        """Return the ledger's record, or None."""
-        row = self._file.one(
-            "SELECT record FROM ledger WHERE stage = ? AND input_digest = ?", (stage, input_digest)
-        )
-        return None if row is None else StageRecord.model_validate_json(row[0])
+    def _snapshot(self) -> dict[bytes, Row]:
+        query = "SELECT key, value FROM rows WHERE key >= ? AND key < ?"
+        rows = self._select(query, *self._layout.below("state"))
+        return {key: Row(value) for key, value in rows}
 
-    def ledger(self) -> list[LedgerEntry]:
-        """Return the size and age of each ledger record."""
-        rows = self._file.rows(
-            "SELECT stage, input_digest, json_extract(record, '$.run_id'),"
-            " json_extract(record, '$.finished_at'), LENGTH(CAST(record AS BLOB)) FROM ledger"
-        )
-        return [LedgerEntry(*row) for row in rows]
+    def _settle(self) -> None:
+        self._tip, self._shipped = self._read_tip()
 
-    def keep_stage(self, term: Term, record: StageRecord, told: EmitEvent) -> list[Event]:
-        """Put ``record`` into the ledger and return the numbered event."""
-        raw = record.model_dump_json()
-        with self._fenced(term):
-            self._require_room()
-            self._db.execute(
-                "INSERT OR REPLACE INTO ledger VALUES (?, ?, ?, ?)",
-                (record.stage, record.input_digest, term.epoch, raw),
-            )
-            return [self._tell(told, term.epoch)]
-
-    # --- the outbox of events --------------------------------------------------------------------
-
-    def outbox(self) -> Outbox:
-        """Return the range of event numbers that wait for the audit store."""
-        return Outbox(*self._file.one("SELECT shipped, last FROM counters"))
-
-    def events_after(self, seq: int, limit: int) -> list[Event]:
-        """Return up to ``limit`` kept events after ``seq``."""
-        query = f"SELECT {_EVENT} FROM outbox WHERE seq > ? ORDER BY seq LIMIT ?"  # noqa: S608
-        return [read_event(row) for row in self._file.rows(query, (seq, limit))]
-
-    def trim_events(self, term: Term, seq: int) -> None:
-        """Record what was shipped, and delete events that are shipped and not recent."""
-        with self._fenced(term, decides=False):
-            self._db.execute(
-                "UPDATE counters SET shipped = MAX(shipped, MIN(last, ?)) WHERE id = 1", (seq,)
-            )
-            self._db.execute(
-                "DELETE FROM outbox WHERE seq <= (SELECT shipped FROM counters) AND seq <="
-                " (SELECT last FROM counters) - ?",
-                (RECENT_EVENTS,),
-            )
-
-    def number_after(self, term: Term, seq: int) -> None:
-        """Continue the numbering above ``seq``; ``shipped`` moves too where all are shipped."""
-        with self._fenced(term):
-            self._db.execute(
-                "UPDATE counters SET shipped = CASE WHEN shipped = last THEN ?1 ELSE shipped END,"
-                " last = ?1 WHERE last < ?1",
-                (seq,),
-            )
-
-    # --- inside ----------------------------------------------------------------------------------
-
-    def _keep(self, effect: Effect, epoch: int) -> Event | None:
-        execute = self._db.execute
-        match effect:
-            case SaveDeployment(deployment, memo, manifest):
-                values = (epoch, deployment.model_dump_json(), write_memo(memo), self._boot_id)
-                identity = deployment.deployment_id
-                execute(
-                    "UPDATE deployments SET epoch = ?, record = ?, memo = ?, boot_id = ?"
-                    " WHERE deployment_id = ?",
-                    (*values, identity),
-                )
-                if manifest is not None:
-                    execute(
-                        "INSERT INTO deployments (deployment_id, epoch, record, memo, boot_id,"
-                        " manifest) VALUES (?, ?, ?, ?, ?, ?)"
-                        " ON CONFLICT (deployment_id) DO UPDATE SET manifest = excluded.manifest",
-                        (identity, *values, manifest.to_bytes()),
+    def _write(self, changes: list[Change], tip: Tip | None) -> None:
+        assert self._term is not None
+        with self._transaction():
+            (leader,) = self._read(self._layout.leader)
+            if leader is None or leader.value != self._leader_row:
+                self._lost = True
+                (newest,) = self._read(self._layout.epoch)
+                raise self._stale(self._term, int(newest.value if newest else 0))
+            for each in changes:
+                if isinstance(each, Put):
+                    self._put(each.key, each.value)
+                else:
+                    self._db.execute(
+                        "DELETE FROM rows WHERE key >= ? AND key < ?", (each.start, each.end)
                     )
-            case SavePlan(plan):
-                execute(
-                    "INSERT OR REPLACE INTO plans VALUES (?, ?, ?, ?)",
-                    (plan.deployment_id, plan.epoch, epoch, plan.model_dump_json()),
-                )
-                execute(
-                    "DELETE FROM plans WHERE deployment_id = ? AND plan_epoch <= ?",
-                    (plan.deployment_id, plan.epoch - KEPT_PLANS),
-                )
-            case SaveReceipt(receipt):
-                execute(
-                    "INSERT OR REPLACE INTO receipts VALUES (?, ?, ?, ?)",
-                    (receipt.deployment_id, receipt.worker_id, epoch, receipt.model_dump_json()),
-                )
-            case SaveWorker(worker):
-                execute(
-                    "INSERT OR REPLACE INTO workers VALUES (?, ?, ?)",
-                    (worker.worker_id, epoch, worker.model_dump_json()),
-                )
-            case DropWorker(worker_id):
-                execute("DELETE FROM workers WHERE worker_id = ?", (worker_id,))
-            case SaveIdempotencyKey(key, body_digest, deployment_id):
-                execute(
-                    "INSERT OR REPLACE INTO idempotency_keys VALUES (?, ?, ?, ?)",
-                    (key, body_digest, deployment_id, epoch),
-                )
-            case SaveToken(token):
-                execute(
-                    "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?)",
-                    (token.token_id, epoch, token.model_dump_json()),
-                )
-            case DropStage(stage, input_digest):
-                execute(
-                    "DELETE FROM ledger WHERE stage = ? AND input_digest = ?", (stage, input_digest)
-                )
-            case DropToken(token_id):
-                execute("DELETE FROM tokens WHERE token_id = ?", (token_id,))
-            case DropDeployment(deployment_id):
-                for table in ("deployments", "plans", "receipts", "idempotency_keys"):
-                    execute(f"DELETE FROM {table} WHERE deployment_id = ?", (deployment_id,))  # noqa: S608
-            case EmitEvent():
-                return self._tell(effect, epoch)
-            case _:
-                raise AssertionError(f"nothing to keep in {effect}")
-        return None
+            if tip is not None:
+                self._put(self._layout.tip, tip.value())
+        self._tip = tip or self._tip
 
-    def _tell(self, told: EmitEvent, epoch: int) -> Event:
-        self._db.execute("UPDATE counters SET last = last + 1")
-        seq = int(self._db.execute("SELECT last FROM counters").fetchone()[0])
-        event = numbered(told, seq)
-        self._db.execute("INSERT INTO outbox VALUES (?, ?, ?, ?, ?, ?, ?)", event_row(event, epoch))
-        return event
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?)", (key, value))
 
-    def _require_room(self) -> None:
-        shipped, last = self._db.execute("SELECT shipped, last FROM counters").fetchone()
-        if last - shipped >= OUTBOX_EVENTS:
-            raise outbox_is_full(last - shipped)
+    def _select(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        with self._lock, self._translated():
+            return self._db.execute(query, values).fetchall()
 
     @contextlib.contextmanager
-    def _fenced(self, term: Term, *, decides: bool = True) -> Iterator[None]:
-        """Run a transaction that proves that ``term`` leads; refused after a failed decision."""
-        with self._file.held():
-            if term.epoch in self._lost:
-                newest = int(self._file.one("SELECT epoch FROM leader")[0])
-                raise stale(term, newest, self.path)
-            if self._unsure and decides:
-                raise load_first(self.path)
+    def _transaction(self) -> Iterator[None]:
+        """Commit all writes of the block, or none."""
+        with self._lock, self._translated():
+            self._db.execute("BEGIN IMMEDIATE")
             try:
-                with self._writing():
-                    newest, replica_id = self._db.execute(
-                        "SELECT epoch, replica_id FROM leader"
-                    ).fetchone()
-                    if newest != term.epoch or not replica_id:
-                        self._lost.add(term.epoch)
-                        raise stale(term, newest, self.path)
-                    yield
+                yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._unsure = self._unsure or decides
+                with contextlib.suppress(sqlite3.Error):  # a failed COMMIT may have ended it
+                    self._db.execute("ROLLBACK")
                 raise
 
     @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        with self._file.writing() as db:
+    def _translated(self) -> Iterator[None]:
+        """Translate SQLite's and the file system's errors to ServiceUnavailable."""
+        try:
             yield
-            db.execute("UPDATE counters SET revision = revision + 1")
+        except (sqlite3.Error, OSError) as error:
+            # Full, locked or missing: nothing was acknowledged, and the same call may work later.
+            raise unusable_file("coordinator's file", self._path, error) from error
+
+    def _migrate(self) -> None:
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if not 0 <= version <= SCHEMA_VERSION:
+            raise ServiceUnavailable(
+                "the coordinator's file is of another version",
+                got=version,
+                wanted=SCHEMA_VERSION,
+                where=self._path,
+                do="Start the Paceline version that wrote it, or move the file away.",
+            )
+        if version == SCHEMA_VERSION:
+            return
+        self._db.create_function("row_key", -1, self._layout.key)
+        steps = {0: (_ROWS,), 1: (_VERSION_2, _ROWS, _VERSION_3), 2: (_ROWS, _VERSION_3)}
+        for statement in ";\n".join(steps[version]).split(";\n"):
+            self._db.execute(statement)
+        self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
 
-def event_row(event: Event, epoch: int) -> tuple[object, ...]:
-    """Return ``event`` as a row of ``outbox`` and of ``audit``."""
-    names = (event.deployment_id, event.worker_id)
-    return (event.seq, epoch, event.name.value, event.at, *names, json.dumps(event.data))
+def prepare_file(path: Path) -> None:
+    """Create the file and its directory, for this user alone; raises OSError."""
+    make_directories(path.parent, PRIVATE_DIRECTORY)
+    ensure_private(path)  # SQLite gives its -wal and -shm files the same mode
+    for beside in (Path(f"{path}-wal"), Path(f"{path}-shm")):
+        if beside.exists():
+            ensure_private(beside)
 
 
-def read_event(row: tuple[Any, ...]) -> Event:
-    """Return the event in a row of (seq, name, at, deployment_id, worker_id, data)."""
-    fields = ("seq", "name", "at", "deployment_id", "worker_id", "data")
-    return Event.model_validate(dict(zip(fields, (*row[:5], json.loads(row[5])), strict=True)))
+def unusable_file(what: str, path: Path, error: Exception) -> ServiceUnavailable:
+    """Return the error for an SQLite file that cannot be used."""
+    return ServiceUnavailable(
+        f"the {what} cannot be used",
+        got=f"{type(error).__name__}: {error}",
+        where=path,
+        do="Check the disk and its space.",
+    )
+
+
+# Version 1 had a table for each kind of record, and all events in ``audit``. Version 2 added
+# tokens, the outbox and counters. Version 3 holds the rows that etcd holds too.
+
+SCHEMA_VERSION = 3
+_ROWS = "CREATE TABLE rows (key BLOB PRIMARY KEY, value BLOB NOT NULL)"
+_VERSION_2 = f"""
+ALTER TABLE leader ADD COLUMN replica_id TEXT NOT NULL DEFAULT '';
+ALTER TABLE leader ADD COLUMN url TEXT NOT NULL DEFAULT '';
+CREATE TABLE tokens (token_id TEXT PRIMARY KEY, epoch INTEGER, record TEXT);
+CREATE TABLE outbox AS SELECT * FROM audit
+  WHERE seq > (SELECT COALESCE(MAX(seq), 0) FROM audit) - {RECENT_EVENTS};
+CREATE TABLE counters AS
+  SELECT COALESCE(MAX(seq), 0) AS last, COALESCE(MAX(seq), 0) AS shipped FROM audit"""  # noqa: S608
+_VERSION_3 = """
+INSERT INTO rows SELECT row_key('meta', 'epoch'), CAST(epoch AS TEXT) FROM leader;
+INSERT INTO rows SELECT row_key('meta', 'shipped'), CAST(shipped AS TEXT) FROM counters;
+INSERT INTO rows SELECT row_key('meta', 'tip'), json_object('commit', '', 'last', last,
+  'made', (SELECT COALESCE(MAX(seq), 0) FROM deployments), 'pending', NULL) FROM counters;
+INSERT INTO rows SELECT row_key('state', 'deployments', deployment_id, 'record'),
+  json_object('record', json(record), 'boot_id', boot_id, 'memo', memo) FROM deployments;
+INSERT INTO rows SELECT row_key('state', 'deployments', deployment_id, 'made'),
+  json_object('number', seq) FROM deployments;
+INSERT INTO rows SELECT row_key('state', 'deployments', deployment_id, 'manifest'), manifest
+  FROM deployments;
+INSERT INTO rows SELECT row_key('state', 'plans', deployment_id, printf('%010d', plan_epoch)), plan
+  FROM plans;
+INSERT INTO rows SELECT row_key('state', 'receipts', deployment_id, worker_id), receipt
+  FROM receipts;
+INSERT INTO rows SELECT row_key('state', 'workers', worker_id), record FROM workers;
+INSERT INTO rows SELECT row_key('state', 'tokens', token_id), record FROM tokens;
+INSERT INTO rows SELECT row_key('state', 'keys', deployment_id, key),
+  json_object('body_digest', body_digest) FROM idempotency_keys;
+INSERT INTO rows SELECT row_key('ledger', stage, input_digest), record FROM ledger;
+INSERT INTO rows SELECT row_key('events', printf('%016d', seq)), json_array(json_object('seq', seq,
+  'name', name, 'at', at, 'deployment_id', deployment_id, 'worker_id', worker_id,
+  'data', json(data))) FROM outbox;
+UPDATE rows SET value = CAST(value AS BLOB);
+DROP TABLE leader;
+DROP TABLE counters;
+DROP TABLE deployments;
+DROP TABLE plans;
+DROP TABLE receipts;
+DROP TABLE workers;
+DROP TABLE tokens;
+DROP TABLE idempotency_keys;
+DROP TABLE ledger;
+DROP TABLE outbox"""

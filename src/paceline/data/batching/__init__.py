@@ -4,9 +4,6 @@ There are four plans. A Plan maps the document lengths of a group of shards to t
 order. Plans hold no tokens and do not depend on ranks; ``fill`` copies tokens into a plan's rows.
 """
 
-from __future__ import annotations
+import lazy_loader
 
-from paceline.data.batching.plans import BucketedPlan, PackedPlan, StatefulPlan, WindowPlan
-from paceline.data.batching.rows import Plan, Rows
-
-__all__ = ["BucketedPlan", "PackedPlan", "Plan", "Rows", "StatefulPlan", "WindowPlan"]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,117 +1,29 @@
 """Copy tokens and features into the rows of a plan: one rank's arrays of a batch.
 
-``layout`` computes what follows from positions alone, for all pieces at once; here each piece costs
-one copy of its tokens out of the memory-mapped shard.
+``layout`` computes what follows from positions alone, for all pieces at once; here each piece of a
+document costs one copy of its tokens out of the memory-mapped shard.
 
-Shape letters: B rows, T tokens of a row, D documents of a row, P pieces, N token positions of all
-rows.
+Shape letters: B rows, T tokens of a row, D documents of a row, P pieces of documents, N token
+positions of all rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.batching.layout import Layout, RankRows, lay_out
+from paceline.data.batching.layout import Layout, PlannedBatches, lay_out
 from paceline.data.batching.open_shards import OpenShard
 from paceline.data.batching.rows import Ints
+from paceline.data.loading import Batch
 from paceline.data.snapshot import Column, Vocabulary, require_token_features
 from paceline.errors import InvalidInput
 
 Array = npt.NDArray[Any]
-
-
-class Place(NamedTuple):
-    """The position of a piece in its rank's share of the batch, and in its document."""
-
-    row: int
-    slot: int  # index among the row's documents
-    column: int
-    position: int  # of its first input, in its document
-    length: int
-
-
-class FeatureGatherer:
-    """Collects the features of a share's pieces; per-token features are cut as the tokens are."""
-
-    def __init__(self, columns: Sequence[Column], along: frozenset[str]) -> None:
-        self._columns = columns
-        self._along = along
-        self._taken: dict[str, list[tuple[Place, Array]]] = {each.name: [] for each in columns}
-
-    def take(self, shard: OpenShard, document: int, at: Place) -> bool:
-        """Add a piece's features; return False if its document cannot be read."""
-        found = shard.features(document)
-        if found is None:
-            return False
-        for name, taken in self._taken.items():
-            values = found[name]
-            if name in self._along:
-                # The first input is the separator before the document, which has no feature value.
-                first = max(at.position - 1, 0)
-                lead = 1 if at.position == 0 else 0
-                values = values[first : first + at.length - lead]
-                if len(values) != at.length - lead:
-                    raise InvalidInput(
-                        "a feature is not as long as its sample",
-                        got=len(found[name]),
-                        wanted=f"at least {first + at.length - lead}",
-                        where=f"{shard.shard.sha256}#{document} {name}",
-                        do="data.token_features names features with a value for each token.",
-                    )
-                at_values = at._replace(column=at.column + lead)
-            else:
-                at_values = at
-            taken.append((at_values, values))
-        return True
-
-    def arrays(self, count: int, width: int, documents: int) -> dict[str, Array]:
-        """Return (B, T, …) for per-token features, else (B, D, …), padded with 0."""
-        found: dict[str, Array] = {}
-        for column in self._columns:
-            taken = self._taken[column.name]
-            if column.name in self._along:
-                shape: tuple[int, ...] = (count, width, *_sizes(column.shape[1:]))
-            else:
-                longest = max((len(values) for _, values in taken if values.ndim), default=1)
-                first = (longest,) if column.shape else ()
-                shape = (count, documents, *first, *_sizes(column.shape[1:]))
-            out: Array = np.zeros(shape, dtype=column.dtype)
-            for at, values in taken:
-                if column.name in self._along:
-                    out[at.row, at.column : at.column + len(values)] = values
-                elif values.ndim:
-                    out[at.row, at.slot, : len(values)] = values
-                else:
-                    out[at.row, at.slot] = values
-            found[column.name] = out
-        return found
-
-
-def _sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
-    assert None not in shape, "only a column's first axis may differ"
-    return tuple(each for each in shape if each is not None)
-
-
 Get = Callable[[int], OpenShard | None]  # index of a shard → the shard, None if in quarantine
-
-
-@dataclass
-class RowArrays:
-    """One share's arrays; ``skipped`` names unreadable shards and samples (their weight is 0)."""
-
-    inputs_BT: Array  # noqa: N815
-    targets_BT: Array  # noqa: N815
-    weights_BT: npt.NDArray[np.float32]  # noqa: N815
-    documents_BT: npt.NDArray[np.int32] | None  # noqa: N815
-    positions_BT: npt.NDArray[np.int32] | None  # noqa: N815
-    carries_B: npt.NDArray[np.bool_] | None  # noqa: N815
-    features: dict[str, Array]
-    skipped: set[str] = field(default_factory=set)
 
 
 def token_dtype(vocab_size: int) -> npt.DTypeLike:
@@ -122,7 +34,7 @@ def token_dtype(vocab_size: int) -> npt.DTypeLike:
 
 
 class RowFiller:
-    """Fills rows with the tokens and features of one snapshot."""
+    """Fills rows with the tokens and features of one snapshot; ``name``: of a shard by index."""
 
     def __init__(
         self,
@@ -132,210 +44,236 @@ class RowFiller:
         token_features: Collection[str] = (),
     ) -> None:
         require_token_features(token_features, columns)
-        self._token_features = frozenset(token_features)
-        self._separator = vocabulary.separator
-        self._dtype = token_dtype(vocabulary.vocab_size)
-        self._columns = columns
-        self._name = name  # index of a shard → its name
+        self.token_features = frozenset(token_features)
+        self.separator = vocabulary.separator
+        self.dtype = token_dtype(vocabulary.vocab_size)
+        self.columns = columns
+        self.name = name
 
-    def fill(self, shares: Sequence[RankRows], count: int, get: Get) -> list[RowArrays]:
-        """Return the arrays of each share of ``count`` rows.
+    def fill(self, planned: PlannedBatches, rows: range, step: int, get: Get) -> list[Batch]:
+        """Return the batches from ``step`` on, this rank's ``rows`` of each.
 
-        They are views into larger arrays that do not overlap.
+        Their arrays are views into larger arrays that do not overlap.
         """
-        layout = lay_out(shares, count)
-        masked = any(rows.masked for rows, _, _ in shares[0].taken)
-        weights_N = layout.weights()
-        bad: list[tuple[int, str]] = []  # row, name of an unreadable shard or sample
-        _expect(layout, get)
-        if layout.document_P is None:
-            inputs_N, targets_N = self._windows(layout, get, weights_N, bad)
-        else:
-            inputs_N, targets_N = self._documents(layout, get, weights_N, bad)
-        documents_N = layout.slots() if masked else None
+        count = len(rows)
+        layout = lay_out(planned, count)
+        filling = _Filling(self, layout, get)
+        inputs_N, targets_N = filling.tokens()
+        documents_N = layout.slots() if planned.taken[0][0].masked else None
         positions_N = None if layout.position_P is None else layout.positions()
-        beside: list[dict[str, Array]] = [{}] * len(shares)
-        if layout.document_P is not None and self._columns:
-            beside = self._beside(layout, get, weights_N, bad, count)
-        skipped: list[set[str]] = [set() for _ in shares]
-        for row, name in bad:
-            skipped[row // count].add(name)
+        carries_B = _carries(planned, len(layout.width_B))
         found = []
-        for number, share in enumerate(shares):
-            edges = layout.begin_B1[[number * count, (number + 1) * count]].tolist()
-            part, shape = slice(*edges), (count, share.width)
+        for number, width in enumerate(planned.width_K):
+            mine = range(number * count, (number + 1) * count)
+            part = slice(*layout.begin_B1[[mine.start, mine.stop]].tolist())
+
+            def cut(array: Array | None, part: slice = part, width: int = width) -> Any:
+                return None if array is None else array[part].reshape(count, width)
+
+            features = filling.features(mine, width) if self.columns else {}
+            bad = {name for row, name in filling.bad if row in mine}
             found.append(
-                RowArrays(
-                    inputs_BT=inputs_N[part].reshape(shape),
-                    targets_BT=targets_N[part].reshape(shape),
-                    weights_BT=weights_N[part].reshape(shape),
-                    documents_BT=None if documents_N is None else documents_N[part].reshape(shape),
-                    positions_BT=None if positions_N is None else positions_N[part].reshape(shape),
-                    carries_B=_carries(share, count),
-                    features=beside[number],
-                    skipped=skipped[number],
+                Batch(
+                    step=step + number,
+                    inputs_BT=cut(inputs_N),
+                    targets_BT=cut(targets_N),
+                    weights_BT=cut(filling.weights_N),
+                    rows=rows,
+                    global_tokens=planned.tokens_K[number],
+                    documents_BT=cut(documents_N),
+                    positions_BT=cut(positions_N),
+                    carries_B=None if carries_B is None else carries_B[mine.start : mine.stop],
+                    features=features,
+                    skipped=tuple(sorted(bad)),
                 )
             )
         return found
 
-    def _documents(
-        self, layout: Layout, get: Get, weights_N: Array, bad: list[tuple[int, str]]
-    ) -> tuple[Array, Array]:
-        """Return inputs and targets where each piece is a document or a part of one.
+
+class _Parts(NamedTuple):
+    """Pieces of documents of one shard: what a layout's pieces of it consist of."""
+
+    row_P: Ints  # noqa: N815
+    at_P: Ints  # noqa: N815 - first position
+    length_P: Ints  # noqa: N815
+    document_P: Ints  # noqa: N815
+    position_P: Ints  # noqa: N815 - in the document
+
+
+class _Filling:
+    """One call of ``RowFiller.fill``; ``bad``: (row, name of an unreadable shard or sample)."""
+
+    def __init__(self, filler: RowFiller, layout: Layout, get: Get) -> None:
+        self._filler, self._layout, self._get = filler, layout, get
+        self.weights_N = layout.weights()
+        self.bad: list[tuple[int, str]] = []
+
+    def tokens(self) -> tuple[Array, Array]:
+        """Return inputs and targets.
 
         Targets are a piece's tokens, then the separator at the document's end. Inputs are the
         targets shifted by one, except for a piece's first input: the separator before its document,
         or the token before the piece.
         """
-        assert layout.document_P is not None
-        assert layout.position_P is not None
-        targets = np.full(int(layout.begin_B1[-1]), self._separator, dtype=self._dtype)
-        before: list[tuple[Ints, Array]] = []  # positions of inputs, and their tokens
+        layout, separator = self._layout, self._filler.separator
+        found: list[tuple[str, OpenShard, _Parts]] = []
         for index, these in layout.by_shard:
-            shard = get(index)
-            at, length = layout.at_P[these], layout.length_P[these]
-            if shard is None:
-                self._pass_over(layout, weights_N, bad, these, self._name(index))
+            shard, name = self._get(index), self._filler.name(index)
+            if shard is not None:
+                found.append((name, shard, self._parts(shard, these)))
                 continue
-            document, position = layout.document_P[these], layout.position_P[these]
-            if shard.flat is not None:
-                first, count = shard.first_D[document], shard.count_D[document]
-                stop = at + np.clip(
-                    count - position, 0, length
-                )  # negative: a sample with features only
-                _copy(targets, shard.flat, at, stop, first + position)
-                going_on = np.flatnonzero((position > 0) & (count > 0))
-                if len(going_on):
-                    source = (first + position)[going_on] - 1
-                    before.append((at[going_on], shard.flat[source]))
-                continue
-            for piece, number in zip(these.tolist(), document.tolist(), strict=True):
-                tokens = shard.tokens(number)
-                if tokens is None:
-                    name = f"{self._name(index)}#{number}"
-                    self._pass_over(layout, weights_N, bad, np.array([piece]), name)
-                    continue
-                place, skip = int(layout.at_P[piece]), int(layout.position_P[piece])
-                part = tokens[skip : skip + int(layout.length_P[piece])]
-                targets[place : place + len(part)] = part
-                if skip and len(tokens):
-                    before.append((np.array([place]), tokens[skip - 1 : skip]))
+            for each in these.tolist():
+                at, length = int(layout.at_P[each]), int(layout.length_P[each])
+                self._pass_over(int(layout.row_P[each]), at, length, name)
+        for _, shard, parts in found:  # transforms start before the first result is needed
+            shard.expect(parts.document_P)
+        targets = np.full(int(layout.begin_B1[-1]), separator, dtype=self._filler.dtype)
+        before: list[tuple[Ints, Array]] = []  # positions of inputs, and their tokens
+        for name, shard, parts in found:
+            before += self._copy(targets, name, shard, parts)
         inputs = np.empty_like(targets)
         inputs[1:] = targets[:-1]
-        inputs[layout.begin_B1[:-1]] = self._separator  # also in empty rows
-        inputs[layout.at_P] = self._separator
-        for places, found in before:
-            inputs[places] = found
+        inputs[layout.begin_B1[:-1]] = separator  # also in empty rows
+        if found:
+            inputs[np.concatenate([parts.at_P for _, _, parts in found])] = separator
+        for places, tokens in before:
+            inputs[places] = tokens
         return inputs, targets
 
-    def _windows(
-        self, layout: Layout, get: Get, weights_N: Array, bad: list[tuple[int, str]]
-    ) -> tuple[Array, Array]:
-        """Return inputs and targets where each piece is a row that crosses document boundaries."""
-        width, rows = int(layout.width_B[0]), len(layout.width_B)
-        wide = width + 1
-        tokens = np.full(rows * wide, self._separator, dtype=self._dtype)
-        for index, these in layout.by_shard:
-            shard = get(index)
-            if shard is None:
-                self._pass_over(layout, weights_N, bad, these, self._name(index))
-                continue
-            of, document = shard.met(layout.start_P[these], wide)
-            row, start = layout.row_P[these][of], layout.start_P[these][of]
-            offset = shard.offsets_D1[document]
-            first = np.maximum(offset + 1, start)  # in the framed stream
-            stop = np.maximum(np.minimum(shard.offsets_D1[document + 1], start + wide), first)
-            at, to = row * wide + first - start, row * wide + stop - start
-            if shard.flat is not None:
-                _copy(tokens, shard.flat, at, to, shard.first_D[document] + first - offset - 1)
-                continue
-            for number in np.flatnonzero(stop > first).tolist():
-                its = int(document[number])
-                got = shard.tokens(its)
-                skip, size = int((first - offset)[number]) - 1, int((to - at)[number])
-                if got is not None:
-                    tokens[int(at[number]) : int(to[number])] = got[skip : skip + size]
-                    continue
-                bad.append((int(row[number]), f"{self._name(index)}#{its}"))
-                edge = max(int((offset - start)[number]), 0)
-                begin = int(row[number]) * width
-                end = min(int((stop - start)[number]), width)
-                weights_N[begin + edge : begin + end] = 0.0
-        tokens_BW = tokens.reshape(rows, wide)
-        return tokens_BW[:, :-1].reshape(-1), tokens_BW[:, 1:].reshape(-1)
+    def _parts(self, shard: OpenShard, these: Ints) -> _Parts:
+        """Return the parts of documents that the pieces ``these`` of a shard consist of."""
+        layout = self._layout
+        row_P, at_P, length_P = layout.row_P[these], layout.at_P[these], layout.length_P[these]
+        if layout.document_P is not None and layout.position_P is not None:
+            return _Parts(row_P, at_P, length_P, layout.document_P[these], layout.position_P[these])
+        start_P = layout.start_P[these]
+        of, document_P = shard.overlaps(start_P, length_P)
+        offset_P = shard.offsets_D1[document_P]
+        begin_P = np.maximum(offset_P, start_P[of])
+        end_P = np.minimum(shard.offsets_D1[document_P + 1], (start_P + length_P)[of])
+        at_P = (at_P - start_P)[of] + begin_P
+        return _Parts(row_P[of], at_P, end_P - begin_P, document_P, begin_P - offset_P)
 
-    def _beside(
-        self,
-        layout: Layout,
-        get: Get,
-        weights_N: Array,
-        bad: list[tuple[int, str]],
-        count: int,
-    ) -> list[dict[str, Array]]:
-        """Return the features of each share's pieces; a piece of an unreadable sample gets weight
-        0."""
+    def _copy(
+        self, targets: Array, name: str, shard: OpenShard, parts: _Parts
+    ) -> list[tuple[Ints, Array]]:
+        """Copy the tokens of ``parts``; return (positions, tokens) of the inputs before parts."""
+        if shard.flat is not None:
+            first, count = shard.first_D[parts.document_P], shard.count_D[parts.document_P]
+            # negative: a sample with features only
+            size = np.clip(count - parts.position_P, 0, parts.length_P)
+            source = first + parts.position_P
+            edges = (parts.at_P, parts.at_P + size, source, source + size)
+            for low, high, begin, end in zip(*(each.tolist() for each in edges), strict=True):
+                targets[low:high] = shard.flat[begin:end]
+            going_on = np.flatnonzero((parts.position_P > 0) & (count > 0))
+            if not len(going_on):
+                return []
+            return [(parts.at_P[going_on], shard.flat[source[going_on] - 1])]
+        before: list[tuple[Ints, Array]] = []
+        for row, at, length, document, position in zip(*(x.tolist() for x in parts), strict=True):
+            tokens = shard.tokens(document)
+            if tokens is None:
+                self._pass_over(row, at, length, f"{name}#{document}")
+                continue
+            cut = tokens[position : position + length]
+            targets[at : at + len(cut)] = cut
+            if position and len(tokens):
+                before.append((np.array([at]), tokens[position - 1 : position]))
+        return before
+
+    def features(self, rows: range, width: int) -> dict[str, Array]:
+        """Return the features of the pieces in ``rows``: (B, T, …) per token, else (B, D, …)."""
+        layout = self._layout
         assert layout.document_P is not None
         assert layout.position_P is not None
-        shares = len(layout.width_B) // count
-        gathered = [FeatureGatherer(self._columns, self._token_features) for _ in range(shares)]
-        slots = [1] * shares
-        fields = (layout.slot_P, layout.column_P, layout.position_P, layout.length_P)
-        places = zip(layout.row_P.tolist(), *(each.tolist() for each in fields), strict=True)
-        of = zip(layout.shard_P.tolist(), layout.document_P.tolist(), places, strict=True)
-        for piece, (index, document, (row, slot, *place)) in enumerate(of):
-            share = row // count
-            slots[share] = max(slots[share], slot + 1)
-            shard = get(index)
-            if shard is None:
+        taken: list[_Gathered] = []
+        slots = 1
+        low, high = np.searchsorted(layout.row_P, [rows.start, rows.stop]).tolist()
+        for piece in range(low, high):
+            index, document = int(layout.shard_P[piece]), int(layout.document_P[piece])
+            row, length = int(layout.row_P[piece]), int(layout.length_P[piece])
+            slot, name = int(layout.slot_P[piece]), f"{self._filler.name(index)}#{document}"
+            slots = max(slots, slot + 1)
+            if (shard := self._get(index)) is None:
                 continue
-            if not gathered[share].take(shard, document, Place(row % count, slot, *place)):
-                name = f"{self._name(index)}#{document}"
-                self._pass_over(layout, weights_N, bad, np.array([piece]), name)
-        return [
-            each.arrays(count, int(layout.width_B[number * count]), slots[number])
-            for number, each in enumerate(gathered)
-        ]
+            if (arrays := shard.features(document)) is None:
+                self._pass_over(row, int(layout.at_P[piece]), length, name)
+                continue
+            column, position = int(layout.column_P[piece]), int(layout.position_P[piece])
+            place = _Gathered(name, row - rows.start, slot, column, position, length, arrays)
+            taken.append(place)
+        return {
+            each.name: _per_token(taken, each, (len(rows), width))
+            if each.name in self._filler.token_features
+            else _per_document(taken, each, (len(rows), slots))
+            for each in self._filler.columns
+        }
 
-    def _pass_over(
-        self,
-        layout: Layout,
-        weights_N: Array,
-        bad: list[tuple[int, str]],
-        pieces: Ints,
-        name: str,
-    ) -> None:
-        """Set the weight of unreadable pieces to 0 and record their names."""
-        bad += [(row, name) for row in dict.fromkeys(layout.row_P[pieces].tolist())]
-        at = layout.at_P[pieces]
-        for low, high in zip(at.tolist(), (at + layout.length_P[pieces]).tolist(), strict=True):
-            weights_N[low:high] = 0.0
+    def _pass_over(self, row: int, at: int, length: int, name: str) -> None:
+        """Set the weight of an unreadable piece to 0 and record its name."""
+        self.bad.append((row, name))
+        self.weights_N[at : at + length] = 0.0
 
 
-def _expect(layout: Layout, get: Get) -> None:
-    """Start computing all wanted transformed samples before the first one is needed."""
-    for index, these in layout.by_shard:
-        shard = get(index)
-        if shard is None or shard.flat is not None:
-            continue
-        if layout.document_P is not None:
-            shard.expect(layout.document_P[these])
+class _Gathered(NamedTuple):
+    """The features of one piece, and its place among the rows and in its document."""
+
+    name: str
+    row: int
+    slot: int  # index among the row's documents
+    column: int
+    position: int  # of its first input, in its document
+    length: int
+    arrays: dict[str, Array]
+
+
+def _per_token(taken: Sequence[_Gathered], column: Column, shape: tuple[int, int]) -> Array:
+    """Return one value for each token, cut as the tokens are, 0 elsewhere."""
+    out: Array = np.zeros((*shape, *_sizes(column)), dtype=column.dtype)
+    for each in taken:
+        # The first input is the separator before the document, which has no feature value.
+        lead = int(each.position == 0)
+        first, count = each.position - 1 + lead, each.length - lead
+        values = each.arrays[column.name][first : first + count]
+        if len(values) != count:
+            raise InvalidInput(
+                "a feature is not as long as its sample",
+                got=len(each.arrays[column.name]),
+                wanted=f"at least {first + count}",
+                where=f"{each.name} {column.name}",
+                do="data.token_features names features with a value for each token.",
+            )
+        out[each.row, each.column + lead :][:count] = values
+    return out
+
+
+def _per_document(taken: Sequence[_Gathered], column: Column, shape: tuple[int, int]) -> Array:
+    """Return one array for each document, padded with 0 to the longest."""
+    longest = (
+        max((len(each.arrays[column.name]) for each in taken), default=1) if column.shape else 0
+    )
+    axes = (longest, *_sizes(column)) if column.shape else ()
+    out: Array = np.zeros((*shape, *axes), dtype=column.dtype)
+    for each in taken:
+        values = each.arrays[column.name]
+        if values.ndim:
+            out[each.row, each.slot, : len(values)] = values
         else:
-            shard.expect(shard.met(layout.start_P[these], int(layout.width_B[0]) + 1)[1])
+            out[each.row, each.slot] = values
+    return out
 
 
-def _copy(out: Array, flat: Array, at: Ints, stop: Ints, source: Ints) -> None:
-    """For each piece, copy ``flat`` from index ``source`` on into ``out[at:stop]``."""
-    ends = source + stop - at
-    pieces = zip(at.tolist(), stop.tolist(), source.tolist(), ends.tolist(), strict=True)
-    for low, high, first, last in pieces:
-        out[low:high] = flat[first:last]
+def _sizes(column: Column) -> tuple[int, ...]:
+    assert None not in column.shape[1:], "only a column's first axis may differ"
+    return tuple(each for each in column.shape[1:] if each is not None)
 
 
-def _carries(share: RankRows, count: int) -> npt.NDArray[np.bool_] | None:
-    if all(rows.carries_R is None for rows, _, _ in share.taken):
+def _carries(planned: PlannedBatches, count: int) -> npt.NDArray[np.bool_] | None:
+    if all(rows.carries_R is None for rows, _, _ in planned.taken):
         return None
     carries_B = np.zeros(count, dtype=np.bool_)
-    for rows, ids, places in share.taken:
+    for rows, ids, places in planned.taken:
         if rows.carries_R is not None:
             carries_B[places] = rows.carries_R[ids]
     return carries_B

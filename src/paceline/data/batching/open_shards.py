@@ -23,9 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.batching.rows import Ints
-from paceline.data.loading.samples import ShardSamples
+from paceline.data.formats import ShardSamples
 from paceline.data.snapshot import Shard
-from paceline.errors import CorruptData, DataRejected, InvalidInput
+from paceline.errors import CorruptData, DataRejected, InvalidInput, TemporaryError
+
+log = logging.getLogger(__name__)
 
 Array = npt.NDArray[Any]
 
@@ -42,7 +44,6 @@ class OpenShard:
     def __init__(self, shard: Shard, samples: ShardSamples, lengths: Array | None) -> None:
         self.shard = shard
         self.samples = samples
-        self.bad: dict[int, str] = {}  # document → reason
         self.flat: Array | None = None
         self.first_D = self.count_D = np.zeros(0, dtype=np.int64)
         if (laid := samples.flat()) is not None:
@@ -76,13 +77,13 @@ class OpenShard:
         if self.flat is None:
             self.samples.expect(list(dict.fromkeys(documents.tolist())))
 
-    def met(self, start_P: Ints, size: int) -> tuple[Ints, Ints]:
+    def overlaps(self, start_P: Ints, length_P: Ints) -> tuple[Ints, Ints]:
         """Return each (window, document) pair that overlaps, as two arrays.
 
-        The windows are ``size`` tokens of the framed stream from each ``start_P`` on.
+        Window p is ``length_P[p]`` tokens of the framed stream from ``start_P[p]`` on.
         """
         low = np.searchsorted(self.offsets_D1, start_P, side="right") - 1
-        high = np.searchsorted(self.offsets_D1[:-1], start_P + size, side="left")
+        high = np.searchsorted(self.offsets_D1[:-1], start_P + length_P, side="left")
         count = high - low
         within = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
         return np.repeat(np.arange(len(start_P)), count), np.repeat(low, count) + within
@@ -91,16 +92,14 @@ class OpenShard:
         """Return the document's features, or None if it cannot be read."""
         try:
             return self.samples.features(document)
-        except CorruptData as error:
-            self.bad.setdefault(document, error.what)
+        except CorruptData:
             return None
 
     def tokens(self, document: int) -> Array | None:
         """Return the document's tokens (none for one of features only); None if unreadable."""
         try:
             tokens = self.samples.tokens(document)
-        except CorruptData as error:
-            self.bad.setdefault(document, error.what)
+        except CorruptData:
             return None
         wanted = int(self.offsets_D1[document + 1] - self.offsets_D1[document]) - 1
         if len(tokens) not in (0, wanted):  # 0: a sample of features only
@@ -119,8 +118,6 @@ class OpenShard:
         )
 
 
-log = logging.getLogger(__name__)
-
 LENGTHS_AT_ONCE = 16  # small files, and a plan needs those of a whole group
 
 
@@ -131,16 +128,15 @@ class ShardSource(Protocol):
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]: ...
     def samples(self, shard: Shard) -> ShardSamples: ...
-    def prefetch(self, shards: Sequence[Shard]) -> None: ...
 
 
 class ShardReader:
-    """The open shards of one stream; close it. All methods but ``close`` are for one thread only.
+    """The open shards of one stream; close it. All methods but ``lengths`` are for one thread only.
 
     Raises DataRejected once more than ``max_bad_share`` of the shards that this stream reads are in
-    quarantine. ``share``: the fraction of the shards that this stream reads. ``plans_lengths``: the
-    plan is made from document lengths, so that each shard must agree with its index. Set both
-    before use.
+    quarantine. ``share``: the fraction of the shards that this stream reads.
+    ``plans_from_lengths``: the plan is made from document lengths, so that each shard must agree
+    with its index. Set both before use.
     """
 
     def __init__(
@@ -148,7 +144,7 @@ class ShardReader:
     ) -> None:
         self.shards = shards
         self.share = 1.0
-        self.plans_lengths = True
+        self.plans_from_lengths = True
         self._cache = cache
         self._max_bad_share = max_bad_share
         self._digests = {each.sha256 for each in shards}
@@ -174,10 +170,6 @@ class ShardReader:
             self._known = {each: its for each, its in self._known.items() if each in remembered}
         for index in [each for each in self._open if each not in wanted]:
             self._forget(index)
-        # Shards being opened are named again, because ``prefetch`` drops all shards that it is not
-        # given.
-        coming = [each for each in indexes if not self._is_open(each)]
-        self._cache.prefetch([self.shards[each] for each in coming])
         for index in indexes:
             self._submit(index)
 
@@ -196,16 +188,17 @@ class ShardReader:
 
     def _get(self, index: int) -> OpenShard | None:
         try:
-            return self._submit(index).result()
+            try:
+                return self._submit(index).result()
+            except TemporaryError as error:  # perhaps long ago: try again
+                sha256 = self.shards[index].sha256
+                log.warning("opening ahead failed shard=%s error=%s", sha256[:12], error)
+                del self._open[index]
+                return self._submit(index).result()
         except CorruptData as error:
-            shard = self.shards[index]
-            if shard.sha256 not in self._cache.quarantined:
-                self._cache.quarantined[shard.sha256] = error.what
+            self._cache.quarantined.setdefault(self.shards[index].sha256, error.what)
             self._refuse_if_too_many(error)
             return None
-
-    def _is_open(self, index: int) -> bool:
-        return index in self._open and self._open[index].done()
 
     def _submit(self, index: int) -> Future[OpenShard]:
         if index not in self._open:
@@ -217,7 +210,11 @@ class ShardReader:
         try:
             samples = self._cache.samples(shard)
             try:
-                return OpenShard(shard, samples, self._lengths_beside(index, samples))
+                needs_none = not self.plans_from_lengths and shard.tokens
+                as_stored = needs_none and samples.flat() is not None
+                return OpenShard(
+                    shard, samples, None if as_stored else self._lengths_of(index).result()
+                )
             except BaseException:
                 samples.close()
                 raise
@@ -228,24 +225,8 @@ class ShardReader:
     def _lengths_of(self, index: int) -> Future[Array]:
         with self._lock:
             if index not in self._known:
-                self._known[index] = self._small.submit(self._lengths, self.shards[index])
+                self._known[index] = self._small.submit(self._cache.lengths, self.shards[index])
             return self._known[index]
-
-    def _lengths(self, shard: Shard) -> Array:
-        if shard.lengths_sha256 is not None:
-            return self._cache.lengths(shard)
-        with self._cache.samples(shard) as samples:
-            return _byte_lengths(samples)
-
-    def _lengths_beside(self, index: int, samples: ShardSamples) -> Array | None:
-        """Return the lengths that the plan is made from; None where it needs none and the samples
-        suffice."""
-        shard = self.shards[index]
-        if shard.lengths_sha256 is None:
-            return _byte_lengths(samples)
-        if not self.plans_lengths and shard.tokens and samples.flat() is not None:
-            return None
-        return self._lengths_of(index).result()
 
     def _forget(self, index: int) -> None:
         def close(done: Future[OpenShard]) -> None:
@@ -269,8 +250,3 @@ class ShardReader:
                 wanted=f"at most {self._max_bad_share:.0%}",
                 do="Build the snapshot again from its source.",
             ) from error
-
-
-def _byte_lengths(samples: ShardSamples) -> Array:
-    """Return the document lengths of a version 1 shard, which has no index and a token per byte."""
-    return np.array([len(samples.text_bytes(i)) for i in range(len(samples))], dtype=np.int64)

@@ -14,11 +14,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paceline.data.batching.rows import DocumentPlan, Ints, Rows, SharedPlan
-from paceline.data.loading.columns import fewest_shards, shards_for_columns
-from paceline.data.loading.ordering import ShardOrder
+from paceline.data.batching.rows import DocumentPlan, Ints, Plan, Rows, rows_of
+from paceline.data.loading import ShardOrder, fewest_shards, shards_for_columns
 from paceline.data.snapshot import require_windows
-from paceline.errors import CorruptData, InvalidInput
+from paceline.errors import InvalidInput
 
 # Bucketed: documents of similar length in one batch, one a row, padded to the batch's longest.
 #
@@ -49,7 +48,7 @@ class BucketedPlan(DocumentPlan):
         generator = self.generator(epoch, group)
         parts = self.parts(pieces)
         batches = max(-(-(each.stop - each.start) // deep) for each in parts)
-        rank_P = np.empty(len(pieces), dtype=np.int64)
+        rank_P = np.empty(len(pieces.length_P), dtype=np.int64)
         longest = np.zeros(batches, dtype=np.int64)
         for part in parts:
             length_P = pieces.length_P[part]
@@ -65,7 +64,7 @@ class BucketedPlan(DocumentPlan):
         width_of = np.zeros(batches, dtype=np.int64)
         width_of[batch_order] = np.minimum(-(-longest // WIDTH_STEP) * WIDTH_STEP, self.context)
         width_R = np.repeat(width_of, self.global_batch)
-        return pieces.rows(row_P, batches * self.global_batch, width_R=width_R)
+        return rows_of(pieces, row_P, batches * self.global_batch, width_R=width_R)
 
 
 # Carried (stateful): long documents are cut; each row continues the same row of the batch before.
@@ -86,10 +85,11 @@ class StatefulPlan(DocumentPlan):
     def rows(self, epoch: int, group: int) -> Rows:
         """Return the group's rows: a multiple of the global batch."""
         pieces = self.pieces(epoch, group)
+        assert pieces.position_P is not None, "whole documents"
         columns = self.columns
         lanes = self.global_batch // columns  # per column
         generator = self.generator(epoch, group)
-        row_P = np.zeros(len(pieces), dtype=np.int64)
+        row_P = np.zeros(len(pieces.length_P), dtype=np.int64)
         most = 0
         for column, part in enumerate(self.parts(pieces)):
             position_P = pieces.position_P[part]
@@ -97,7 +97,7 @@ class StatefulPlan(DocumentPlan):
                 continue
             heads = np.flatnonzero(position_P == 0)  # one per document
             parts_D = np.diff(np.append(heads, len(position_P)))
-            step_D, lane_D, steps = deal(parts_D, lanes, generator)
+            step_D, lane_D, steps = assign_lanes(parts_D, lanes, generator)
             step_P = np.repeat(step_D - heads, parts_D) + np.arange(len(position_P))
             lane_P = np.repeat(lane_D, parts_D)
             row_P[part] = (step_P * lanes + lane_P) * columns + column
@@ -105,10 +105,12 @@ class StatefulPlan(DocumentPlan):
         count = most * self.global_batch
         carries_R = np.zeros(count, dtype=np.bool_)
         carries_R[row_P] = pieces.position_P > 0
-        return pieces.rows(row_P, count, carries_R=carries_R)
+        return rows_of(pieces, row_P, count, carries_R=carries_R)
 
 
-def deal(parts_D: Ints, lanes: int, generator: np.random.Generator) -> tuple[Ints, Ints, int]:
+def assign_lanes(
+    parts_D: Ints, lanes: int, generator: np.random.Generator
+) -> tuple[Ints, Ints, int]:
     """Return each document's first step and lane, and the number of steps of the longest lane."""
     documents = len(parts_D)
     mixed = generator.permutation(documents)
@@ -138,13 +140,13 @@ def deal(parts_D: Ints, lanes: int, generator: np.random.Generator) -> tuple[Int
 # group.
 #
 # A window is ``context + 1`` tokens; windows overlap by one, so that each token is predicted once.
-# The last ``< context + 1`` tokens of a shard form no window: ``tail_tokens`` counts them. Needs
-# only the lengths of the streams, which are in the snapshot's record.
+# The last ``< context + 1`` tokens of a shard form no window. Needs only the lengths of the
+# streams, which are in the snapshot's record.
 
 EMPTY = -1
 
 
-class WindowPlan:
+class WindowPlan(Plan):
     """Windows of streams of ``stream_tokens``; batches continue into the next group and epoch."""
 
     batching = "windows"
@@ -162,30 +164,13 @@ class WindowPlan:
     ) -> None:
         if context < 1:
             raise InvalidInput("bad stream settings", got=f"context {context}", wanted="≥ 1")
-        self.context = context
-        self.global_batch = global_batch
-        self.seed = seed
-        self.columns = columns
         self.windows = np.array([max(0, (size - 1) // context) for size in stream_tokens])
-        self.tail_tokens = int(sum(stream_tokens)) - int(self.windows.sum()) * context
         self.samples = int(self.windows.sum())  # of one epoch
         require_windows(stream_tokens, context)
         usual = fewest_shards(stream_tokens)
-        self._order = ShardOrder(
-            self.windows.tolist(),
-            seed,
-            shards_in_group or shards_for_columns(usual, columns, stream_tokens, context),
-            columns,
-        )
-
-    @property
-    def groups(self) -> int:
-        """Return the number of groups in an epoch."""
-        return self._order.groups
-
-    def shards(self, epoch: int, group: int, columns: range | None = None) -> Ints:
-        """Return the indexes of the group's shards, or of those that ``columns`` read."""
-        return self._order.read_by(epoch, group, columns or range(self.columns))
+        in_group = shards_in_group or shards_for_columns(usual, columns, stream_tokens, context)
+        order = ShardOrder(self.windows.tolist(), seed, in_group, columns)
+        super().__init__(context, global_batch, order)
 
     def rows(self, epoch: int, group: int) -> Rows:
         """Return the group's windows, shuffled: an equal part for each column, padded with an empty
@@ -196,7 +181,7 @@ class WindowPlan:
         total = int(counts.sum())
         window_P = np.arange(total) - np.repeat(first, counts)
         packed = (np.repeat(shards, counts) << 32) + window_P
-        generator = self._order.generator(epoch, group + 1)
+        generator = self.generator(epoch, group)
         columns = self.columns
         deep = -(-total // columns)
         laid = np.full((deep, columns), EMPTY)
@@ -219,7 +204,7 @@ class WindowPlan:
 # D. S. Johnson, "Near-optimal bin packing algorithms" (1973): longest first, each into the fullest
 # row that still has space. Rows with equal space are interchangeable, and so are pieces of equal
 # length, so that whole runs are placed at once: the work grows with the number of different
-# lengths, not with the number of pieces (1 M pieces of up to 2,048 tokens: see docs/LOG.md).
+# lengths, not with the number of pieces (1 M pieces of up to 2,048 tokens).
 
 
 def best_fit(length_P: Ints, capacity: int) -> Ints:
@@ -289,7 +274,7 @@ class PackedPlan(DocumentPlan):
         """
         pieces = self.pieces(epoch, group)
         generator = self.generator(epoch, group)
-        row_P = np.zeros(len(pieces), dtype=np.int64)
+        row_P = np.zeros(len(pieces.length_P), dtype=np.int64)
         most = 0
         for column, part in enumerate(self.parts(pieces)):
             packed = best_fit(pieces.length_P[part], self.context)
@@ -297,50 +282,4 @@ class PackedPlan(DocumentPlan):
             mixed = generator.permutation(count)
             row_P[part] = mixed[packed] * self.columns + column
             most = max(most, count)
-        return pieces.rows(row_P, most * self.columns, masked=True)
-
-    def outline(self, rows: Rows) -> SharedPlan:
-        """Return the summary of all columns that readers of some columns need, from the group's
-        ``rows``."""
-        filled_RC = np.diff(rows.first_R1).reshape(-1, self.columns) > 0
-        return SharedPlan(
-            tuple(filled_RC.sum(axis=0).tolist()),
-            tuple(np.diff(rows.tokens_R1[:: self.columns]).tolist()),
-        )
-
-    def rows_of(self, epoch: int, group: int, columns: range, outline: SharedPlan) -> Rows:
-        """Return the group's rows, with pieces only in those of ``columns``.
-
-        The row count and the pieces are the same as in ``rows``. Reads only these columns' lengths;
-        raises CorruptData where ``outline`` is of another group.
-        """
-        pieces, column_P = self.pieces_of(epoch, group, columns)
-        total = int(self._tokens[self.shards(epoch, group)].sum())
-        generator = self.generator(epoch, group)
-        row_P = np.zeros(len(pieces), dtype=np.int64)
-        most = max(outline.count_C, default=0)
-        fits = len(outline.count_C) == self.columns and len(outline.tokens_S) == most
-        if not fits or sum(outline.tokens_S) != total or min(outline.count_C) < 0:
-            raise _other_outline(f"{len(outline.count_C)} columns, {sum(outline.tokens_S)} tokens")
-        for column, count in enumerate(outline.count_C[: columns.stop]):
-            mixed = generator.permutation(count)  # each column advances the generator
-            if column < columns.start:
-                continue
-            part = column_P == column
-            packed = best_fit(pieces.length_P[part], self.context)
-            found = int(packed.max()) + 1 if len(packed) else 0
-            if found != count:
-                raise _other_outline(f"{found} rows in column {column}, not {count}")
-            row_P[part] = mixed[packed] * self.columns + column
-        tokens_S = np.asarray(outline.tokens_S, dtype=np.int64)
-        return pieces.rows(row_P, most * self.columns, masked=True, tokens_S=tokens_S)
-
-
-def _other_outline(got: str) -> CorruptData:
-    return CorruptData("a group's outline is another group's", got=got)
-
-
-def waste(rows: Rows, context: int) -> float:
-    """Return the fraction of a group's token positions that hold no token."""
-    width = len(rows) * context if rows.width_R is None else int(np.sum(rows.width_R))
-    return 1.0 - float(rows.tokens_R1[-1]) / width if width else 0.0
+        return rows_of(pieces, row_P, most * self.columns, masked=True)

@@ -7,9 +7,10 @@ page of a few bytes can decode to gigabytes of rows, and pyarrow's decoder has n
 
 from __future__ import annotations
 
+import json
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -19,15 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from paceline.data.child_process import DONE, FAILED, RequestServer
-from paceline.data.formats.parquet_process import ReadRequest, packed_error, packed_samples
+from paceline.data.child_process import DONE, FAILED, serve
+from paceline.data.formats.parquet_process import pack_samples
 from paceline.data.formats.sample import (
     EXPANSION_SLACK_BYTES,
     MAX_EXPANSION,
     Array,
     Sample,
     UnusableSample,
-    checked,
+    check_sample,
     clean_array,
 )
 from paceline.errors import InvalidInput
@@ -42,9 +43,8 @@ BUFFER_BYTES = 1024 * 1024
 _Cell = Array | bytes | UnusableSample | None
 
 
-def main() -> None:
-    """Serve requests until standard input ends; see ``parquet_process``."""
-    answers = RequestServer()
+def start_reader(_: str) -> Callable[[bytes], tuple[bytes, bytes]]:
+    """Return the function that answers a request of ``parquet_process``, after limiting memory."""
     pa.set_cpu_count(1)
     pa.set_io_thread_count(1)
     limit_memory(MEMORY_BYTES)
@@ -54,12 +54,13 @@ def main() -> None:
         nonlocal reading
         try:
             if request:
-                reading = _reading(ReadRequest.parse(request))
-            return DONE, packed_samples(reading)
+                reading = _reading(*json.loads(request))
+            return DONE, pack_samples(reading)
         except InvalidInput as error:
-            return FAILED, packed_error(error)
+            said = {each: getattr(error, each) for each in ("what", "got", "wanted", "where", "do")}
+            return FAILED, json.dumps(said, default=str).encode()
 
-    answers.serve(answer)
+    return answer
 
 
 def limit_memory(more_bytes: int) -> None:
@@ -69,53 +70,45 @@ def limit_memory(more_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _reading(order: ReadRequest) -> Iterator[Sample | UnusableSample]:
+def _reading(
+    path: str, name: str, text_field: str, key_field: str, features: bool
+) -> Iterator[Sample | UnusableSample]:
     try:
-        if order.features:
-            yield from read_features(Path(order.path), order.key)
-        else:
-            yield from read_parquet(Path(order.path), order.name, order.text, order.key)
+        yield from read_parquet(Path(path), name, text_field, key_field, features=features)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise _unreadable(order.name, str(error)[:300]) from error
+        raise _unreadable(name, str(error)[:300]) from error
     except MemoryError as error:
         got = f"more than {MEMORY_BYTES >> 20} MiB for a page or a row"
-        raise _unreadable(order.name, got) from error
+        raise _unreadable(name, got) from error
 
 
 def read_parquet(
-    path: Path, name: str, text_field: str, key_field: str
+    path: Path, name: str, text_field: str, key_field: str, *, features: bool = False
 ) -> Iterator[Sample | UnusableSample]:
-    """Yield the file's samples. Raises pyarrow's exceptions and MemoryError."""
-    number = 0
-    for columns, rows in _batches(path, name, of_ours=True):
-        for row in range(rows):
-            cells = {each: values[row] for each, values in columns.items()}
-            yield _sample(cells, f"{name}:{number}", text_field, key_field)
-            number += 1
+    """Yield the file's samples. Raises pyarrow's exceptions and MemoryError.
 
-
-def read_features(path: Path, key_field: str) -> Iterator[Sample]:
-    """Yield a sample with the key and the arrays of each row.
-
-    Raises InvalidInput for a row without them, and pyarrow's exceptions.
+    ``features``: each row must have a key, and numbers in every other column.
     """
     number = 0
-    for columns, rows in _batches(path, path.name):
-        if key_field not in columns:
-            got = f"columns {', '.join(columns)[:300]}"
-            raise _bad("has no key column", path, got, key_field, "Name it with data.key_field.")
+    for columns, rows in _batches(path, name, of_ours=not features):
         for row in range(rows):
             cells = {each: values[row] for each, values in columns.items()}
-            key = _name(cells.pop(key_field))
-            arrays = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
-            if key is None or len(arrays) != len(cells) or not arrays:
-                missing = sorted(set(cells) - set(arrays)) or [key_field]
-                raise _bad("has a row without numbers", path, f"row {number}: {missing}", "numbers")
-            sample = checked(Sample(key, None, None, arrays))
-            if isinstance(sample, UnusableSample):
-                raise _bad("has a row of no use", path, f"row {number}: {sample.reason}", "numbers")
-            yield sample
+            where = f"{name}:{number}"
+            if features:
+                yield _features(cells, where, key_field)
+            else:
+                yield _sample(cells, where, text_field, key_field)
             number += 1
+
+
+def _features(cells: dict[str, _Cell], where: str, key_field: str) -> Sample | UnusableSample:
+    key = _name(cells.pop(key_field, None))
+    arrays = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
+    if key is None:
+        return UnusableSample(where, f"no key in column {key_field!r}")
+    if len(arrays) != len(cells) or not arrays:
+        return UnusableSample(where, f"no numbers in {sorted(set(cells) - set(arrays))}")
+    return check_sample(Sample(key, None, None, arrays))
 
 
 def _batches(
@@ -202,7 +195,7 @@ def _sample(
     elif content is not None:
         return UnusableSample(key, f"its {text_field!r} is neither text nor a list of tokens")
     features = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
-    return checked(Sample(key, text, tokens, features))
+    return check_sample(Sample(key, text, tokens, features))
 
 
 def _name(cell: _Cell) -> str | None:
@@ -291,9 +284,5 @@ def _is_fixed(kind: Any) -> bool:
     return bool(pa.types.is_fixed_size_list(kind))
 
 
-def _bad(what: str, path: Path, got: object, wanted: object, do: str | None = None) -> InvalidInput:
-    return InvalidInput(f"feature file {what}", got=got, wanted=wanted, where=path, do=do)
-
-
 if __name__ == "__main__":
-    main()
+    serve(start_reader)

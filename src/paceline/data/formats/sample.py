@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -53,6 +54,15 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Fields:
+    """The location of a sample's text and key: JSONL fields, Parquet columns, a tar member's
+    extension."""
+
+    text: str = "text"
+    key: str = "key"
+
+
+@dataclass(frozen=True)
 class UnusableSample:
     """A part of a source that is not a usable sample, and the reason."""
 
@@ -60,7 +70,45 @@ class UnusableSample:
     reason: str
 
 
-def checked(sample: Sample) -> Sample | UnusableSample:
+def length_of(tokens: Array, features: Mapping[str, Array]) -> int:
+    """Return a sample's length: its number of tokens.
+
+    Without tokens: the first axis of its first feature (by name) that has one; else 1 for scalars,
+    and 0 without features.
+    """
+    if len(tokens):
+        return len(tokens)
+    axes = (len(features[name]) for name in sorted(features) if features[name].ndim)
+    return next(axes, 1 if features else 0)
+
+
+def pack_sample(sample: Sample) -> bytes:
+    """Return ``sample`` as bytes, for a scratch file or a child process; not a file format."""
+    arrays = {name: np.asarray(each) for name, each in sample.features.items()}
+    if sample.tokens is not None:
+        arrays = {"": sample.tokens, **arrays}  # a feature's name is never empty
+    text = None if sample.text is None else len(sample.text)
+    about = [(name, each.dtype.str, each.shape) for name, each in arrays.items()]
+    head = json.dumps([sample.key, text, about]).encode()
+    size = len(head).to_bytes(4, "little")
+    return b"".join([size, head, sample.text or b"", *(each.tobytes() for each in arrays.values())])
+
+
+def unpack_sample(raw: bytes) -> Sample:
+    """Return the sample packed by ``pack_sample``; its arrays own their memory."""
+    at = 4 + int.from_bytes(raw[:4], "little")
+    key, size, about = json.loads(raw[4:at])
+    text = None if size is None else raw[at : at + size]
+    at += size or 0
+    arrays: dict[str, Array] = {}
+    for name, dtype, shape in about:
+        array = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape).copy()
+        arrays[name] = array
+        at += array.nbytes
+    return Sample(key, text, arrays.pop("", None), arrays)
+
+
+def check_sample(sample: Sample) -> Sample | UnusableSample:
     """Return ``sample``, or Unusable with the reason.
 
     Rejects what a snapshot cannot hold for each sample, before the snapshot is written.
@@ -80,12 +128,11 @@ def checked(sample: Sample) -> Sample | UnusableSample:
 
 
 def _key_fault(key: str) -> str | None:
-    try:
-        size = len(key.encode("utf-8"))
-    except UnicodeEncodeError:
-        return "name is not UTF-8"
-    if not size:
+    if not key:
         return "its name is empty"
+    if not _is_utf8(key):
+        return "name is not UTF-8"
+    size = len(key.encode())
     return None if size <= MAX_KEY_BYTES else f"its name has {size} bytes, of {MAX_KEY_BYTES}"
 
 

@@ -8,19 +8,19 @@ bytes (and digest) do not change with a library's version.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.formats.sample import Array
-from paceline.data.loading.samples import length_of
-from paceline.data.snapshot import Column, Vocabulary
+from paceline.data.formats.sample import Array, length_of
+from paceline.data.snapshot import BYTE_VOCABULARY, Column, Vocabulary
 from paceline.errors import InvalidInput
-from paceline.schemas.base import parse_json
+from paceline.schemas import parse_json
 
 LAYOUT = "paceline-samples-1"
 MAX_HEADER_BYTES = 16 * 1024 * 1024
@@ -84,13 +84,18 @@ class ColumnWriter:
         """Return the content of the lengths file: int32, little endian, one a sample."""
         return np.array(self._lengths, dtype="<i4").tobytes()
 
-    def write(self, path: Path) -> None:
-        """Write the shard."""
+    def arrays(self) -> dict[str, Array]:
+        """Return the shard's columns."""
         arrays: dict[str, Array] = {}
         for name, parts in self._parts.items():
             arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
         for name, ends in self._ends.items():
             arrays[f"{name}.ends"] = np.array(ends, dtype="<i8")
+        return arrays
+
+    def write(self, path: Path) -> None:
+        """Write the shard."""
+        arrays = self.arrays()
         header: dict[str, Any] = {"__metadata__": {"layout": LAYOUT}}
         # Widest types first, so that every column is aligned to its own width.
         order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
@@ -118,44 +123,51 @@ class ColumnWriter:
         self.nbytes += array.nbytes + 8
 
 
-class ColumnSamples:
-    """The samples of a shard as views into ``buffer``; implements ``samples.ShardSamples``.
+class ShardSamples:
+    """The samples of one shard as views into its columns; ``i`` counts in the shard's own order.
 
-    Raises ValueError, with the reason, for a file that is not a shard of this schema.
+    A context manager: while it is open, its shard stays in the node's cache. Arrays are read-only
+    and stay valid after it is closed. Raises ValueError, with the reason, for columns that are not
+    of this schema.
     """
 
     def __init__(
         self,
-        buffer: Any,
+        arrays: dict[str, Array],
         samples: int,
-        vocabulary: Vocabulary,
-        columns: Sequence[Column],
-        on_close: Callable[[], None] | None = None,
+        vocabulary: Vocabulary = BYTE_VOCABULARY,
+        columns: Sequence[Column] = (),
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self._on_close = on_close
-        self._arrays = _columns_in(buffer)
+        self.close = on_close  # allows the cache to remove the shard
+        self._arrays = arrays
         self._samples = samples
         self._columns = tuple(columns)
-        wanted = ["keys", "tokens", *(f"feature.{each.name}" for each in self._columns)]
-        self._text = "text" if "text" in self._arrays else None
+        self._text = "text" if "text" in arrays else None
         if self._text is None and vocabulary.kind == "bytes":
             self._text = "tokens"
-        for name in [*wanted, *(["text"] if "text" in self._arrays else [])]:
+        stored = [f"feature.{each.name}" for each in self._columns]
+        for name in ["keys", "tokens", *stored, *(["text"] if "text" in arrays else [])]:
             self._check(name)
         for column in self._columns:
-            array = self._arrays[f"feature.{column.name}"]
+            array = arrays[f"feature.{column.name}"]
             if array.dtype.name != column.dtype or array.shape[1:] != column.shape[1:]:
                 got = f"{array.dtype.name}{list(array.shape[1:])}"
                 raise ValueError(f"column {column.name!r} is {got}, not {column.dtype}")
-        tokens = self._arrays["tokens"]
+        tokens = arrays["tokens"]
         if tokens.ndim != 1 or tokens.dtype.kind != "u":
             raise ValueError(f"tokens are {tokens.dtype.name} with {tokens.ndim} axes")
         # Takes 1 ms per million tokens; a byte cannot exceed a vocabulary of 256.
         if len(tokens) and np.iinfo(tokens.dtype).max >= vocabulary.vocab_size:
-            largest = int(tokens.max())
-            if largest >= vocabulary.vocab_size:
-                size = vocabulary.vocab_size
+            largest, size = int(tokens.max()), vocabulary.vocab_size
+            if largest >= size:
                 raise ValueError(f"token {largest} is outside the vocabulary of {size}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         return self._samples
@@ -165,11 +177,11 @@ class ColumnSamples:
         return bytes(self._cut("keys", i)).decode("utf-8", errors="replace")
 
     def tokens(self, i: int) -> Array:
-        """Return the sample's tokens as a view."""
+        """Return the sample's tokens: 1-D, uint8, uint16 or uint32; empty where it has none."""
         return self._cut("tokens", i)
 
     def features(self, i: int) -> dict[str, Array]:
-        """Return the sample's arrays as views."""
+        """Return the sample's arrays by column name."""
         return {
             each.name: (
                 self._cut(f"feature.{each.name}", i)
@@ -180,7 +192,7 @@ class ColumnSamples:
         }
 
     def text_bytes(self, i: int) -> bytes:
-        """Return the sample's text; raises InvalidInput where the snapshot stores none here."""
+        """Return the sample's text, UTF-8; raises InvalidInput where the snapshot stores none."""
         if self._text is None:
             raise InvalidInput(
                 "these samples keep no text, only its tokens",
@@ -189,28 +201,22 @@ class ColumnSamples:
             )
         return self._cut(self._text, i).tobytes()
 
-    def flat(self) -> tuple[Array, npt.NDArray[np.int64]]:
-        """Return all tokens end to end, and the end of each sample, as views."""
+    def flat(self) -> tuple[Array, npt.NDArray[np.int64]] | None:
+        """Return all tokens end to end, and the end of each sample, as views.
+
+        Returns None where each sample is computed on request.
+        """
         return self._arrays["tokens"], self._arrays["tokens.ends"]
 
     def lengths(self) -> npt.NDArray[np.int32]:
         """Return each sample's length, as in the lengths file."""
+        if not self._columns:
+            return np.diff(self._arrays["tokens.ends"], prepend=0).astype(np.int32)
         found = [length_of(self.tokens(i), self.features(i)) for i in range(len(self))]
         return np.array(found, dtype=np.int32)
 
     def expect(self, samples: Sequence[int]) -> None:
-        """Do nothing: all samples are in memory."""
-
-    def close(self) -> None:
-        """Allow the cache to remove the file; its memory is freed with the last view."""
-        if self._on_close is not None:
-            self._on_close()
-
-    def __enter__(self) -> ColumnSamples:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        """Announce which samples are read next; those that must be computed are started now."""
 
     def _cut(self, name: str, i: int) -> Array:
         ends = self._arrays[f"{name}.ends"]
@@ -231,8 +237,35 @@ class ColumnSamples:
             raise ValueError(f"column {name!r} does not hold {self._samples} samples")
 
 
-def _columns_in(buffer: Any) -> dict[str, Array]:
-    """Return each tensor of a safetensors file as a read-only view."""
+def text_columns(data: bytes, *, documents: int, text_bytes: int) -> dict[str, Array]:
+    """Return the columns of a version 1 shard: JSONL of texts, whose bytes are their tokens.
+
+    Raises ValueError unless ``data`` is one, with as many documents and text bytes as given.
+    """
+    keys, texts = [], []
+    for number, line in enumerate(data.splitlines(), start=1):
+        try:
+            fields = json.loads(line)
+            if set(fields) != {"path", "sha256", "n_bytes", "text"}:
+                raise ValueError(f"fields {sorted(fields)}")
+            text = fields["text"].encode("utf-8")
+            if hashlib.sha256(text).hexdigest() != fields["sha256"]:
+                raise ValueError("a digest that is not its text's")
+            keys.append(str(fields["path"]).encode())
+            texts.append(text)
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(f"line {number} is not a document: {error}"[:200]) from error
+    if (len(texts), sum(map(len, texts))) != (documents, text_bytes):
+        raise ValueError("it has not as many documents and text as the snapshot says")
+    found: dict[str, Array] = {}
+    for name, parts in (("keys", keys), ("tokens", texts)):
+        found[name] = np.frombuffer(b"".join(parts), dtype=np.uint8)
+        found[f"{name}.ends"] = np.cumsum([len(each) for each in parts], dtype=np.int64)
+    return found
+
+
+def read_columns(buffer: Any) -> dict[str, Array]:
+    """Return each tensor of a safetensors file as a read-only view; raises ValueError."""
     view = memoryview(buffer).cast("B").toreadonly()
     if len(view) < 8:
         raise ValueError("shorter than a header")

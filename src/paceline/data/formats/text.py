@@ -1,4 +1,4 @@
-"""Readers of JSONL (each line is a sample) and of text files (each file is a document).
+"""The reader of each source format; here those of text (a file is a document) and of JSONL.
 
 In JSONL one field is the text, one the key, and numbers are features; other fields are dropped. A
 line without a key field is named by its file and line number.
@@ -6,28 +6,51 @@ line without a key field is named by its file and line number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from paceline.data.formats.sample import (
     MAX_COLUMN_NAME,
     MAX_DOCUMENT_BYTES,
     MAX_JSON_BYTES,
+    Fields,
     Sample,
     UnusableSample,
-    checked,
+    check_sample,
     json_array,
     parsed_json,
 )
 from paceline.errors import InvalidInput
 
+SUFFIXES: dict[str, tuple[str, ...]] = {
+    "text": ("",),
+    "jsonl": (".jsonl", ".ndjson"),
+    "parquet": (".parquet", ".pq"),
+    "tar": (".tar", ".tar.gz", ".tgz"),
+}
+Reader = Callable[[Path, str, Fields], Iterator[Sample | UnusableSample]]
 
-def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | UnusableSample]:
-    """Yield the file's samples; ``fields``: see ``formats.Fields``.
 
-    Raises InvalidInput for a file that the disk cannot read.
+@contextmanager
+def open_reader(format_: str) -> Iterator[Reader]:
+    """Yield the reader of a format: a generator function of (path, name in the source, fields).
+
+    Parquet is read in a separate process, which ends with this context.
     """
+    if format_ == "parquet":
+        from paceline.data.formats.parquet_process import ParquetProcess
+
+        with ParquetProcess() as process:
+            yield process.samples
+        return
+    from paceline.data.formats.tar import read_tar
+
+    yield {"text": read_text, "jsonl": read_jsonl, "tar": read_tar}[format_]
+
+
+def read_jsonl(path: Path, name: str, fields: Fields) -> Iterator[Sample | UnusableSample]:
+    """Yield the file's samples; raises InvalidInput for a file that the disk cannot read."""
     try:
         with path.open("rb") as file:
             number = 0
@@ -44,7 +67,7 @@ def read_jsonl(path: Path, name: str, fields: Any) -> Iterator[Sample | Unusable
         ) from error
 
 
-def _sample(line: bytes, where: str, fields: Any) -> Sample | UnusableSample:
+def _sample(line: bytes, where: str, fields: Fields) -> Sample | UnusableSample:
     try:
         value = parsed_json(line)
     except ValueError as error:
@@ -74,10 +97,10 @@ def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample 
         encoded = None if text is None else text.encode("utf-8")
     except UnicodeEncodeError:  # an unpaired surrogate, which JSON can encode
         return UnusableSample(key, "not UTF-8")
-    return checked(Sample(key, encoded, None, features))
+    return check_sample(Sample(key, encoded, None, features))
 
 
-def read_text(path: Path, name: str, fields: object = None) -> Iterator[Sample | UnusableSample]:
+def read_text(path: Path, name: str, fields: Fields) -> Iterator[Sample | UnusableSample]:
     """Yield the file as one document, named by its path; ``fields`` are ignored."""
     del fields
     try:
@@ -86,4 +109,4 @@ def read_text(path: Path, name: str, fields: object = None) -> Iterator[Sample |
     except OSError as error:
         yield UnusableSample(name, error.strerror or "unreadable")
         return
-    yield checked(Sample(name, text))
+    yield check_sample(Sample(name, text))

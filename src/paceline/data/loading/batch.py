@@ -5,7 +5,6 @@ Shape letters: B rows of this share, T tokens of a row, D documents of a row at 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.formats.sample import Array
 from paceline.errors import InvalidInput
 
 Tokens = npt.NDArray[Any]  # uint8, uint16 or int32, by the vocabulary's size
@@ -65,19 +63,17 @@ class Batch:
         return found
 
     def _of(self, part: slice) -> Batch:
-        def cut(array: npt.NDArray[Any] | None) -> Any:
-            return None if array is None else array[part]
-
+        names = ("inputs", "targets", "weights", "documents", "positions")
+        fields = [f"{name}_BT" for name in names] + ["carries_B"]
+        arrays = {name: getattr(self, name) for name in fields}
+        cut: dict[str, Any] = {
+            name: None if array is None else array[part] for name, array in arrays.items()
+        }
         return replace(
             self,
-            inputs_BT=self.inputs_BT[part],
-            targets_BT=self.targets_BT[part],
-            weights_BT=self.weights_BT[part],
-            documents_BT=cut(self.documents_BT),
-            positions_BT=cut(self.positions_BT),
-            carries_B=cut(self.carries_B),
             features={name: array[part] for name, array in self.features.items()},
             rows=self.rows[part],
+            **cut,
         )
 
 
@@ -131,27 +127,3 @@ class Position:
                     do="Resume with the settings the job began with, or start a new job.",
                 )
         return Position(**kept)
-
-
-# Serialise named arrays, for a scratch file or a pipe; not a file format.
-
-
-def packed(arrays: Mapping[str, Array]) -> bytes:
-    """Return ``arrays`` as bytes; the same arrays give the same bytes."""
-    names = sorted(arrays)
-    head = json.dumps([[each, arrays[each].dtype.name, arrays[each].shape] for each in names])
-    raw = head.encode()
-    return b"".join(
-        [len(raw).to_bytes(4, "little"), raw, *(arrays[each].tobytes() for each in names)]
-    )
-
-
-def unpacked(raw: bytes) -> dict[str, Array]:
-    """Return the arrays serialised by ``packed``, as read-only views into ``raw``."""
-    end = 4 + int.from_bytes(raw[:4], "little")
-    found, at = {}, end
-    for name, dtype, shape in json.loads(raw[4:end]):
-        count = int(np.prod(shape, dtype=np.int64))
-        found[name] = np.frombuffer(raw, dtype, count, at).reshape(shape)
-        at += found[name].nbytes
-    return found

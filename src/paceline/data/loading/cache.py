@@ -4,10 +4,9 @@ Processes coordinate through kernel file locks, so that a killed process leaves 
 
 - *in use* is a shared ``flock`` on the file; a locked file is never removed;
 - *being written* is an exclusive one on its ``.part``: a process that needs the same file waits for
-  it, and a part without its lock is of a dead process and is removed;
+  it (a fetch has its own deadline); a part without its lock is of a dead process and is removed;
 - *space* is reserved under one lock of the directory, and the part is allocated at its full size at
-  once, so that two processes never reserve the same space; the lock's file holds an upper bound of
-  the bytes used, so that files are listed only when that approaches the limit;
+  once, so that two processes never reserve the same space;
 - *least recently used* is the file's modification time, set each time it is opened.
 
 Does not verify contents: the reader of a file checks it.
@@ -20,18 +19,15 @@ import errno
 import fcntl
 import mmap
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import InvalidInput, NotReady, StorageFailed, StorageFull
+from paceline.errors import InvalidInput, StorageFailed, StorageFull
+
+Mapped = mmap.mmap | bytes
 
 LOCK_FILE = ".lock"
-MANY_FILES = 500
-POLL_S = 0.005
-ROOM_DEADLINE_S = 60.0  # for the directory's lock, held at most for one listing
-MAKING_DEADLINE_S = 600.0  # for another process to finish a file
 
 
 class CachedFile:
@@ -42,7 +38,7 @@ class CachedFile:
         self.path = path
         self.size = os.fstat(descriptor).st_size
 
-    def map(self) -> mmap.mmap | bytes:
+    def map(self) -> Mapped:
         """Return the file's bytes as memory, which stays valid after ``close``."""
         assert self._descriptor is not None, "the file is closed"
         if not self.size:
@@ -78,7 +74,7 @@ class PartialFile:
                 written = os.pwrite(self.descriptor, data, offset)
                 data, offset = data[written:], offset + written
 
-    def map(self) -> mmap.mmap | bytes:
+    def map(self) -> Mapped:
         """Return the written bytes as memory."""
         size = os.fstat(self.descriptor).st_size
         return mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b""
@@ -107,23 +103,17 @@ class DiskCache:
     def open(self, name: str) -> CachedFile | None:
         """Return the file called ``name``, in use, or None if it is not cached."""
         path = self.directory / name
-        until = time.monotonic() + ROOM_DEADLINE_S
-        while time.monotonic() < until:
+        while True:
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return None
-            if not _lock(descriptor, fcntl.LOCK_SH):  # another process is removing it
-                os.close(descriptor)
-                time.sleep(POLL_S)
-                continue
-            if os.fstat(descriptor).st_nlink == 0:
-                os.close(descriptor)
-                continue
-            with contextlib.suppress(OSError):  # another user's file is still readable
-                os.utime(descriptor)
-            return CachedFile(descriptor, path)
-        raise NotReady("a cached file stays locked", where=path, do="See who holds it: `lslocks`.")
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if os.fstat(descriptor).st_nlink:
+                with contextlib.suppress(OSError):  # another user's file is still readable
+                    os.utime(descriptor)
+                return CachedFile(descriptor, path)
+            os.close(descriptor)  # another process removed it
 
     def discard(self, held: CachedFile) -> None:
         """Remove a corrupt file; processes that have it open keep their mappings."""
@@ -170,29 +160,26 @@ class DiskCache:
     def _own(self, path: Path) -> int:
         """Return the descriptor of the part, locked exclusively; waits while another process writes
         it."""
-        until = time.monotonic() + MAKING_DEADLINE_S
-        while time.monotonic() < until:
+        while True:
             with _translated(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            if _lock(descriptor, fcntl.LOCK_EX) and _is_at(descriptor, path):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if _is_at(descriptor, path):
                 return descriptor
-            os.close(descriptor)  # being written, or finished since
-            time.sleep(POLL_S)
-        raise NotReady(
-            "another process does not finish a cached file",
-            wanted=f"within {MAKING_DEADLINE_S:.0f} s",
-            where=path,
-            do="See who holds it: `lslocks`.",
-        )
+            os.close(descriptor)  # finished since
 
     def _make_room(self, descriptor: int, size: int) -> bool:
         """Allocate the part, removing least recently used files; return whether it fits the
         limit."""
-        with self._directory_lock() as books, _translated(self.directory):
+        with self._directory_lock(), _translated(self.directory):
             os.ftruncate(descriptor, 0)
-            used = _noted(books)
-            if used is None or used + size > self.limit_bytes:
-                used = self._evict(size)  # recounts the bytes used
+            listed = sorted(self._listed())
+            used = sum(each for _, _, each in listed)
+            for _, path, its in listed:
+                if used + size <= self.limit_bytes:
+                    break
+                if _remove_unless_used(path):
+                    used -= its
             while size:
                 try:
                     os.posix_fallocate(descriptor, 0, size)
@@ -200,27 +187,7 @@ class DiskCache:
                 except OSError as error:  # other programs fill this disk too
                     if error.errno not in _FULL or not self._remove_oldest():
                         raise
-            _note(books, used + size)
             return used + size <= self.limit_bytes
-
-    def _evict(self, size: int) -> int:
-        """Remove unused files until ``size`` more fit, if possible; return the bytes used after
-        that.
-
-        Lists every file, which is why the bytes used are noted between two calls.
-        """
-        listed = sorted(self._listed())
-        used = sum(each for _, _, each in listed)
-        # With many files a little more is removed, so that listings are rare.
-        spare = self.limit_bytes // 20 if len(listed) > MANY_FILES else 0
-        if used + size <= self.limit_bytes:
-            return used
-        for _, path, its in listed:
-            if used + size <= self.limit_bytes - spare:
-                break
-            if _remove_unless_used(path):
-                used -= its
-        return used
 
     def _remove_oldest(self) -> bool:
         return any(_remove_unless_used(path) for _, path, _ in sorted(self._listed()))
@@ -241,50 +208,18 @@ class DiskCache:
         return found
 
     @contextlib.contextmanager
-    def _directory_lock(self) -> Iterator[int]:
-        """Yield the descriptor of the lock file, which holds the upper bound of the bytes used."""
+    def _directory_lock(self) -> Iterator[None]:
         path = self.directory / LOCK_FILE
         with _translated(path):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            until = time.monotonic() + ROOM_DEADLINE_S
-            pause_s = POLL_S / 16  # held for tens of microseconds, except during a listing
-            while not _lock(descriptor, fcntl.LOCK_EX):
-                if time.monotonic() > until:
-                    raise NotReady("the cache's directory stays locked", where=path)
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, POLL_S)
-            yield descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
         finally:
             os.close(descriptor)
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT}
-
-
-def _noted(books: int) -> int | None:
-    """Return the noted upper bound of the bytes used, None if there is none.
-
-    It is never too low: additions are noted before they are written; bytes that a killed process or
-    a removal frees without a note only cause an earlier listing.
-    """
-    try:
-        return int(os.pread(books, 32, 0))
-    except ValueError:
-        return None
-
-
-def _note(books: int, used: int) -> None:
-    os.ftruncate(books, 0)
-    os.pwrite(books, b"%d" % used, 0)
-
-
-def _lock(descriptor: int, kind: int) -> bool:
-    try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
@@ -300,10 +235,12 @@ def _remove_unless_used(path: Path) -> bool:
     except OSError:
         return False
     try:
-        if not _lock(descriptor, fcntl.LOCK_EX):
-            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(descriptor, path):
             path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    else:
         return True
     finally:
         os.close(descriptor)

@@ -1,7 +1,10 @@
-"""Choose how many columns the rows of a global batch are read in, and estimate the cost per reader.
+"""The order of shards and the columns that rows are read in: pure functions of a snapshot's record.
 
-A reader is one share of the data with a disk of its own, usually a node. ``ordering`` and
-``batching`` define columns. Pure arithmetic on a snapshot's record: no numpy, no I/O.
+Each epoch has its own order of shards, cut into groups; samples are shuffled within a group. So
+memory and read-ahead are bounded by a group, and resuming in the middle of an epoch costs one
+group. The rows of a global batch may be read in *columns*, each from its own shards, so that a rank
+opens only its columns' shards. A *reader* is one share of the data with a disk of its own, usually
+a node. Nothing here depends on the number of ranks, except the estimate of what an epoch costs.
 """
 
 from __future__ import annotations
@@ -9,9 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from paceline.config import DataSettings
 from paceline.data.snapshot import Shard, require_columns
+from paceline.errors import InvalidInput
 
+AT_ONCE_BYTES = 16 * 1024 * 1024
+MOST_AT_ONCE = 16  # the number of connections
 SHUFFLE_SHARDS = 16  # in a group, for shards of a usual size
 # Rows that a group should hold: bin packing wastes about one row a group, and a group of few rows
 # is a poor shuffle. Large shards reach it with few, tiny ones need more.
@@ -29,8 +38,6 @@ TOLD_BYTES = 1 << 30
 COPIES_TOLD = 1.5  # times that the data are fetched,
 LENGTHS_TOLD = 0.5  # or lengths, as a share of the shards that a reader fetches
 LENGTH_BYTES = 4
-SHARING_READERS = 8  # with so many readers, plans of groups are shared (``batching.prefetch``),
-SHARING_LENGTHS = 0.01  # if all lengths exceed this share of the readers' shards
 
 
 def fewest_shards(tokens: Sequence[int]) -> int:
@@ -70,7 +77,7 @@ def copies(columns: int, global_batch: int, readers: int) -> float:
     return sum(len(columns_read(each, global_batch, columns)) for each in shares if each) / columns
 
 
-def columns_of(
+def choose_columns(
     wanted: int,
     tokens: Sequence[int],
     context: int,
@@ -89,7 +96,7 @@ def columns_of(
     if wanted:
         require_columns(wanted, global_batch)
         return wanted
-    limits = min(_limits(tokens, context, documents).values())
+    limits = _limit(tokens, context, documents)
     if documents and fewest_shards(tokens) < SHUFFLE_SHARDS:  # few, huge shards a group
         most = limits
     else:
@@ -103,21 +110,18 @@ def columns_of(
     return min(found, key=lambda each: (round(copies(each, global_batch, readers), 6), each))
 
 
-def _limits(tokens: Sequence[int], context: int, documents: int) -> dict[str, int]:
-    """Return the largest number of columns that each limit allows.
+def _limit(tokens: Sequence[int], context: int, documents: int) -> int:
+    """Return the largest number of columns.
 
-    The limits are shards (two an epoch in each column), rows, small shards (a group's bounded
-    number of shards must hold enough tokens), and documents planned per group.
+    A column has two shards an epoch and ``COLUMN_ROWS`` rows; a group's bounded number of shards
+    holds so many tokens of each, and not more documents than can be planned.
     """
     total, mean = sum(tokens), sum(tokens) // max(1, len(tokens))
     wanted = COLUMN_ROWS * max(1, context)  # tokens of a column, in a group
-    shards = len(tokens) // 2
-    # A group has a shard of each column, and more where shards are small.
-    planned = (
-        MAX_GROUP_DOCUMENTS * total // (documents * max(wanted, mean)) if documents else shards
-    )
-    small = MAX_GROUP_SHARDS * mean // wanted if mean < wanted else shards
-    return {"shards": shards, "rows": total // wanted, "small": small, "planned": planned}
+    most = min(len(tokens) // 2, total // wanted)
+    if documents:
+        most = min(most, MAX_GROUP_DOCUMENTS * total // (documents * max(wanted, mean)))
+    return most if mean >= wanted else min(most, MAX_GROUP_SHARDS * mean // wanted)
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -153,7 +157,7 @@ def columns_by(
         return 1
     tokens = [each.stream_bytes for each in shards]
     planned = _planned(settings, shards, context)
-    return columns_of(settings.columns, tokens, context, global_batch, readers, planned)
+    return choose_columns(settings.columns, tokens, context, global_batch, readers, planned)
 
 
 def _planned(settings: DataSettings, shards: Sequence[Shard], context: int) -> int:
@@ -171,7 +175,6 @@ class ReadingCost:
     readers: int
     copies: float  # of the data, fetched by all readers together
     lengths_share: float  # bytes of lengths, relative to the shards fetched
-    shares_outlines: bool = False  # then each reader needs only its own shards' lengths
     advice: str = ""  # recommended settings; empty: none
 
     def __str__(self) -> str:
@@ -182,61 +185,134 @@ class ReadingCost:
         )
 
 
-def reading(
-    settings: DataSettings,
-    shards: Sequence[Shard],
-    context: int,
-    global_batch: int,
-    readers: int,
-    *,
-    sharing: bool = True,
+def reading_cost(
+    settings: DataSettings, shards: Sequence[Shard], context: int, global_batch: int, readers: int
 ) -> ReadingCost:
-    """Return the cost of reading ``shards`` for ``readers``; raises InvalidInput as ``columns_of``.
-
-    ``sharing``: readers share plans where that saves enough.
-    """
+    """Return the cost of reading ``shards`` for ``readers``; raises as ``choose_columns``."""
     columns = columns_by(settings, shards, context, global_batch, readers)
     times = copies(columns, global_batch, readers)
     size = sum(each.bytes for each in shards)
-    every = LENGTH_BYTES * sum(each.samples for each in shards)
-    # Windows need no lengths. Otherwise each reader needs all lengths, or, with shared plans, one
-    # reader needs all and each its own.
-    lengths = 0 if settings.batching == "windows" else readers * every
-    shared = (
-        sharing
-        and settings.batching == "packed"
-        and readers >= SHARING_READERS
-        and columns > 1
-        and lengths > SHARING_LENGTHS * times * size
-    )
-    if shared:
-        lengths = int((1 + times) * every)
+    lengths = readers * LENGTH_BYTES * sum(each.samples for each in shards)
+    if settings.batching == "windows":
+        lengths = 0
     advice = []
     if times > COPIES_TOLD and (times - 1) * size > TOLD_BYTES:
-        advice.append(_advice(settings, shards, context, readers))
+        advice.append(_advice(settings, readers))
     if lengths > max(TOLD_BYTES, LENGTHS_TOLD * times * size):
         advice.append("every reader plans from the lengths of all documents: windows need none")
-    share = lengths / (times * size)
-    return ReadingCost(columns, readers, times, share, shared, "; ".join(advice))
+    return ReadingCost(columns, readers, times, lengths / (times * size), "; ".join(advice))
 
 
-def _advice(settings: DataSettings, shards: Sequence[Shard], context: int, readers: int) -> str:
+def _advice(settings: DataSettings, readers: int) -> str:
     if settings.columns:
         return "set data.columns to 0, or to a divisor of the batch that the readers divide"
     if settings.batching == "bucketed":
         return "use data.batching packed, or set data.columns (batches are then less alike)"
-    tokens = [each.stream_bytes for each in shards]
-    limits = _limits(tokens, context, _planned(settings, shards, context))
-    if limits["rows"] < readers:
-        need = readers * COLUMN_ROWS * context
-        return f"use fewer nodes, or data of {need} tokens: {sum(tokens)} are few rows for each"
-    if limits["shards"] < readers:
-        return f"build the snapshot in at least {2 * readers} shards (data.shard_bytes)"
-    if limits["small"] < readers:
-        return "build the snapshot in larger shards (data.shard_bytes)"
-    if limits["planned"] < readers:
-        return (
-            "build the snapshot in smaller shards (data.shard_bytes), or use data.batching "
-            "windows: so many shards are too many documents to plan at once"
+    return (
+        f"use fewer nodes, build the snapshot in at least {2 * readers} shards of thousands of "
+        "documents at most (data.shard_bytes), or make training.batch_sequences a multiple of the "
+        "nodes"
+    )
+
+
+# The order of shards.
+
+
+class ShardOrder:
+    """The groups of shards of every epoch, and which column reads which of them.
+
+    ``sizes`` (one a shard: tokens, documents or windows, whatever columns divide equally) decide
+    only which shards each column reads. With one column a group is ``group_shards`` of the epoch's
+    order (the last one fewer). With more, each shard belongs to the same column in every epoch, so
+    that a node's cache holds the shards that it needs again; a group has a part of each column's
+    own order, one column after the other, and each column reads an equal part of the concatenation.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        seed: int,
+        group_shards: int = SHUFFLE_SHARDS,
+        columns: int = 1,
+    ) -> None:
+        if not sizes or group_shards < 1:
+            raise InvalidInput(
+                "bad order of shards",
+                got=f"{len(sizes)} shards in groups of {group_shards}",
+                wanted="≥ 1",
+            )
+        self.shards = len(sizes)
+        self.seed = seed
+        self.columns = columns
+        self.group_shards = group_shards
+        if columns == 1:
+            self.groups = -(-self.shards // group_shards)  # in an epoch
+        else:  # a last group of few shards would leave most columns empty
+            self.groups = max(1, self.shards // group_shards)
+        self._sizes = np.asarray(sizes, dtype=np.int64)
+        self._own = self._dealt() if columns > 1 else [np.arange(self.shards)]
+        self._epoch: tuple[int, list[npt.NDArray[np.int64]]] | None = None
+
+    def group(self, epoch: int, group: int) -> npt.NDArray[np.int64]:
+        """Return the indexes of the shards of one group, in order, column by column."""
+        orders = self._orders(epoch)
+        if self.columns == 1:
+            start = group * self.group_shards
+            return orders[0][start : start + self.group_shards]
+        parts = [
+            each[len(each) * group // self.groups : len(each) * (group + 1) // self.groups]
+            for each in orders
+        ]
+        return np.concatenate(parts)
+
+    def shards_for(self, epoch: int, group: int, columns: range) -> npt.NDArray[np.int64]:
+        """Return the shards of a group that adjacent ``columns`` read, by sizes.
+
+        For equal shards these are the columns' share, and one more where a boundary falls inside a
+        shard.
+        """
+        shards = self.group(epoch, group)
+        if len(columns) == self.columns:
+            return shards
+        ends = np.cumsum(self._sizes[shards])
+        total = int(ends[-1]) if len(ends) else 0
+        starts = ends - self._sizes[shards]
+        mine = (ends * self.columns > columns.start * total) & (
+            starts * self.columns < columns.stop * total
         )
-    return "make training.batch_sequences a multiple of the nodes"
+        return shards[mine]
+
+    def generator(self, epoch: int, stream: int) -> np.random.Generator:
+        """Return the epoch's random generator ``stream``: 0 for shards, ``group + 1`` for rows."""
+        return _generator([self.seed & 0xFFFFFFFFFFFFFFFF, epoch, stream])
+
+    def _orders(self, epoch: int) -> list[npt.NDArray[np.int64]]:
+        kept = self._epoch  # read once: the thread that plans ahead may change it
+        if kept is None or kept[0] != epoch:
+            generator = self.generator(epoch, 0)
+            kept = (epoch, [each[generator.permutation(len(each))] for each in self._own])
+            self._epoch = kept
+        return kept[1]
+
+    def _dealt(self) -> list[npt.NDArray[np.int64]]:
+        """Return each column's shards: largest first, in alternating direction, equal sizes
+        shuffled."""
+        mixed = _generator([self.seed & 0xFFFFFFFFFFFFFFFF, 0, 0, 1]).permutation(self.shards)
+        by_size = mixed[np.argsort(-self._sizes[mixed], kind="stable")]
+        turn, place = np.divmod(np.arange(self.shards), self.columns)
+        column = np.where(turn % 2 == 0, place, self.columns - 1 - place)
+        return [by_size[column == each] for each in range(self.columns)]
+
+
+def _generator(words: list[int]) -> np.random.Generator:
+    # Philox is counter-based: its bits for a key are the same on every platform and version.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(words)))
+
+
+def open_concurrency(wanted: int, sizes: Sequence[int]) -> int:
+    """Return how many shards to fetch and open concurrently: ``wanted``, or more for small shards.
+
+    For small shards the store's latency dominates.
+    """
+    mean = max(1, sum(sizes) // max(1, len(sizes)))
+    return max(wanted, min(MOST_AT_ONCE, AT_ONCE_BYTES // mean))

@@ -1,9 +1,9 @@
 """Fetch objects from the store in ranges over several connections, with hedged requests.
 
-A range that has not arrived after three times the recent median is requested again on another
-connection, and after three times that once more; the first answer is used and the other requests
-are cancelled ("hedged requests", Dean and Barroso, The Tail at Scale, 2013). Hedges are at most a
-tenth of the requests, so that a store that is slow as a whole does not get twice the load. Retries
+A range that has not arrived after three times the recent median is requested a second time on
+another connection; the first answer is used and the other request is cancelled ("hedged requests",
+Dean and Barroso, The Tail at Scale, 2013). Hedges are at most a tenth of the requests, so that a
+store that is slow as a whole does not get twice the load. Retries
 and their budget belong to the store (``paceline.storage``). Does not check digests: the caller
 does.
 """
@@ -28,9 +28,8 @@ HEDGE_FACTOR = 3.0  # times the median
 HEDGE_FLOOR_S = 0.1
 HEDGE_START_S = 2.0  # until there are SEEN_WANTED measurements
 SEEN_WANTED = 8
-MOST_TRIES = 3  # of one range, concurrently
 HEDGE_SHARE = 10  # one hedge in so many requests
-DEADLINE_S = 600.0  # of one range, including hedges
+DEADLINE_S = 600.0  # of one range, with its hedge
 
 
 class Fetcher:
@@ -53,42 +52,34 @@ class Fetcher:
     def fetch(self, url: str, size: int, write: Callable[[int, memoryview], None]) -> None:
         """Call ``write(offset, data)`` with all ``size`` bytes of the object, in any order.
 
-        Calls it from this thread only, with at most ``RANGES`` ranges in memory. Raises
+        Calls it from several threads, with at most ``RANGES`` ranges in memory. Raises
         SourceMissing, CorruptData where the object has another size, ServiceUnavailable.
         """
-        offsets = deque(range(0, size, RANGE_BYTES))
-        running: dict[Future[memoryview], _Range] = {}
+
+        def one(offset: int) -> None:
+            write(offset, self._range(url, offset, min(RANGE_BYTES, size - offset), size))
+
         try:
-            while offsets or running:
-                while offsets and len(running) < RANGES:
-                    one = _Range(self, url, offsets[0], min(RANGE_BYTES, size - offsets[0]), size)
-                    # wait for the first connection; take more only while some are free
-                    if not self._slots.acquire(timeout=0.0 if running else DEADLINE_S):
-                        break
-                    offsets.popleft()
-                    running[one.start()] = one
-                if not running:
-                    raise ServiceUnavailable("no connection is free for a data shard", where=url)
-                due = min(each.hedge_due_s() for each in running.values())
-                done, _ = wait(running, timeout=due, return_when=FIRST_COMPLETED)
-                for future in done:
-                    if (its := running.pop(future, None)) is None:
-                        continue  # another request for this range finished at the same moment
-                    data = its.finished(future, running)
-                    if data is not None:
-                        write(its.offset, data)
-                for future in [*running]:
-                    if (second := running[future].hedge()) is not None:
-                        running[second] = running[future]
+            if size <= RANGE_BYTES:
+                return one(0)
+            with ThreadPoolExecutor(RANGES, thread_name_prefix="shard-fetch") as ranges:
+                running = [ranges.submit(one, each) for each in range(0, size, RANGE_BYTES)]
+                try:
+                    for future in running:
+                        future.result()
+                finally:
+                    ranges.shutdown(wait=True, cancel_futures=True)
         except PermanentError as error:
             if type(error) is PermanentError:  # a range beyond the end has no specific error
                 got = self._store.head(url).size
                 if got != size:
-                    raise _other_size(url, got, size) from error
+                    raise CorruptData(
+                        "object has another size",
+                        got=f"{got} bytes",
+                        wanted=f"{size} bytes",
+                        where=url,
+                    ) from error
             raise
-        finally:
-            for one in running.values():
-                one.cancel()
 
     def deadline_s(self) -> float:
         """Return the seconds after which a range is requested a second time."""
@@ -97,110 +88,64 @@ class Fetcher:
                 return HEDGE_START_S
             return max(HEDGE_FLOOR_S, HEDGE_FACTOR * statistics.median(self._seen_s))
 
-    def may_hedge(self) -> bool:
+    def _range(self, url: str, offset: int, length: int, size: int) -> memoryview:
+        """Return one range's bytes, requested a second time if they are late."""
+        if not self._slots.acquire(timeout=DEADLINE_S):
+            raise ServiceUnavailable("no connection is free for a data shard", where=url)
+        with self._lock:
+            self.requests += 1
+        began_s = time.monotonic()
+        tries: list[_Try] = []
+
+        def request() -> Future[memoryview]:
+            tries.append(_Try())
+            return self._pool.submit(tries[-1].run, self._store, url, offset, length, size)
+
+        try:
+            running = {request()}
+            done, running = wait(running, self.deadline_s(), FIRST_COMPLETED)
+            if not done and self._may_hedge():
+                running.add(request())
+            while True:
+                if not done:
+                    left_s = began_s + DEADLINE_S - time.monotonic()
+                    done, running = wait(running, max(0.0, left_s), FIRST_COMPLETED)
+                if not done:
+                    raise ServiceUnavailable(
+                        "a range of a data shard does not come",
+                        got=f"{length} bytes not complete after {DEADLINE_S:.0f} s",
+                        where=url,
+                    )
+                try:
+                    data = done.pop().result()
+                except TemporaryError:
+                    if not done and not running:
+                        raise
+                else:
+                    with self._lock:
+                        self._seen_s.append(time.monotonic() - began_s)
+                    return data
+        finally:
+            self._slots.release()
+            for each in tries:
+                each.cancel()
+
+    def _may_hedge(self) -> bool:
         """Return whether another hedge is within the limit of a tenth, and count it."""
         with self._lock:
             allowed = self.hedges < 2 + self.requests // HEDGE_SHARE
             self.hedges += allowed
             return allowed
 
-    def took(self, seconds: float) -> None:
-        """Record the duration of a range."""
-        with self._lock:
-            self._seen_s.append(seconds)
-
-
-class _Range:
-    """One range, requested up to three times; holds one of the fetcher's slots."""
-
-    def __init__(self, owner: Fetcher, url: str, offset: int, length: int, size: int) -> None:
-        self._owner, self._url, self._size = owner, url, size
-        self.offset, self._length = offset, length
-        self._tries: list[_Try] = []
-        self._began_s = 0.0
-        self._over = False
-        self._due = 0  # number of hedges due so far
-
-    def start(self) -> Future[memoryview]:
-        """Send the first request; the caller has acquired the slot."""
-        self._began_s = time.monotonic()
-        with self._owner._lock:
-            self._owner.requests += 1
-        return self._ask()
-
-    def hedge_due_s(self) -> float:
-        """Return the seconds until this range is due for a hedge or its deadline."""
-        return max(0.001, self._began_s + self._limit_s() - time.monotonic())
-
-    def _limit_s(self) -> float:
-        if self._due >= MOST_TRIES - 1:
-            return DEADLINE_S
-        return min(DEADLINE_S, self._owner.deadline_s() * (2.0 ** (self._due + 1) - 1))
-
-    def hedge(self) -> Future[memoryview] | None:
-        """Return another request if one is due and allowed, else None."""
-        waited_s = time.monotonic() - self._began_s
-        if waited_s > DEADLINE_S:
-            raise ServiceUnavailable(
-                "a range of a data shard does not come",
-                got=f"{self._length} bytes not complete after {waited_s:.0f} s",
-                where=self._url,
-            )
-        if self._over or waited_s < self._limit_s():
-            return None
-        self._due += 1
-        return self._ask() if self._owner.may_hedge() else None
-
-    def finished(
-        self, future: Future[memoryview], others: dict[Future[memoryview], _Range]
-    ) -> memoryview | None:
-        """Return the bytes; None if another request of this range has returned them or is still
-        running.
-
-        Raises the error of the last request.
-        """
-        if self._over:
-            return None
-        try:
-            data = future.result()
-        except TemporaryError:
-            if any(each is self for each in others.values()):
-                return None
-            self.cancel()
-            raise
-        except BaseException:
-            self.cancel()
-            raise
-        self._owner.took(time.monotonic() - self._began_s)
-        for each in [each for each, one in others.items() if one is self]:
-            del others[each]
-        self.cancel()
-        return data
-
-    def cancel(self) -> None:
-        """Cancel the running requests and release the slot."""
-        if not self._over:
-            self._over = True
-            self._owner._slots.release()
-        for each in self._tries:
-            each.cancel()
-
-    def _ask(self) -> Future[memoryview]:
-        one = _Try(self._owner._store, self._url, self.offset, self._length, self._size)
-        self._tries.append(one)
-        return self._owner._pool.submit(one.run)
-
 
 class _Try:
     """One request for a range, which another thread can cancel."""
 
-    def __init__(self, store: ObjectStore, url: str, offset: int, length: int, size: int) -> None:
-        self._ask = (store, url, offset, length, size)
+    def __init__(self) -> None:
         self._cancelled = threading.Event()
         self._socket: socket.socket | None = None
 
-    def run(self) -> memoryview:
-        store, url, offset, length, size = self._ask
+    def run(self, store: ObjectStore, url: str, offset: int, length: int, size: int) -> memoryview:
         view = memoryview(bytearray(length))
         try:
             # No ETag: the bytes are checked against a digest, and that saves a HEAD request.
@@ -223,9 +168,3 @@ class _Try:
         self._socket = found
         if self._cancelled.is_set():
             self.cancel()
-
-
-def _other_size(url: str, got: int, wanted: int) -> CorruptData:
-    return CorruptData(
-        "object has another size", got=f"{got} bytes", wanted=f"{wanted} bytes", where=url
-    )

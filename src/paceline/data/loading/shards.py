@@ -1,61 +1,53 @@
-"""Read shards from the store through a cache on this node's disk, prefetched and verified.
+"""Read shards from the store through a cache on this node's disk, verified at each opening.
 
-Every shard is hashed each time it is opened, on the prefetch threads where possible. A corrupt one
-raises CorruptData and stays in quarantine, with its reason; a store that does not answer raises
-ServiceUnavailable and quarantines nothing. Does not decide the order of samples.
+A corrupt shard raises CorruptData and stays in quarantine, with its reason; a store that does not
+answer raises ServiceUnavailable and quarantines nothing. Does not decide the order of samples.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from paceline.data.loading.cache import CachedFile, DiskCache
+from paceline.data.loading.cache import CachedFile, DiskCache, Mapped
 from paceline.data.loading.fetch import Fetcher
-from paceline.data.snapshot import Shard, Snapshot, require_purpose, store_at
-from paceline.errors import CorruptData, SourceMissing, TemporaryError
-from paceline.storage import ObjectStore
+from paceline.data.snapshot import Shard, Snapshot, Split, require_purpose, root_url, store_at
+from paceline.errors import CorruptData, DataRejected, SourceMissing
+from paceline.storage import ObjectStore, join_url
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from paceline.data.loading.samples import ShardSamples
-    from paceline.data.loading.transform import FailureTally, Transform, Transforms
+    from paceline.data.formats import ShardSamples
+    from paceline.data.loading.transform import ProcessTransform
 
 log = logging.getLogger(__name__)
 
 LIMIT_BYTES = 10_000 * 1024 * 1024
 MOST_CONNECTIONS = 16  # half of the store's pool, so that each may be hedged
-OPEN_DEADLINE_S = 900.0  # for a shard that is being prefetched
-
-
-@dataclass
-class Opened:
-    """A verified shard: its bytes as memory, and its file in the cache."""
-
-    held: CachedFile
-    data: mmap.mmap | bytes
+AHEAD = 3  # shards opened before they are read
+BAD_SAMPLES_ALLOWED = 8  # bad samples always allowed
+WHITE_SPACE = b" \t\n\r\v\f"
 
 
 class ShardCache:
-    """The shards of one snapshot on this node's disk: a context manager that owns threads.
+    """The shards of one snapshot on this node's disk; a context manager, thread-safe.
 
     ``quarantined`` lists corrupt shards by digest and bad samples by ``digest#index``.
-    ``limit_bytes`` bounds the whole directory, which the processes of a node share. ``ahead``: the
-    maximum number of prefetched shards. ``transform`` runs in this process; ``transforms`` is a
-    runner, closed with this cache (see ``transform``). More than ``max_bad_share`` of failed
-    samples raise DataRejected. Raises InvalidSnapshot at once where ``purpose`` (or ``project``) is
-    not the snapshot's.
+    ``limit_bytes`` bounds the whole directory, which the processes of a node share. ``transforms``
+    runs the user's transform of each sample and is closed with this cache; more than
+    ``max_bad_share`` of failed samples raise DataRejected. Raises InvalidSnapshot at once where
+    ``purpose`` (or ``project``) is not the snapshot's.
     """
 
     def __init__(
@@ -65,9 +57,7 @@ class ShardCache:
         directory: Path,
         *,
         limit_bytes: int = LIMIT_BYTES,
-        ahead: int = 4,
-        transform: Transform | None = None,
-        transforms: Transforms | None = None,
+        transforms: ProcessTransform | None = None,
         max_bad_share: float = 1.0,
         purpose: str | None = None,
         project: str | None = None,
@@ -78,20 +68,11 @@ class ShardCache:
         self.quarantined: dict[str, str] = {}
         self.hits = self.fetched = self.fetched_bytes = 0
         self.verify_s = 0.0
-        self._store = store_at(snapshot.url, store)
         self._transforms, self._max_bad_share = transforms, max_bad_share
-        self._tally: FailureTally | None = None
-        if transform is not None:
-            from paceline.data.loading.transform import InlineTransform
-
-            self._transforms = InlineTransform(transform)
-        self._ahead = ahead
+        self._transformed = self._bad = 0  # samples
         self._disk = DiskCache(directory, limit_bytes)
-        self._fetcher = Fetcher(self._store, MOST_CONNECTIONS)
-        self._pool = ThreadPoolExecutor(ahead, thread_name_prefix="shard-ahead")
+        self._fetcher = Fetcher(store_at(snapshot.url, store), MOST_CONNECTIONS)
         self._lock = threading.Lock()
-        self._coming: deque[Shard] = deque()
-        self._running: dict[str, Future[Opened]] = {}
 
     def __enter__(self) -> ShardCache:
         return self
@@ -101,15 +82,9 @@ class ShardCache:
 
     def close(self) -> None:
         """Stop fetching; open samples stay valid."""
-        with self._lock:
-            self._coming.clear()
-            running, self._running = self._running, {}
-        self._pool.shutdown(wait=False, cancel_futures=True)
         self._fetcher.close()
         if self._transforms is not None:
             self._transforms.close()
-        for each in running.values():
-            each.add_done_callback(_let_go)
 
     @property
     def hedges(self) -> int:
@@ -117,28 +92,36 @@ class ShardCache:
         return self._fetcher.hedges
 
     def samples(self, shard: Shard) -> ShardSamples:
-        """Return the shard's samples; raises CorruptData and quarantines a corrupt shard.
+        """Return the shard's samples, to be closed; raises CorruptData for a corrupt shard."""
+        return self._samples(shard, self._transforms)
 
-        A prefetched shard returns at once. Close the result after reading.
+    def opened(
+        self, shards: Iterable[Shard], ahead: int = AHEAD
+    ) -> Iterator[tuple[Shard, ShardSamples | CorruptData]]:
+        """Yield each shard with its samples, open until the next one, or why it is corrupt.
+
+        The next ``ahead`` shards are opened meanwhile.
         """
-        samples = self._plain(shard)
-        if self._transforms is None:
-            return samples
-        from paceline.data.loading.transform import FailureTally, TransformedSamples
-
-        with self._lock:
-            self._tally = self._tally or FailureTally(self._max_bad_share)
-
-        def bad(i: int, why: str) -> NoReturn:
-            raise self._bad_sample(shard, i, why)
-
-        prefix = f"{shard.sha256}#"
-        with self._lock:
-            named = [each for each in self.quarantined.items() if each[0].startswith(prefix)]
-        known = {int(name.removeprefix(prefix)): why for name, why in named}
-        return TransformedSamples(
-            samples, self._transforms, bad, known, name=shard.sha256, tally=self._tally
-        )
+        coming = iter(shards)
+        running: deque[tuple[Shard, Future[ShardSamples]]] = deque()
+        with ThreadPoolExecutor(1 + ahead, thread_name_prefix="shard-ahead") as pool:
+            try:
+                while True:
+                    for shard in islice(coming, 1 + ahead - len(running)):
+                        running.append((shard, pool.submit(self.samples, shard)))
+                    if not running:
+                        return
+                    shard, future = running.popleft()
+                    try:
+                        samples = future.result()
+                    except CorruptData as error:
+                        yield shard, error
+                        continue
+                    with samples:
+                        yield shard, samples
+            finally:
+                for _, future in running:
+                    close_later(future)
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
         """Return each sample's length in the shard's order: int32[samples].
@@ -149,169 +132,178 @@ class ShardCache:
         import numpy as np
 
         if shard.lengths_sha256 is not None:
-            raw = self._small(shard.lengths_name, 4 * shard.samples, shard.lengths_sha256)
-            if raw is not None:
-                return np.frombuffer(raw, dtype="<i4")
-            log.warning("lengths are damaged, reading the shard shard=%s", shard.sha256[:12])
-        with self._plain(shard) as samples:
-            from paceline.data.loading.samples import length_of
+            name, size = shard.lengths_name, 4 * shard.samples
+            try:
+                held, data, _ = self._file(name, size, shard.lengths_sha256)
+            except (CorruptData, SourceMissing):
+                log.warning("lengths are damaged, reading the shard shard=%s", shard.sha256[:12])
+            else:
+                held.close()
+                return np.frombuffer(bytes(data), dtype="<i4")
+        with self._samples(shard, None) as samples:
+            return samples.lengths()
 
-            found = [length_of(samples.tokens(i), samples.features(i)) for i in range(len(samples))]
-        return np.array(found, dtype=np.int32)
+    def report(self, sample: str, why: str | None) -> None:
+        """Count a transformed sample and put it in quarantine if there is a reason ``why``.
 
-    def prefetch(self, shards: Sequence[Shard]) -> None:
-        """Set which shards are read next, in order; the first few are fetched ahead.
-
-        Shards of earlier calls that are not among these are released.
+        Raises DataRejected where too many are bad.
         """
         with self._lock:
-            wanted = {each.sha256 for each in shards}
-            dropped = [each for each in self._running if each not in wanted]
-            for each in dropped:
-                future = self._running.pop(each)
-                future.cancel()  # a running one completes, then releases its shard
-                future.add_done_callback(_let_go)
-            known = self._running.keys() | self.quarantined.keys()
-            self._coming = deque(
-                {each.sha256: each for each in shards if each.sha256 not in known}.values()
+            self._transformed += 1
+            if why is None:
+                return
+            self.quarantined[sample] = why
+            self._bad += 1
+            bad, tried = self._bad, self._transformed
+        shard, _, row = sample.partition("#")
+        log.warning("sample quarantined shard=%s row=%s why=%s", shard[:12], row, why)
+        if bad > max(BAD_SAMPLES_ALLOWED, self._max_bad_share * tried):
+            raise DataRejected(
+                "a transform fails on too many samples",
+                got=f"{bad} of {tried}, the last one: {why}",
+                wanted=f"at most {self._max_bad_share:.0%}, data.max_bad_share",
+                where=sample,
+                do="Run the transform on these samples.",
             )
-            self._start_more()
 
-    # ── one shard ────────────────────────────────────────────────────────────────────────────────
-
-    def _plain(self, shard: Shard) -> ShardSamples:
-        """Return the shard's samples as stored, without transforms."""
-        opened = self._open(shard)
-        try:
-            return self._parsed(shard, opened)
-        except ValueError as error:
-            opened.held.close()
-            raise self._bad(shard, str(error), self.snapshot.shard_url(shard)) from error
-
-    def _open(self, shard: Shard) -> Opened:
-        """Return the shard, prefetched or loaded now."""
+    def _samples(self, shard: Shard, transforms: ProcessTransform | None) -> ShardSamples:
         if (why := self.quarantined.get(shard.sha256)) is not None:
-            raise self._bad(shard, why, self.snapshot.shard_url(shard))
-        with self._lock:
-            ahead = self._running.pop(shard.sha256, None)
-            self._coming = deque(each for each in self._coming if each.sha256 != shard.sha256)
-            self._start_more()
-        if ahead is not None and not ahead.cancel():
-            try:
-                return ahead.result(OPEN_DEADLINE_S)
-            except (TemporaryError, TimeoutError) as error:  # perhaps long ago: try again
-                log.warning("fetching ahead failed shard=%s error=%s", shard.sha256[:12], error)
-        return self._load(shard)
+            raise self._corrupt(shard, why)
+        try:
+            held, data, is_new = self._file(shard.name, shard.bytes, shard.sha256)
+        except SourceMissing as error:
+            raise self._corrupt(shard, "missing from the store") from error
+        except CorruptData as error:
+            why = f"its bytes do not match its digest: {error.got}"
+            raise self._corrupt(shard, why) from error
+        self.hits += not is_new
+        self.fetched += is_new
+        self.fetched_bytes += is_new * shard.bytes
+        try:
+            return self._parsed(shard, held, data, transforms)
+        except ValueError as error:
+            held.close()
+            raise self._corrupt(shard, str(error)) from error
 
-    def _start_more(self) -> None:
-        """Start prefetches up to the limit; call with the lock held."""
-        while self._coming and len(self._running) < self._ahead:
-            shard = self._coming.popleft()
-            self._running[shard.sha256] = self._pool.submit(self._load, shard)
+    def _parsed(
+        self, shard: Shard, held: CachedFile, data: Mapped, transforms: ProcessTransform | None
+    ) -> ShardSamples:
+        from paceline.data.formats import ShardSamples, read_columns, text_columns
 
-    def _load(self, shard: Shard) -> Opened:
-        """Return the shard, verified, from the disk or the store."""
-        held = self._disk.open(shard.name)
-        if held is not None:
-            opened = Opened(held, held.map())
-            if self._is(opened.data, shard.bytes, shard.sha256):
-                self.hits += 1
-                return opened
-            # maybe a bad disk: fetch it again from the store
-            log.warning("cached shard is corrupt, fetching again shard=%s", shard.sha256[:12])
-            self._disk.discard(held)
-        url = self.snapshot.shard_url(shard)
-        with self._disk.making(shard.name, shard.bytes) as part:
-            if isinstance(part, CachedFile):  # another process wrote it meanwhile
-                opened = Opened(part, part.map())
-                if self._is(opened.data, shard.bytes, shard.sha256):
-                    return opened
-                self._disk.discard(part)
-                raise self._bad(shard, "its bytes do not match its digest, twice", url)
-            try:
-                self._fetcher.fetch(url, shard.bytes, part.write)
-            except SourceMissing as error:
-                raise self._bad(shard, "missing from the store", url) from error
-            except CorruptData as error:
-                why = f"its bytes do not match its digest: {error.got}"
-                raise self._bad(shard, why, url) from error
-            data = part.map()
-            if not self._is(data, shard.bytes, shard.sha256):
-                raise self._bad(shard, "its bytes do not match its digest", url)
-            self.fetched += 1
-            self.fetched_bytes += shard.bytes
-            return Opened(part.commit(), data)
-
-    def _parsed(self, shard: Shard, opened: Opened) -> ShardSamples:
         if shard.lengths_sha256 is None:
-            from paceline.data.loading.samples import text_samples
-
-            data = bytes(opened.data)
-            opened.held.close()
-            return text_samples(data, documents=shard.samples, text_bytes=shard.text_bytes)
-        from paceline.data.formats.shard_file import ColumnSamples
-
+            size = shard.text_bytes
+            arrays = text_columns(bytes(data), documents=shard.samples, text_bytes=size)
+        else:
+            arrays = read_columns(data)
         snapshot = self.snapshot
-        return ColumnSamples(
-            opened.data,
-            shard.samples,
-            snapshot.vocabulary,
-            snapshot.columns,
-            on_close=opened.held.close,
-        )
+        stored = (arrays, shard.samples, snapshot.vocabulary, snapshot.columns, held.close)
+        if transforms is None:
+            return ShardSamples(*stored)
+        from paceline.data.loading.transform import TransformedSamples
 
-    def _small(self, name: str, size: int, sha256: str) -> bytes | None:
-        """Return a small file from the cache or the store; None if it is damaged or missing."""
+        return TransformedSamples(shard.sha256, transforms, self.quarantined, self.report, *stored)
+
+    def _file(self, name: str, size: int, sha256: str) -> tuple[CachedFile, Mapped, bool]:
+        """Return a verified file, in use, its bytes, and whether they come from the store.
+
+        Raises SourceMissing, CorruptData where the store's content is not this, and the errors of
+        ``Fetcher`` and ``DiskCache``.
+        """
         held = self._disk.open(name)
         if held is not None:
-            data = bytes(held.map())
+            data = held.map()
             if self._is(data, size, sha256):
-                held.close()
-                return data
+                return held, data, False
+            # maybe a bad disk: fetch it again from the store
+            log.warning("cached file is corrupt, fetching again name=%s", name)
             self._disk.discard(held)
-        url = f"{self.snapshot.shard_url(self.snapshot.shards[0]).rsplit('/', 1)[0]}/{name}"
         with self._disk.making(name, size) as part:
-            if isinstance(part, CachedFile):
-                data = bytes(part.map())
-                part.close()
-                return data if self._is(data, size, sha256) else None
-            try:
+            if isinstance(part, CachedFile):  # another process wrote it meanwhile
+                data = part.map()
+                if self._is(data, size, sha256):
+                    return part, data, False
+                self._disk.discard(part)
+            else:
+                url = join_url(root_url(self.snapshot.url), "shards", name)
                 self._fetcher.fetch(url, size, part.write)
-            except (SourceMissing, CorruptData):
-                return None
-            data = bytes(part.map())
-            if not self._is(data, size, sha256):
-                return None
-            part.commit().close()
-            return data
+                data = part.map()
+                if self._is(data, size, sha256):
+                    return part.commit(), data, True
+        raise CorruptData("file is corrupt", got="another content", where=name)
 
-    def _is(self, data: mmap.mmap | bytes, size: int, sha256: str) -> bool:
+    def _is(self, data: Mapped, size: int, sha256: str) -> bool:
         began_s = time.perf_counter()
         right = len(data) == size and hashlib.sha256(data).hexdigest() == sha256
         self.verify_s += time.perf_counter() - began_s
         return right
 
-    def _bad(self, shard: Shard, why: str, where: str) -> CorruptData:
+    def _corrupt(self, shard: Shard, why: str) -> CorruptData:
         with self._lock:
             self.quarantined.setdefault(shard.sha256, why)
         return CorruptData(
             "data shard is corrupt",
             got=why,
             wanted=f"sha256 {shard.sha256[:16]}…, {shard.bytes} bytes",
-            where=where,
+            where=self.snapshot.shard_url(shard),
             do="Build the snapshot again; validating it lists every bad shard.",
         )
 
-    def _bad_sample(self, shard: Shard, i: int, why: str) -> CorruptData:
-        name = f"{shard.sha256}#{i}"
-        with self._lock:
-            known = name in self.quarantined
-            self.quarantined.setdefault(name, why)
-        if not known:
-            log.warning("sample quarantined shard=%s row=%d why=%s", shard.sha256[:12], i, why)
-        return CorruptData("data sample is bad", got=why, where=f"{shard.name} sample {i}")
+
+def close_later(future: Future[ShardSamples]) -> None:
+    """Cancel the opening of a shard, or close the shard once it is open."""
+
+    def close(done: Future[ShardSamples]) -> None:
+        if not done.cancelled() and done.exception() is None:
+            done.result().close()
+
+    future.cancel()
+    future.add_done_callback(close)
 
 
-def _let_go(future: Future[Opened]) -> None:
-    if not future.cancelled() and future.exception() is None:
-        future.result().held.close()
+# The documents of a split as text, for evaluation.
+
+
+def content_digest(text: bytes) -> bytes:
+    """Return a digest that is equal for texts that differ only in white space (about 1 GB/s)."""
+    return hashlib.sha256(text.translate(None, WHITE_SPACE)).digest()
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document: its path and text."""
+
+    path: str
+    text: bytes
+
+
+def documents(
+    snapshot: Snapshot,
+    split: Split,
+    store: ObjectStore,
+    cache_dir: Path,
+    max_bytes: int | None = None,
+    *,
+    purpose: str | None = None,
+    quarantine: dict[str, str] | None = None,
+) -> Iterator[Document]:
+    """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
+
+    A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
+    reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
+    InvalidInput where its samples have no text.
+    """
+    taken = 0
+    with ShardCache(snapshot, store, cache_dir, purpose=purpose) as cache:
+        for shard, samples in cache.opened(snapshot.of_split(split)):
+            if isinstance(samples, CorruptData):
+                if quarantine is None:
+                    raise samples
+                quarantine |= cache.quarantined
+                log.warning("shard quarantined shard=%s", shard.sha256[:12])
+                continue
+            for i in range(len(samples)):
+                text = samples.text_bytes(i)
+                if max_bytes is not None and taken and taken + len(text) > max_bytes:
+                    return
+                taken += len(text)
+                yield Document(samples.key(i), text)

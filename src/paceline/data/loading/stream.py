@@ -12,24 +12,31 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from paceline.config import DataSettings
-from paceline.data.batching import BucketedPlan, PackedPlan, Plan, Rows, StatefulPlan, WindowPlan
-from paceline.data.batching.fill import RowFiller
-from paceline.data.batching.open_shards import ShardReader, ShardSource
-from paceline.data.batching.prefetch import GroupPlanner, SharedPlans
-from paceline.data.batching.rows import Lengths, identity
+from paceline.data.batching import (
+    BucketedPlan,
+    DocumentPlan,
+    GroupPlanner,
+    PackedPlan,
+    Plan,
+    RowFiller,
+    Rows,
+    ShardReader,
+    ShardSource,
+    StatefulPlan,
+    WindowPlan,
+    identity,
+)
 from paceline.data.loading.batch import Batch, Position
-from paceline.data.loading.columns import columns_by, columns_read
-from paceline.data.loading.ordering import opened_at_once
+from paceline.data.loading.columns import columns_by, columns_read, open_concurrency
 from paceline.data.snapshot import (
-    BYTES,
+    BYTE_VOCABULARY,
     Column,
     Shard,
     Snapshot,
@@ -44,29 +51,6 @@ log = logging.getLogger(__name__)
 CLOSE_DEADLINE_S = 60.0  # for the current batch: a user's transform may hang
 NEXT_DEADLINE_S = 1800.0  # for one batch; training's deadline of a step is far shorter
 MOST_AT_ONCE = 32  # maximum of small batches made at once
-Transform = Callable[[Batch], Batch]
-PlanFactory = Callable[[Sequence[Shard], Lengths], Plan]
-
-
-class Stream(Protocol):
-    """The data stream that a training loop uses; a context manager that owns threads."""
-
-    context: int
-    global_batch: int
-    data_wait_s: float
-    quarantined: dict[str, str]
-
-    @property
-    def position(self) -> dict[str, Any]: ...
-    def next(self) -> Batch: ...
-    def close(self) -> None: ...
-    def __enter__(self) -> Stream: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
 
 
 def open_stream(
@@ -82,146 +66,108 @@ def open_stream(
     world_size: int = 1,
     position: Mapping[str, Any] | None = None,
     skip: Collection[int] = (),
-    transform: Transform | None = None,
     readers: int = 1,
-    outlines: SharedPlans | None = None,
 ) -> PlannedStream:
     """Return the stream of one split of ``snapshot``; ``rank`` and ``world_size`` count data ranks.
 
     ``position`` is an earlier stream's ``position``, on any number of ranks; ``skip`` are numbers
-    of global batches to skip; ``transform`` runs on each batch, off the training thread.
-    ``readers``: the number of readers, each with its own disk, at the job's start (see
-    ``loading.columns``); ``outlines``: shared by the readers, so that each needs only its own
-    shards' lengths. Raises InvalidInput for a position of other settings or more ranks than rows,
-    InvalidSnapshot for too little data.
+    of global batches to skip. ``readers``: the number of readers, each with its own disk, at the
+    job's start (see ``loading.columns``). Raises InvalidInput for a position of other settings or
+    more ranks than rows, InvalidSnapshot for too little data.
     """
-    require_batching(settings.batching, [each.name for each in snapshot.columns])
-    columns = settings.columns
-    if not columns and position is not None:  # keep the columns that the stream started with
-        kept = position.get("columns", 1)
-        columns = kept if type(kept) is int and 0 < kept <= global_batch else 0
     return PlannedStream(
-        batching(
-            settings,
-            context=context,
-            global_batch=global_batch,
-            seed=seed,
-            columns=columns,
-            readers=readers,
-        ),
         snapshot.of_split(split),
         cache,
+        settings,
+        context=context,
+        global_batch=global_batch,
+        seed=seed,
         vocabulary=snapshot.vocabulary,
         columns=snapshot.columns,
-        token_features=settings.token_features,
         rank=rank,
         world_size=world_size,
         position=position,
         skip=skip,
-        transform=transform,
-        prefetch_batches=settings.prefetch_batches,
-        prefetch_shards=opened_at_once(
-            settings.prefetch_shards, [each.bytes for each in snapshot.of_split(split)]
-        ),
-        max_bad_share=settings.max_bad_share,
-        outlines=outlines,
+        readers=readers,
     )
 
 
-def batching(
-    settings: DataSettings,
-    *,
-    context: int,
-    global_batch: int,
-    seed: int,
-    columns: int | None = None,
-    readers: int = 1,
-) -> PlanFactory:
-    """Return the factory of the plan that ``settings.batching`` names, its rows read in
-    ``columns``.
-
-    ``columns``: 0 for as many as suit the data and its ``readers``, None for the settings' own.
-    """
-    kinds: dict[str, Callable[..., Plan]]
-    kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
-    if columns is not None:
-        settings = settings.model_copy(update={"columns": columns})
-
-    def plan(shards: Sequence[Shard], lengths: Lengths) -> Plan:
-        sizes = [each.stream_bytes for each in shards]
-        found = columns_by(settings, shards, context, global_batch, readers)
-        if settings.batching == "windows":
-            return WindowPlan(sizes, context, global_batch, seed, columns=found)
-        return kinds[settings.batching](
-            sizes,
-            lengths,
-            context,
-            global_batch,
-            seed,
-            columns=found,
-            documents=[each.samples for each in shards],
-        )
-
-    return plan
-
-
 class PlannedStream:
-    """A Stream of the batches of a Plan; tokens are read through a cache of shards.
+    """The batches of a Plan, made ahead on a thread; tokens are read through a cache of shards.
 
-    ``next`` raises DataRejected when too many shards are bad, and any error of reading.
+    See ``open_stream``. ``next`` raises DataRejected when too many shards are bad, and any error of
+    reading.
     """
 
     def __init__(
         self,
-        batching: PlanFactory,
         shards: Sequence[Shard],
         cache: ShardSource,
+        settings: DataSettings,
         *,
-        vocabulary: Vocabulary = BYTES,
+        context: int,
+        global_batch: int,
+        seed: int,
+        vocabulary: Vocabulary = BYTE_VOCABULARY,
         columns: Sequence[Column] = (),
-        token_features: Collection[str] = (),
         rank: int = 0,
         world_size: int = 1,
         position: Mapping[str, Any] | None = None,
         skip: Collection[int] = (),
-        transform: Transform | None = None,
-        prefetch_batches: int = 4,
-        prefetch_shards: int = 4,
-        max_bad_share: float = 0.5,
-        outlines: SharedPlans | None = None,
+        readers: int = 1,
     ) -> None:
-        self._reader = ShardReader(
-            shards, cache, threads=prefetch_shards, max_bad_share=max_bad_share
-        )
-        plan = self.plan = batching(shards, self._reader.lengths)
-        if not 1 <= world_size <= plan.global_batch:
+        require_batching(settings.batching, [each.name for each in columns])
+        if not settings.columns and position is not None:  # keep those that the stream started with
+            kept = position.get("columns", 1)
+            if type(kept) is int and 0 < kept <= global_batch:
+                settings = settings.model_copy(update={"columns": kept})
+        if not 1 <= world_size <= global_batch:
             raise InvalidInput(
                 "more ranks than samples in a batch",
-                got=f"{world_size} ranks, {plan.global_batch} sequences",
+                got=f"{world_size} ranks, {global_batch} sequences",
                 wanted="at least one sequence for each rank",
                 do="Raise training.batch_sequences or lower training.ranks.",
             )
+        threads = open_concurrency(settings.prefetch_shards, [each.bytes for each in shards])
+        self._reader = ShardReader(
+            shards, cache, threads=threads, max_bad_share=settings.max_bad_share
+        )
+        sizes = [each.stream_bytes for each in shards]
+        width = columns_by(settings, shards, context, global_batch, readers)
+        if settings.batching == "windows":
+            plan: Plan = WindowPlan(sizes, context, global_batch, seed, columns=width)
+        else:
+            counts = [each.samples for each in shards]
+            kinds = {"packed": PackedPlan, "bucketed": BucketedPlan, "carried": StatefulPlan}
+            kind: type[DocumentPlan] = kinds[settings.batching]
+            plan = kind(
+                sizes,
+                self._reader.lengths,
+                context,
+                global_batch,
+                seed,
+                columns=width,
+                documents=counts,
+            )
+        self.plan = plan
         self.shards = shards
-        self.context = plan.context
-        self.global_batch = plan.global_batch
+        self.context = context
+        self.global_batch = global_batch
         self.quarantined = cache.quarantined
         self.data_wait_s = 0.0
-        size = plan.global_batch
-        self.rows = range(size * rank // world_size, size * (rank + 1) // world_size)
-        self.columns = columns_read(self.rows, size, plan.columns)
+        edges = [global_batch * each // world_size for each in (rank, rank + 1)]
+        self.rows = range(*edges)
+        self.columns = columns_read(self.rows, global_batch, plan.columns)
         self._reader.share = len(self.columns) / plan.columns
-        self._reader.plans_lengths = plan.needs_lengths
-        # A skipped batch is listed with the samples of all ranks, which needs all lengths.
-        self._outlines = None if skip else outlines
-        self._ahead = GroupPlanner(plan, self.rows, self._rows)
+        self._reader.plans_from_lengths = plan.needs_lengths
+        self._ahead = GroupPlanner(plan, self.rows)
         self._filler = RowFiller(
-            vocabulary, columns, lambda index: shards[index].sha256, token_features
+            vocabulary, columns, lambda index: shards[index].sha256, settings.token_features
         )
         self._skip = frozenset(skip)
-        self._transform = transform
         self._position = Position(**identity(plan)).resumed(position)
         self._queue: queue.Queue[tuple[Batch, Position] | BaseException] = queue.Queue(
-            maxsize=prefetch_batches
+            maxsize=settings.prefetch_batches
         )
         self._stop = threading.Event()
         self._error: BaseException | None = None  # the error that ended the thread
@@ -258,13 +204,11 @@ class PlannedStream:
 
     def make(self, position: Position) -> tuple[Batch, Position]:
         """Return this rank's share of the batch at ``position``, and the position after it."""
-        return self._some(position, 1)[0]
+        return self._make_batches(position, 1)[0]
 
     def close(self) -> None:
         """Stop the background thread and close the shards."""
         self._stop.set()
-        if self._outlines is not None:
-            self._outlines.stop()
         until_s = time.monotonic() + CLOSE_DEADLINE_S
         if self._thread is not None:
             while self._thread.is_alive():
@@ -289,7 +233,7 @@ class PlannedStream:
         at_once = 1  # return the first batch soon
         try:
             while not self._stop.is_set():
-                for batch, after in self._some(position, at_once):
+                for batch, after in self._make_batches(position, at_once):
                     self._put((batch, after))
                     position = after
                 at_once = min(2 * at_once, MOST_AT_ONCE)
@@ -304,7 +248,7 @@ class PlannedStream:
                 continue
             return
 
-    def _some(self, position: Position, most: int) -> list[tuple[Batch, Position]]:
+    def _make_batches(self, position: Position, most: int) -> list[tuple[Batch, Position]]:
         """Return this rank's shares of one to ``most`` batches from ``position`` on.
 
         Each comes with the position after it; several batches are always of one group.
@@ -316,30 +260,13 @@ class PlannedStream:
             passed.append(self._listed(position.batch, taken))
             position = after
         planned = self._ahead.next(position, most, self._skip)
-        filled = self._filler.fill(
-            [each.share for each in planned], len(self.rows), self._reader.get
-        )
-        found = []
-        for number, (plan, arrays) in enumerate(zip(planned, filled, strict=True)):
-            batch = Batch(
-                step=position.batch + number,
-                inputs_BT=arrays.inputs_BT,
-                targets_BT=arrays.targets_BT,
-                weights_BT=arrays.weights_BT,
-                rows=self.rows,
-                global_tokens=plan.tokens,
-                documents_BT=arrays.documents_BT,
-                positions_BT=arrays.positions_BT,
-                carries_B=arrays.carries_B,
-                features=arrays.features,
-                skipped=tuple(sorted(arrays.skipped)),
-            )
-            if passed and not number:
-                batch = replace(batch, skipped=(*batch.skipped, *passed))
-                if batch.carries_B is not None:  # the rows that these continue were skipped
-                    batch = replace(batch, carries_B=np.zeros_like(batch.carries_B))
-            found.append((batch if self._transform is None else self._transform(batch), plan.after))
-        return found
+        batches = self._filler.fill(planned, self.rows, position.batch, self._reader.get)
+        if passed:
+            first = batches[0]
+            batches[0] = replace(first, skipped=(*first.skipped, *passed))
+            if first.carries_B is not None:  # the rows that these continue were skipped
+                batches[0] = replace(batches[0], carries_B=np.zeros_like(first.carries_B))
+        return list(zip(batches, planned.after_K, strict=True))
 
     def _listed(self, number: int, taken: list[tuple[Rows, int, int]]) -> str:
         """Return a description of the samples of a skipped batch, by shard."""
@@ -352,12 +279,6 @@ class PlannedStream:
                 found.setdefault(shard, []).append(name)
         listed = [f"{self.shards[each].sha256}[{','.join(found[each])}]" for each in sorted(found)]
         return f"batch {number}: {' '.join(listed)}"
-
-    def _rows(self, epoch: int, group: int) -> Rows:
-        """Return a group's rows; those of other columns only as far as needed."""
-        if self._outlines is None:
-            return self.plan.rows(epoch, group)
-        return self._outlines.rows(self.plan, epoch, group, self.columns)
 
     def _look_ahead(self, position: Position) -> None:
         """Plan this group and the next, open their shards, and close all others."""

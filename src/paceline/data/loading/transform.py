@@ -1,12 +1,12 @@
 """User transforms: a ``module:function`` applied to each sample between shard and batch.
 
-It runs on a thread beside the one that makes batches, or in child processes
-(``process_transform``), never on the training thread, and must be pure: a sample must give the same
-result on every read, or a resumed job would train on other data. It must keep the number of tokens,
-because batches are planned by it, and the shapes of features. A sample whose transform raises or
-returns something else is bad: it is recorded with the reason and skipped; too many of them stop the
-stream. A transform that hangs is skipped in a process, and stops the stream on a thread, which
-cannot be killed.
+It runs in child processes, never in the training process, and must be pure: a sample must give the
+same result on every read, or a resumed job would train on other data. It must keep the number of
+tokens, because batches are planned by it, and the shapes of features.
+
+A sample is bad if its transform raises, returns something else, exceeds the deadline, or ends its
+process twice (once may be an accident). It is recorded with the reason and skipped; too many bad
+samples or lost processes stop the stream. ``python -m`` this module is the child.
 """
 
 from __future__ import annotations
@@ -14,24 +14,34 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from queue import Empty, SimpleQueue
-from typing import Any, NoReturn, Protocol
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
-from paceline.config.settings import module_allowed
-from paceline.data.formats.sample import Array, clean_array
-from paceline.data.loading.samples import ShardSamples
-from paceline.errors import AccessDenied, DataRejected, InvalidInput
+from paceline.config import module_allowed
+from paceline.data.child_process import DONE, FAILED, ChildProcess, how_ended, serve
+from paceline.data.formats import (
+    Array,
+    Sample,
+    ShardSamples,
+    clean_array,
+    pack_sample,
+    unpack_sample,
+)
+from paceline.errors import AccessDenied, CorruptData, DataRejected, InvalidInput, WorkerLost
 
-Transform = Callable[[dict[str, Any]], Mapping[str, Any]]
 TOKENS, KEY = "tokens", "key"
+MOST_LOST = 8  # processes of one stream that hung or died, at most
+
+
+class TransformFailed(Exception):
+    """A transform returned no usable sample; the message is the reason."""
 
 
 def require_allowed(name: str, sources: Sequence[str]) -> None:
     """Raise AccessDenied unless the module of ``name`` is one of ``sources`` or inside one."""
-    module = name.partition(":")[0]
-    if name and not module_allowed(module, sources):
+    if name and not module_allowed(name.partition(":")[0], sources):
         raise AccessDenied(
             "transform is from a source that is not allowed",
             got=name,
@@ -41,180 +51,163 @@ def require_allowed(name: str, sources: Sequence[str]) -> None:
         )
 
 
-def load_transform(name: str, sources: Sequence[str]) -> Transform | None:
-    """Return the function called ``module:function``, None for ``""``.
+def require_runnable(name: str) -> None:
+    """Raise InvalidInput where the transform called ``name`` cannot be imported, with the reason.
 
-    It receives ``{"key": str, "tokens": array, NAME: array, …}`` with read-only arrays, and returns
-    the same kind of mapping. Raises InvalidInput where there is none, AccessDenied for a module
-    that is not in ``sources``.
+    The import is tried in a child process.
     """
     if not name:
-        return None
-    require_allowed(name, sources)
-    module, _, function = name.partition(":")
+        return
+    child = _started(name)
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        child.wait_until_ready()
+    except WorkerLost as error:
         raise InvalidInput(
             "no such transform",
-            got=f"{name}: {type(error).__name__}: {error}",
-            wanted="module:function",
-            do="Correct data.transform.",
+            got=error.got,
+            wanted="module:function, to be imported here and on every node",
+            where=f"data.transform {name}",
+            do="Correct data.transform, or install its module.",
         ) from error
-    if not callable(found):
-        raise InvalidInput("transform is not a function", got=name, wanted="module:function")
-    transform: Transform = found
-    return transform
+    finally:
+        child.end()
 
 
-DEADLINE_S = 20.0  # per sample, unless a profile sets another
-ACCIDENTS = 8  # bad samples always allowed
+def open_transforms(
+    name: str, sources: Sequence[str], *, processes: int, deadline_s: float
+) -> ProcessTransform | None:
+    """Return the runner of the transform called ``name``; None for ``""``.
+
+    Raises AccessDenied for a module that is not in ``sources``.
+    """
+    require_allowed(name, sources)
+    # 0: what earlier versions ran on a thread of the rank.
+    return ProcessTransform(name, max(1, processes), deadline_s) if name else None
 
 
-class TransformFailed(Exception):
-    """A transform returned no usable sample; the message is the reason."""
+class ProcessTransform:
+    """Runs the transform ``module:function`` in ``processes`` child processes; close it.
 
-
-class Transforms(Protocol):
-    """A runner of transforms: in this process or in child processes."""
-
-    def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
-        """Start one sample and return a function that waits for its arrays.
-
-        ``given`` is the transform's argument. The function returns tokens only if the transform
-        returned them, and raises TransformFailed.
-        """
-        ...
-
-    def close(self) -> None:
-        """Stop the runner."""
-        ...
-
-
-class InlineTransform:
-    """Runs transforms in this process, one at a time, each when its result is requested.
-
-    They run on a daemon thread, so that the caller waits at most ``deadline_s``: a late one raises
-    DataRejected, and so do all later calls, because its thread is still busy.
+    Processes start with the first samples, one for each thread of a pool. Results are returned in
+    the order requested.
     """
 
-    def __init__(self, transform: Transform, deadline_s: float = DEADLINE_S) -> None:
-        self._transform, self._deadline_s = transform, deadline_s
-        self._asked: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
-        self._answers: SimpleQueue[dict[str, Array] | TransformFailed] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._late: DataRejected | None = None
-        self._lock = threading.Lock()  # training and evaluation streams share it
+    def __init__(self, name: str, processes: int, deadline_s: float) -> None:
+        self.lost = 0  # processes that hung or died
+        self._name, self._deadline_s = name, deadline_s
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._children: list[ChildProcess] = []
+        self._closed = False
+        self._pool = ThreadPoolExecutor(processes, thread_name_prefix="transform")
 
-    def start(self, given: dict[str, Any]) -> Callable[[], dict[str, Array]]:
-        """Return the function that runs the transform."""
+    def start(self, sample: Sample) -> Future[Sample]:
+        """Queue one sample; its result has tokens only if the transform returned them.
 
-        def result() -> dict[str, Array]:
-            with self._lock:
-                return self._ask(given)
-
-        return result
+        The future raises TransformFailed, DataRejected, and WorkerLost after ``close``.
+        """
+        return self._pool.submit(self._run, sample)
 
     def close(self) -> None:
-        """Let the thread end once it is idle."""
-        self._asked.put(None)
-
-    def _ask(self, given: dict[str, Any]) -> dict[str, Array]:
-        if self._late is not None:
-            raise self._late
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._serve, name="transform", daemon=True)
-            self._thread.start()
-        self._asked.put(given)
-        try:
-            answer = self._answers.get(timeout=self._deadline_s)
-        except Empty:
-            self._late = DataRejected(
-                "a transform hangs",
-                got=f"nothing for {self._deadline_s:g} s, with sample {given[KEY]!r}",
-                wanted="data.transform_deadline_s",
-                do="Mend it, or set data.transform_processes: then such samples are passed over.",
-            )
-            raise self._late from None
-        if isinstance(answer, TransformFailed):
-            raise answer
-        return answer
-
-    def _serve(self) -> None:
-        while (given := self._asked.get()) is not None:
-            try:
-                answer: dict[str, Array] | TransformFailed = applied(self._transform, given)
-            except TransformFailed as error:
-                answer = error
-            self._answers.put(answer)
-
-
-def applied(transform: Transform, given: dict[str, Any]) -> dict[str, Array]:
-    """Return the arrays that ``transform`` returns for a sample; raises TransformFailed."""
-    try:
-        returned = dict(transform(given))
-        return {name: clean_array(each) for name, each in returned.items() if name != KEY}
-    except (Exception, SystemExit) as error:  # a user's function may raise anything
-        why = f"its transform failed: {type(error).__name__}: {error}"
-        raise TransformFailed(why[:300]) from error
-
-
-class FailureTally:
-    """Counts transformed and bad samples; raises once more than the fraction ``most`` is bad."""
-
-    def __init__(self, most: float) -> None:
-        self.most = most
-        self.tried = self.bad = 0
-        self._lock = threading.Lock()
-
-    def add(self, why: str | None = None) -> None:
-        """Count one sample; ``why`` is the reason if it is bad. Raises DataRejected where too many
-        are."""
+        """Kill the processes; pending samples raise WorkerLost."""
         with self._lock:
-            self.tried += 1
-            if why is None:
-                return
-            self.bad += 1
-            bad, tried = self.bad, self.tried
-        if bad > max(ACCIDENTS, self.most * tried):
+            self._closed = True
+            children, self._children = self._children, []
+        for each in children:
+            each.kill()  # its thread notices, and closes its socket
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for each in children:
+            each.end()
+
+    def __enter__(self) -> ProcessTransform:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, sample: Sample) -> Sample:
+        """Return one sample's result; runs on a pool thread, which owns a child process."""
+        for attempt in (1, 2):
+            child = self._child()
+            try:
+                child.send(pack_sample(sample), self._deadline_s)
+                kind, answer = child.receive(self._deadline_s)
+            except TimeoutError as error:
+                self._replace(child, sample.key, "hung")
+                raise TransformFailed(
+                    f"its transform did not end within {self._deadline_s:g} s"
+                ) from error
+            except (OSError, EOFError) as error:
+                code = self._replace(child, sample.key, "died")
+                if attempt == 2:
+                    raise TransformFailed(
+                        f"its transform ended its process, twice: {how_ended(code)}"
+                    ) from error
+                continue
+            if kind == FAILED:
+                raise TransformFailed(answer.decode(errors="replace"))
+            return unpack_sample(answer)
+        raise AssertionError("unreachable")
+
+    def _child(self) -> ChildProcess:
+        child: ChildProcess | None = getattr(self._local, "child", None)
+        if child is None:
+            with self._lock:
+                self._require_open()
+                child = _started(self._name)
+                self._children.append(child)
+            child.wait_until_ready()
+            self._local.child = child
+        return child
+
+    def _replace(self, child: ChildProcess, key: str, what: str) -> int:
+        """End an unusable process; return its exit code."""
+        self._local.child = None
+        code = child.end()
+        with self._lock:
+            self._require_open()
+            self._children.remove(child)
+            self.lost += 1
+            lost = self.lost
+        if lost > MOST_LOST:
             raise DataRejected(
-                "a transform fails on too many samples",
-                got=f"{bad} of {tried}, the last one: {why}",
-                wanted=f"at most {self.most:.0%}, data.max_bad_share",
-                do="Run the transform on these samples.",
+                "a transform loses its processes",
+                got=f"{lost} hung or died, the last one {what} with sample {key!r}",
+                wanted=f"at most {MOST_LOST}",
+                where=self._name,
+                do="Run the transform on that sample; see data.transform_deadline_s.",
             )
+        return code
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise WorkerLost("a transform's processes are closed", where=self._name)
 
 
-class TransformedSamples:
+def _started(name: str) -> ChildProcess:
+    return ChildProcess("a transform's process", "paceline.data.loading.transform", name)
+
+
+class TransformedSamples(ShardSamples):
     """The samples of the shard called ``name`` after a transform.
 
-    ``bad(i, why)`` records a bad sample and raises CorruptData.
+    ``report(sample, reason or None)`` is called with each result; samples in ``known`` are bad and
+    are not tried again. A bad sample raises CorruptData.
     """
 
     def __init__(
         self,
-        samples: ShardSamples,
-        transforms: Transforms,
-        bad: Callable[[int, str], NoReturn],
-        known: Mapping[int, str] | None = None,
-        *,
-        name: str = "",
-        tally: FailureTally | None = None,
+        name: str,
+        transforms: ProcessTransform,
+        known: Mapping[str, str],
+        report: Callable[[str, str | None], None],
+        *stored: Any,
     ) -> None:
-        """``known``: samples already recorded as bad, with the reason; they are not tried."""
-        self._samples, self._transforms, self._bad = samples, transforms, bad
-        self._failed = dict(known or {})
-        self._name = name
-        self._tally = tally or FailureTally(most=1.0)
-        self._coming: dict[int, Callable[[], dict[str, Array]]] = {}
+        super().__init__(*stored)
+        self._name, self._transforms = name, transforms
+        self._known, self._report = known, report
+        self._coming: dict[int, Future[Sample]] = {}
         self._made: dict[int, tuple[Array, dict[str, Array]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def key(self, i: int) -> str:
-        """Return the sample's name within its snapshot."""
-        return self._samples.key(i)
 
     def tokens(self, i: int) -> Array:
         """Return the sample's tokens after its transform."""
@@ -224,78 +217,90 @@ class TransformedSamples:
         """Return the sample's arrays after its transform."""
         return self._of(i)[1]
 
-    def text_bytes(self, i: int) -> bytes:
-        """Return the sample's text before the transform."""
-        return self._samples.text_bytes(i)
-
     def flat(self) -> None:
         """Return None: samples are computed one by one."""
-        return
 
     def expect(self, samples: Sequence[int]) -> None:
         """Start these samples, in this order, and drop all others."""
         coming, made = self._coming, self._made
         self._made = {i: made[i] for i in samples if i in made}
-        wanted = [i for i in samples if i not in made and i not in self._failed]
+        wanted = [i for i in samples if i not in made and f"{self._name}#{i}" not in self._known]
         self._coming = {i: coming.get(i) or self._start(i) for i in wanted}
 
-    def close(self) -> None:
-        """Allow the cache to remove the shard."""
-        self._samples.close()
-
-    def __enter__(self) -> TransformedSamples:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _start(self, i: int) -> Callable[[], dict[str, Array]]:
-        tokens = self._samples.tokens(i)
-        return self._transforms.start(
-            {KEY: self.key(i), TOKENS: tokens, **self._samples.features(i)}
-        )
+    def _start(self, i: int) -> Future[Sample]:
+        try:
+            return self._transforms.start(
+                Sample(self.key(i), None, super().tokens(i), super().features(i))
+            )
+        except RuntimeError as error:  # its pool is shut down
+            raise WorkerLost("a transform's processes are closed") from error
 
     def _of(self, i: int) -> tuple[Array, dict[str, Array]]:
         if i not in self._made:
-            if i in self._failed:
-                self._bad(i, self._failed[i])
-            result = self._coming.pop(i, None) or self._start(i)
-            why = None
-            try:
+            name = f"{self._name}#{i}"
+            why = self._known.get(name)
+            if why is None:
+                running = self._coming.pop(i, None) or self._start(i)
                 try:
-                    self._made[i] = self._checked(i, result())
+                    self._made[i] = self._checked(i, running.result())
                 except TransformFailed as error:
-                    why = self._failed[i] = str(error)
-                self._tally.add(why)
-            except DataRejected as error:
-                where = ", ".join(str(e) for e in (error.where, f"{self._name}#{i}") if e)
-                got, wanted = error.got, error.wanted
-                raise DataRejected(
-                    error.what, got=got, wanted=wanted, where=where, do=error.do
-                ) from error
+                    why = str(error)
+                except CancelledError as error:
+                    raise WorkerLost("a transform's processes are closed") from error
+                self._report(name, why)
             if why is not None:
-                self._bad(i, why)
+                raise CorruptData("data sample is bad", got=why, where=f"shard {name}")
         return self._made[i]
 
-    def _checked(self, i: int, arrays: dict[str, Array]) -> tuple[Array, dict[str, Array]]:
-        tokens = self._samples.tokens(i)
-        found = arrays.pop(TOKENS, tokens)
+    def _checked(self, i: int, got: Sample) -> tuple[Array, dict[str, Array]]:
+        """Return the result for sample ``i``, with what was stored where it has nothing."""
+        tokens, stored = super().tokens(i), super().features(i)
+        found = tokens if got.tokens is None else got.tokens
         if found.shape != tokens.shape or found.dtype.kind not in "iu":
-            got = f"{found.dtype.name}{list(found.shape)}"
-            raise TransformFailed(f"its transform gave tokens {got} for {len(tokens)} integers")
+            said = f"{found.dtype.name}{list(found.shape)}"
+            raise TransformFailed(f"its transform gave tokens {said} for {len(tokens)} integers")
         if len(found) and (int(found.min()) < 0 or int(found.max()) > np.iinfo(tokens.dtype).max):
             raise TransformFailed("its transform gave tokens outside the vocabulary")
-        return found.astype(tokens.dtype, copy=False), self._features(i, arrays)
-
-    def _features(self, i: int, arrays: dict[str, Array]) -> dict[str, Array]:
-        """Return the sample's features, with those that the transform replaced."""
-        stored = self._samples.features(i)
         for name, before in stored.items():
-            after = arrays.get(name, before)
+            after = got.features.get(name, before)
             if after.ndim != before.ndim or after.shape[1:] != before.shape[1:]:
-                got = f"{name!r} {list(after.shape)} for {list(before.shape)}"
-                raise TransformFailed(f"its transform gave a feature of another shape: {got}")
+                said = f"{name!r} {list(after.shape)} for {list(before.shape)}"
+                raise TransformFailed(f"its transform gave a feature of another shape: {said}")
             if not np.can_cast(after.dtype, before.dtype, "same_kind"):
-                got = f"{name!r} {after.dtype.name} for {before.dtype.name}"
-                raise TransformFailed(f"its transform gave a feature of another kind: {got}")
-        return {**stored, **arrays}
+                said = f"{name!r} {after.dtype.name} for {before.dtype.name}"
+                raise TransformFailed(f"its transform gave a feature of another kind: {said}")
+        return found.astype(tokens.dtype, copy=False), {**stored, **got.features}
+
+
+# The child process.
+
+
+def run_transform(name: str) -> Callable[[bytes], tuple[bytes, bytes]]:
+    """Return the function that applies the transform called ``name`` to a packed sample."""
+    module, _, function = name.partition(":")
+    transform = getattr(importlib.import_module(module), function)
+    if not callable(transform):
+        raise TypeError(f"{function} is not a function")
+
+    def answer(request: bytes) -> tuple[bytes, bytes]:
+        sample = unpack_sample(request)
+        assert sample.tokens is not None
+        arrays = {TOKENS: sample.tokens, **sample.features}
+        for each in arrays.values():
+            each.flags.writeable = False
+        # an array without axes is given as a scalar
+        given = {name: each if each.ndim else each[()] for name, each in arrays.items()}
+        try:
+            returned = dict(transform({KEY: sample.key, **given}))
+            found = {each: clean_array(returned[each]) for each in returned if each != KEY}
+            result = Sample(sample.key, None, found.pop(TOKENS, None), found)
+            return DONE, pack_sample(result)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's function
+            why = f"its transform failed: {type(error).__name__}: {error}"
+            return FAILED, why[:300].encode(errors="replace")
+
+    return answer
+
+
+if __name__ == "__main__":
+    serve(run_transform)

@@ -6,3 +6,7 @@ task and holds the origin budget; ``deadlines`` computes timeouts and windows. `
 sends requests outside a task's own stream: ``recovery`` of corrupt pieces, hedged requests and
 failback to the planned source. ``extents`` are sets of piece numbers, ``limits`` the constants.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -8,10 +8,12 @@ from random import Random
 
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.relay.protocol.source_selection import PullTask, SourceStream
-from paceline.schemas.plan import Source
+from paceline.schemas import Source
 
-PIECE_TIMES = 20  # a piece deadline is this many piece times of the plan
-SPARE_TIMES = 2  # a spare that holds the pieces, and serves others too, sends within these
+SPARE_TIMES = (
+    2  # a spare that holds the pieces, and serves others too, sends within two piece times,
+)
+SPARE_SHARE = 0.1  # which are this share of the piece deadline
 
 
 class Deadlines:
@@ -32,26 +34,25 @@ class Deadlines:
 
     def silent_at_s(self, feed: SourceStream) -> float:
         """Return when this stream counts as lost without a further sign of life."""
-        return max(feed.heard_s + self.silence_s(feed.source), feed.vouched_s)
+        return max(feed.heard_s + self.silence_s(feed.source), feed.alive_until_s)
 
-    def hurry_s(self, work: PullTask) -> float:
+    def spare_stall_s(self, work: PullTask) -> float:
         """Return how long a spare may make no progress for ``work`` while others are left to try.
 
         Jittered: if two workers without a parent wait for each other, one leaves first and
         continues elsewhere, and the other then has a source.
         """
-        piece_s = self.piece_deadline_s / PIECE_TIMES
+        least_s = max(self._limits.spare_standstill_s, SPARE_SHARE * self.piece_deadline_s)
         if work.expected_bytes_s > 0:
-            piece_s = max(piece_s, self._piece_bytes / work.expected_bytes_s)
-        least_s = max(self._limits.spare_standstill_s, SPARE_TIMES * piece_s)
+            least_s = max(least_s, SPARE_TIMES * self._piece_bytes / work.expected_bytes_s)
         return least_s * (1 + self._random.random())
 
-    def standstill_s(self) -> float:
+    def stall_timeout_s(self) -> float:
         """Return how long the planned source may be alive without progress."""
         limits = self._limits
         return max(limits.standstill_min_s, limits.standstill_factor * self.piece_deadline_s)
 
-    def standstill_at_s(self, work: PullTask, feed: SourceStream | None) -> float:
+    def stalls_at_s(self, work: PullTask, feed: SourceStream | None) -> float:
         """Return when the source of ``work`` counts as stalled.
 
         Late for the planned source: while a plan starts, the whole line waits for its head. Early
@@ -59,7 +60,7 @@ class Deadlines:
         a spare that holds the pieces sends at once, and one that lags behind this worker would
         delay it by its lag.
         """
-        wait_s = self.standstill_s()
+        wait_s = self.stall_timeout_s()
         if self.is_first_plan and not work.held:
             wait_s = max(wait_s, self._limits.start_s)
         if feed is None:
@@ -67,18 +68,18 @@ class Deadlines:
         if feed.source.kind == "origin":
             wait_s += self.silence_s(feed.source)
         at_s = work.progress_s + wait_s
-        if work.hurry_s > 0:
-            at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.hurry_s)
-        return max(at_s, feed.vouched_s)
+        if work.spare_stall_s > 0:
+            at_s = min(at_s, max(work.progress_s, feed.moved_s) + work.spare_stall_s)
+        return max(at_s, feed.alive_until_s)
 
-    def aside_ends_s(self, feed: SourceStream | None, asked_s: float) -> float:
+    def side_request_ends_s(self, feed: SourceStream | None, asked_s: float) -> float:
         """Return when a side request times out; its pieces may be queued behind others."""
         if feed is None:
             return asked_s + self.piece_deadline_s
         silence_s = self.silence_s(feed.source)
         moved_s = min(feed.moved_s, asked_s + 3 * silence_s)
-        vouched_s = min(feed.vouched_s, asked_s + 4 * silence_s)
-        return max(asked_s + silence_s, moved_s + silence_s, vouched_s)
+        alive_until_s = min(feed.alive_until_s, asked_s + 4 * silence_s)
+        return max(asked_s + silence_s, moved_s + silence_s, alive_until_s)
 
     def late_at_s(self, work: PullTask, asked_s: float) -> float:
         """Return when pieces that were requested at ``asked_s`` are late.

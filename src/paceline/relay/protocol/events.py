@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from paceline.errors import PacelineError
 from paceline.relay.protocol.extents import Extent
-from paceline.schemas.plan import Source, WorkerLanes
-from paceline.schemas.records import Failure, WorkerStatus
+from paceline.schemas import Failure, Source, WorkerLanes, WorkerStatus
 
 # ── events: the session's inputs ─────────────────────────────────────────────────────────────────
 
@@ -110,7 +109,7 @@ class LanesConfirmed:
     """The coordinator answered after a suspension: the current lanes are still valid."""
 
 
-SLEPT_S = 2.0  # shorter than the coordinator's timeout for a lost worker
+REPLACED_AFTER_S = 2.0  # shorter than the coordinator's timeout for a lost worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +195,7 @@ class SessionProgress:
     bytes_held: int
     pieces_verified: int
     chunks_received: tuple[int, ...]
-    refetched_pieces: int
     corrupt_pieces: int
-    origin_spent_bytes: int  # requested in this epoch; the agent counts the bytes that arrived
     lost_sources: tuple[str, ...]
     corrupt_sources: tuple[str, ...]
     failure: Failure | None

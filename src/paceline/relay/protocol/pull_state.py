@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from paceline.relay.protocol.deadlines import Deadlines
+from paceline.relay.protocol.events import Fetch, SessionAction
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.relay.protocol.recovery import Repairs
-from paceline.relay.protocol.source_selection import PullTask, SourceStream
-from paceline.schemas.plan import Source, WorkerLanes
+from paceline.relay.protocol.source_selection import PullTask, SourceSelector, SourceStream
+from paceline.schemas import Source, WorkerLanes
 
 
 class PullTasks:
@@ -38,7 +39,7 @@ class PullTasks:
         covered = Extents()
         sources: dict[str, Source] = {}
         for lane in lanes.lanes:
-            candidates = _others((lane.source, *lane.spares), lanes.worker_id)
+            candidates = _ordered_candidates((lane.source, *lane.spares), lanes.worker_id)
             sources |= {each.key: each for each in candidates}
             extent = pieces.chunk_range(lane.first_chunk, lane.last_chunk)
             if candidates and extent.size:
@@ -77,7 +78,7 @@ class PullTasks:
         return 1 + sum(each.wanting > 0 for each in others)
 
 
-def _others(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...]:
+def _ordered_candidates(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...]:
     """Return the candidates without duplicates and without the worker itself; origins come last
     among the spares.
     """
@@ -103,10 +104,10 @@ class Hedge:
 class Hedging:
     """The current hedged request, if any, and the rest of this plan's allowance. Sends nothing."""
 
-    def __init__(self, limits: SessionLimits, pieces: PieceMap, patience: Deadlines) -> None:
+    def __init__(self, limits: SessionLimits, pieces: PieceMap, deadlines: Deadlines) -> None:
         self._limits = limits
         self._pieces = pieces
-        self._patience = patience
+        self._deadlines = deadlines
         self._left = 0  # pieces
         self.hedge: Hedge | None = None
         self.due_s: float | None = None  # when the oldest piece in flight is late; set at the end
@@ -134,7 +135,7 @@ class Hedging:
             if feed.source.kind == "worker" and (oldest := feed.oldest()) is not None:
                 asked_s, run = oldest
                 work, part = next(works.parts(run))
-                due.append((self._patience.late_at_s(work, asked_s), work, part))
+                due.append((self._deadlines.late_at_s(work, asked_s), work, part))
         if not due:
             return None
         self.due_s, work, part = min(due, key=lambda each: each[0])
@@ -164,12 +165,18 @@ class PullState:
     """
 
     def __init__(
-        self, pieces: PieceMap, verified: Extents, repairs: Repairs, hedging: Hedging
+        self,
+        pieces: PieceMap,
+        verified: Extents,
+        choice: SourceSelector,
+        repairs: Repairs,
+        hedging: Hedging,
     ) -> None:
-        self._pieces = pieces
-        self._verified = verified  # the session's own set, updated here
-        self._repairs = repairs
-        self._hedging = hedging
+        self.pieces = pieces
+        self.verified = verified  # the session's own set, updated here
+        self.choice = choice
+        self.repairs = repairs
+        self.hedging = hedging
         self._streams = 0
         self.works = PullTasks([])
         self.feeds: dict[str, SourceStream] = {}
@@ -183,23 +190,24 @@ class PullState:
             self._settle(work, now_s)
         for feed in self.feeds.values():
             feed.aside = Extents()
-            for repair in self._repairs:
-                if repair.asked == feed.source.key:
-                    for run in repair.pieces:
-                        feed.aside.add(run)
+            for repair in self.repairs.asked_of(feed.source.key):
+                feed.aside.add(repair.piece)
 
     def _settle(self, work: PullTask, now_s: float) -> None:
         """Count the pieces of ``work`` that are verified, in flight, or under repair."""
-        held = list(self._verified.common(work.extent))
+        held = list(self.verified.common(work.extent))
         work.missing = work.extent.size - sum(run.size for run in held)
-        for run in (*held, *self._repairs.pieces.common(work.extent)):
+        for run in held:
             work.taken.add(run)
+        for repair in self.repairs:
+            if work.extent.first <= repair.piece.first < work.extent.stop:
+                work.taken.add(repair.piece)
         for key, feed in self.feeds.items():
             for run in list(feed.in_flight.common(work.extent)):
                 if work.is_first_choice(key):
                     work.taken.add(run)
                     work.asked_pieces += run.size
-                    work.asked_bytes += self._pieces.bytes_of(run)
+                    work.asked_bytes += self.pieces.bytes_of(run)
                 else:
                     feed.in_flight.remove(run)  # the stream continues with other lanes only
         if work.candidates[0].key in self.feeds:
@@ -211,7 +219,7 @@ class PullState:
         """Return how many bytes are in flight from the origin."""
         origins = [feed for feed in self.feeds.values() if feed.source.kind == "origin"]
         runs = (run for feed in origins for asked in (feed.in_flight, feed.aside) for run in asked)
-        return sum(map(self._pieces.bytes_of, runs))
+        return sum(map(self.pieces.bytes_of, runs))
 
     def feed(self, key: str, stream: int) -> SourceStream | None:
         """Return the stream, or None if it was abandoned."""
@@ -236,12 +244,11 @@ class PullState:
         key = feed.source.key
         del self.feeds[key]
         for run in list(feed.in_flight):
-            self.want_again(feed, run)
-        for repair in self._repairs:
-            if repair.asked == key:
-                self._repairs.unanswered(repair)
-        if self._hedging.hedge is not None and self._hedging.hedge.key == key:
-            self._hedging.hedge = None
+            self.requeue(feed, run)
+        for repair in self.repairs.asked_of(key):
+            repair.unanswered()
+        if self.hedging.hedge is not None and self.hedging.hedge.key == key:
+            self.hedging.hedge = None
         for work in self.works:
             if work.active == key:
                 work.active = None
@@ -257,8 +264,22 @@ class PullState:
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
-    def ask(self, feed: SourceStream, extent: Extent, now_s: float, *, aside: bool = False) -> None:
-        """Record ``extent`` as requested from ``feed``; ``aside`` for a repair, hedge or probe."""
+    def ask(
+        self,
+        feed: SourceStream,
+        extent: Extent,
+        now_s: float,
+        actions: list[SessionAction],
+        *,
+        aside: bool = False,
+        charge: bool = True,
+    ) -> None:
+        """Request ``extent`` from ``feed``, ``aside`` for a repair, hedge or probe; ``charge`` the
+        origin budget for it.
+        """
+        actions.append(Fetch(feed.source, feed.stream, extent))
+        if charge and feed.source.kind == "origin":
+            self.choice.budget.spent_bytes += self.pieces.bytes_of(extent)
         if not feed.waiting:
             feed.heard_s = now_s
         if aside:
@@ -267,18 +288,20 @@ class PullState:
         for work, part in self.works.parts(extent):
             if not work.asked_pieces:
                 work.progress_s = now_s
-            self._fly(feed, work, part, now_s)
+            self._mark_in_flight(feed, work, part, now_s)
 
-    def _fly(self, feed: SourceStream, work: PullTask, part: Extent, asked_s: float) -> None:
+    def _mark_in_flight(
+        self, feed: SourceStream, work: PullTask, part: Extent, asked_s: float
+    ) -> None:
         """Record ``part`` of ``work`` as in flight from ``feed``."""
         work.taken.add(part)
         work.asked_pieces += feed.in_flight.add(part)
-        work.asked_bytes += self._pieces.bytes_of(part)
+        work.asked_bytes += self.pieces.bytes_of(part)
         feed.asked.append((asked_s, part))
 
-    def want_again(self, feed: SourceStream, extent: Extent) -> None:
+    def requeue(self, feed: SourceStream, extent: Extent) -> None:
         """Mark ``extent`` as no longer in flight; hedged pieces become in flight from the spare."""
-        hedge = self._hedging.hedge
+        hedge = self.hedging.hedge
         other = self.feeds.get(hedge.key) if hedge is not None else None
         for work, part in self.works.parts(extent):
             self.drop_from(feed, work, part)
@@ -286,16 +309,16 @@ class PullState:
             if hedge is None or other is None or other is feed:
                 continue
             for run in list(hedge.pieces.common(part)):
-                self._hedging.arrived(run)
+                self.hedging.arrived(run)
                 other.aside.remove(run)
-                self._fly(other, work, run, hedge.asked_s)
+                self._mark_in_flight(other, work, run, hedge.asked_s)
                 work.active, work.progress_s = hedge.key, hedge.asked_s
 
     def leave(self, work: PullTask, key: str) -> None:
         """Stop using source ``key`` for ``work``; its pieces in flight are wanted again."""
         if (feed := self.feeds.get(key)) is not None:
             for run in list(feed.in_flight.common(work.extent)):
-                self.want_again(feed, run)
+                self.requeue(feed, run)
         work.active = None if work.active == key else work.active
 
     def end_probe(self, work: PullTask, *, takes_over: bool) -> None:
@@ -308,32 +331,32 @@ class PullState:
         if feed is not None:
             feed.aside.remove(probe.piece)
         if takes_over and feed is not None:
-            self._fly(feed, work, probe.piece, probe.asked_s)
-        elif not self._verified.covers(probe.piece):
+            self._mark_in_flight(feed, work, probe.piece, probe.asked_s)
+        elif not self.verified.covers(probe.piece):
             work.taken.remove(probe.piece)
 
-    def unask(self, feed: SourceStream, extent: Extent) -> None:
+    def cancel_side_request(self, feed: SourceStream, extent: Extent) -> None:
         """Withdraw side requests of ``feed``, except pieces that another side request there needs:
         a piece that was hedged and then arrived corrupt is under repair at the same source.
         """
         feed.aside.remove(extent)
-        key, hedge = feed.source.key, self._hedging.hedge
-        others = [each.pieces for each in self._repairs if each.asked == key]
+        key, hedge = feed.source.key, self.hedging.hedge
+        others = Extents(each.piece for each in self.repairs.asked_of(key))
         if hedge is not None and hedge.key == key:
-            others.append(hedge.pieces)
-        for pieces in others:
-            for run in list(pieces.common(extent)):
-                feed.aside.add(run)
+            for run in hedge.pieces:
+                others.add(run)
+        for run in others.common(extent):
+            feed.aside.add(run)
 
     # ── arrivals and losses ──────────────────────────────────────────────────────────────────────
 
     def hold(self, extent: Extent, now_s: float, sender: SourceStream | None = None) -> int:
         """Record pieces as verified and end every request for them; return how many are new."""
         if not self.works:
-            return self._verified.add(extent)
+            return self.verified.add(extent)
         new = 0
         for work, part in self.works.parts(extent):
-            fresh = self._verified.add(part)
+            fresh = self.verified.add(part)
             if fresh:
                 new += fresh
                 work.missing -= fresh
@@ -342,17 +365,17 @@ class PullState:
                     work.behind.pop(sender.source.key, None)
             if not self._drop(work, part, sender):
                 work.taken.add(part)
-        if self._repairs:
-            self._repairs.arrived(extent)
+        if self.repairs:
+            self.repairs.arrived(extent)
         return new
 
     def missing_again(self, extent: Extent) -> None:
         """Mark pieces that were verified and are lost as wanted."""
         for work, part in self.works.parts(extent):
-            for run in list(self._verified.common(part)):
-                work.missing += self._verified.remove(run)
+            for run in list(self.verified.common(part)):
+                work.missing += self.verified.remove(run)
                 work.taken.remove(run)
-        self._verified.remove(extent)
+        self.verified.remove(extent)
 
     def corrupt(self, feed: SourceStream, extent: Extent) -> Iterator[tuple[PullTask, Extent]]:
         """Remove the pieces of ``extent`` requested from ``feed``; yield each part with its task.
@@ -364,16 +387,16 @@ class PullState:
             feed.judge(run.size, run.size)
             for work, part in self.works.parts(run):
                 self.drop_from(feed, work, part)
-                if self._hedging.hedge is not None and self._hedging.hedge.key == feed.source.key:
-                    self._hedging.arrived(part)
+                if self.hedging.hedge is not None and self.hedging.hedge.key == feed.source.key:
+                    self.hedging.arrived(part)
                 yield work, part
 
     def nowhere(self, extent: Extent) -> list[Extent]:
         """Return the runs of ``extent`` that are neither verified nor in flight."""
         flying = Extents(run for each in self.feeds.values() for run in each.in_flight)
-        return [run for gap in list(self._verified.gaps(extent)) for run in flying.gaps(gap)]
+        return [run for gap in list(self.verified.gaps(extent)) for run in flying.gaps(gap)]
 
-    def owing(self, extent: Extent) -> set[str]:
+    def requested_from(self, extent: Extent) -> set[str]:
         """Return the keys of the sources that pieces of ``extent`` are in flight from."""
         return {
             key for key, feed in self.feeds.items() if next(feed.in_flight.common(extent), None)
@@ -384,12 +407,12 @@ class PullState:
         from ``sender`` (the usual case), and so nowhere else.
         """
         here = sender is not None and self.drop_from(sender, work, part)
-        if here and self._hedging.hedge is None:
+        if here and self.hedging.hedge is None:
             return True
         for feed in self.feeds.values():
             if feed is not sender:
                 self.drop_from(feed, work, part)
-        self._hedging.arrived(part)
+        self.hedging.arrived(part)
         return False
 
     def drop_from(self, feed: SourceStream, work: PullTask, part: Extent) -> bool:
@@ -399,10 +422,10 @@ class PullState:
         if feed.in_flight.covers(part):
             feed.in_flight.remove(part)
             work.asked_pieces -= part.size
-            work.asked_bytes -= self._pieces.bytes_of(part)
+            work.asked_bytes -= self.pieces.bytes_of(part)
             return True
         for run in list(feed.in_flight.common(part)):
             feed.in_flight.remove(run)
             work.asked_pieces -= run.size
-            work.asked_bytes -= self._pieces.bytes_of(run)
+            work.asked_bytes -= self.pieces.bytes_of(run)
         return False

@@ -19,15 +19,15 @@ from paceline.relay.protocol.events import Abandon, ReportSourceLost, SessionAct
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.relay.protocol.pull_state import Hedging, PullState, PullTasks
-from paceline.relay.protocol.recovery import Repair, Repairs
-from paceline.relay.protocol.side_requests import RequestSender, SideRequests
+from paceline.relay.protocol.recovery import Repairs
+from paceline.relay.protocol.side_requests import SideRequests
 from paceline.relay.protocol.source_selection import (
     OriginBudget,
     PullTask,
     SourceSelector,
     SourceStream,
 )
-from paceline.schemas.plan import WorkerLanes
+from paceline.schemas import WorkerLanes
 
 
 class Puller:
@@ -38,36 +38,14 @@ class Puller:
     ) -> None:
         self._pieces = pieces
         self._limits = limits
-        self._patience = Deadlines(limits, pieces.piece_bytes, random)
-        repairs, hedging = Repairs(limits, random), Hedging(limits, pieces, self._patience)
-        self._choice = SourceSelector(pieces, limits, random)
-        self._flights = PullState(pieces, verified, repairs, hedging)
-        self._asking = RequestSender(pieces, self._flights, self._choice)
-        self._aside = SideRequests(
-            pieces,
-            limits,
-            self._patience,
-            self._choice,
-            self._flights,
-            self._asking,
-            repairs,
-            hedging,
-        )
-        self._steady = False  # only the tasks' own windows can need a request
-        self._repairing = False  # at the last check
+        self._deadlines = Deadlines(limits, pieces.piece_bytes, random)
+        repairs, hedging = Repairs(limits, random), Hedging(limits, pieces, self._deadlines)
+        self.choice = SourceSelector(pieces, limits, random)
+        self.state = PullState(pieces, verified, self.choice, repairs, hedging)
+        self.aside = SideRequests(limits, self._deadlines, self.state)
         self.checked_s = float("-inf")  # when deadlines were last checked
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
         self.last_error: PacelineError | None = None
-
-    @property
-    def stalled(self) -> PacelineError | None:
-        """Return why nothing can be requested now, or None."""
-        return self._choice.stalled
-
-    @property
-    def hopeless(self) -> Repair | None:
-        """Return pieces that arrived corrupt from every source, or None."""
-        return self._aside.hopeless
 
     # ── lanes ────────────────────────────────────────────────────────────────────────────────────
 
@@ -77,75 +55,59 @@ class Puller:
         """Switch to ``lanes``; streams whose source stays are kept with their requests.
         ``read`` is the number of bytes read from the origin so far.
         """
-        works, flights = PullTasks.of(lanes, self._pieces), self._flights
+        works, state = PullTasks.of(lanes, self._pieces), self.state
         planned = {work.candidates[0].key: work.candidates[0] for work in works}
-        for key, feed in list(flights.feeds.items()):
+        for key, feed in list(state.feeds.items()):
             if planned.get(key) != feed.source:
                 self._forget(feed, actions)
-        self._patience.is_first_plan = not flights.works
-        self._patience.piece_deadline_s = lanes.piece_deadline_s
-        self._aside.begin()
-        flights.follow(works, now_s)
+        self._deadlines.is_first_plan = not state.works
+        self._deadlines.piece_deadline_s = lanes.piece_deadline_s
+        self.aside.begin()
+        state.follow(works, now_s)
         for work in works:
             self._size_window(work)
         # The budget accounts for the origin bytes reported before the plan was made. Bytes read
         # since then and bytes in flight count as spent.
         counted = lanes.origin_counted_bytes
-        untold = 0 if counted is None else max(0, read - counted)
-        spent = flights.origin_flying_bytes + untold
-        self._choice.begin(OriginBudget(lanes.origin_budget_bytes, spent))
-        if self._choice.woke:
-            self.sleep(woke=True)  # these lanes may have been sent while this process was suspended
+        unreported = 0 if counted is None else max(0, read - counted)
+        spent = state.origin_flying_bytes + unreported
+        self.choice.begin(OriginBudget(lanes.origin_budget_bytes, spent))
+        if self.choice.unconfirmed:
+            self.sleep(
+                unconfirmed=True
+            )  # these lanes may have been sent while this process was suspended
         self.lost.clear()
 
-    def sleep(self, *, woke: bool) -> None:
+    def sleep(self, *, unconfirmed: bool) -> None:
         """Record that this process was suspended (True), or that its lanes were confirmed (False).
 
         In between, nothing is requested from the origin: another worker may be planned to read it
         instead, and the origin budget is one for the fleet (I6). Requests in flight continue.
         """
-        self._choice.woke = woke
-        for work in self._flights.works if woke else ():
-            feed = self._flights.feed_of(work)
+        self.choice.unconfirmed = unconfirmed
+        for work in self.state.works if unconfirmed else ():
+            feed = self.state.feed_of(work)
             if feed is not None and feed.source.kind == "origin":
                 work.active = None
 
     def is_first_choice(self, key: str) -> bool:
         """Return whether it is the planned source of pieces that are still missing."""
-        return any(work.missing and work.is_first_choice(key) for work in self._flights.works)
-
-    @property
-    def origin_spent(self) -> int:
-        """Return how many bytes were requested from the origin under the current lanes."""
-        return self._choice.budget.spent_bytes
+        return any(work.missing and work.is_first_choice(key) for work in self.state.works)
 
     # ── arrivals ─────────────────────────────────────────────────────────────────────────────────
 
-    def feed(self, key: str, stream: int) -> SourceStream | None:
-        """Return the stream, or None if it was abandoned."""
-        return self._flights.feed(key, stream)
-
     def arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> int:
         """Record verified pieces from any stream, open or not; return how many are new."""
-        feed = self._flights.feed(key, stream)
-        new = self._flights.hold(extent, now_s, feed)
-        self._choice.stalled = None
+        feed = self.state.feed(key, stream)
+        new = self.state.hold(extent, now_s, feed)
+        self.choice.stalled = None
         if feed is not None:
             feed.heard_s = feed.moved_s = now_s
             feed.judge(extent.size, 0)
             feed.good += extent.size
-            self._choice.delivered(key, extent.size)
-        if not self._steady:
-            self._aside.look_at_probes(extent, now_s)
+            self.choice.delivered(key, extent.size)
+        self.aside.check_probes(extent, now_s)
         return new
-
-    def hold(self, extent: Extent, now_s: float) -> int:
-        """Record pieces as verified without a sender; return how many are new."""
-        return self._flights.hold(extent, now_s)
-
-    def missing_again(self, extent: Extent) -> None:
-        """Mark pieces that were verified and are lost as wanted."""
-        self._flights.missing_again(extent)
 
     def rejected(
         self, key: str, stream: int, extent: Extent, now_s: float
@@ -155,11 +117,11 @@ class Puller:
 
         Pieces that are neither verified nor in flight from elsewhere become a repair.
         """
-        feed = self._flights.feed(key, stream)
+        feed = self.state.feed(key, stream)
         if feed is None:
             return None, False  # its pieces were requested from another source already
         feed.heard_s = feed.moved_s = now_s
-        self._aside.rejected(feed, extent, now_s)
+        self.aside.rejected(feed, extent, now_s)
         return feed, feed.is_bad(self._limits)
 
     # ── leaving sources ──────────────────────────────────────────────────────────────────────────
@@ -175,11 +137,11 @@ class Puller:
     ) -> None:
         """Abandon a stream, back off from its source, and mark its pieces in flight as wanted."""
         key, idle = feed.source.key, not feed.waiting
-        self._aside.end_probes(key, now_s)
+        self.aside.end_probes(key, now_s)
         self._forget(feed, actions)
         if idle:
             return  # nothing was requested from it: no loss
-        self._choice.failed(key, now_s, for_good=for_good)
+        self.choice.failed(key, now_s, for_good=for_good)
         self._report_lost(key, error, actions)
 
     def broke(
@@ -193,9 +155,9 @@ class Puller:
         """
         temporary = isinstance(error, TemporaryError) and feed.source.kind == "worker"
         if temporary and feed.good > 0:
-            self._aside.end_probes(feed.source.key, now_s)
+            self.aside.end_probes(feed.source.key, now_s)
             self._forget(feed, actions)
-            self._choice.broke(feed.source.key)
+            self.choice.broke(feed.source.key)
             self.last_error = error
         else:
             self.lose(feed, error, now_s, actions)
@@ -207,20 +169,20 @@ class Puller:
 
     def close_all(self, actions: list[SessionAction]) -> None:
         """End every stream."""
-        for feed in list(self._flights.feeds.values()):
+        for feed in list(self.state.feeds.values()):
             self._forget(feed, actions)
 
     def _forget(self, feed: SourceStream, actions: list[SessionAction]) -> None:
         """Close a stream; its pieces in flight are wanted again."""
-        self._flights.close(feed)
+        self.state.close(feed)
         actions.append(Abandon(feed.source.key, feed.stream))
 
     def _leave(self, work: PullTask, key: str, error: PacelineError, now_s: float) -> bool:
         """Detach ``work`` from a source that is alive but has nothing for it; return whether it is
         the planned source. Other pull tasks may continue to use it.
         """
-        self._choice.fell_behind(key, work, now_s)
-        self._flights.leave(work, key)
+        self.choice.task_stalled(key, work, now_s)
+        self.state.leave(work, key)
         self.last_error = error
         return work.is_first_choice(key)
 
@@ -228,23 +190,23 @@ class Puller:
 
     def deadlines(self) -> Iterator[float]:
         """Yield the times at which ``check_deadlines`` or ``pump`` may have to act."""
-        for feed in self._flights.feeds.values():
+        for feed in self.state.feeds.values():
             if feed.waiting:
-                yield self._patience.silent_at_s(feed)
-        for work in self._flights.works:
+                yield self._deadlines.silent_at_s(feed)
+        for work in self.state.works:
             if work.active is not None:
                 if work.asked_pieces:
-                    yield self._patience.standstill_at_s(work, self._flights.feed_of(work))
+                    yield self._deadlines.stalls_at_s(work, self.state.feed_of(work))
             elif work.wanting:
-                yield from self._choice.retries(work)
-        yield from self._aside.deadlines()
+                yield from self.choice.retries(work)
+        yield from self.aside.deadlines()
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
         """Abandon silent sources, stalled pull tasks' sources and unanswered side requests."""
         self.checked_s = now_s
-        for feed in list(self._flights.feeds.values()):
-            if feed.waiting and now_s >= self._patience.silent_at_s(feed):
-                silence_s = self._patience.silence_s(feed.source)
+        for feed in list(self.state.feeds.values()):
+            if feed.waiting and now_s >= self._deadlines.silent_at_s(feed):
+                silence_s = self._deadlines.silence_s(feed.source)
                 error = PeerLost(
                     "source went silent",
                     got=f"{now_s - feed.heard_s:.2f} s",
@@ -252,15 +214,15 @@ class Puller:
                     where=feed.source.key,
                 )
                 self.lose(feed, error, now_s, actions)
-        for work in self._flights.works:
+        for work in self.state.works:
             self._check_progress(work, now_s, actions)
-        self._aside.check_deadlines(now_s)
+        self.aside.check_deadlines(now_s)
 
     def _check_progress(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
-        key, feed = work.active, self._flights.feed_of(work)
+        key, feed = work.active, self.state.feed_of(work)
         if key is None or not work.asked_pieces:
             return
-        if now_s < self._patience.standstill_at_s(work, feed):
+        if now_s < self._deadlines.stalls_at_s(work, feed):
             return
         error = PeerLost(
             "source lives but makes no progress",
@@ -276,11 +238,11 @@ class Puller:
 
     def pump(self, now_s: float, actions: list[SessionAction]) -> None:
         """Send every request that is possible now; close streams with nothing left to deliver."""
-        works = self._flights.works
-        self._aside.ask_repairs(now_s, actions)
+        works = self.state.works
+        self.aside.ask_repairs(now_s, actions)
         for work in works:
             if work.away is not None and not work.wanting:
-                self._aside.end_probe(work, now_s)  # the last pieces do not wait for a probe
+                self.aside.end_probe(work, now_s)  # the last pieces do not wait for a probe
         wanting = [work for work in works if work.wanting > 0]
         sources = [self._source_for(work, now_s) for work in wanting]  # first, for shared windows
         for work, feed in zip(wanting, sources, strict=True):
@@ -290,82 +252,50 @@ class Puller:
                 if work.active is None and (other := self._source_for(work, now_s)) is not None:
                     self._top_up(other, work, now_s, actions)  # the origin's budget is spent
             if work.away is not None:
-                self._aside.probe(work, now_s, actions)
-        self._aside.hedge(now_s, actions, is_drained=not any(work.wanting for work in wanting))
-        for feed in list(self._flights.feeds.values()):
-            if self._flights.is_idle(feed):
+                self.aside.probe(work, now_s, actions)
+        self.aside.hedge(now_s, actions, is_drained=not any(work.wanting for work in wanting))
+        for feed in list(self.state.feeds.values()):
+            if self.state.is_idle(feed):
                 self._forget(feed, actions)
-        self._aside.ask_repairs(now_s, actions)  # some may have been on a stream that just closed
-        self._repairing = self._aside.is_repairing
-        self._steady = self._aside.is_quiet and all(
-            work.active is not None for work in works if work.wanting
+        self.aside.ask_repairs(now_s, actions)  # some may have been on a stream that just closed
+
+    def is_supplied(self, extent: Extent) -> bool:
+        """Return whether the tasks of ``extent``, which has just arrived, need no request now:
+        more than half of their windows is in flight. Before the next deadline, ``pump`` then has
+        nothing to do.
+        """
+        return all(
+            work.active is not None and is_half_full(work)
+            for work, _ in self.state.works.parts(extent)
         )
 
-    def keep_full(self, extent: Extent, now_s: float, actions: list[SessionAction]) -> bool:
-        """Do what ``pump`` does, but only for the tasks of ``extent``, which has just arrived;
-        return whether the result is certainly the same.
-        """
-        if not self._steady:
-            return False
-        drained = False
-        for work, _ in self._flights.works.parts(extent):
-            feed = self._flights.feed_of(work)
-            if feed is None:
-                return False
-            if not work.wanting:
-                drained = True
-                continue
-            self._top_up(feed, work, now_s, actions)
-            if work.active is None:
-                return False
-            if not work.wanting:
-                self._steady = False
-        if not drained:
-            return True
-        # A stream may have nothing left to deliver, and after the last repair hedges are possible.
-        mended = self._repairing and not self._aside.is_repairing
-        return not mended and all(feed.waiting for feed in self._flights.feeds.values())
-
-    def ask_again(self, extent: Extent, now_s: float, actions: list[SessionAction]) -> bool:
-        """Request the pieces of ``extent``, which just arrived corrupt, again, and do what ``pump``
-        does only for their tasks; return whether the result is certainly the same.
-        """
-        if not self._steady or self.hopeless is not None:
-            return False
-        self._aside.ask_repairs(now_s, actions)
-        if self.hopeless is not None or not self._aside.is_quiet:
-            self._steady = False
-            return False
-        self._repairing = self._aside.is_repairing
-        return self.keep_full(extent, now_s, actions)
-
     def _source_for(self, work: PullTask, now_s: float) -> SourceStream | None:
-        if (feed := self._flights.feed_of(work)) is not None:
+        if (feed := self.state.feed_of(work)) is not None:
             return feed
         work.active = None
-        choice, missing = self._choice, next(work.taken.gaps(work.extent))
+        choice, missing = self.choice, next(work.taken.gaps(work.extent))
         able = [each for each in work.candidates if choice.may_ask(each, missing, work, now_s)]
-        if not choice.may_afford(work.candidates[0], missing) or (
-            not able and not all(choice.may_afford(each, missing) for each in work.candidates)
+        if not choice.is_within_budget(work.candidates[0], missing) or (
+            not able and not all(choice.is_within_budget(each, missing) for each in work.candidates)
         ):
             choice.refuse()
         if not able:
             return None
         best = choice.best(able, work)
         work.active, work.progress_s = best.key, now_s
-        fresh = work.is_first_choice(best.key) and not choice.was_given_up(best, work)
+        fresh = work.is_first_choice(best.key) and not choice.has_failed(best, work)
         hurry = len(able) > 1 and best.kind == "worker" and not fresh
-        work.hurry_s = self._patience.hurry_s(work) if hurry else 0.0
+        work.spare_stall_s = self._deadlines.spare_stall_s(work) if hurry else 0.0
         if not work.is_first_choice(best.key):
-            self._aside.stands_in(work, now_s)
+            self.aside.failback.spare_chosen(work, now_s)
         elif work.away is not None:
-            self._flights.end_probe(work, takes_over=True)
+            self.state.end_probe(work, takes_over=True)
             work.away.absent = False
-        return self._flights.open(best, now_s)
+        return self.state.open(best, now_s)
 
     def _size_window(self, work: PullTask) -> None:
-        sharing = self._flights.works.sharing(work)
-        size_window(work, self._flights.feed_of(work), sharing, self._limits, self._pieces)
+        sharing = self.state.works.sharing(work)
+        size_window(work, self.state.feed_of(work), sharing, self._limits, self._pieces)
 
     def _top_up(
         self, feed: SourceStream, work: PullTask, now_s: float, actions: list[SessionAction]
@@ -374,7 +304,7 @@ class Puller:
         if is_half_full(work):
             return
         self._size_window(work)
-        budget = self._choice.budget
+        budget = self.choice.budget
         while (gap := next(work.taken.gaps(work.extent), None)) is not None:
             room_bytes = work.window_bytes - work.asked_bytes
             room_pieces = work.window_pieces - work.asked_pieces
@@ -383,7 +313,7 @@ class Puller:
                 extent = self._pieces.fitting(extent, budget.left_bytes, extent.size)
                 if extent.size == 0 and not work.asked_pieces:
                     work.active = None  # the origin budget is spent; other sources may still serve
-                    self._choice.refuse()
+                    self.choice.refuse()
             if extent.size == 0:
                 return
-            self._asking.ask(feed, extent, now_s, actions)
+            self.state.ask(feed, extent, now_s, actions)

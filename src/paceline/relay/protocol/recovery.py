@@ -11,119 +11,86 @@ It opens no streams and sends no requests; ``side_requests`` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
 from paceline.relay.protocol.deadlines import Deadlines
-from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol.extents import Extent
 from paceline.relay.protocol.limits import SessionLimits
 from paceline.relay.protocol.source_selection import FailbackState, Probe, PullTask, backoff_s
-from paceline.schemas.plan import Source
+from paceline.schemas import Source
 
 
 @dataclass(slots=True, eq=False)
 class Repair:
-    """Corrupt pieces with the same history.
+    """A piece that arrived corrupt."""
 
-    A run is one entry while it is sent and verified together, so that a thousand corrupt pieces of
-    one sender cost one entry.
-    """
-
-    pieces: Extents
-    corrupt: dict[str, int] = field(default_factory=dict)  # corrupt arrivals from each source
-    vain: set[str] = field(default_factory=set)  # sources that did not deliver since
-    attempts: int = 0  # corrupt arrivals in all
+    piece: Extent
+    corrupt: Counter[str] = field(default_factory=Counter)  # corrupt arrivals from each source
+    failed_sources: set[str] = field(default_factory=set)  # sources that did not deliver since
     retry_at_s: float = 0.0
-    asked: str | None = None  # key of the source that they are requested from
+    asked: str | None = None  # key of the source that it is requested from
     asked_s: float = 0.0
 
-    def part(self, extent: Extent) -> Repair | None:
-        """Remove the pieces of ``extent`` and return them as a repair with the same history, or
-        None if there are none.
-        """
-        runs = list(self.pieces.common(extent))
-        if not runs:
-            return None
-        for run in runs:
-            self.pieces.remove(run)
-        return Repair(
-            Extents(runs),
-            dict(self.corrupt),
-            set(self.vain),
-            self.attempts,
-            self.retry_at_s,
-            self.asked,
-            self.asked_s,
-        )
+    @property
+    def attempts(self) -> int:
+        """Return how often it arrived corrupt."""
+        return self.corrupt.total()
+
+    def unanswered(self) -> None:
+        """Record that the source of the current request did not deliver."""
+        if self.asked is not None:
+            self.failed_sources.add(self.asked)
+            self.asked = None
 
 
 class Repairs:
-    """All repairs of one session."""
+    """All repairs of one session, in the order of pieces."""
 
     def __init__(self, limits: SessionLimits, random: Random) -> None:
         self._limits = limits
         self._random = random
-        self._all: list[Repair] = []
-        self.pieces = Extents()  # of all of them
+        self._all: dict[int, Repair] = {}
 
     def __bool__(self) -> bool:
         return bool(self._all)
 
     def __iter__(self) -> Iterator[Repair]:
-        return iter(self._all)
+        return iter(list(self._all.values()))
+
+    def asked_of(self, key: str) -> list[Repair]:
+        """Return the repairs that are requested from source ``key``."""
+        return [each for each in self._all.values() if each.asked == key]
 
     def rejected(self, key: str, extent: Extent, now_s: float) -> list[Repair]:
-        """Record pieces that source ``key`` sent corrupt; return their repairs, one per history.
+        """Record pieces that source ``key`` sent corrupt; return their repairs.
 
         They are due at once the first time, and after a back-off from then on.
         """
-        parts = [part for each in self._all if (part := each.part(extent)) is not None]
-        fresh = Extents(self.pieces.gaps(extent))
-        if fresh:
-            parts.append(Repair(fresh))
-        self.pieces.add(extent)
-        self._all = [each for each in self._all if each.pieces] + parts
-        for part in parts:
-            part.corrupt[key] = part.corrupt.get(key, 0) + 1
-            part.attempts += 1
-            part.asked = None
-            part.retry_at_s = now_s
-            if part.attempts > 1:
-                part.retry_at_s += backoff_s(part.attempts - 1, self._limits, self._random)
-        return parts
+        found = []
+        waits: dict[int, float] = {1: 0.0}  # by attempts: what fails together is retried together
+        for piece in range(*extent):
+            repair = self._all.setdefault(piece, Repair(Extent(piece, piece + 1)))
+            repair.corrupt[key] += 1
+            repair.asked = None
+            repair.retry_at_s = now_s + waits.setdefault(
+                repair.attempts, backoff_s(repair.attempts - 1, self._limits, self._random)
+            )
+            found.append(repair)
+        self._all = dict(sorted(self._all.items()))
+        return found
 
     def arrived(self, extent: Extent) -> None:
         """Remove pieces that are verified, from whichever source."""
-        if self.pieces.remove(extent):
-            for each in self._all:
-                each.pieces.remove(extent)
-            self._all = [each for each in self._all if each.pieces]
+        for piece in [each for each in self._all if extent.first <= each < extent.stop]:
+            del self._all[piece]
 
-    def split(self, repair: Repair, extent: Extent) -> Repair:
-        """Split the pieces of ``extent`` off ``repair`` and return them as a repair of its own."""
-        part = repair.part(extent)
-        if part is None:
-            raise AssertionError(f"{extent} is not in this repair")
-        self._all.append(part)
-        if not repair.pieces:
-            self._all.remove(repair)
-        return part
-
-    def unanswered(self, repair: Repair) -> None:
-        """Record that the source of the current request did not deliver."""
-        if repair.asked is not None:
-            repair.vain.add(repair.asked)
-            repair.asked = None
-
-    def later(self, repair: Repair, now_s: float) -> None:
-        """Postpone ``repair`` by a back-off: no source is available now."""
-        repair.retry_at_s = now_s + backoff_s(max(1, repair.attempts), self._limits, self._random)
-
-    def replan(self, open_feeds: dict[str, object] | set[str]) -> None:
+    def replan(self, open_feeds: Container[str]) -> None:
         """Reset for other candidates; requests on streams that stay open are kept."""
-        for each in self._all:
-            each.vain.clear()
+        for each in self._all.values():
+            each.failed_sources.clear()
             if each.asked not in open_feeds:
                 each.asked = None
 
@@ -147,37 +114,37 @@ class Repairs:
                 return (False, -1)
             if source.kind == "origin":
                 return (not origin_first, 0)
-            return (origin_first, repair.corrupt.get(source.key, 0))
+            return (origin_first, repair.corrupt[source.key])
 
         able = [each for each in candidates if not self._spent(repair, each)]
-        fresh = sorted((each for each in able if each.key not in repair.vain), key=rank)
+        fresh = sorted((each for each in able if each.key not in repair.failed_sources), key=rank)
         for source in fresh:
             if may_ask(source):
                 return source
         # Every source failed to deliver or is in back-off: start another round. A source in
         # back-off may be dead; waiting for it would exclude others that hold the pieces by now.
-        repair.vain.clear()
-        self.later(repair, now_s)
+        repair.failed_sources.clear()
+        repair.retry_at_s = now_s + backoff_s(repair.attempts, self._limits, self._random)
         return None
 
     def is_hopeless(
         self, repair: Repair, candidates: Sequence[Source], is_gone: Callable[[Source], bool]
     ) -> bool:
-        """Return whether every candidate has sent these pieces corrupt as often as is allowed, is
-        gone, or did not deliver. Peers get them from the origin in the end: while the origin has
+        """Return whether every candidate has sent this piece corrupt as often as is allowed, is
+        gone, or did not deliver. Peers get it from the origin in the end: while the origin has
         attempts left, the repair is not hopeless.
         """
         return bool(candidates) and all(
             self._spent(repair, each)
             or is_gone(each)
-            or (each.kind == "worker" and each.key in repair.vain)
+            or (each.kind == "worker" and each.key in repair.failed_sources)
             for each in candidates
         )
 
     def _spent(self, repair: Repair, source: Source) -> bool:
         limits = self._limits
         most = limits.origin_attempts if source.kind == "origin" else limits.piece_attempts
-        return repair.corrupt.get(source.key, 0) >= most
+        return repair.corrupt[source.key] >= most
 
 
 # Failback to the planned source, after a spare replaced it.
@@ -192,19 +159,21 @@ class Repairs:
 # Each failed probe, and each failback that did not last, delays the next attempt by a factor, so
 # that a worker does not flap.
 
-LATER = 4.0  # factor between the delays of successive attempts
-FALLING_BACK = 0.5  # of this worker's pace: a source whose lag grows faster is slower than a spare
-WORTH = 2  # the missing pieces must be this many times the planned source's lag
+FAILBACK_DELAY_FACTOR = 4.0  # factor between the delays of successive attempts
+MAX_LAG_GROWTH = (
+    0.5  # of this worker's pace: a source whose lag grows faster is slower than a spare
+)
+MIN_MISSING_PER_LAG = 2  # the missing pieces must be this many times the planned source's lag
 
 
 class Failback:
     """Decides when to probe the planned source, and whether to go back to it."""
 
-    def __init__(self, limits: SessionLimits, patience: Deadlines) -> None:
+    def __init__(self, limits: SessionLimits, deadlines: Deadlines) -> None:
         self._limits = limits
-        self._patience = patience
+        self._deadlines = deadlines
 
-    def stands_in(self, work: PullTask, now_s: float) -> None:
+    def spare_chosen(self, work: PullTask, now_s: float) -> None:
         """Record that a spare was chosen for ``work``."""
         away = work.away
         if away is None:
@@ -233,7 +202,7 @@ class Failback:
 
     def ends_s(self, probe: Probe) -> float:
         """Return when ``probe`` times out."""
-        return probe.asked_s + self._patience.standstill_s()
+        return probe.asked_s + self._deadlines.stall_timeout_s()
 
     def asked(self, work: PullTask, piece: Extent, now_s: float) -> None:
         """Record that ``piece``, the first unrequested one, is requested as a probe."""
@@ -243,7 +212,7 @@ class Failback:
         work.away.probe = Probe(piece, now_s, work.held, work.taken.count)
         work.taken.add(piece)
 
-    def in_vain(self, work: PullTask, now_s: float) -> None:
+    def probe_failed(self, work: PullTask, now_s: float) -> None:
         """Record that the probe failed."""
         if (away := work.away) is not None:
             away.probe = away.behind = None
@@ -258,13 +227,13 @@ class Failback:
         away.probe = None
         behind = max(0, work.held - 1 - probe.due)
         if away.behind is None:
-            away.behind, away.behind_at, away.next_s = behind, probe.due, now_s
+            away.behind, away.first_probe_due, away.next_s = behind, probe.due, now_s
             return False
-        passed = max(1, probe.due - away.behind_at)
-        keeps_up = behind - away.behind <= FALLING_BACK * passed
+        passed = max(1, probe.due - away.first_probe_due)
+        keeps_up = behind - away.behind <= MAX_LAG_GROWTH * passed
         pieces_s = (work.held - 1 - probe.held) / max(1e-9, now_s - probe.asked_s)
-        soon = behind <= pieces_s * self._patience.standstill_s() / 2
-        worth = work.missing >= WORTH * behind + self._limits.return_pieces
+        soon = behind <= pieces_s * self._deadlines.stall_timeout_s() / 2
+        worth = work.missing >= MIN_MISSING_PER_LAG * behind + self._limits.return_pieces
         away.behind = None
         away.times += 1
         if keeps_up and soon and worth:
@@ -275,5 +244,7 @@ class Failback:
 
     def _later(self, away: FailbackState, now_s: float) -> None:
         limits = self._limits
-        wait_s = min(limits.return_max_s, limits.return_s * LATER ** min(away.times, 16))
+        wait_s = min(
+            limits.return_max_s, limits.return_s * FAILBACK_DELAY_FACTOR ** min(away.times, 16)
+        )
         away.next_s = now_s + wait_s

@@ -3,7 +3,7 @@
 Events and a time go in, actions come out: which pieces to request from which source, when a source
 is lost and which one replaces it, how corrupt pieces are recovered, when the model is complete. No
 clock, sockets, files or threads; it executes lanes and does not depend on topologies. The socket
-driver, the tests' in-memory network and the simulator run this same object.
+driver and the simulator run this same object.
 
 Guarantees: held pieces are never requested again; a piece is in flight from one source at a time
 (the last ones from two, where the first is late); at most ``origin_budget_bytes`` are requested
@@ -41,8 +41,7 @@ from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.relay.protocol.pulling import Puller
 from paceline.relay.protocol.recovery import Repair
-from paceline.schemas.plan import WorkerLanes
-from paceline.schemas.records import Failure, WorkerStatus
+from paceline.schemas import Failure, WorkerLanes, WorkerStatus
 
 
 class RelaySession:
@@ -66,16 +65,16 @@ class RelaySession:
         self._manifest = manifest
         self._digest = manifest.digest
         self._limits = limits or SessionLimits()
-        self._pieces = pieces or PieceMap(manifest)
+        self.pieces = pieces or PieceMap(manifest)
         self._durable = held.copy() if isinstance(held, Extents) else Extents.of(held)
         self._verified = self._durable.copy()
-        self._bytes_held = sum(self._pieces.bytes_of(run) for run in self._durable)
+        self._bytes_held = sum(self.pieces.bytes_of(run) for run in self._durable)
         self._chunks = {
-            number for number, run in enumerate(self._pieces.chunks) if self._durable.covers(run)
+            number for number, run in enumerate(self.pieces.chunks) if self._durable.covers(run)
         }
         self._chunks_received: tuple[int, ...] | None = None  # sorted; computed on demand
         self._pull = Puller(
-            self._pieces, self._verified, self._limits, Random(f"{seed}/{worker_id}")
+            self.pieces, self._verified, self._limits, Random(f"{seed}/{worker_id}")
         )
         self._status = WorkerStatus.IDLE
         self._over = False  # cancelled: new lanes do not restart it
@@ -87,16 +86,15 @@ class RelaySession:
         # counts as silent for it. Events from before a suspension may be handled after it.
         self._slept_s, self._woke_s = 0.0, float("-inf")
         self._corrupt: dict[str, None] = {}  # an ordered set of sources that sent corrupt pieces
-        self._refetched = self._rejected = 0
+        self._rejected = 0  # pieces
 
     # ── the drivers' interface ───────────────────────────────────────────────────────────────────
 
     def handle(self, event: SessionEvent, now_s: float) -> list[SessionAction]:
         """Handle one event at time ``now_s`` (any monotonic clock) and return the actions.
 
-        Nearly all events are verified pieces of a healthy stream before any deadline. They are
-        handled within their own lane (10 us a piece instead of 20, whatever the number of lanes),
-        and so are corrupt pieces that are requested once more from their sender.
+        Most events are verified pieces of a healthy stream before any deadline, whose window is
+        more than half full: they need nothing else.
         """
         actions: list[SessionAction] = []
         now_s = max(now_s - self._slept_s, self._woke_s)
@@ -104,13 +102,11 @@ class RelaySession:
         match event:
             case PieceVerified(key, stream, extent):
                 self._arrived(key, stream, extent, now_s)
-                if early and self._pull.keep_full(extent, now_s, actions):
-                    if actions:
-                        self._due_s = float("-inf")
+                if early and self._pull.is_supplied(extent):
                     return actions
             case PiecesDurable(extent):
                 known = self._became_durable(extent, now_s)
-                if early and known and self._durable.count < self._pieces.count:
+                if early and known and self._durable.count < self.pieces.count:
                     return actions
             case SourceAlive():
                 self._alive(event, now_s)
@@ -118,9 +114,6 @@ class RelaySession:
                     return actions  # deadlines only moved later: nothing else can have changed
             case PieceRejected(key, stream, extent):
                 self._reject(key, stream, extent, now_s, actions)
-                if early and self._pull.ask_again(extent, now_s, actions):
-                    self._due_s = float("-inf")
-                    return actions
             case SourceFailed(key, stream, error):
                 self._source_failed(key, stream, error, now_s, actions)
             case LanesAssigned(lanes, read):
@@ -137,9 +130,9 @@ class RelaySession:
                 self._slept_s += slept_s
                 now_s = self._woke_s = max(now_s - slept_s, self._woke_s)
                 if replaced:
-                    self._pull.sleep(woke=True)
+                    self._pull.sleep(unconfirmed=True)
             case LanesConfirmed():
-                self._pull.sleep(woke=False)
+                self._pull.sleep(unconfirmed=False)
             case Tick():
                 pass
         self._due_s = float("-inf")
@@ -166,7 +159,7 @@ class RelaySession:
 
     def progress(self) -> SessionProgress:
         """Return this worker's progress; pieces reported as held are durable (I2)."""
-        stalled = self._pull.stalled if self._status is WorkerStatus.RECEIVING else None
+        stalled = self._pull.choice.stalled if self._status is WorkerStatus.RECEIVING else None
         failure = self._error or stalled
         if self._chunks_received is None:
             self._chunks_received = tuple(sorted(self._chunks))
@@ -178,9 +171,7 @@ class RelaySession:
             bytes_held=self._bytes_held,
             pieces_verified=self._verified.count,
             chunks_received=self._chunks_received,
-            refetched_pieces=self._refetched,
             corrupt_pieces=self._rejected,
-            origin_spent_bytes=self._pull.origin_spent,
             lost_sources=tuple(self._pull.lost),
             corrupt_sources=tuple(self._corrupt),
             failure=None if failure is None else as_failure(failure),
@@ -219,34 +210,32 @@ class RelaySession:
         self._progress_s = self._alive_s = now_s
 
     def _alive(self, event: SourceAlive, now_s: float) -> None:
-        feed = self._pull.feed(event.source_key, event.stream)
+        feed = self._pull.state.feed(event.source_key, event.stream)
         if feed is None:
             return
         feed.heard_s = self._alive_s = now_s
         until_s = event.until_s - self._slept_s
         if event.moving or until_s > now_s:
             feed.moved_s = now_s
-        if until_s < feed.vouched_s:
+        if until_s < feed.alive_until_s:
             self._due_s = float("-inf")  # the driver's guarantee became shorter
-        feed.vouched_s = until_s
+        feed.alive_until_s = until_s
 
     def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
-        new = self._pull.arrived(key, stream, extent, now_s)
-        self._refetched += extent.size - new
-        if new:
+        if self._pull.arrived(key, stream, extent, now_s):
             self._progress_s = self._alive_s = now_s
 
     def _became_durable(self, extent: Extent, now_s: float) -> bool:
         """Record durable pieces; return whether all were verified before, as expected."""
         known = self._verified.covers(extent)
         if not known:
-            self._pull.hold(extent, now_s)
+            self._pull.state.hold(extent, now_s)
         fresh = list(self._durable.gaps(extent))
         for run in fresh:
             self._durable.add(run)
-            self._bytes_held += self._pieces.bytes_of(run)
-            for number in self._pieces.chunks_of(run):
-                if self._durable.covers(self._pieces.chunks[number]):
+            self._bytes_held += self.pieces.bytes_of(run)
+            for number in self.pieces.chunks_of(run):
+                if self._durable.covers(self.pieces.chunks[number]):
                     self._chunks.add(number)
                     self._chunks_received = None
         return known
@@ -261,11 +250,12 @@ class RelaySession:
         if feed is not None:
             self._alive_s = now_s
             if leave:
-                lost = PeerLost("source sends corrupt pieces", got=feed.corrupt, where=key)
+                got = f"{feed.corrupt:.0f} of the last {feed.sampled:.0f}"
+                lost = PeerLost("source sends corrupt pieces", got=got, where=key)
                 self._pull.lose(feed, lost, now_s, actions)
 
     def _corrupt_everywhere(self, repair: Repair) -> PacelineError:
-        piece = next(iter(repair.pieces)).first
+        piece = repair.piece.first
         return CorruptData(
             f"a piece arrived corrupt {repair.attempts} times",
             got=f"piece {piece} from {', '.join(repair.corrupt)}",
@@ -282,7 +272,7 @@ class RelaySession:
         now_s: float,
         actions: list[SessionAction],
     ) -> None:
-        feed = self._pull.feed(key, stream)
+        feed = self._pull.state.feed(key, stream)
         if feed is None:
             return
         # A missing, refused or replaced origin does not recover, and other workers wait for the
@@ -299,25 +289,27 @@ class RelaySession:
         if self._status is WorkerStatus.COMPLETE:  # unpublished; drivers withdraw published models
             self._status = WorkerStatus.RECEIVING
             self._progress_s = self._alive_s = now_s
-        self._bytes_held -= sum(map(self._pieces.bytes_of, self._durable.common(extent)))
+        self._bytes_held -= sum(map(self.pieces.bytes_of, self._durable.common(extent)))
         self._durable.remove(extent)
-        self._chunks.difference_update(self._pieces.chunks_of(extent))
+        self._chunks.difference_update(self.pieces.chunks_of(extent))
         self._chunks_received = None
-        self._pull.missing_again(extent)
+        self._pull.state.missing_again(extent)
 
     # ── progress, completion and failure ─────────────────────────────────────────────────────────
 
     def _go_on(self, now_s: float, actions: list[SessionAction]) -> None:
         self._pull.check_deadlines(now_s, actions)
         if now_s >= self._give_up_s():
-            self._fail(self._pull.stalled or self._pull.last_error or self._nobody(), actions)
-        elif self._durable.count == self._pieces.count:
+            self._fail(
+                self._pull.choice.stalled or self._pull.last_error or self._nobody(), actions
+            )
+        elif self._durable.count == self.pieces.count:
             self._status = WorkerStatus.COMPLETE
             self._pull.close_all(actions)
             actions.append(Complete())
         else:
             self._pull.pump(now_s, actions)
-        if (repair := self._pull.hopeless) is not None:
+        if (repair := self._pull.aside.hopeless) is not None:
             self._fail(self._corrupt_everywhere(repair), actions)
 
     def _give_up_s(self) -> float:

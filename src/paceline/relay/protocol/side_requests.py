@@ -11,88 +11,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from paceline.relay.protocol.deadlines import Deadlines
-from paceline.relay.protocol.events import Fetch, SessionAction
+from paceline.relay.protocol.events import SessionAction
 from paceline.relay.protocol.extents import Extent
-from paceline.relay.protocol.limits import PieceMap, SessionLimits
-from paceline.relay.protocol.pull_state import Hedging, PullState
-from paceline.relay.protocol.recovery import Failback, Repair, Repairs
-from paceline.relay.protocol.source_selection import PullTask, SourceSelector, SourceStream
-from paceline.schemas.plan import Source
-
-
-class RequestSender:
-    """Sends requests: records them, charges the origin budget, returns ``Fetch`` actions.
-
-    The callers (``pulling`` and ``Aside``) choose the source and the pieces.
-    """
-
-    def __init__(self, pieces: PieceMap, flights: PullState, choice: SourceSelector) -> None:
-        self._pieces = pieces
-        self._flights = flights
-        self._choice = choice
-
-    def ask(
-        self,
-        feed: SourceStream,
-        extent: Extent,
-        now_s: float,
-        actions: list[SessionAction],
-        *,
-        aside: bool = False,
-    ) -> None:
-        """Request ``extent`` from ``feed``; ``aside`` for a repair, a hedge or a probe."""
-        self._flights.ask(feed, extent, now_s, aside=aside)
-        if feed.source.kind == "origin":
-            self._choice.budget.spent_bytes += self._pieces.bytes_of(extent)
-        actions.append(Fetch(feed.source, feed.stream, extent))
+from paceline.relay.protocol.limits import SessionLimits
+from paceline.relay.protocol.pull_state import PullState
+from paceline.relay.protocol.recovery import Failback, Repair
+from paceline.relay.protocol.source_selection import PullTask, SourceStream
+from paceline.schemas import Source
 
 
 class SideRequests:
     """All side requests under the current lanes."""
 
-    def __init__(
-        self,
-        pieces: PieceMap,
-        limits: SessionLimits,
-        patience: Deadlines,
-        choice: SourceSelector,
-        flights: PullState,
-        asking: RequestSender,
-        repairs: Repairs,
-        hedging: Hedging,
-    ) -> None:
-        self._pieces = pieces
-        self._patience = patience
-        self._choice = choice
-        self._flights = flights
-        self._asking = asking
-        self._repairs = repairs
-        self._hedging = hedging
-        self._returning = Failback(limits, patience)
+    def __init__(self, limits: SessionLimits, deadlines: Deadlines, state: PullState) -> None:
+        self._deadlines = deadlines
+        self._state = state
+        self._pieces, self._choice = state.pieces, state.choice
+        self._repairs, self._hedging = state.repairs, state.hedging
+        self.failback = Failback(limits, deadlines)
         self.hopeless: Repair | None = None  # pieces that arrived corrupt from every source
 
     def begin(self) -> None:
         """Reset for new lanes; repairs in flight on streams that stay open are kept."""
         self._hedging.begin()
-        self._repairs.replan(set(self._flights.feeds))
+        self._repairs.replan(set(self._state.feeds))
         self.hopeless = None
-
-    @property
-    def is_repairing(self) -> bool:
-        """Return whether any repair is pending."""
-        return bool(self._repairs)
-
-    @property
-    def is_quiet(self) -> bool:
-        """Return whether no side request can become due before a deadline, and the only ones in
-        flight are repairs from sources that pull tasks use.
-        """
-        reading = [work.active for work in self._flights.works] if self._repairs else []
-        return (
-            all(each.asked is not None and each.asked in reading for each in self._repairs)
-            and self._hedging.hedge is None
-            and all(work.away is None or work.away.probe is None for work in self._flights.works)
-        )
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -103,7 +46,7 @@ class SideRequests:
                 yield repair.retry_at_s
             else:
                 yield self._ends_s(repair.asked, repair.asked_s)
-        for work in self._flights.works:
+        for work in self._state.works:
             if work.away is not None:
                 yield from self._return_deadlines(work)
         if (hedge := self._hedging.hedge) is not None:
@@ -113,25 +56,24 @@ class SideRequests:
 
     def _return_deadlines(self, work: PullTask) -> Iterator[float]:
         if work.away is not None and work.away.probe is not None:
-            yield self._returning.ends_s(work.away.probe)
-        elif (due_s := self._returning.due_s(work)) is not None:
-            yield max(due_s, self._choice.rested_s(work.candidates[0], work))
+            yield self.failback.ends_s(work.away.probe)
+        elif (due_s := self.failback.due_s(work)) is not None:
+            yield max(due_s, self._choice.backoff_ends_s(work.candidates[0], work))
 
     def _ends_s(self, key: str, asked_s: float) -> float:
-        return self._patience.aside_ends_s(self._flights.feeds.get(key), asked_s)
+        return self._deadlines.side_request_ends_s(self._state.feeds.get(key), asked_s)
 
     def check_deadlines(self, now_s: float) -> None:
         """Abandon side requests that have timed out."""
-        for work in self._flights.works:
-            if self._returning.is_over(work, now_s):
+        for work in self._state.works:
+            if self.failback.is_over(work, now_s):
                 self.end_probe(work, now_s)
         for repair in self._repairs:
             key = repair.asked
             if key is not None and now_s >= self._ends_s(key, repair.asked_s):
-                self._repairs.unanswered(repair)
-                if (asked := self._flights.feeds.get(key)) is not None:
-                    for run in repair.pieces:
-                        self._flights.unask(asked, run)
+                repair.unanswered()
+                if (asked := self._state.feeds.get(key)) is not None:
+                    self._state.cancel_side_request(asked, repair.piece)
         hedge = self._hedging.hedge
         if hedge is not None and now_s >= self._ends_s(hedge.key, hedge.asked_s):
             self._end_hedge(hedge.key, list(hedge.pieces), now_s)
@@ -142,43 +84,59 @@ class SideRequests:
         """Create repairs for the requested pieces of ``extent`` that ``feed`` sent corrupt, as far
         as they are neither verified nor in flight from elsewhere.
         """
-        for work, part in self._flights.corrupt(feed, extent):
+        for work, part in self._state.corrupt(feed, extent):
             if _is_probed(work, part):
                 self.end_probe(work, now_s)
-            for run in self._flights.nowhere(part):
+            for run in self._state.nowhere(part):
                 work.taken.add(run)
                 for repair in self._repairs.rejected(feed.source.key, run, now_s):
                     self._judge(repair, work)
 
     def ask_repairs(self, now_s: float, actions: list[SessionAction]) -> None:
-        """Request the repairs that are due."""
-        for repair in [*self._repairs] if self._repairs else ():
-            if repair.asked is None and now_s >= repair.retry_at_s:
-                self._ask_repair(repair, now_s, actions)
+        """Request the repairs that are due, adjacent pieces of one source together."""
+        asked: tuple[Source, Extent] | None = None
+        for repair in self._repairs:
+            if repair.asked is not None or now_s < repair.retry_at_s:
+                continue
+            source = self._choose(repair, now_s)
+            if self.hopeless is not None:
+                break
+            if source is None:
+                continue
+            repair.asked, repair.asked_s = source.key, now_s
+            if source.kind == "origin":  # charged here, since the next choice depends on it
+                self._choice.budget.spent_bytes += self._pieces.bytes_of(repair.piece)
+            if asked is not None and asked[0] == source and asked[1].stop == repair.piece.first:
+                asked = source, Extent(asked[1].first, repair.piece.stop)
+                continue
+            if asked is not None:
+                self._ask_repair(*asked, now_s, actions)
+            asked = source, repair.piece
+        if asked is not None:
+            self._ask_repair(*asked, now_s, actions)
 
-    def _ask_repair(self, repair: Repair, now_s: float, actions: list[SessionAction]) -> None:
-        work, part = next(self._flights.works.parts(next(iter(repair.pieces))))
-        if part.size < repair.pieces.count:
-            repair = self._repairs.split(repair, part)  # one run of one pull task at a time
+    def _ask_repair(
+        self, source: Source, extent: Extent, now_s: float, actions: list[SessionAction]
+    ) -> None:
+        feed = self._state.open(source, now_s)
+        self._state.ask(feed, extent, now_s, actions, aside=True, charge=False)
+
+    def _choose(self, repair: Repair, now_s: float) -> Source | None:
+        work, _ = next(self._state.works.parts(repair.piece))
         self._judge(repair, work)
         if self.hopeless is not None:
-            return
+            return None
         choice = self._choice
 
         def may_ask(source: Source) -> bool:
-            return choice.may_ask(source, part, work, now_s)
+            return choice.may_ask(source, repair.piece, work, now_s)
 
         source = self._repairs.choose(repair, work.candidates, may_ask, now_s)
-        if source is None:
-            if not all(choice.may_afford(each, part) for each in work.candidates):
-                choice.refuse()
-            return
-        if source.kind == "origin":
-            fits = self._pieces.fitting(part, choice.budget.left_bytes, part.size)
-            if fits.size < part.size:
-                repair, part = self._repairs.split(repair, fits), fits
-        repair.asked, repair.asked_s = source.key, now_s
-        self._asking.ask(self._flights.open(source, now_s), part, now_s, actions, aside=True)
+        if source is None and not all(
+            choice.is_within_budget(each, repair.piece) for each in work.candidates
+        ):
+            choice.refuse()
+        return source
 
     def _judge(self, repair: Repair, work: PullTask) -> None:
         if self._repairs.is_hopeless(repair, work.candidates, self._choice.is_gone):
@@ -195,68 +153,68 @@ class SideRequests:
         self._hedging.due_s = None
         if not is_drained or self._repairs or not self._hedging.is_possible:
             return
-        found = self._hedging.oldest(self._flights.feeds.values(), self._flights.works)
+        found = self._hedging.oldest(self._state.feeds.values(), self._state.works)
         if found is None or now_s < (self._hedging.due_s or 0.0):
             return
         work, run = found
-        owing = self._flights.owing(run)
+        requested_from = self._state.requested_from(run)
         for source in work.candidates:
-            if source.kind == "origin" or source.key in owing:
+            if source.kind == "origin" or source.key in requested_from:
                 continue
             if self._choice.may_ask(source, run, work, now_s):
                 extent = self._hedging.start(source.key, run, now_s)
-                feed = self._flights.open(source, now_s)
-                self._asking.ask(feed, extent, now_s, actions, aside=True)
+                feed = self._state.open(source, now_s)
+                self._state.ask(feed, extent, now_s, actions, aside=True)
                 return
 
     def _end_hedge(self, key: str, pieces: list[Extent], now_s: float) -> None:
         """Drop a hedge that did not deliver; the pieces stay in flight from the first source."""
         self._hedging.hedge = None
-        feed = self._flights.feeds.get(key)
+        feed = self._state.feeds.get(key)
         for run in pieces:
             if feed is not None:
-                self._flights.unask(feed, run)
-            for work, _ in self._flights.works.parts(run):
-                self._choice.fell_behind(key, work, now_s)
+                self._state.cancel_side_request(feed, run)
+            for work, _ in self._state.works.parts(run):
+                self._choice.task_stalled(key, work, now_s)
 
     # ── failback ─────────────────────────────────────────────────────────────────────────────────
 
-    def stands_in(self, work: PullTask, now_s: float) -> None:
-        """Record that a spare was chosen for ``work``."""
-        self._returning.stands_in(work, now_s)
-
     def probe(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
         """Send a probe to the planned source of ``work`` if one is due."""
-        if not self._returning.is_due(work, now_s):
+        if not self.failback.is_due(work, now_s):
             return
         planned, gap = work.candidates[0], next(work.taken.gaps(work.extent), None)
         if gap is None or planned.kind == "origin":
             return
         if self._choice.may_ask(planned, gap, work, now_s):
             piece = Extent(gap.first, gap.first + 1)
-            self._returning.asked(work, piece, now_s)
-            feed = self._flights.open(planned, now_s)
-            self._asking.ask(feed, piece, now_s, actions, aside=True)
+            self.failback.asked(work, piece, now_s)
+            feed = self._state.open(planned, now_s)
+            self._state.ask(feed, piece, now_s, actions, aside=True)
 
-    def look_at_probes(self, extent: Extent, now_s: float) -> None:
+    def check_probes(self, extent: Extent, now_s: float) -> None:
         """Go back to a planned source if its probe has arrived in ``extent`` and it keeps up."""
-        for work, part in self._flights.works.parts(extent):
-            if _is_probed(work, part) and self._returning.came(work, now_s):
+        for work, part in self._state.works.parts(extent):
+            if _is_probed(work, part) and self.failback.came(work, now_s):
                 # Pieces in flight from the spare still arrive from there.
-                work.active, work.progress_s, work.hurry_s = work.candidates[0].key, now_s, 0.0
-                self._flights.open(work.candidates[0], now_s)
+                work.active, work.progress_s, work.spare_stall_s = (
+                    work.candidates[0].key,
+                    now_s,
+                    0.0,
+                )
+                self._state.open(work.candidates[0], now_s)
 
     def end_probes(self, key: str, now_s: float) -> None:
         """Abandon the probes of a lost source."""
-        for work in self._flights.works:
+        for work in self._state.works:
             if work.is_first_choice(key):
                 self.end_probe(work, now_s)
 
     def end_probe(self, work: PullTask, now_s: float) -> None:
         """Abandon the probe of ``work``, if there is one."""
         if work.away is not None and work.away.probe is not None:
-            self._flights.end_probe(work, takes_over=False)
-            self._returning.in_vain(work, now_s)
+            self._state.end_probe(work, takes_over=False)
+            self.failback.probe_failed(work, now_s)
 
 
 def _is_probed(work: PullTask, part: Extent) -> bool:

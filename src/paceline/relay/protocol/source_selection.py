@@ -15,10 +15,9 @@ from random import Random
 from paceline.errors import OriginBudgetExceeded, PacelineError, ServiceUnavailable
 from paceline.relay.protocol.extents import Extent, Extents
 from paceline.relay.protocol.limits import PieceMap, SessionLimits
-from paceline.schemas.plan import Source
+from paceline.schemas import Source
 
-JUDGED_RUNS = 16  # a stream's corrupt share is taken over at least this many of its last runs,
-JUDGED_MOST = 256  # and over at most this many where runs differ in length
+SAMPLE_RUNS = 16  # a stream's corrupt share is taken over about this many of its last runs
 FORGIVEN_PIECES = 16  # verified in a row, after which a source's failures are forgotten
 
 
@@ -32,56 +31,36 @@ class SourceStream:
     stream: int
     heard_s: float  # last sign of life, or when waiting began
     moved_s: float  # last bytes, or when the stream was opened
-    vouched_s: float = 0.0  # until when the driver guarantees that bytes move
+    alive_until_s: float = 0.0  # until when the driver guarantees that bytes move
     good: int = 0  # verified pieces that it delivered
     in_flight: Extents = field(default_factory=Extents)
     aside: Extents = field(default_factory=Extents)
     asked: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first
-    judged: deque[tuple[int, int]] = field(default_factory=deque)
-    judged_pieces: int = 0  # in these runs
-    judged_worst: int = 0  # length of the longest corrupt run
+    # Over the last runs, each weighing less than the one after it:
+    sampled: float = 0.0  # pieces,
+    corrupt: float = 0.0  # corrupt pieces,
+    corrupt_runs: float = 0.0  # and runs of corrupt pieces
 
     @property
     def waiting(self) -> bool:
         """Return whether any requested piece has not arrived."""
         return self.in_flight.count > 0 or self.aside.count > 0
 
-    @property
-    def corrupt(self) -> int:
-        """Return how many pieces of the last runs were corrupt."""
-        return sum(corrupt for _, corrupt in self.judged)
-
     def judge(self, pieces: int, corrupt: int) -> None:
-        """Record a run that arrived, either all verified or all corrupt.
-
-        Runs differ in length: beside a corrupt run of a hundred pieces, sixteen repairs of one or
-        two are no sample. The sample is therefore sixteen times the longest corrupt run, in pieces.
-        """
-        judged = self.judged
-        judged.append((pieces, corrupt))
-        self.judged_pieces += pieces
-        self.judged_worst = max(self.judged_worst, corrupt)
-        while len(judged) > JUDGED_RUNS:
-            oldest, bad = judged[0]
-            enough = self.judged_pieces - oldest >= JUDGED_RUNS * self.judged_worst
-            if not enough and len(judged) <= JUDGED_MOST:
-                break
-            judged.popleft()
-            self.judged_pieces -= oldest
-            if bad and bad == self.judged_worst:
-                self.judged_worst = max(each for _, each in judged)
+        """Record a run that arrived, either all verified or all corrupt."""
+        kept = 1 - 1 / SAMPLE_RUNS
+        self.sampled = kept * self.sampled + pieces
+        self.corrupt = kept * self.corrupt + corrupt
+        self.corrupt_runs = kept * self.corrupt_runs + (corrupt > 0)
 
     def is_bad(self, limits: SessionLimits) -> bool:
-        """Return whether this stream's share of corrupt pieces is too high to continue.
-
-        With one transfer in a hundred corrupt, seven in sixteen occur by chance once in ten
-        thousand million pieces, and four among the first ten of a stream once in 500,000. A source
-        whose data is all corrupt reaches them at once.
+        """Return whether this stream's share of corrupt pieces is too high to continue: a source
+        whose data is all corrupt reaches it with its fourth run, one that was good with its eighth.
         """
-        runs = sum(corrupt > 0 for _, corrupt in self.judged)
-        if runs < limits.corrupt_before_lost:
-            return False
-        return self.corrupt >= limits.corrupt_share * self.judged_pieces
+        return (
+            self.corrupt_runs >= limits.corrupt_before_lost - 0.5
+            and self.corrupt >= limits.corrupt_share * self.sampled
+        )
 
     def oldest(self) -> tuple[float, Extent] | None:
         """Return when the oldest incomplete request was sent, and its first missing run."""
@@ -128,7 +107,7 @@ class FailbackState:
     times: int = 0  # failed probes and failbacks so far
     probe: Probe | None = None
     behind: int | None = None  # pieces that it lags by, measured with the first of two probes
-    behind_at: int = 0  # ``due`` of that first probe
+    first_probe_due: int = 0  # ``due`` of that first probe
 
 
 @dataclass(slots=True, eq=False)
@@ -146,7 +125,7 @@ class PullTask:
     window_pieces: int = 0
     progress_s: float = 0.0  # last verified piece, or when waiting began
     active: str | None = None  # key of the source in use
-    hurry_s: float = 0.0  # short stall limit of a spare while others are left; 0: none
+    spare_stall_s: float = 0.0  # short stall limit of a spare while others are left; 0: none
     behind: dict[str, SourceHealth] = field(
         default_factory=dict
     )  # sources that had nothing for the task
@@ -185,21 +164,6 @@ class OriginBudget:
         """Return how many bytes may still be requested."""
         return self.granted_bytes - self.spent_bytes
 
-    def may_afford(self, source: Source, extent: Extent, pieces: PieceMap) -> bool:
-        """Return whether the budget allows the first piece of ``extent`` from ``source``."""
-        if source.kind != "origin":
-            return True
-        return pieces.bytes_of(Extent(extent.first, extent.first + 1)) <= self.left_bytes
-
-    def exceeded(self) -> PacelineError:
-        """Return the error of a worker that waits because its budget is spent."""
-        return OriginBudgetExceeded(
-            "no living peer has the missing pieces and the origin's budget is spent",
-            got=f"{self.spent_bytes} bytes asked of the origin",
-            wanted=f"at most {self.granted_bytes}",
-            do="Bring a holder back, or raise the budget with a new plan.",
-        )
-
 
 class SourceSelector:
     """The availability of each source under the current lanes, and the choice among them."""
@@ -211,7 +175,7 @@ class SourceSelector:
         self._health: dict[str, SourceHealth] = {}
         self._broken: set[str] = set()  # sources whose streams broke under the current lanes
         # This process was suspended or cut off, and its lanes have not been confirmed since.
-        self.woke = False
+        self.unconfirmed = False
         self.budget = OriginBudget()
         self.stalled: PacelineError | None = None  # why nothing can be requested now
 
@@ -246,7 +210,7 @@ class SourceSelector:
         """Record that a stream of a source that delivered ended by itself."""
         self._broken.add(key)
 
-    def fell_behind(self, key: str, work: PullTask, now_s: float) -> None:
+    def task_stalled(self, key: str, work: PullTask, now_s: float) -> None:
         """Back off from a source for ``work`` only: it has nothing for it."""
         work.behind.setdefault(key, SourceHealth()).failed(now_s, self._limits, self._random)
 
@@ -254,28 +218,34 @@ class SourceSelector:
 
     def may_ask(self, source: Source, extent: Extent, work: PullTask, now_s: float) -> bool:
         """Return whether the first piece of ``extent`` may be requested from ``source`` now."""
-        return now_s >= self.rested_s(source, work) and self.may_afford(source, extent)
+        return now_s >= self.backoff_ends_s(source, work) and self.is_within_budget(source, extent)
 
-    def may_afford(self, source: Source, extent: Extent) -> bool:
-        """Return whether ``source`` may be read now: an origin only within the budget."""
-        if self.woke and source.kind == "origin":
-            return False
-        return self.budget.may_afford(source, extent, self._pieces)
+    def is_within_budget(self, source: Source, extent: Extent) -> bool:
+        """Return whether the first piece of ``extent`` may be requested from ``source`` now: from
+        an origin only within the budget.
+        """
+        if source.kind != "origin":
+            return True
+        needed = self._pieces.bytes_of(Extent(extent.first, extent.first + 1))
+        return not self.unconfirmed and needed <= self.budget.left_bytes
 
     def refuse(self) -> None:
         """Record in ``stalled`` why nothing is requested from the origin."""
-        self.stalled = self._refusal()
-
-    def _refusal(self) -> PacelineError:
-        if self.woke:
-            return ServiceUnavailable(
+        if self.unconfirmed:
+            self.stalled = ServiceUnavailable(
                 "this node stood still or was cut off: another may read the origin in its place",
                 wanted="an answer of the coordinator since",
                 do="Wait: the next answered heartbeat confirms the lanes, or brings others.",
             )
-        return self.budget.exceeded()
+        else:
+            self.stalled = OriginBudgetExceeded(
+                "no living peer has the missing pieces and the origin's budget is spent",
+                got=f"{self.budget.spent_bytes} bytes requested from the origin",
+                wanted=f"at most {self.budget.granted_bytes}",
+                do="Bring a holder back, or raise the budget with a new plan.",
+            )
 
-    def rested_s(self, source: Source, work: PullTask) -> float:
+    def backoff_ends_s(self, source: Source, work: PullTask) -> float:
         """Return when the back-off of ``source`` ends."""
         rests = (self._health.get(source.key), work.behind.get(source.key))
         return max((rest.retry_at_s for rest in rests if rest is not None), default=0.0)
@@ -292,7 +262,7 @@ class SourceSelector:
         health = self._health.get(source.key)
         return health is not None and health.retry_at_s == float("inf")
 
-    def was_given_up(self, source: Source, work: PullTask) -> bool:
+    def has_failed(self, source: Source, work: PullTask) -> bool:
         """Return whether ``source`` broke or recently failed under the current lanes."""
         return source.key in self._broken or self.failures(source, work) > 0
 
@@ -305,8 +275,14 @@ class SourceSelector:
         if source.kind != "origin":
             rests = (self._health.get(source.key), work.behind.get(source.key))
             return sum(rest.failures for rest in rests if rest is not None)
-        vain = sum(self.failures(each, work) > 0 for each in work.candidates if each != source)
-        return -1 if work.is_first_choice(source.key) or vain >= self._limits.spares_first else 0
+        failed_sources = sum(
+            self.failures(each, work) > 0 for each in work.candidates if each != source
+        )
+        return (
+            -1
+            if work.is_first_choice(source.key) or failed_sources >= self._limits.spares_first
+            else 0
+        )
 
     def best(self, able: list[Source], work: PullTask) -> Source:
         """Return the source of ``able`` with the fewest failures; of equals the first planned."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config import StoreSettings
+from paceline.config import Profile
 from paceline.errors import InvalidManifest
-from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest
+from paceline.manifest import ACTIVE, MANIFEST_FILE, FileEntry, parse_manifest
 
 if TYPE_CHECKING:
     from paceline.relay.store.store import StoredVersion
@@ -23,17 +23,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StorePolicy:
-    """What may be removed to free space; the default removes nothing."""
+    """What may be removed to free space (the default: nothing), and what is verified when."""
 
     keep_versions: int = 0  # of each model; 0: all
     free_share: float = 0.0  # of the disk
     make_room: bool = False  # remove the oldest where a model does not fit
+    full_sha256: bool = False  # of files and chunks, before a version becomes visible
 
     @classmethod
-    def of(cls, settings: StoreSettings) -> StorePolicy:
+    def of(cls, profile: Profile) -> StorePolicy:
         """Return the policy of a profile."""
         return cls(
-            keep_versions=settings.keep_versions, free_share=settings.free_share, make_room=True
+            keep_versions=profile.store.keep_versions,
+            free_share=profile.store.free_share,
+            make_room=True,
+            full_sha256=profile.relay.full_sha256,
         )
 
 
@@ -51,7 +55,7 @@ class DiskSpace:
         return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
 
 
-def beyond_kept(
+def excess_versions(
     versions: Iterable[StoredVersion], keep: int, in_use: Collection[str]
 ) -> list[StoredVersion]:
     """Return the removable versions older than the ``keep`` newest of their model."""
@@ -66,10 +70,12 @@ def beyond_kept(
     ]
 
 
-def next_to_go(versions: Sequence[StoredVersion], in_use: Collection[str]) -> StoredVersion | None:
+def oldest_removable(
+    versions: Sequence[StoredVersion], in_use: Collection[str]
+) -> StoredVersion | None:
     """Return the oldest removable version whose removal frees any bytes."""
     for each in versions:
-        if not each.active and each.digest not in in_use and frees(each.path):
+        if not each.active and each.digest not in in_use and freed_bytes(each.path):
             return each
     return None
 
@@ -79,10 +85,10 @@ def leftovers(store: Path, in_use: Collection[str]) -> list[Path]:
     corrupt copies, then interrupted versions that are not ``in_use``, the longest untouched first.
     """
     begun = [each for each in _directories(store / "staging") if each.name not in in_use]
-    return set_aside(store) + sorted(begun, key=_touched)
+    return corrupt_copies(store) + sorted(begun, key=_touched)
 
 
-def set_aside(store: Path) -> list[Path]:
+def corrupt_copies(store: Path) -> list[Path]:
     """Return the copies in the store directory ``store`` that were found corrupt."""
     return sorted(_directories(store / "rotten"))
 
@@ -100,7 +106,7 @@ def _touched(staging: Path) -> float:
     return (marks if marks.exists() else staging).stat().st_mtime
 
 
-def frees(directory: Path) -> int:
+def freed_bytes(directory: Path) -> int:
     """Return how many bytes removing ``directory`` frees: files with other hard links free
     nothing.
     """
@@ -108,17 +114,20 @@ def frees(directory: Path) -> int:
     return sum(status.st_blocks * 512 for status in found if status.st_nlink == 1)
 
 
-def room_lacking(store: Path, manifest: Manifest) -> int:
-    """Return how many more bytes the store directory ``store`` needs for ``manifest``.
+def missing_bytes(store: Path, digest: str, files: Iterable[FileEntry]) -> int:
+    """Return how many more bytes the store directory ``store`` needs for the manifest ``digest`` of
+    ``files``.
 
     Not counted are the bytes that an interrupted relay allocated and the files that a version there
     holds.
     """
-    if any(digest == manifest.digest for _, digest, _ in _stored(store)):
+    stored = list(_stored(store))
+    if any(each == digest for _, each, _ in stored):
         return 0
-    staged, have = store / "staging" / manifest.digest / "data", held_files(store)
+    staged = store / "staging" / digest / "data"
+    have = {sha256 for _, _, held in stored for sha256 in held}
     lacking = 0
-    for file in manifest.files:
+    for file in files:
         try:
             taken = (staged / file.path).stat().st_blocks * 512
         except OSError:
@@ -127,22 +136,17 @@ def room_lacking(store: Path, manifest: Manifest) -> int:
     return lacking
 
 
-def held_files(store: Path) -> set[str]:
-    """Return the SHA-256 of every file that a version in directory ``store`` holds."""
-    return {sha256 for _, _, files in _stored(store) for sha256 in files}
-
-
-def reclaimable(store: Path, digest: str) -> int:
+def reclaimable_bytes(store: Path, digest: str) -> int:
     """Return how many bytes the store directory ``store`` can free for the version ``digest``:
     those of versions that are not active, and of leftovers.
     """
     versions = sum(
-        frees(path)
+        freed_bytes(path)
         for path, _, _ in _stored(store)
         if not (path.parent / ACTIVE).is_symlink()
         or str((path.parent / ACTIVE).readlink()) != path.name
     )
-    return versions + sum(map(frees, leftovers(store, {digest})))
+    return versions + sum(map(freed_bytes, leftovers(store, {digest})))
 
 
 def _stored(store: Path) -> Iterator[tuple[Path, str, set[str]]]:

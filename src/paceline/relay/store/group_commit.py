@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from paceline.errors import Cancelled, PacelineError, StorageFailed
-from paceline.relay.protocol.events import LocalFailed, PiecesDurable, SessionEvent
+from paceline.relay.protocol import LocalFailed, PiecesDurable, SessionEvent
 from paceline.relay.store.staging import Staging
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,9 @@ class Committer:
         """Start the thread."""
         self._thread.start()
 
-    def look(self) -> None:
-        """Wake the thread if a group is full or no piece is missing any more; cheap, from any
-        thread.
-        """
-        if self._staging.pending_bytes >= GROUP_BYTES or self._staging.all_verified:
-            self._wake.set()
+    def wake(self) -> None:
+        """Commit at once: a group is full, or no piece is missing any more."""
+        self._wake.set()
 
     def stop(self, *, wait: bool = False) -> None:
         """Stop after the commit in progress, without a last commit.

@@ -10,20 +10,27 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.config import load_runtime
 from paceline.errors import CorruptData
-from paceline.manifest import ACTIVE, parse_manifest, verify_directory
-from paceline.relay.store.disk_space import DiskSpace, held_files, reclaimable
-from paceline.system.processes import holder_of
+from paceline.manifest import FileEntry, parse_manifest, verify_directory
+from paceline.relay.store.disk_space import DiskSpace, missing_bytes, reclaimable_bytes
+from paceline.system import process_holding
 
 
 def verify_copy(
-    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
+    state_dir: str,
+    model_id: str,
+    version: str,
+    manifest_digest: str,
+    full: bool = False,
+    *,
+    worker_id: str,
 ) -> str:
-    """Return the digest of ``worker_id``'s own copy after reading every byte of it again.
+    """Return the digest of ``worker_id``'s own copy after reading every byte of it again; ``full``,
+    or ``relay.full_sha256``, also checks the SHA-256 of files and chunks.
 
     Raises CorruptData where there is none, where it is another model, or where a byte is wrong; a
     copy with a wrong byte is then unpublished, and the next relay fetches another.
@@ -43,14 +50,16 @@ def verify_copy(
             where=directory,
         )
     try:
-        verify_directory(directory, manifest)
+        verify_directory(
+            directory, manifest, full=full or load_runtime(state_dir).profile.relay.full_sha256
+        )
     except CorruptData:
-        _set_aside(load_runtime(state_dir).node_dir(worker_id), directory)
+        _unpublish_corrupt(load_runtime(state_dir).node_dir(worker_id), directory)
         raise
     return manifest.digest
 
 
-def _set_aside(node_dir: Path, directory: Path) -> None:
+def _unpublish_corrupt(node_dir: Path, directory: Path) -> None:
     """Unpublish a corrupt copy, and stop the agent, which holds its files open.
 
     The agent's supervisor restarts it; it then loads what the disk has.
@@ -64,12 +73,12 @@ def _set_aside(node_dir: Path, directory: Path) -> None:
         return  # no agent runs, or none that finished starting
     # agent.json outlives an agent that was killed, and its pid may be another process's by now;
     # the agent holds its store's lock.
-    with holder_of(node_dir / "store" / ".lock", pid) as agent:
+    with process_holding(node_dir / "store" / ".lock", pid) as agent:
         if agent is not None:
             agent.send(signal.SIGTERM)
 
 
-def shows_version(
+def has_published(
     state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
 ) -> bool:
     """Return whether ``worker_id`` has published this version with this digest (names, not
@@ -79,36 +88,17 @@ def shows_version(
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
 
 
-def missing_room(
-    state_dir: str,
-    model_id: str,
-    version: str,
-    manifest_digest: str,
-    total: int,
-    files: Mapping[str, int] | None = None,
-    *,
-    worker_id: str,
+def missing_bytes_on_node(
+    state_dir: str, manifest_digest: str, files: Sequence[FileEntry], *, worker_id: str
 ) -> int:
-    """Return how many bytes ``worker_id``'s disk lacks for this model; 0 where it fits.
-
-    Not counted are the bytes that an interrupted relay already allocated, the ``files`` (sizes by
-    SHA-256) that a version there holds whole, and versions and leftovers that may be removed.
+    """Return how many bytes ``worker_id``'s disk lacks for a model of these ``files`` (their pieces
+    may be left out), even if versions and leftovers are removed; 0 where it fits.
     """
-    if shows_version(state_dir, model_id, version, manifest_digest, worker_id=worker_id):
-        return 0
     store = load_runtime(state_dir).node_dir(worker_id) / "store"
     store.mkdir(parents=True, exist_ok=True)
-    staged = (store / "staging" / manifest_digest).rglob("*")
-    taken = sum(each.stat().st_blocks * 512 for each in staged if each.is_file())
-    if not taken:
-        taken = sum(size for sha256, size in (files or {}).items() if sha256 in held_files(store))
-    return max(0, total - taken - DiskSpace.at(store).free - reclaimable(store, manifest_digest))
-
-
-def active_version(state_dir: str, model_id: str, *, worker_id: str) -> str | None:
-    """Return the version of ``model_id`` that is active on ``worker_id``, or None."""
-    link = _model_directory(state_dir, worker_id, model_id) / ACTIVE
-    return link.readlink().name if link.is_symlink() else None
+    missing = missing_bytes(store, manifest_digest, files)
+    free = DiskSpace.at(store).free + reclaimable_bytes(store, manifest_digest)
+    return max(0, missing - free)
 
 
 def _model_directory(state_dir: str, worker_id: str, model_id: str) -> Path:

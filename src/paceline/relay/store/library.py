@@ -35,7 +35,7 @@ class OpenModels:
         node, or where several are open and none is named.
         """
         if digest not in self._open:
-            self._look_once()
+            self._list_published()
         with self._changed:
             if not digest:
                 digest = self._only()
@@ -118,7 +118,7 @@ class OpenModels:
                 staging.close()
             self._open.clear()
 
-    def _look_once(self) -> None:
+    def _list_published(self) -> None:
         """List once what earlier processes published."""
         with self._looking:
             if self._looked:

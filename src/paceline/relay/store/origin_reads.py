@@ -16,9 +16,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from paceline.relay.store.staging import disk_errors
-from paceline.schemas.plan import WorkerLanes
+from paceline.schemas import WorkerLanes
 
-MOST = 64  # deployments; the oldest are forgotten
+MAX_COUNTS = 64  # deployments; the oldest are forgotten
 _SUFFIX = ".read"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RECORD = struct.Struct(">40sQQ?")  # boot id, bytes read, bytes reported, had readers
@@ -41,7 +41,7 @@ class OriginReadCount:
         self.before_bytes = 0  # what earlier processes had reported
         self.begun_bytes = 0  # what they had read beyond that
         self.is_known = True  # the machine has not rebooted since, so no write can be lost
-        self.had_readers = False  # peers have read from this node
+        self.has_served_peers = False  # peers have read from this node
         if path is not None:
             with disk_errors(path):
                 self._open(path)
@@ -52,8 +52,8 @@ class OriginReadCount:
         self._descriptor = os.open(path, flags, 0o600)
         raw = os.pread(self._descriptor, _RECORD.size, 0)
         if len(raw) == _RECORD.size:
-            boot, read, told, self.had_readers = _RECORD.unpack(raw)
-            self.before_bytes, self.begun_bytes = told, max(0, read - told)
+            boot, read, acknowledged, self.has_served_peers = _RECORD.unpack(raw)
+            self.before_bytes, self.begun_bytes = acknowledged, max(0, read - acknowledged)
             self.is_known = boot == _boot()  # else it stays unknown: no boot id is rewritten
             return
         self.is_known = not raw  # torn: the machine failed while it was written
@@ -72,19 +72,19 @@ class OriginReadCount:
             self._covered = read + ahead
             self._write(_READ_AT, self._covered)
 
-    def heard(self, told: int) -> None:
+    def heard(self, acknowledged: int) -> None:
         """Record that the coordinator has received ``told`` bytes in this process's count."""
         with self._lock:
             if self._descriptor >= 0:
-                self._write(_TOLD_AT, told)
+                self._write(_TOLD_AT, acknowledged)
 
     def served(self) -> None:
         """Record that a peer reads from this node."""
         with self._lock:
-            if not self.had_readers and self._descriptor >= 0:
+            if not self.has_served_peers and self._descriptor >= 0:
                 with disk_errors(self._path):
                     os.pwrite(self._descriptor, b"\1", _OTHERS_AT)
-            self.had_readers = True
+            self.has_served_peers = True
 
     @property
     def is_closed(self) -> bool:
@@ -135,7 +135,7 @@ class OriginReadCounts:
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
             known = sorted(directory.glob(f"*{_SUFFIX}"), key=lambda path: path.stat().st_mtime)
-            for path in known[:-MOST]:
+            for path in known[:-MAX_COUNTS]:
                 path.unlink()
 
     def of(self, deployment_id: str) -> OriginReadCount:
@@ -145,16 +145,16 @@ class OriginReadCounts:
             if found is None:
                 path = self._path(deployment_id)
                 found = self._open[deployment_id] = OriginReadCount(path)
-                while len(self._open) > MOST:  # those of ended deployments first
+                while len(self._open) > MAX_COUNTS:  # those of ended deployments first
                     over = (name for name, each in self._open.items() if each.is_closed)
                     self._open.pop(next(over, next(iter(self._open)))).close()
             return found
 
-    def heard(self, deployment_id: str, told: int) -> None:
+    def heard(self, deployment_id: str, acknowledged: int) -> None:
         """Record that the coordinator has received ``told`` bytes in this process's count."""
         with self._lock:
             if (found := self._open.get(deployment_id)) is not None:
-                found.heard(told)
+                found.heard(acknowledged)
 
     def drop(self, deployment_ids: Collection[str]) -> None:
         """Delete the stored counts of ended deployments; this process keeps counting."""

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol import Extent
 
 _RUN = struct.Struct(">II")  # first piece, stop
 _MARK = struct.Struct(">III")  # and the CRC-32 of both

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol import Extent, Extents
 
 QUEUED = 4096  # runs in the queue, before neighbours in it are joined
 

@@ -9,21 +9,21 @@ reported as held, I2). After ``kill -9`` or power loss exactly the logged pieces
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 from paceline.errors import Cancelled, StorageFailed, StorageFull
 from paceline.manifest import Manifest, Piece
-from paceline.relay.protocol.extents import Extent, Extents
+from paceline.relay.protocol import Extent, Extents
 from paceline.relay.store.piece_log import PieceLog
 from paceline.relay.store.requests import RequestQueue
 from paceline.relay.store.traffic import EdgeCounters
-from paceline.system.files import sync_directories, sync_directory
+from paceline.system import sync_directories, sync_directory
 
 _COPY = 4 * 1024 * 1024
 READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
@@ -36,28 +36,33 @@ def disk_errors(where: object) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(
-                "the disk is full",
-                got=error.strerror,
-                where=where,
-                do="Free space or collect old versions, then deploy again.",
-            ) from error
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageFailed(
-                "this process may not open so many files",
-                got=error.strerror,
-                where=where,
-                do="Raise its limit (ulimit -n, LimitNOFILE): all files of a model are open.",
-            ) from error
-        if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENXIO):
-            raise StorageFailed(
-                "the disk refused to keep bytes",
-                got=error.strerror,
-                where=where,
-                do="Check the disk; what was in progress there has been discarded.",
-            ) from error
-        raise
+        raise_disk_error(error, where)
+
+
+def raise_disk_error(error: OSError, where: object) -> NoReturn:
+    """Raise ``error`` as StorageFull or StorageFailed, or itself where it is neither."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        raise StorageFull(
+            "the disk is full",
+            got=error.strerror,
+            where=where,
+            do="Free space or collect old versions, then deploy again.",
+        ) from error
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        raise StorageFailed(
+            "this process may not open so many files",
+            got=error.strerror,
+            where=where,
+            do="Raise its limit (ulimit -n, LimitNOFILE): all files of a model are open.",
+        ) from error
+    if error.errno in (errno.EIO, errno.EROFS, errno.EUCLEAN, errno.ENXIO):
+        raise StorageFailed(
+            "the disk refused to keep bytes",
+            got=error.strerror,
+            where=where,
+            do="Check the disk; what was in progress there has been discarded.",
+        ) from error
+    raise error
 
 
 def _is_read_only(path: Path) -> bool:
@@ -80,9 +85,10 @@ class Staging:
         self.reused_pieces = self.reused_bytes = 0
         self.edges = EdgeCounters()
         self.closed = False
-        self.gave_up = False  # the missing pieces will not arrive: peers should use other sources
+        self.is_abandoned = False  # the missing pieces will not arrive here: peers look elsewhere
         self._mutex = threading.RLock()
         self._lock = threading.Condition(self._mutex)
+        self._waiting = 0  # threads in ``_wait_for``
         self._requests: set[RequestQueue] = set()  # of the readers being served
         self._commit_lock = threading.Lock()
         self._claims: set[int] = set()
@@ -127,7 +133,7 @@ class Staging:
                     do="Free space or collect old versions, then deploy again.",
                 )
             fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
-            self._load_marks(trust=not any(fresh))
+            self._load_piece_log(trust=not any(fresh))
             if any(fresh):  # names must be as durable as the piece log
                 sync_directories(self.data, (file.path for file in self.manifest.files))
                 sync_directory(self.directory)
@@ -152,7 +158,7 @@ class Staging:
             os.posix_fallocate(descriptor, 0, file.size)
         return before != file.size
 
-    def _load_marks(self, *, trust: bool) -> None:
+    def _load_piece_log(self, *, trust: bool) -> None:
         self._marks = PieceLog(self.directory / "marks")
         if not trust:
             self._marks.clear()
@@ -161,7 +167,8 @@ class Staging:
             for run in self._marks.load(self.manifest.piece_count):
                 self.verified.add(run)
                 self.durable.add(run)
-                self._queue_parked(run)
+                for queue in self._requests:
+                    queue.became_verified(run)
 
     # ── pieces ───────────────────────────────────────────────────────────────────────────────────
 
@@ -170,11 +177,11 @@ class Staging:
 
         Waits for another writer of the same piece; raises TimeoutError after ``wait_s``.
         """
-        with self._lock:
+        with self._mutex:  # not the Condition: its methods are Python calls, once a piece
             if piece not in self._claims and piece not in self.verified:
                 self._claims.add(piece)
                 return True
-            free = self._lock.wait_for(
+            free = self._wait_for(
                 lambda: piece in self.verified or piece not in self._claims, wait_s
             )
             if piece in self.verified:
@@ -197,6 +204,20 @@ class Staging:
                     raise
         return True  # the writer's claim is ours now
 
+    def keep(self, piece: Piece, data: memoryview) -> bool:
+        """Write and hold a ``piece`` that is verified in memory; return False where it is held
+        already. Raises TimeoutError as ``claim_whole`` does.
+        """
+        if not self.claim_whole(piece.index):
+            return False
+        try:
+            self.write(self.descriptor(piece.file_index), data, piece.file_offset)
+        except BaseException:
+            self.release(piece.index)
+            raise
+        self.hold(piece)
+        return True
+
     def release(self, piece: int) -> None:
         """Release a claim; what was written for ``piece`` does not count."""
         with self._lock:
@@ -205,24 +226,28 @@ class Staging:
 
     def write(self, descriptor: int, data: memoryview, offset: int) -> None:
         """Write ``data`` of a claimed piece."""
-        with disk_errors(self.directory):
+        try:
             while len(data):
                 done = os.pwrite(descriptor, data, offset)
                 data, offset = data[done:], offset + done
+        except OSError as error:
+            raise_disk_error(error, self.directory)
 
     def hold(self, piece: Piece) -> None:
         """Count a claimed and written ``piece`` as verified: its digest matched."""
         extent = Extent(piece.index, piece.index + 1)
-        with self._lock:
+        with self._mutex:
             self._claims.discard(piece.index)
             if self.verified.add(extent):
                 self._fresh.add(extent)
                 self._dirty.add(piece.file_index)
                 self.pending_bytes += piece.length
-                self._queue_parked(extent)
-            self._lock.notify_all()
+                for queue in self._requests:
+                    queue.became_verified(extent)
+            if self._waiting:
+                self._lock.notify_all()
 
-    def distrust(self, index: int) -> bool:
+    def recheck_piece(self, index: int) -> bool:
         """Read a verified piece again and return whether it is corrupt; then it no longer counts as
         held: it is neither served nor published, and it is removed from the piece log.
         """
@@ -232,10 +257,10 @@ class Staging:
                 return False
             descriptor = self.descriptor(piece.file_index)
             data = os.pread(descriptor, piece.length, piece.file_offset)
-            if hashlib.sha256(data).hexdigest() == piece.sha256:
+            if self.manifest.matches(piece, data):
                 return False
             if self.is_linked(piece.file_index):
-                self.make_own(piece.file_index)
+                self.copy_linked_file(piece.file_index)
             extent = Extent(index, index + 1)
             with self._lock:
                 for extents in (self.verified, self.durable, self._fresh):
@@ -252,7 +277,7 @@ class Staging:
         mode = os.fstat(self.descriptor(index)).st_mode
         return not self.published and not mode & 0o222
 
-    def make_own(self, index: int) -> None:
+    def copy_linked_file(self, index: int) -> None:
         """Replace a linked file by a copy that can be repaired.
 
         Raises StorageFull where there is no space for one.
@@ -288,30 +313,13 @@ class Staging:
             self.reused_pieces += 1
             self.reused_bytes += count
 
-    def next_held(self, wanted: Iterable[Extent], wait_s: float) -> Extent | None:
-        """Return the first run of verified pieces of ``wanted``, in its order; waits up to
-        ``wait_s`` for it.
-        """
-
-        def first() -> Extent | None:
-            return next((run for want in wanted for run in self.verified.common(want)), None)
-
-        with self._lock:
-            found = first()
-            if found is None and not self.closed:
-                self._lock.wait_for(
-                    lambda: self.closed or self.gave_up or first() is not None, wait_s
-                )
-                found = first()
-            return None if self.closed else found
-
     @contextmanager
     def requests(self) -> Iterator[RequestQueue]:
         """Open the queue of one reader's requests, which follows what is verified here."""
         queue = RequestQueue(
             self.verified,
             threading.Condition(self._mutex),
-            lambda: self.closed or self.gave_up,
+            lambda: self.closed or self.is_abandoned,
         )
         with self._lock:
             self._requests.add(queue)
@@ -321,9 +329,12 @@ class Staging:
             with self._lock:
                 self._requests.discard(queue)
 
-    def _queue_parked(self, run: Extent) -> None:
-        for queue in self._requests:
-            queue.became_verified(run)
+    def _wait_for(self, condition: Callable[[], bool], wait_s: float) -> bool:
+        self._waiting += 1
+        try:
+            return self._lock.wait_for(condition, wait_s)
+        finally:
+            self._waiting -= 1
 
     def _wake_readers(self) -> None:
         self._lock.notify_all()
@@ -360,17 +371,17 @@ class Staging:
                     self.durable.add(extent)
             return fresh
 
-    def give_up(self, gave_up: bool) -> None:
+    def give_up(self, is_abandoned: bool) -> None:
         """Set whether the missing pieces will not arrive here (a new plan may still bring them)."""
         with self._lock:
-            self.gave_up = gave_up
+            self.is_abandoned = is_abandoned
             self._wake_readers()
 
     def moved(self, directory: Path) -> None:
         """Record that the files were published at ``directory``; open descriptors stay valid."""
         with self._lock:
             self.directory, self.published = directory, True
-            self._close_marks()
+            self._close_piece_log()
 
     def withdrawn(self, directory: Path) -> None:
         """Record that the files were unpublished, to ``directory``; the good pieces stay held."""
@@ -421,9 +432,9 @@ class Staging:
             os.close(descriptor)
         self._files.clear()
         self._retired.clear()
-        self._close_marks()
+        self._close_piece_log()
 
-    def _close_marks(self) -> None:
+    def _close_piece_log(self) -> None:
         if self._marks is not None:
             self._marks.close()
             self._marks = None

@@ -22,15 +22,15 @@ from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest, v
 from paceline.relay.store.disk_space import (
     DiskSpace,
     StorePolicy,
-    beyond_kept,
+    corrupt_copies,
+    excess_versions,
     leftovers,
-    next_to_go,
-    room_lacking,
-    set_aside,
+    missing_bytes,
+    oldest_removable,
 )
-from paceline.relay.store.reuse import LocalContent, bring_files, copy_pieces, settle_files
+from paceline.relay.store.reuse import LocalContent, copy_pieces, link_files, verify_linked_files
 from paceline.relay.store.staging import READ_ONLY, Staging, disk_errors
-from paceline.system.files import create_durably, sync_directories, sync_directory
+from paceline.system import create_durably, sync_directories, sync_directory
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,10 @@ class Store:
         new = not staging.directory.exists()
         try:
             held = self._held(manifest)
-            bring_files(staging.data, manifest, held)  # first: what is linked outlives its version
+            link_files(staging.data, manifest, held)  # first: what is linked outlives its version
             self.make_room(manifest, in_use)
             staging.prepare()
-            settle_files(staging, held)
+            verify_linked_files(staging, held)
         except BaseException:
             staging.close()
             if new and staging.directory.exists():
@@ -129,7 +129,8 @@ class Store:
     def publish(self, staging: Staging) -> Path:
         """Publish a complete version at its final path and return that path; idempotent.
 
-        Raises StorageFull or StorageFailed (then nothing is visible), Conflict as ``open`` does.
+        Raises StorageFull or StorageFailed, or CorruptData where the SHA-256 of a file or chunk is
+        checked and wrong (then nothing is visible), and Conflict as ``open`` does.
         """
         manifest = staging.manifest
         final = self.final_path(manifest.model_id, manifest.version)
@@ -142,6 +143,8 @@ class Store:
                 got=f"{staging.durable.count} pieces",
                 wanted=manifest.piece_count,
             )
+        if self._policy.full_sha256:
+            verify_directory(staging.data, manifest, allow_extra=True, full=True)
         with self._publish_lock, staging.using(), disk_errors(final):
             data = staging.data
             for index, file in enumerate(manifest.files):
@@ -199,11 +202,6 @@ class Store:
         """Fill missing pieces from versions that this disk already holds, each verified again."""
         if not staging.published:
             copy_pieces(staging, self._held(staging.manifest))
-
-    def verify(self, model_id: str, version: str) -> None:
-        """Read every byte of a published version again; raises CorruptData where one differs."""
-        path = self.final_path(model_id, version)
-        verify_directory(path, self.manifest_of(path))
 
     # ── all versions ─────────────────────────────────────────────────────────────────────────────
 
@@ -267,7 +265,7 @@ class Store:
 
         The active version, and digests in ``in_use``, always stay.
         """
-        gone = beyond_kept(self.versions(), keep, in_use)
+        gone = excess_versions(self.versions(), keep, in_use)
         for each in gone:
             self._trash(each.path)
         return gone
@@ -279,12 +277,12 @@ class Store:
         """
         policy, stay = self._policy, {*in_use, manifest.digest}
         gone = self.collect(policy.keep_versions, stay) if policy.keep_versions else []
-        needed = room_lacking(self.root, manifest)
+        needed = missing_bytes(self.root, manifest.digest, manifest.files)
         while self._is_short(needed):
             if left := leftovers(self.root, stay):
                 log.info("removed what was left at %s to make room", left[0])
                 self._trash(left[0])
-            elif (oldest := next_to_go(self.versions(), stay)) is not None:
+            elif (oldest := oldest_removable(self.versions(), stay)) is not None:
                 self._trash(oldest.path)
                 gone.append(oldest)
             else:
@@ -313,7 +311,7 @@ class Store:
 
     def _held(self, manifest: Manifest) -> LocalContent:
         # A copy that was set aside for one wrong byte still has its other pieces.
-        copies = [*set_aside(self.root), *(each.path for each in self.versions())]
+        copies = [*corrupt_copies(self.root), *(each.path for each in self.versions())]
         found = ((each, self._published(each)) for each in copies)
         return LocalContent.of(((each, it) for each, it in found if it is not None), manifest)
 

@@ -10,9 +10,9 @@ import threading
 import time
 from dataclasses import dataclass
 
-from paceline.schemas.calls import EdgeTally
+from paceline.schemas import EdgeTally
 
-MOST = 512  # edges in a heartbeat at most
+MAX_EDGES = 512  # edges in a heartbeat at most
 
 
 @dataclass(slots=True)
@@ -88,4 +88,4 @@ class EdgeCounters:
                 )
                 for (source, reader), each in self._counts.items()
             ]
-        return tuple(sorted(made, key=lambda edge: -(edge.bytes + edge.pieces))[:MOST])
+        return tuple(sorted(made, key=lambda edge: -(edge.bytes + edge.pieces))[:MAX_EDGES])

@@ -4,3 +4,7 @@
 ``grpc_*`` modules only carry bytes, encoded by ``frames``. ``tls`` and ``identity`` authenticate
 peers, ``pacing`` limits rates. Nothing here depends on lanes or plans.
 """
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

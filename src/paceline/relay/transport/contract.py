@@ -9,18 +9,24 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from paceline.errors import AccessDenied, PacelineError, PeerLost, StorageFailed, StorageFull
-from paceline.relay.protocol.events import LocalFailed, SessionEvent, SourceFailed
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.staging import Staging
+from paceline.relay.protocol import Extent, LocalFailed, SessionEvent, SourceFailed
+from paceline.relay.store import Staging
 from paceline.relay.transport.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
 from paceline.relay.transport.pacing import Pacer, PlannedRate, no_limit
-from paceline.schemas.plan import Source
+from paceline.relay.transport.tls import TlsSettings
+from paceline.schemas import Source
+
+if TYPE_CHECKING:
+    from paceline.relay.transport.serving import PeerServer
+
+log = logging.getLogger(__name__)
 
 
 class TransferCounters:
@@ -30,10 +36,10 @@ class TransferCounters:
     """
 
     def __init__(
-        self, origin_bytes: int = 0, covering: Callable[[int], None] = lambda _read: None
+        self, origin_bytes: int = 0, on_origin_bytes: Callable[[int], None] = lambda _read: None
     ) -> None:
         self._lock = threading.Lock()
-        self._covering = covering
+        self._on_origin_bytes = on_origin_bytes
         self.received_bytes = self.refetched_bytes = 0
         self.origin_bytes = origin_bytes
 
@@ -44,12 +50,7 @@ class TransferCounters:
             self.origin_bytes += origin
             self.refetched_bytes += refetched
             if origin:
-                self._covering(self.origin_bytes)
-
-
-log = logging.getLogger(__name__)
-
-ReportEvent = Callable[[SessionEvent], None]
+                self._on_origin_bytes(self.origin_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ class PullSpec:
     pacer: Pacer
     counters: TransferCounters
     keepalive_s: float  # how often the source sends WAITING
-    report: ReportEvent
-    portion: PlannedRate = no_limit  # this stream's share of the worker's link
+    report: Callable[[SessionEvent], None]
+    planned_rate: PlannedRate = no_limit  # this stream's share of the worker's link
 
     @property
     def key(self) -> str:
@@ -128,7 +129,7 @@ class RevokedWorkers:
         """Set the revoked workers."""
         found = frozenset(workers)
         if found != self._workers:
-            log.warning("served no more: %s", ", ".join(sorted(found)) or "nobody is barred")
+            log.warning("served no more: %s", ", ".join(sorted(found)) or "none")
             self._workers = found
 
     def require(self, worker_id: str, admission: str = "") -> None:
@@ -148,23 +149,6 @@ FindModel = Callable[[str, float], Staging | None]  # (digest, wait_s): the open
 OnDiskCorruption = Callable[[str, int], None]  # (digest, piece): a held piece is corrupt on disk
 
 
-class Server(Protocol):
-    """Serves the models that ``find`` returns until it is stopped."""
-
-    @property
-    def address(self) -> str:
-        """Return ``host:port`` as peers reach it."""
-        ...
-
-    def start(self) -> None:
-        """Start to accept streams."""
-        ...
-
-    def stop(self) -> None:
-        """Close the port and every stream."""
-        ...
-
-
 class PullStream(Protocol):
     """One attempt to pull from one source; it reports every event, late ones included."""
 
@@ -177,39 +161,46 @@ class PullStream(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """How pieces travel between workers."""
+@dataclass(frozen=True, kw_only=True)
+class ServeSpec:
+    """The parameters of one server; port 0 takes a free one."""
 
-    @property
-    def name(self) -> str:
-        """Return the transport's name in profiles."""
-        ...
+    host: str
+    port: int
+    worker_id: str
+    find: FindModel
+    pacer: Pacer
+    on_disk_corruption: OnDiskCorruption = lambda _digest, _piece: None
 
-    @property
-    def barred(self) -> RevokedWorkers:
-        """Return the revoked workers; may be changed while servers run."""
-        ...
 
-    def serve(
-        self,
-        *,
-        host: str,
-        port: int,
-        worker_id: str,
-        find: FindModel,
-        pacer: Pacer,
-        on_rotten: OnDiskCorruption,
-    ) -> Server:
+class Transport(ABC):
+    """How pieces travel between workers, plain or with mutual TLS 1.3; both sides prove that they
+    hold ``token``. Raises InvalidInput if the credentials are not usable.
+    """
+
+    name: ClassVar[str]  # in profiles
+    server_type: ClassVar[type[Any]]  # a PeerServer, made of (transport, spec)
+    stream_type: ClassVar[type[Any]]  # a PullStream, made of (pull, transport)
+
+    def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
+        self.token = token
+        self.tls = tls
+        self.barred = RevokedWorkers()  # may be changed while servers run
+        self.reload()  # checks the files before a stream needs them
+
+    def serve(self, spec: ServeSpec) -> PeerServer[Any]:
         """Bind a port and return its server, not started; raises PortInUse or InvalidInput."""
-        ...
+        server: PeerServer[Any] = self.server_type(self, spec)
+        return server
 
     def pull(self, pull: PullSpec) -> PullStream:
         """Open a stream from a worker and return it at once."""
-        ...
+        stream: PullStream = self.stream_type(pull, self)
+        return stream
 
+    @abstractmethod
     def reload(self) -> bool:
         """Read the credential files again, for streams that are opened from now on.
 
         Returns whether the server uses them too; raises InvalidInput if they are not usable.
         """
-        ...

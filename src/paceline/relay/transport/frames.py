@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from paceline.errors import InvalidFrame
-from paceline.schemas.base import NAME
+from paceline.schemas import NAME
 
 PROTOCOL_VERSION = 1
 MAX_PAYLOAD = 1024  # of every frame but PIECE
@@ -59,6 +59,7 @@ class Kind(IntEnum):
 
 # Kinds whose second number is a payload length: exact or bounded. PIECE's bytes are no payload.
 _EXACT = {Kind.CHALLENGE: NONCE_BYTES + PROOF_BYTES, Kind.PROOF: PROOF_BYTES}
+_KINDS = {kind.value: kind for kind in Kind}
 _FREE = {Kind.HELLO, Kind.ERROR}
 
 
@@ -100,22 +101,23 @@ def encode_payload(kind: Kind, payload: bytes) -> bytes:
 def decode(raw: bytes | bytearray | memoryview) -> Header:
     """Return the header in the 12 bytes ``raw``; raises InvalidFrame for an invalid header."""
     if len(raw) != HEADER.size:
-        raise _bad("header", f"{len(raw)} bytes", f"{HEADER.size} bytes")
+        raise _invalid_frame("header", f"{len(raw)} bytes", f"{HEADER.size} bytes")
     magic, number, first, second = HEADER.unpack(raw)
     if magic != _MAGIC:
-        raise _bad("magic", magic, _MAGIC)
-    try:
-        kind = Kind(number)
-    except ValueError as error:
-        raise _bad("kind", number, "1 to 9") from error
+        raise _invalid_frame("magic", magic, _MAGIC)
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise _invalid_frame("kind", number, "1 to 9")
     if kind in _FREE and second > MAX_PAYLOAD:
-        raise _bad("payload", f"{second} bytes", f"at most {MAX_PAYLOAD}")
+        raise _invalid_frame("payload", f"{second} bytes", f"at most {MAX_PAYLOAD}")
     if kind in _EXACT and second != _EXACT[kind]:
-        raise _bad("payload", f"{second} bytes", f"{_EXACT[kind]}")
+        raise _invalid_frame("payload", f"{second} bytes", f"{_EXACT[kind]}")
     if kind is Kind.PIECE and not 0 < second <= MAX_PIECE_BYTES:
-        raise _bad("piece length", second, f"1 to {MAX_PIECE_BYTES}")
+        raise _invalid_frame("piece length", second, f"1 to {MAX_PIECE_BYTES}")
     if kind is Kind.REQUEST and not (second > 0 and first + second <= MAX_PIECES):
-        raise _bad("request", f"{second} pieces from {first}", f"within {MAX_PIECES} pieces")
+        raise _invalid_frame(
+            "request", f"{second} pieces from {first}", f"within {MAX_PIECES} pieces"
+        )
     return Header(kind, first, second)
 
 
@@ -130,13 +132,13 @@ def encode_hello(hello: Hello) -> bytes:
 def decode_hello(payload: bytes) -> Hello:
     """Return the client's greeting; raises InvalidFrame for an invalid field."""
     if len(payload) < _HELLO.size:
-        raise _bad("hello", f"{len(payload)} bytes", f"at least {_HELLO.size}")
+        raise _invalid_frame("hello", f"{len(payload)} bytes", f"at least {_HELLO.size}")
     version, keepalive_ms, digest, nonce = _HELLO.unpack_from(payload)
     if version != PROTOCOL_VERSION:
-        raise _bad("protocol version", version, PROTOCOL_VERSION)
+        raise _invalid_frame("protocol version", version, PROTOCOL_VERSION)
     name = payload[_HELLO.size :].decode("ascii", "replace")
     if not _NAME.fullmatch(name):
-        raise _bad("worker id", repr(name[:40]), "a name")
+        raise _invalid_frame("worker id", repr(name[:40]), "a name")
     keepalive_s = min(10.0, max(0.02, keepalive_ms / 1000))
     return Hello(version, keepalive_s, digest.hex(), nonce, name)
 
@@ -149,12 +151,12 @@ def proof(token: str, side: str, hello: Hello, server_nonce: bytes) -> bytes:
     return hmac.new(token.encode(), said + b"|" + hello.worker_id.encode(), hashlib.sha256).digest()
 
 
-def same(one: bytes, other: bytes) -> bool:
+def proofs_equal(one: bytes, other: bytes) -> bool:
     """Return whether two proofs are equal, in constant time."""
     return hmac.compare_digest(one, other)
 
 
-def _bad(what: str, got: object, wanted: object) -> InvalidFrame:
+def _invalid_frame(what: str, got: object, wanted: object) -> InvalidFrame:
     return InvalidFrame(f"bad {what} on the peer port", got=got, wanted=wanted)
 
 
@@ -243,7 +245,7 @@ WAITING = b"\x30\x01"  # ChunkData(waiting=True)
 def decode_request(raw: bytes) -> ChunkRequest:
     """Return the decoded message; raises InvalidFrame if it is not a ChunkRequest."""
     if len(raw) > MAX_REQUEST:
-        raise _chunks_bad("request", f"{len(raw)} bytes", f"at most {MAX_REQUEST}")
+        raise _invalid_message("request", f"{len(raw)} bytes", f"at most {MAX_REQUEST}")
     found = dict(_fields(raw))
     return ChunkRequest(
         chunk_id=_number(found, 1, 31),
@@ -282,11 +284,13 @@ def _fields(raw: bytes) -> Iterator[tuple[int, int | memoryview]]:
     while at < end:
         fields += 1
         if fields > MAX_FIELDS:
-            raise _chunks_bad("message", f"more than {MAX_FIELDS} fields", f"at most {MAX_FIELDS}")
+            raise _invalid_message(
+                "message", f"more than {MAX_FIELDS} fields", f"at most {MAX_FIELDS}"
+            )
         key, at = _read_varint(raw, at)
         number, kind = key >> 3, key & 7
         if not 0 < number < 1 << 29:
-            raise _chunks_bad("field number", number, "1 to 2^29 - 1")
+            raise _invalid_message("field number", number, "1 to 2^29 - 1")
         if kind == _VARINT:
             value, at = _read_varint(raw, at)
             yield number, value
@@ -296,9 +300,9 @@ def _fields(raw: bytes) -> Iterator[tuple[int, int | memoryview]]:
         elif kind in (_FIXED32, _FIXED64):
             length = 4 if kind == _FIXED32 else 8
         else:
-            raise _chunks_bad("wire type", kind, "0, 1, 2 or 5")
+            raise _invalid_message("wire type", kind, "0, 1, 2 or 5")
         if length > end - at:
-            raise _chunks_bad("field", f"{length} bytes", f"at most {end - at}")
+            raise _invalid_message("field", f"{length} bytes", f"at most {end - at}")
         if kind == _BYTES:
             yield number, view[at : at + length]
         at += length
@@ -308,13 +312,13 @@ def _read_varint(raw: bytes, at: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(raw):
-            raise _chunks_bad("number", "the end of the message", "more bytes")
+            raise _invalid_message("number", "the end of the message", "more bytes")
         byte = raw[at]
         at += 1
         value |= (byte & 0x7F) << shift
         if byte < 0x80:
             return value & 0xFFFF_FFFF_FFFF_FFFF, at
-    raise _chunks_bad("number", "more than 10 bytes", "at most 10")
+    raise _invalid_message("number", "more than 10 bytes", "at most 10")
 
 
 def _varint(value: int) -> bytes:
@@ -344,7 +348,7 @@ Found = dict[int, int | memoryview]
 def _number(found: Found, number: int, bits: int) -> int:
     value = found.get(number, 0)
     if not isinstance(value, int) or value >> bits:
-        raise _chunks_bad(
+        raise _invalid_message(
             f"field {number}", value if isinstance(value, int) else "bytes", "a number"
         )
     return value
@@ -353,7 +357,9 @@ def _number(found: Found, number: int, bits: int) -> int:
 def _view(found: Found, number: int, most: int) -> memoryview:
     value = found.get(number, _EMPTY)
     if isinstance(value, int) or len(value) > most:
-        raise _chunks_bad(f"field {number}", value if isinstance(value, int) else len(value), most)
+        raise _invalid_message(
+            f"field {number}", value if isinstance(value, int) else len(value), most
+        )
     return value
 
 
@@ -365,8 +371,8 @@ def _text(found: Found, number: int, most: int) -> str:
     try:
         return _blob(found, number, most).decode("ascii")
     except UnicodeDecodeError as error:
-        raise _chunks_bad(f"field {number}", "other bytes", "ASCII") from error
+        raise _invalid_message(f"field {number}", "other bytes", "ASCII") from error
 
 
-def _chunks_bad(what: str, got: object, wanted: object) -> InvalidFrame:
+def _invalid_message(what: str, got: object, wanted: object) -> InvalidFrame:
     return InvalidFrame(f"bad {what} in a gRPC message", got=got, wanted=wanted)

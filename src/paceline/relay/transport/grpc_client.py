@@ -15,9 +15,9 @@ from typing import Any
 import grpc
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
-from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol import Extent
 from paceline.relay.transport import intake
-from paceline.relay.transport.contract import PullSpec
+from paceline.relay.transport.contract import PullSpec, Transport
 from paceline.relay.transport.frames import (
     MAX_DATA,
     METHOD,
@@ -26,10 +26,10 @@ from paceline.relay.transport.frames import (
     decode_data,
     encode_request,
     proof,
-    same,
+    proofs_equal,
 )
 from paceline.relay.transport.intake import PieceReceiver
-from paceline.relay.transport.tls import TlsSettings, diagnose, worker_host_name
+from paceline.relay.transport.tls import diagnose_refusal, worker_host_name
 
 CONNECT_S = 3.0
 WATCH_S = 0.25  # between two checks for a silent source
@@ -45,10 +45,10 @@ _OPTIONS: tuple[tuple[str, Any], ...] = (
 class GrpcPullStream:
     """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
 
-    def __init__(self, pull: PullSpec, token: str, tls: TlsSettings | None = None) -> None:
+    def __init__(self, pull: PullSpec, transport: Transport) -> None:
         self._pull = pull
-        self._token = token
-        self._tls = tls
+        self._token = transport.token
+        self._tls = transport.tls
         self._hello = pull.hello()
         self._intake = PieceReceiver(pull)
         self._lock = threading.Lock()
@@ -98,9 +98,9 @@ class GrpcPullStream:
             yield encode_request(said)
 
     def _watch(self) -> None:
-        patience_s = intake.SILENCE_S if self._welcomed else CONNECT_S
+        silence_s = intake.SILENCE_S if self._welcomed else CONNECT_S
         waiting = not self._welcomed or self._intake.waiting
-        if waiting and time.monotonic() - self._heard_s > patience_s:
+        if waiting and time.monotonic() - self._heard_s > silence_s:
             self._silent = True
             self._call.cancel()
 
@@ -156,7 +156,7 @@ class GrpcPullStream:
             raise InvalidFrame("an empty message", where=self._pull.key)
 
     def _welcome(self, said: ChunkData) -> None:
-        if not same(said.proof, proof(self._token, "server", self._hello, said.nonce)):
+        if not proofs_equal(said.proof, proof(self._token, "server", self._hello, said.nonce)):
             raise AccessDenied(
                 "the peer does not know the cluster's token", where=self._pull.source.address
             )
@@ -196,7 +196,7 @@ class GrpcPullStream:
         if self._welcomed:
             return PeerLost("the peer refused", got=f"{details} ({code.name})", where=where)
         address = self._pull.source.address
-        if refusal := diagnose(address, self._tls, self._pull.key, CONNECT_S):
+        if refusal := diagnose_refusal(address, self._tls, self._pull.key, CONNECT_S):
             return refusal
         return PeerLost(
             "no stream from the peer",

@@ -13,10 +13,9 @@ import logging
 import os
 import queue
 import re
-import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 
@@ -32,10 +31,10 @@ from paceline.errors import (
     ServiceUnavailable,
 )
 from paceline.manifest import Piece
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.staging import Staging
+from paceline.relay.protocol import Extent
+from paceline.relay.store import Staging
 from paceline.relay.transport import serving
-from paceline.relay.transport.contract import FindModel, OnDiskCorruption, PullSpec, RevokedWorkers
+from paceline.relay.transport.contract import ServeSpec, Transport
 from paceline.relay.transport.frames import (
     MAX_DATA,
     MAX_REQUEST,
@@ -48,19 +47,15 @@ from paceline.relay.transport.frames import (
     decode_request,
     encode_challenge,
     encode_data,
-    proof,
-    same,
 )
 from paceline.relay.transport.grpc_client import GrpcPullStream
-from paceline.relay.transport.pacing import Pacer
 from paceline.relay.transport.serving import (
+    HANDSHAKE_TIMEOUT_S,
+    MAX_STREAMS,
     PLACES,
-    WELCOME_S,
     CorruptReport,
     PeerMessage,
-    PendingHandshakes,
-    ServedStream,
-    StreamSlots,
+    PeerServer,
 )
 from paceline.relay.transport.tls import (
     TlsSettings,
@@ -69,11 +64,10 @@ from paceline.relay.transport.tls import (
     valid_name,
     wrong_identity,
 )
-from paceline.schemas.base import SHA256_HEX
+from paceline.schemas import SHA256_HEX
 
 log = logging.getLogger(__name__)
 
-MAX_STREAMS = 128
 SPARE_THREADS = 16  # for calls that are ending
 UNREAD_REQUESTS = 1024  # beyond it the peer's requests wait in the network
 BASIC_KEEPALIVE_S = 0.25
@@ -83,7 +77,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a taken port is an error
     ("grpc.max_receive_message_length", MAX_REQUEST),
     # A connection without a stream takes no thread; this bounds its TLS and HTTP/2 handshake.
-    ("grpc.server_handshake_timeout_ms", int(WELCOME_S * 1000)),
+    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
     ("grpc.max_connection_idle_ms", 60_000),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
@@ -98,32 +92,12 @@ _CODES = (
 )
 
 
-class GrpcServer:
-    """Listens on ``host:port`` and serves the models that ``find(digest, wait_s)`` returns."""
+class GrpcServer(PeerServer["_Call"]):
+    """Listens on a port and serves the models that ``spec.find`` returns."""
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        port: int,
-        worker_id: str,
-        token: str,
-        find: Callable[[str, float], Staging | None],
-        pacer: Pacer,
-        on_rotten: Callable[[str, int], None],
-        tls: TlsSettings | None,
-        barred: RevokedWorkers | None = None,
-    ) -> None:
-        self.barred = barred or RevokedWorkers()
-        self.worker_id = worker_id
-        self.token = token
-        self.find = find
-        self.pacer = pacer
-        self.on_rotten = on_rotten
-        self.tls = tls is not None
-        self.stopping = threading.Event()
-        self.lobby: PendingHandshakes[_Call] = PendingHandshakes(lambda call: call.turn_away())
-        self.seats = StreamSlots()
+    def __init__(self, transport: GrpcTransport, spec: ServeSpec) -> None:
+        super().__init__(transport, spec, lambda call: call.end_connection())
+        self.tls = transport.tls is not None
         most = MAX_STREAMS + PLACES + SPARE_THREADS
         self._threads = ThreadPoolExecutor(most, thread_name_prefix="peer-serve")
         self._server = grpc.server(self._threads, options=_OPTIONS, maximum_concurrent_rpcs=most)
@@ -134,11 +108,12 @@ class GrpcServer:
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(service, {method: handler}),)
         )
+        host = spec.host
         if ":" in host and not host.startswith("["):
             host = f"[{host}]"
-        where = f"{host}:{port}"
+        where = f"{host}:{spec.port}"
         try:
-            bound = self._bind(where, tls)
+            bound = self._bind(where, transport.tls)
         except RuntimeError as error:
             self._threads.shutdown(wait=False)
             raise PortInUse(
@@ -163,7 +138,7 @@ class GrpcServer:
     def stop(self) -> None:
         """Close the port and every stream."""
         self.stopping.set()
-        self.lobby.close()
+        self.pending_handshakes.close()
         self._server.stop(None).wait(5.0)
         self._threads.shutdown(wait=False)
 
@@ -189,9 +164,9 @@ class _Call:
         listener = threading.Thread(target=self._listen, name="peer-listen", daemon=True)
         listener.start()
         who = "a peer"
-        self._server.lobby.enter(self, time.monotonic())
+        self._server.pending_handshakes.enter(self, time.monotonic())
         try:
-            first = self._next(self._until_welcome_s)
+            first = self._next(self._until_authenticated_s)
             if first is None:
                 raise PeerLost("the peer did not say who it is")
             if first.worker_id or first.nonce:
@@ -207,24 +182,24 @@ class _Call:
             self._context.set_details(str(error)[:500])
         finally:
             self._over.set()
-            self._server.lobby.leave(self)
+            self._server.pending_handshakes.leave(self)
 
-    def turn_away(self) -> None:
+    def end_connection(self) -> None:
         """End a call that has not authenticated; from any thread."""
         self._over.set()
         with suppress(queue.Full):
             self._said.put_nowait(PeerLost("others called meanwhile"))
 
     @property
-    def _until_welcome_s(self) -> float:
-        return self._began_s + WELCOME_S - time.monotonic()
+    def _until_authenticated_s(self) -> float:
+        return self._began_s + HANDSHAKE_TIMEOUT_S - time.monotonic()
 
     @contextmanager
     def _seated(self, reader: str) -> Iterator[None]:
         """Hold a stream slot for an authenticated peer."""
-        if not self._server.lobby.leave(self):
+        if not self._server.pending_handshakes.leave(self):
             raise PeerLost("others called meanwhile")
-        with self._server.seats.taken(reader, MAX_STREAMS, shared=reader == BASIC):
+        with self._server.slots.taken(reader, MAX_STREAMS, shared=reader == BASIC):
             yield
 
     # ── messages from the peer ───────────────────────────────────────────────────────────────────
@@ -312,12 +287,10 @@ class _Call:
             raise wrong_identity(certified, first.worker_id)
         self._server.barred.require(first.worker_id, self._admission)
         hello = Hello(PROTOCOL_VERSION, 0.0, first.manifest_digest, first.nonce, first.worker_id)
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        token = self._server.token
-        yield encode_challenge(nonce, proof(token, "server", hello, nonce))
-        answer = self._next(self._until_welcome_s)
-        if answer is None or not same(answer.proof, proof(token, "client", hello, nonce)):
-            raise AccessDenied("the peer does not know the cluster's token", got=first.worker_id)
+        nonce, own_proof = self._server.challenge(hello)
+        yield encode_challenge(nonce, own_proof)
+        answer = self._next(self._until_authenticated_s)
+        self._server.check_proof(hello, nonce, answer.proof if answer else b"")
 
     def _basic_reader(self) -> str:
         """Return the name of a peer without a greeting; raises AccessDenied without a proof."""
@@ -334,38 +307,23 @@ class _Call:
             )
         return BASIC
 
-    def _await_model(self, digest: str, keepalive_s: float) -> Iterator[bytes | Staging]:
-        """Yield WAITING until the model is open here, then yield it."""
-        give_up_s = time.monotonic() + serving.UNKNOWN_DIGEST_S
-        while (staging := self._server.find(digest, keepalive_s)) is None:
-            if time.monotonic() > give_up_s or self._over.is_set():
-                raise PeerLost("nobody deploys this model here", got=digest[:12])
-            yield WAITING
-        yield staging
-
     # ── messages to the peer ─────────────────────────────────────────────────────────────────────
 
     def _serve_worker(self, first: ChunkRequest) -> Iterator[bytes]:
         yield from self._greet(first)
         keepalive_s = min(10.0, max(0.02, first.keepalive_ms / 1000))
         with self._seated(first.worker_id):
-            for staging in self._await_model(first.manifest_digest, keepalive_s):
-                if isinstance(staging, bytes):
-                    yield staging
+            for staging in self._server.await_model(
+                first.manifest_digest, keepalive_s, self._over.is_set
+            ):
+                if staging is None:
+                    yield WAITING
                     continue
                 with staging.serving():
                     yield from self._send_pieces(staging, first.worker_id, keepalive_s)
 
     def _send_pieces(self, staging: Staging, reader: str, keepalive_s: float) -> Iterator[bytes]:
-        peer = ServedStream(
-            worker_id=self._server.worker_id,
-            reader=reader,
-            staging=staging,
-            keepalive_s=keepalive_s,
-            on_rotten=self._server.on_rotten,
-            barred=self._server.barred,
-            admission=self._admission,
-        )
+        peer = self._server.stream(staging, reader, keepalive_s, self._admission)
         with closing(peer.runs(self._asked)) as runs:
             for run in runs:
                 if run is None:
@@ -377,7 +335,7 @@ class _Call:
                         yield encode_data(
                             data,
                             chunk_id=piece.chunk_id,
-                            checksum=piece.sha256 if last else "",
+                            checksum=piece.digest if last else "",
                             piece=index,
                             offset=piece.stream_offset + at,
                         )
@@ -387,8 +345,10 @@ class _Call:
     def _serve_basic(self, first: ChunkRequest) -> Iterator[bytes]:
         reader = self._basic_reader()
         with self._seated(reader):
-            for staging in self._await_model(first.manifest_digest, BASIC_KEEPALIVE_S):
-                if isinstance(staging, bytes):
+            for staging in self._server.await_model(
+                first.manifest_digest, BASIC_KEEPALIVE_S, self._over.is_set
+            ):
+                if staging is None:
                     continue  # basic peers do not understand WAITING
                 with staging.serving():
                     request: ChunkRequest | None = first
@@ -403,10 +363,7 @@ class _Call:
             raise NotFound("no such chunk", got=chunk_id, wanted=f"0 to {len(manifest.chunks) - 1}")
         chunk, pieces = manifest.chunks[chunk_id], manifest.chunk_pieces(chunk_id)
         for index in pieces:
-            wanted = (Extent(index, index + 1),)
-            while staging.next_held(wanted, BASIC_KEEPALIVE_S) is None:
-                if self._over.is_set() or staging.closed or staging.gave_up:
-                    raise NotFound("this worker gave the model up", got=manifest.digest[:12])
+            self._await_piece(staging, index)
             piece, since_s = manifest.piece_of(index), time.monotonic()
             for at, data, last in self._blocks(staging, piece):
                 whole = last and index == pieces[-1]
@@ -418,11 +375,19 @@ class _Call:
                     offset=piece.stream_offset + at,
                 )
             busy_s = time.monotonic() - since_s
-            staging.edges.carried(self._server.worker_id, reader, piece.length, busy_s)
+            staging.edges.carried(self._server.spec.worker_id, reader, piece.length, busy_s)
+
+    def _await_piece(self, staging: Staging, index: int) -> None:
+        with staging.requests() as queue:
+            queue.add(Extent(index, index + 1))
+            while queue.next(1, BASIC_KEEPALIVE_S) is None:
+                if self._over.is_set() or staging.closed or staging.is_abandoned:
+                    digest = staging.manifest.digest
+                    raise NotFound("this worker gave the model up", got=digest[:12])
 
     def _blocks(self, staging: Staging, piece: Piece) -> Iterator[tuple[int, bytes, bool]]:
         """Yield ``(offset in the piece, bytes, whether they are its last)``."""
-        pacer = self._server.pacer
+        pacer = self._server.spec.pacer
         block = pacer.block_bytes if pacer.paced else MAX_DATA
         descriptor = staging.descriptor(piece.file_index)
         for at in range(0, piece.length, block):
@@ -434,54 +399,15 @@ class _Call:
             pacer.take(count)
 
 
-class GrpcTransport:
-    """``ChunkTransfer`` streams, plain or mutual TLS; both sides prove that they hold ``token``.
+class GrpcTransport(Transport):
+    """``ChunkTransfer`` streams; see Transport."""
 
-    Raises InvalidInput if the credentials are not usable.
-    """
-
-    def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
-        self._token = token
-        self.barred = RevokedWorkers()
-        self._tls = tls
-        if tls is not None:
-            tls.context(server=True)  # check now: gRPC would report a vague error, and later
-
-    @property
-    def name(self) -> str:
-        """Return the transport's name in profiles."""
-        return "grpc"
-
-    def serve(
-        self,
-        *,
-        host: str,
-        port: int,
-        worker_id: str,
-        find: FindModel,
-        pacer: Pacer,
-        on_rotten: OnDiskCorruption,
-    ) -> GrpcServer:
-        """Bind a port; see Transport."""
-        return GrpcServer(
-            host=host,
-            port=port,
-            worker_id=worker_id,
-            token=self._token,
-            find=find,
-            pacer=pacer,
-            on_rotten=on_rotten,
-            tls=self._tls,
-            barred=self.barred,
-        )
-
-    def pull(self, pull: PullSpec) -> GrpcPullStream:
-        """Open a stream; see Transport."""
-        return GrpcPullStream(pull, self._token, self._tls)
+    name = "grpc"
+    server_type, stream_type = GrpcServer, GrpcPullStream
 
     def reload(self) -> bool:
         """Check the credential files again; see Transport."""
-        if self._tls is None:
+        if self.tls is None:
             return True
-        self._tls.context(server=True)
+        self.tls.context(server=True)
         return False  # each stream reads them; the server keeps the credentials it started with

@@ -28,7 +28,7 @@ from paceline.relay.transport.tls import (
     worker_host_name,
     worker_uri,
 )
-from paceline.system.files import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
+from paceline.system import PRIVATE_DIRECTORY, ensure_private, make_directories, write_private
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -52,32 +52,17 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
 
     An existing key is kept and gets a new certificate.
     """
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
 
     made = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
     found = made.key.exists()
     key = _authority_key(made) if found else ec.generate_private_key(ec.SECP256R1())
-    now = datetime.datetime.now(datetime.UTC)
-    subject = _name(name)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(subject)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - _SKEW)
-        .not_valid_after(now + datetime.timedelta(days=AUTHORITY_DAYS))
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .add_extension(_usage(issues=True), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .sign(key, hashes.SHA256())
-    )
+    start = datetime.datetime.now(datetime.UTC) - _SKEW
+    builder = _certificate(name, _name(name), key.public_key(), start, AUTHORITY_DAYS, issues=True)
     make_directories(directory, PRIVATE_DIRECTORY)
     if not found:
         write_private(made.key, _key_pem(key))
-    write_private(made.cert, _certificate_pem(certificate))
+    write_private(made.cert, _signed_pem(builder, key))
     return made
 
 
@@ -283,46 +268,35 @@ def _issue(
     valid_days: float,
 ) -> bytes:
     from cryptography import x509
-    from cryptography.hazmat.primitives import hashes
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
-    issuer = x509.load_pem_x509_certificate(read_certificate(authority.cert))
+    issuer = x509.load_pem_x509_certificate(read_certificate(authority.cert)).subject
     issuer_key = _authority_key(authority)
     start = valid_from or datetime.datetime.now(datetime.UTC) - _SKEW
     both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(_name(common_name[:64]))
-        .issuer_name(issuer.subject)
-        .public_key(public_key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(start)
-        .not_valid_after(start + datetime.timedelta(days=valid_days))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_usage(issues=False), critical=True)
+    issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())
+    builder = (
+        _certificate(common_name[:64], issuer, public_key, start, valid_days, issues=False)
         .add_extension(x509.ExtendedKeyUsage(both_sides), critical=False)
         .add_extension(x509.SubjectAlternativeName(names), critical=False)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()),
-            critical=False,
-        )
-        .sign(issuer_key, hashes.SHA256())
+        .add_extension(issuer_id, critical=False)
     )
-    return _certificate_pem(certificate)
+    return _signed_pem(builder, issuer_key)
 
 
-def _name(common_name: str) -> x509.Name:
+def _certificate(
+    common_name: str,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePublicKey,
+    start: datetime.datetime,
+    valid_days: float,
+    *,
+    issues: bool,
+) -> x509.CertificateBuilder:
     from cryptography import x509
-    from cryptography.x509.oid import NameOID
 
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
-
-
-def _usage(*, issues: bool) -> x509.KeyUsage:
-    from cryptography import x509
-
-    return x509.KeyUsage(
+    constraints = x509.BasicConstraints(ca=issues, path_length=0 if issues else None)
+    usage = x509.KeyUsage(
         digital_signature=not issues,
         content_commitment=False,
         key_encipherment=False,
@@ -333,12 +307,32 @@ def _usage(*, issues: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+    return (
+        x509.CertificateBuilder()
+        .subject_name(_name(common_name))
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(start + datetime.timedelta(days=valid_days))
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    )
 
 
-def _certificate_pem(certificate: x509.Certificate) -> bytes:
+def _name(common_name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _signed_pem(builder: x509.CertificateBuilder, key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.serialization import Encoding
 
-    return certificate.public_bytes(Encoding.PEM)
+    return builder.sign(key, SHA256()).public_bytes(Encoding.PEM)
 
 
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:

@@ -9,8 +9,10 @@ authenticated yet and the streams of each peer. It does not depend on lanes or p
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,23 +20,24 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from paceline.errors import InvalidFrame, NotFound, PeerLost, ServiceUnavailable
-from paceline.relay.protocol.extents import Extent, Extents
-from paceline.relay.store.requests import RequestQueue
-from paceline.relay.store.staging import Staging
-from paceline.relay.transport.contract import RevokedWorkers
+from paceline.errors import AccessDenied, InvalidFrame, NotFound, PeerLost, ServiceUnavailable
+from paceline.relay.protocol import Extent, Extents
+from paceline.relay.store import RequestQueue, Staging
+from paceline.relay.transport.contract import RevokedWorkers, ServeSpec, Transport
+from paceline.relay.transport.frames import NONCE_BYTES, Hello, proof, proofs_equal
 
 log = logging.getLogger(__name__)
+Caller = TypeVar("Caller")
 
 UNKNOWN_DIGEST_S = 30.0  # a peer may learn of a deployment before this agent does
 IDLE_S = 120.0  # without any request
-RUN_PIECES = 16  # sent between two reads of the peer's messages
-HEAR_S = 0.02  # the longest that a peer's message waits while pieces are sent
+SEND_RUN_PIECES = 16  # sent between two reads of the peer's messages
+READ_INTERVAL_S = 0.02  # the longest that a peer's message waits while pieces are sent
 # A session has at most 256 pieces in flight and requests them in runs. These bounds keep a peer
 # that sends tiny requests below a tenth of a core, and its queue below a megabyte.
-MOST_FRAMES = 256  # of a peer, read every HEAR_S
+MAX_FRAMES_PER_READ = 256  # of a peer, read every HEAR_S
 MOST_RUNS = 4096  # separate requested runs of pieces that a peer may wait for
-TALLY_S = 0.2  # the longest between two updates of an edge's byte count while a run is sent
+COUNT_INTERVAL_S = 0.2  # the longest between two updates of an edge's byte count in a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class ServedStream:
         reader: str,
         staging: Staging,
         keepalive_s: float,
-        on_rotten: Callable[[str, int], None],
+        on_disk_corruption: Callable[[str, int], None],
         barred: RevokedWorkers,
         admission: str = "",
     ) -> None:
@@ -65,7 +68,7 @@ class ServedStream:
         self._reader = reader
         self._staging = staging
         self._keepalive_s = keepalive_s
-        self._on_rotten = on_rotten
+        self._on_disk_corruption = on_disk_corruption
         self._barred, self._admission = barred, admission
         self._sent = Extents()  # a peer may report each piece that it was sent once
         self._since_s = time.monotonic()
@@ -90,11 +93,11 @@ class ServedStream:
         heard_s, frames = float("-inf"), 0
         while True:
             self._barred.require(self._reader, self._admission)
-            if frames == MOST_FRAMES and not requests:
-                time.sleep(HEAR_S)
+            if frames == MAX_FRAMES_PER_READ and not requests:
+                time.sleep(READ_INTERVAL_S)
             frames = 0
-            if not requests or time.monotonic() - heard_s >= HEAR_S:
-                for each in islice(asked(0.0 if requests else IDLE_S), MOST_FRAMES):
+            if not requests or time.monotonic() - heard_s >= READ_INTERVAL_S:
+                for each in islice(asked(0.0 if requests else IDLE_S), MAX_FRAMES_PER_READ):
                     frames += 1
                     self._hear(each, requests)
                 heard_s = time.monotonic()
@@ -102,9 +105,10 @@ class ServedStream:
                 if not frames:
                     raise PeerLost("the peer asks for nothing")
                 continue
-            more = frames == MOST_FRAMES  # unread messages may request verified pieces
+            more = frames == MAX_FRAMES_PER_READ  # unread messages may request verified pieces
             run = requests.next(
-                RUN_PIECES, min(HEAR_S, self._keepalive_s) if more else self._keepalive_s
+                SEND_RUN_PIECES,
+                min(READ_INTERVAL_S, self._keepalive_s) if more else self._keepalive_s,
             )
             if self._staging.closed:
                 raise PeerLost("the model is no longer open here")
@@ -113,7 +117,7 @@ class ServedStream:
                 self._since_s = time.monotonic()
                 self._staging.edges.sends(self, self._worker_id, self._reader)
                 yield run
-            elif self._staging.gave_up:
+            elif self._staging.is_abandoned:
                 digest = self._staging.manifest.digest
                 raise NotFound("this worker gave the model up", got=digest[:12])
             else:
@@ -123,14 +127,14 @@ class ServedStream:
         """Count sent bytes of a run; time spent waiting for pieces is excluded from the rate."""
         self._counted += count
         now = time.monotonic()
-        if last or now - self._since_s >= TALLY_S:
+        if last or now - self._since_s >= COUNT_INTERVAL_S:
             self._staging.edges.sent(self, self._counted, goes_on=not last)
             self._since_s, self._counted = now, 0
 
     def _hear(self, asked: PeerMessage, requests: RequestQueue) -> None:
         pieces = self._staging.manifest.piece_count
         if isinstance(asked, CorruptReport):
-            self._look_at(asked.piece)
+            self._check_reported(asked.piece)
         elif asked.stop > pieces:
             raise InvalidFrame("request beyond the model", got=asked, wanted=pieces)
         elif requests.runs >= MOST_RUNS:
@@ -144,12 +148,72 @@ class ServedStream:
         else:
             requests.add(asked)
 
-    def _look_at(self, index: int) -> None:
+    def _check_reported(self, index: int) -> None:
         """Check a piece that a peer reported corrupt: the fault is the wire or this disk."""
-        if self._sent.remove(Extent(index, index + 1)) and self._staging.distrust(index):
+        if self._sent.remove(Extent(index, index + 1)) and self._staging.recheck_piece(index):
             digest = self._staging.manifest.digest
             log.error("piece %d of %s rotted on this disk", index, digest[:12])
-            self._on_rotten(digest, index)
+            self._on_disk_corruption(digest, index)
+
+
+class PeerServer(ABC, Generic[Caller]):
+    """A server of the models that ``spec.find`` returns, until it is stopped; ``end_connection``
+    ends a pending handshake.
+    """
+
+    address: str  # ``host:port`` as peers reach it
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start to accept streams."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Close the port and every stream."""
+
+    def __init__(
+        self, transport: Transport, spec: ServeSpec, end_connection: Callable[[Caller], None]
+    ) -> None:
+        self.spec = spec
+        self.token, self.barred = transport.token, transport.barred
+        self.pending_handshakes: PendingHandshakes[Caller] = PendingHandshakes(end_connection)
+        self.slots = StreamSlots()
+        self.stopping = threading.Event()
+
+    def challenge(self, hello: Hello) -> tuple[bytes, bytes]:
+        """Return a nonce, and the proof that this side holds the token."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return nonce, proof(self.token, "server", hello, nonce)
+
+    def check_proof(self, hello: Hello, nonce: bytes, answer: bytes) -> None:
+        """Raise AccessDenied unless ``answer`` proves that the peer holds the token."""
+        if not proofs_equal(answer, proof(self.token, "client", hello, nonce)):
+            raise AccessDenied("the peer does not know the cluster's token", got=hello.worker_id)
+
+    def await_model(
+        self, digest: str, wait_s: float, is_over: Callable[[], bool] = lambda: False
+    ) -> Iterator[Staging | None]:
+        """Yield None every ``wait_s`` until the model is open here, then yield it."""
+        give_up_s = time.monotonic() + UNKNOWN_DIGEST_S
+        while (staging := self.spec.find(digest, wait_s)) is None:
+            if time.monotonic() > give_up_s or is_over() or self.stopping.is_set():
+                raise PeerLost("the model is not deployed here", got=digest[:12])
+            yield None
+        yield staging
+
+    def stream(
+        self, staging: Staging, reader: str, keepalive_s: float, admission: str
+    ) -> ServedStream:
+        """Return the stream to an authenticated peer."""
+        return ServedStream(
+            worker_id=self.spec.worker_id,
+            reader=reader,
+            staging=staging,
+            keepalive_s=keepalive_s,
+            on_disk_corruption=self.spec.on_disk_corruption,
+            barred=self.barred,
+            admission=admission,
+        )
 
 
 # Bounds on connections before and after authentication. Any host may connect, and a silent or slow
@@ -157,10 +221,9 @@ class ServedStream:
 # those are full the oldest is closed. A peer authenticates within milliseconds.
 
 PLACES = 128  # pending handshakes; as many as streams, so that a whole fleet may connect at once
-WELCOME_S = 3.0  # from the connection to the proof
-PEER_STREAMS = 32  # of one peer at once: it needs one for each model, and one that just broke
-
-Caller = TypeVar("Caller")
+HANDSHAKE_TIMEOUT_S = 3.0  # from the connection to the proof
+MAX_STREAMS = 128  # of all peers at once
+MAX_STREAMS_PER_PEER = 32  # it needs one for each model, and one that just broke
 
 
 class PendingHandshakes(Generic[Caller]):
@@ -169,8 +232,8 @@ class PendingHandshakes(Generic[Caller]):
     The callback ends a connection from any thread; its serving thread then sees an error.
     """
 
-    def __init__(self, turn_away: Callable[[Caller], None]) -> None:
-        self._turn_away = turn_away
+    def __init__(self, end_connection: Callable[[Caller], None]) -> None:
+        self._end_connection = end_connection
         self._lock = threading.Lock()
         self._due_s: dict[Caller, float] = {}
 
@@ -178,15 +241,15 @@ class PendingHandshakes(Generic[Caller]):
         """Add ``caller``; where all slots are taken, the oldest connection is ended."""
         with self._lock:
             while len(self._due_s) >= PLACES:
-                self._turn_away_first()
-            self._due_s[caller] = now_s + WELCOME_S
+                self._end_oldest()
+            self._due_s[caller] = now_s + HANDSHAKE_TIMEOUT_S
 
     def replace(self, caller: Caller, by: Caller) -> None:
         """Replace ``caller`` by the object that wraps it; if it was ended, end ``by`` too."""
         with self._lock:
             due_s = self._due_s.pop(caller, None)
             if due_s is None:
-                self._turn_away(by)
+                self._end_connection(by)
             else:
                 self._due_s[by] = due_s
 
@@ -201,23 +264,23 @@ class PendingHandshakes(Generic[Caller]):
             for caller, due_s in list(self._due_s.items()):
                 if due_s <= now_s:
                     del self._due_s[caller]
-                    self._turn_away(caller)
+                    self._end_connection(caller)
             return min(self._due_s.values(), default=None)
 
     def close(self) -> None:
         """End every pending connection."""
         with self._lock:
             while self._due_s:
-                self._turn_away_first()
+                self._end_oldest()
 
-    def _turn_away_first(self) -> None:
+    def _end_oldest(self) -> None:
         first = min(self._due_s, key=self._due_s.__getitem__)
         del self._due_s[first]
-        self._turn_away(first)
+        self._end_connection(first)
 
 
 class StreamSlots:
-    """Slots of the streams being served, at most ``PEER_STREAMS`` of one peer."""
+    """Slots of the streams being served, at most ``MAX_STREAMS_PER_PEER`` of one peer."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -232,11 +295,11 @@ class StreamSlots:
         with self._lock:
             if self._taken.total() >= most:
                 raise ServiceUnavailable("too many streams", got=most)
-            if not shared and self._taken[peer] >= PEER_STREAMS:
+            if not shared and self._taken[peer] >= MAX_STREAMS_PER_PEER:
                 raise ServiceUnavailable(
                     "too many streams of one peer",
-                    got=PEER_STREAMS + 1,
-                    wanted=f"at most {PEER_STREAMS}",
+                    got=MAX_STREAMS_PER_PEER + 1,
+                    wanted=f"at most {MAX_STREAMS_PER_PEER}",
                     where=peer,
                     do="Close streams that are not used.",
                 )

@@ -15,9 +15,9 @@ import struct
 import sys
 import termios
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from paceline.errors import InvalidFrame, PeerLost
 from paceline.relay.transport.frames import HEADER, Header, Kind, decode
@@ -31,9 +31,9 @@ from paceline.relay.transport.pacing import Pacer
 # the time that its next block takes. SO_RCVLOWAT cannot do that: below its mark the kernel
 # acknowledges every other segment. On fast links the reader never sleeps.
 
-LONGEST_S = 0.03  # below the 40 ms after which the kernel sends a delayed ACK
-SHORTEST_S = 0.0005  # a shorter sleep costs more than it saves
-SHARE = 0.95  # of the expected time; the read itself waits for the rest
+MAX_SLEEP_S = 0.03  # below the 40 ms after which the kernel sends a delayed ACK
+MIN_SLEEP_S = 0.0005  # a shorter sleep costs more than it saves
+SLEEP_SHARE = 0.95  # of the expected time; the read itself waits for the rest
 BLOCKED_S = 0.0004  # a read that took longer waited for the link
 LEAST_BYTES = 16 * 1024  # less is not worth a sleep
 
@@ -46,16 +46,16 @@ class ReadCoalescer:
 
     def rests(self, count: int) -> bool:
         """Return whether ``count`` bytes that have yet to arrive take long enough for a sleep."""
-        return count >= LEAST_BYTES and self._per_byte_s * count * SHARE >= SHORTEST_S
+        return self._per_byte_s * count * SLEEP_SHARE >= MIN_SLEEP_S
 
     def sleep(self, missing: int) -> bool:
         """Sleep while ``missing`` bytes arrive; return whether the rest is due within LONGEST_S."""
         if missing < LEAST_BYTES:
             return True
-        wait_s = self._per_byte_s * missing * SHARE
-        if wait_s >= SHORTEST_S:
-            time.sleep(min(wait_s, LONGEST_S))
-        return wait_s <= LONGEST_S
+        wait_s = self._per_byte_s * missing * SLEEP_SHARE
+        if wait_s >= MIN_SLEEP_S:
+            time.sleep(min(wait_s, MAX_SLEEP_S))
+        return wait_s <= MAX_SLEEP_S
 
     def read(self, count: int, began_s: float, blocked_s: float) -> None:
         """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
@@ -64,7 +64,7 @@ class ReadCoalescer:
         if count < LEAST_BYTES:
             return
         if blocked_s < BLOCKED_S:
-            self._per_byte_s *= 0.5 if self._per_byte_s * count > LONGEST_S else 0.9
+            self._per_byte_s *= 0.5 if self._per_byte_s * count > MAX_SLEEP_S else 0.9
             return
         seen = (time.monotonic() - began_s) / count
         # Grow at most twofold, so that a pause of the sender does not count as a rate.
@@ -74,14 +74,18 @@ class ReadCoalescer:
 IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress at all
 
 
-class Channel(Protocol):
-    """A connection: one thread reads, any thread may send whole frames or shut it."""
+class Channel(ABC):
+    """A connection: one thread reads, any thread may send whole frames or shut it. ``socket`` owns
+    the descriptor.
+    """
 
-    @property
-    def socket(self) -> socket.socket:
-        """Return the socket that owns the descriptor."""
-        ...
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self.coalescer = ReadCoalescer()
+        self.readable_poll = select.poll()
+        self.readable_poll.register(sock, select.POLLIN)
 
+    @abstractmethod
     def receive(
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
     ) -> None:
@@ -89,50 +93,37 @@ class Channel(Protocol):
 
         ``on_some`` is called after a timeout in which some bytes, but not all, have arrived.
         """
-        ...
 
+    @abstractmethod
     def send(self, data: bytes, more: bool = False) -> None:
         """Send all of ``data``; with ``more``, it may be sent together with the next data."""
-        ...
 
+    @abstractmethod
     def send_file(self, descriptor: int, offset: int, count: int) -> int:
         """Send up to ``count`` bytes of a file and return how many; 0 at its end."""
-        ...
 
     def readable(self, wait_s: float) -> bool:
         """Wait up to ``wait_s`` for data; return whether there is any."""
-        ...
-
-    def waiting(self) -> int:
-        """Return roughly how many bytes can be received without waiting."""
-        ...
+        return bool(self.readable_poll.poll(wait_s * 1000))
 
     def shut(self) -> None:
         """Shut the connection down and wake threads blocked on it; the owner closes it."""
-        ...
+        shutdown_socket(self.socket)
 
     def close(self) -> None:
         """Free the descriptor."""
-        ...
+        self.socket.close()
 
 
-class PlainChannel:
+class PlainChannel(Channel):
     """A channel without TLS; see Channel."""
 
     def __init__(self, sock: socket.socket, timeout_s: float = IO_TIMEOUT_S) -> None:
-        self._sock = sock
-        self._lull = ReadCoalescer()
-        self._poll = select.poll()
-        self._poll.register(sock, select.POLLIN)
+        super().__init__(sock)
         sock.setblocking(True)
         timeout = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
-
-    @property
-    def socket(self) -> socket.socket:
-        """Return the socket; see Channel."""
-        return self._sock
 
     def receive(
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
@@ -142,11 +133,12 @@ class PlainChannel:
         while done < len(view):
             try:
                 close, left = True, len(view) - done
-                if self._lull.rests(left):  # else asking how much has arrived costs too much
-                    close = self._lull.sleep(left - waiting_bytes(self._sock))
+                # Else asking how much has arrived costs too much.
+                if left >= LEAST_BYTES and self.coalescer.rests(left):
+                    close = self.coalescer.sleep(left - waiting_bytes(self.socket))
                 read_s = time.monotonic()
                 flags = socket.MSG_WAITALL if close else 0
-                got = self._sock.recv_into(view[done:], 0, flags)
+                got = self.socket.recv_into(view[done:], 0, flags)
             except (BlockingIOError, InterruptedError):
                 got = -1
             except OSError as error:
@@ -158,37 +150,22 @@ class PlainChannel:
                 on_some()
             if done < len(view) and time.monotonic() > deadline_s:
                 raise PeerLost("the peer went silent", got=f"{done} bytes", wanted=len(view))
-        self._lull.read(len(view), began_s, time.monotonic() - read_s)
+        if len(view) >= LEAST_BYTES:
+            self.coalescer.read(len(view), began_s, time.monotonic() - read_s)
 
     def send(self, data: bytes, more: bool = False) -> None:
         """Send all of ``data``; see Channel."""
         try:
-            self._sock.sendall(data, socket.MSG_MORE if more else 0)
+            self.socket.sendall(data, socket.MSG_MORE if more else 0)
         except OSError as error:
             raise broken(error) from error
 
     def send_file(self, descriptor: int, offset: int, count: int) -> int:
         """Send from the page cache without copying; see Channel."""
         try:
-            return os.sendfile(self._sock.fileno(), descriptor, offset, count)
+            return os.sendfile(self.socket.fileno(), descriptor, offset, count)
         except OSError as error:
             raise broken(error) from error
-
-    def readable(self, wait_s: float) -> bool:
-        """Wait for data; see Channel."""
-        return bool(self._poll.poll(wait_s * 1000))
-
-    def waiting(self) -> int:
-        """Return how many received bytes are in the kernel; see Channel."""
-        return waiting_bytes(self._sock)
-
-    def shut(self) -> None:
-        """Shut the connection down; see Channel."""
-        shut(self._sock)
-
-    def close(self) -> None:
-        """Free the descriptor."""
-        self._sock.close()
 
 
 def configure(sock: socket.socket, pacer: Pacer) -> None:
@@ -219,11 +196,11 @@ def read_frame(channel: Channel, deadline_s: float, *expected: Kind) -> tuple[He
 
 def waiting_bytes(sock: socket.socket) -> int:
     """Return how many bytes in the kernel's receive buffer of ``sock`` are unread."""
-    told = fcntl.ioctl(sock, termios.FIONREAD, bytes(4))
-    return int.from_bytes(told, sys.byteorder)
+    answer = fcntl.ioctl(sock, termios.FIONREAD, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
 
 
-def shut(sock: socket.socket) -> None:
+def shutdown_socket(sock: socket.socket) -> None:
     """Shut ``sock`` down and wake threads blocked on it; the owner closes it."""
     with suppress(OSError):
         # Not sock.shutdown: on a TLS socket that would let a thread in recv see raw records.

@@ -1,21 +1,21 @@
 """The client side of the TCP transport: one stream from one source, with one receiving thread.
 
-Blocks are received into reused buffers and passed to ``intake``, which verifies and writes them:
-one at a time, or several together while more have already arrived. Another thread sends the
-requests; a request is a 12-byte frame.
+Blocks are received into a reused buffer and passed to ``intake``, which hashes and writes them.
+Another thread sends the requests; a request is a 12-byte frame.
 """
 
 from __future__ import annotations
 
 import errno
 import socket
-import ssl
+import struct
 import threading
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
-from paceline.relay.protocol.extents import Extent
+from paceline.relay.protocol import Extent
 from paceline.relay.transport import intake
 from paceline.relay.transport.contract import PullSpec
 from paceline.relay.transport.frames import (
@@ -27,15 +27,26 @@ from paceline.relay.transport.frames import (
     encode_hello,
     encode_payload,
     proof,
-    same,
+    proofs_equal,
 )
-from paceline.relay.transport.intake import BufferPool, PieceReceiver
+from paceline.relay.transport.intake import PieceReceiver
 from paceline.relay.transport.pacing import ReceiveWindow
-from paceline.relay.transport.sockets import Channel, PlainChannel, configure, read_frame, shut
+from paceline.relay.transport.sockets import (
+    Channel,
+    PlainChannel,
+    configure,
+    read_frame,
+    shutdown_socket,
+)
 from paceline.relay.transport.tls import connect_tls
+
+if TYPE_CHECKING:
+    from paceline.relay.transport.tcp_server import TcpTransport
 
 CONNECT_S = 3.0
 IDLE_S = 600.0  # while nothing is requested; the server closes long before
+_PIECE = encode(Kind.PIECE)[:4]  # how the header of a PIECE frame begins; two numbers follow
+_NUMBERS = struct.Struct(">II")
 _LEAST_TIMEOUT_S = 0.05
 _NO_DESCRIPTOR_S = 0.05
 
@@ -43,14 +54,14 @@ _NO_DESCRIPTOR_S = 0.05
 class TcpPullStream:
     """Pulls requested pieces from ``source`` into ``staging`` until it fails or is closed."""
 
-    def __init__(self, pull: PullSpec, token: str, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, pull: PullSpec, transport: TcpTransport) -> None:
         self._pull = pull
-        self._token = token
-        self._tls = tls
+        self._token = transport.token
+        self._tls = transport.client_tls
         self._hello = pull.hello()
         self._intake = PieceReceiver(pull)
-        self._portion = ReceiveWindow(pull.portion)
-        self._shelf = BufferPool(pull.pacer)
+        self._receive_window = ReceiveWindow(pull.planned_rate)
+        self._buffer = memoryview(bytearray(pull.pacer.block_bytes))
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None  # until the channel exists
         self._channel: Channel | None = None
@@ -74,25 +85,21 @@ class TcpPullStream:
         self._closed = True  # without the lock: its holder may be waiting for the peer
         for each in (self._channel, self._sock):
             if isinstance(each, socket.socket):
-                shut(each)
+                shutdown_socket(each)
             elif each is not None:
                 each.shut()
 
     def _send_request(self, extent: Extent) -> None:
         if self._channel is not None:
-            self._portion.apply(self._channel.socket)  # a new plan may have changed it
+            self._receive_window.apply(self._channel.socket)  # a new plan may have changed it
             self._channel.send(encode(Kind.REQUEST, extent.first, extent.size))
 
     def _run(self) -> None:
         try:
             with self._pull.receiving(lambda: self._closed):
                 channel = self._connect()
-                try:
-                    while not self._closed:  # a shut socket still returns bytes that have arrived
-                        self._next_frame(channel)
-                finally:
-                    while self._intake.keeps:  # pieces that arrived before the end count
-                        self._intake.judge()
+                while not self._closed:  # a shut socket still returns bytes that have arrived
+                    self._next_frame(channel)
         finally:
             self._intake.drop()
             with self._lock:
@@ -110,7 +117,7 @@ class TcpPullStream:
         if self._closed:
             raise PeerLost("closed before it was open")
         configure(sock, self._pull.pacer)
-        self._portion.apply(sock)
+        self._receive_window.apply(sock)
         sock.settimeout(CONNECT_S)
         sock.connect((host.strip("[]"), int(port)))
         channel = self._channel = self._protect(sock)
@@ -120,7 +127,7 @@ class TcpPullStream:
         channel.send(encode_hello(self._hello))
         _, payload = read_frame(channel, deadline_s, Kind.CHALLENGE)
         nonce, said = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
-        if not same(said, proof(self._token, "server", self._hello, nonce)):
+        if not proofs_equal(said, proof(self._token, "server", self._hello, nonce)):
             raise AccessDenied(
                 "the peer does not know the cluster's token", where=self._pull.source.address
             )
@@ -156,17 +163,13 @@ class TcpPullStream:
 
     def _next_frame(self, channel: Channel) -> None:
         raw = bytearray(HEADER.size)
-        while self._intake.keeps and channel.waiting() < HEADER.size:
-            self._judge(channel)
         # An idle stream waits until the server closes it; a busy one is bounded here too.
-        patience_s = intake.SILENCE_S if self._intake.waiting else IDLE_S
-        channel.receive(memoryview(raw), time.monotonic() + patience_s)
-        header = decode(raw)
-        if header.kind is Kind.PIECE:
-            self._take_piece(channel, header.first, header.second)
+        silence_s = intake.SILENCE_S if self._intake.waiting else IDLE_S
+        channel.receive(memoryview(raw), time.monotonic() + silence_s)
+        if raw.startswith(_PIECE):  # decoded here: this is the hot path
+            self._take_piece(channel, *_NUMBERS.unpack_from(raw, len(_PIECE)))
             return
-        while self._intake.keeps:
-            self._judge(channel)
+        header = decode(raw)
         match header.kind:
             case Kind.WAITING:
                 self._intake.waits()
@@ -179,30 +182,16 @@ class TcpPullStream:
                 raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
 
     def _take_piece(self, channel: Channel, index: int, length: int) -> None:
-        arriving, shelf, left = self._intake, self._shelf, length
+        arriving, left = self._intake, length
         arriving.begin(index, length)
         deadline_s = time.monotonic() + intake.SILENCE_S
         while left:
-            here = channel.waiting()
-            size = min(shelf.block_bytes(here), left)
-            while arriving.keeps and not (shelf.has_room and here >= size):
-                self._judge(channel)
-                here = channel.waiting()
-            block = shelf.room(size)
+            block = self._buffer[:left]
             channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
             if self._closed:
                 return
-            if not arriving.keep(block):
-                shelf.take_back([block])
-            left -= size
-        arriving.end_kept()
-        while arriving.keeps and not shelf.has_room:
-            self._judge(channel)
-
-    def _judge(self, channel: Channel) -> None:
-        """Hash one round of kept blocks, free their buffers and report corrupt pieces."""
-        wrong, free = self._intake.judge()
-        self._shelf.take_back(free)
-        for index in wrong:
+            arriving.take(block)
+            left -= len(block)
+        if not arriving.end():
             with self._lock:
                 channel.send(encode(Kind.CORRUPT, index))

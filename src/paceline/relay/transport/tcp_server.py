@@ -10,96 +10,69 @@ from __future__ import annotations
 
 import errno
 import logging
-import secrets
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, suppress
 
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost, PortInUse
 from paceline.manifest import Piece
-from paceline.relay.protocol.extents import Extent
-from paceline.relay.store.staging import Staging
-from paceline.relay.transport import serving
-from paceline.relay.transport.contract import FindModel, OnDiskCorruption, PullSpec, RevokedWorkers
+from paceline.relay.protocol import Extent
+from paceline.relay.store import Staging
+from paceline.relay.transport.contract import ServeSpec, Transport
 from paceline.relay.transport.frames import (
     HEADER,
-    NONCE_BYTES,
     Hello,
     Kind,
     decode_hello,
     encode,
     encode_payload,
-    proof,
-    same,
 )
-from paceline.relay.transport.pacing import Pacer
 from paceline.relay.transport.serving import (
-    WELCOME_S,
+    HANDSHAKE_TIMEOUT_S,
+    MAX_STREAMS,
     CorruptReport,
     PeerMessage,
-    PendingHandshakes,
-    ServedStream,
-    StreamSlots,
+    PeerServer,
 )
-from paceline.relay.transport.sockets import Channel, PlainChannel, configure, read_frame, shut
+from paceline.relay.transport.sockets import (
+    Channel,
+    PlainChannel,
+    configure,
+    read_frame,
+    shutdown_socket,
+)
 from paceline.relay.transport.tcp_client import TcpPullStream
 from paceline.relay.transport.tls import (
     TlsChannel,
-    TlsSettings,
     accept_tls,
-    tls_only,
+    plain_refused,
     wrong_identity,
 )
 
 log = logging.getLogger(__name__)
 
-MAX_STREAMS = 128
 FRAME_DEADLINE_S = 10.0
 LOOK_S = 1.0  # timeout of one poll for connections
 NO_DESCRIPTOR_S = 0.1  # between two attempts to accept while no file descriptors are left
 _TLS_HANDSHAKE = b"\x16\x03"
 
 
-class TcpServer:
-    """Listens on ``host:port`` and serves the models that ``find(digest, wait_s)`` returns."""
+class TcpServer(PeerServer[socket.socket]):
+    """Listens on a port and serves the models that ``spec.find`` returns."""
 
-    def __init__(
-        self,
-        *,
-        host: str,
-        port: int,
-        worker_id: str,
-        token: str,
-        find: Callable[[str, float], Staging | None],
-        pacer: Pacer,
-        on_rotten: Callable[[str, int], None] = lambda _digest, _piece: None,
-        tls: ssl.SSLContext | None = None,
-        barred: RevokedWorkers | None = None,
-    ) -> None:
-        self._barred = barred or RevokedWorkers()
-        self._worker_id = worker_id
-        self._token = token
-        self._find = find
-        self._pacer = pacer
-        self._on_rotten = on_rotten
-        self._tls = tls
+    def __init__(self, transport: TcpTransport, spec: ServeSpec) -> None:
+        super().__init__(transport, spec, shutdown_socket)
+        self._tls = transport.server_tls
         self._lock = threading.Lock()
         self._streams: set[socket.socket] = set()  # of authenticated peers
-        self._seats = StreamSlots()
-        self._lobby: PendingHandshakes[socket.socket] = PendingHandshakes(shut)
-        self._stopping = threading.Event()
-        self._listener = listen(host, port)
-        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
-
-    @property
-    def address(self) -> str:
-        """Return ``host:port`` as peers reach it."""
+        self._listener = listen(spec.host, spec.port)
         host, port = self._listener.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
 
     def start(self) -> None:
         """Start to accept streams."""
@@ -107,13 +80,13 @@ class TcpServer:
 
     def stop(self) -> None:
         """Close the port and every stream."""
-        self._stopping.set()
-        shut(self._listener)
+        self.stopping.set()
+        shutdown_socket(self._listener)
         self._listener.close()
-        self._lobby.close()
+        self.pending_handshakes.close()
         with self._lock:
             for sock in self._streams:
-                shut(sock)
+                shutdown_socket(sock)
         if self._thread.is_alive():
             self._thread.join(5.0)
 
@@ -121,24 +94,24 @@ class TcpServer:
         failing = False
         callers = select.poll()
         callers.register(self._listener, select.POLLIN)
-        while not self._stopping.is_set():
-            due_s = self._lobby.sweep(time.monotonic())
+        while not self.stopping.is_set():
+            due_s = self.pending_handshakes.sweep(time.monotonic())
             wait_s = LOOK_S if due_s is None else min(LOOK_S, due_s - time.monotonic())
             if not callers.poll(max(1.0, wait_s * 1000)):
                 continue
             try:
                 sock, _ = self._listener.accept()
             except OSError as error:
-                if self._stopping.is_set():
+                if self.stopping.is_set():
                     return
                 # Out of file descriptors: connections wait in the backlog, open streams continue.
                 if not failing:
                     log.warning("cannot accept a peer now: %s", error)
                 failing = True
-                self._stopping.wait(NO_DESCRIPTOR_S)
+                self.stopping.wait(NO_DESCRIPTOR_S)
                 continue
             failing = False
-            self._lobby.enter(sock, time.monotonic())
+            self.pending_handshakes.enter(sock, time.monotonic())
             threading.Thread(
                 target=self._serve, args=(sock,), name="peer-serve", daemon=True
             ).start()
@@ -147,15 +120,18 @@ class TcpServer:
         who = "a peer"
         channel: Channel | None = None
         try:
-            configure(sock, self._pacer)
+            configure(sock, self.spec.pacer)
             channel = self._protect(sock)
             hello = self._welcome(channel)
             who = hello.worker_id
-            with self._seats.taken(hello.worker_id, MAX_STREAMS):
+            with self.slots.taken(hello.worker_id, MAX_STREAMS):
                 self._seat(channel)
-                staging = self._await_model(channel, hello)
-                with staging.serving():
-                    self._send_all(channel, hello, staging)
+                for staging in self.await_model(hello.digest, hello.keepalive_s):
+                    if staging is None:
+                        channel.send(encode(Kind.WAITING))
+                        continue
+                    with staging.serving():
+                        self._send_all(channel, hello, staging)
         except PeerLost as error:
             log.debug("stream of %s ended: %s", who, error)
         except (PacelineError, OSError) as error:
@@ -168,7 +144,7 @@ class TcpServer:
                     sock.send(said)
         finally:
             seen = sock if channel is None else channel.socket
-            self._lobby.leave(seen)
+            self.pending_handshakes.leave(seen)
             with self._lock:
                 self._streams.discard(seen)
             if channel is not None:
@@ -180,11 +156,14 @@ class TcpServer:
         plain = PlainChannel(sock)
         first = sock.recv(HEADER.size, socket.MSG_PEEK)
         if self._tls is not None and first.startswith(encode(Kind.HELLO)[:3]):
-            raise tls_only("a plain greeting")
+            raise plain_refused("a plain greeting")
         if self._tls is not None:
             # The wrapped socket owns the descriptor from the handshake on.
             return accept_tls(
-                sock, self._tls, WELCOME_S, lambda made: self._lobby.replace(sock, made)
+                sock,
+                self._tls,
+                HANDSHAKE_TIMEOUT_S,
+                lambda made: self.pending_handshakes.replace(sock, made),
             )
         if first.startswith(_TLS_HANDSHAKE):
             raise AccessDenied(
@@ -195,47 +174,29 @@ class TcpServer:
         return plain
 
     def _welcome(self, channel: Channel) -> Hello:
-        deadline_s = time.monotonic() + WELCOME_S  # later than the pending handshake's deadline
+        # Later than the pending handshake's deadline.
+        deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         hello = decode_hello(read_frame(channel, deadline_s, Kind.HELLO)[1])
         if isinstance(channel, TlsChannel) and channel.peer_id != hello.worker_id:
             raise wrong_identity(channel.peer_id, hello.worker_id)
-        self._barred.require(hello.worker_id, _admission(channel))
-        nonce = secrets.token_bytes(NONCE_BYTES)
-        said = nonce + proof(self._token, "server", hello, nonce)
-        channel.send(encode_payload(Kind.CHALLENGE, said))
-        answer = read_frame(channel, deadline_s, Kind.PROOF)[1]
-        if not same(answer, proof(self._token, "client", hello, nonce)):
-            raise AccessDenied("the peer does not know the cluster's token", got=hello.worker_id)
+        self.barred.require(hello.worker_id, _admission(channel))
+        nonce, own_proof = self.challenge(hello)
+        channel.send(encode_payload(Kind.CHALLENGE, nonce + own_proof))
+        self.check_proof(hello, nonce, read_frame(channel, deadline_s, Kind.PROOF)[1])
         return hello
 
     def _seat(self, channel: Channel) -> None:
         """Make an authenticated connection a stream and send WELCOME."""
         with self._lock:
-            if not self._lobby.leave(channel.socket) or self._stopping.is_set():
+            if not self.pending_handshakes.leave(channel.socket) or self.stopping.is_set():
                 raise PeerLost("others called meanwhile, or the port is closing")
             self._streams.add(channel.socket)
         channel.send(encode(Kind.WELCOME))
 
-    def _await_model(self, channel: Channel, hello: Hello) -> Staging:
-        give_up_s = time.monotonic() + serving.UNKNOWN_DIGEST_S
-        while (staging := self._find(hello.digest, hello.keepalive_s)) is None:
-            if time.monotonic() > give_up_s or self._stopping.is_set():
-                raise PeerLost("nobody deploys this model here", got=hello.digest[:12])
-            channel.send(encode(Kind.WAITING))
-        return staging
-
     def _send_all(self, channel: Channel, hello: Hello, staging: Staging) -> None:
-        peer = ServedStream(
-            worker_id=self._worker_id,
-            reader=hello.worker_id,
-            staging=staging,
-            keepalive_s=hello.keepalive_s,
-            on_rotten=self._on_rotten,
-            barred=self._barred,
-            admission=_admission(channel),
-        )
+        peer = self.stream(staging, hello.worker_id, hello.keepalive_s, _admission(channel))
         manifest = staging.manifest
-        with closing(peer.runs(lambda wait_s: _asked(channel, wait_s))) as runs:
+        with closing(peer.runs(lambda wait_s: _peer_messages(channel, wait_s))) as runs:
             for run in runs:
                 if run is None:
                     channel.send(encode(Kind.WAITING))
@@ -252,14 +213,14 @@ class TcpServer:
         channel.send(encode(Kind.PIECE, piece.index, piece.length), more=True)
         offset, stop = piece.file_offset, piece.file_offset + piece.length
         # Unpaced, the kernel accepts the whole piece in one call and waits for the link itself.
-        longest = self._pacer.block_bytes if self._pacer.paced else piece.length
+        longest = self.spec.pacer.block_bytes if self.spec.pacer.paced else piece.length
         while offset < stop:
             block = min(longest, stop - offset)
             sent = channel.send_file(descriptor, offset, block)
             if sent == 0:
                 raise PeerLost("a file became shorter while it was served")
             offset += sent
-            self._pacer.take(sent)
+            self.spec.pacer.take(sent)
             yield sent
 
 
@@ -286,7 +247,7 @@ def _admission(channel: Channel) -> str:
     return channel.admission if isinstance(channel, TlsChannel) else ""
 
 
-def _asked(channel: Channel, wait_s: float) -> Iterator[PeerMessage]:
+def _peer_messages(channel: Channel, wait_s: float) -> Iterator[PeerMessage]:
     while channel.readable(wait_s):
         wait_s = 0.0
         deadline_s = time.monotonic() + FRAME_DEADLINE_S
@@ -297,54 +258,19 @@ def _asked(channel: Channel, wait_s: float) -> Iterator[PeerMessage]:
             yield Extent(header.first, header.first + header.second)
 
 
-class TcpTransport:
-    """Frames over TCP or mutual TLS 1.3; both sides prove that they hold ``token``.
+class TcpTransport(Transport):
+    """Frames over TCP; see Transport."""
 
-    Raises InvalidInput if the credentials are not usable.
-    """
-
-    def __init__(self, token: str, tls: TlsSettings | None = None) -> None:
-        self._token = token
-        self.barred = RevokedWorkers()
-        self._tls = tls
-        self._server_tls = tls.context(server=True) if tls else None
-        self._client_tls = tls.context(server=False) if tls else None
-
-    @property
-    def name(self) -> str:
-        """Return the transport's name in profiles."""
-        return "tcp"
-
-    def serve(
-        self,
-        *,
-        host: str,
-        port: int,
-        worker_id: str,
-        find: FindModel,
-        pacer: Pacer,
-        on_rotten: OnDiskCorruption,
-    ) -> TcpServer:
-        """Bind a port; see Transport."""
-        return TcpServer(
-            host=host,
-            port=port,
-            worker_id=worker_id,
-            token=self._token,
-            find=find,
-            pacer=pacer,
-            on_rotten=on_rotten,
-            tls=self._server_tls,
-            barred=self.barred,
-        )
-
-    def pull(self, pull: PullSpec) -> TcpPullStream:
-        """Open a stream; see Transport."""
-        return TcpPullStream(pull, self._token, self._client_tls)
+    name = "tcp"
+    server_type, stream_type = TcpServer, TcpPullStream
+    server_tls: ssl.SSLContext | None = None
+    client_tls: ssl.SSLContext | None = None
 
     def reload(self) -> bool:
         """Read the credential files again; see Transport."""
-        if self._tls is not None and self._server_tls is not None:
-            self._client_tls = self._tls.context(server=False)  # checks them
-            self._server_tls.load_cert_chain(self._tls.cert, self._tls.key)
+        if self.tls is not None:
+            self.client_tls = self.tls.context(server=False)  # checks them
+            if self.server_tls is None:
+                self.server_tls = self.tls.context(server=True)
+            self.server_tls.load_cert_chain(self.tls.cert, self.tls.key)
         return True

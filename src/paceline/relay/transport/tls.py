@@ -30,19 +30,14 @@ from paceline.config import one_certificate
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.transport.sockets import (
     IO_TIMEOUT_S,
-    ReadCoalescer,
+    Channel,
     broken,
-    shut,
-    waiting_bytes,
 )
-from paceline.schemas.access import barred_admission
-from paceline.schemas.base import NAME
+from paceline.schemas import NAME, revoked_admission
 
-URI = "paceline://worker/"
+WORKER_URI = "paceline://worker/"
 ADMISSION_URI = "paceline://join/"  # the admission (join) that the certificate was issued for
 SEND_BLOCK = 256 * 1024  # 64 KiB blocks cost 15 % more CPU, 512 KiB no less
-RECORD = 16 * 1024  # the largest TLS record; part of one cannot be read
-_PLAIN_SHARE = 0.99  # plaintext bytes per byte on the wire
 _NAME = re.compile(NAME)
 _LINGER_S = 0.5  # so that the peer reads an alert before the connection is reset
 _SAME = "Set [security] peer_tls the same on every worker."
@@ -56,7 +51,7 @@ def valid_name(worker_id: str) -> bool:
 
 def worker_uri(worker_id: str) -> str:
     """Return the URI of ``worker_id`` in a certificate."""
-    return URI + worker_id
+    return WORKER_URI + worker_id
 
 
 def worker_host_name(worker_id: str) -> str:
@@ -115,16 +110,18 @@ class TlsSettings:
 
 def peer_ids(certificate_names: Iterable[str]) -> list[str]:
     """Return the worker ids among a certificate's alternative names."""
-    return [name.removeprefix(URI) for name in certificate_names if name.startswith(URI)]
+    return [
+        name.removeprefix(WORKER_URI) for name in certificate_names if name.startswith(WORKER_URI)
+    ]
 
 
 def admission_of(certificate_names: Iterable[str]) -> str:
     """Return the revocation key of the admission in a certificate's alternative names, or ""."""
     found = (each for each in certificate_names if each.startswith(ADMISSION_URI))
-    return next((barred_admission(each.removeprefix(ADMISSION_URI)) for each in found), "")
+    return next((revoked_admission(each.removeprefix(ADMISSION_URI)) for each in found), "")
 
 
-class TlsChannel:
+class TlsChannel(Channel):
     """A TLS connection after its handshake; see Channel. ``peer_id`` is the peer's worker id."""
 
     def __init__(self, sock: ssl.SSLSocket, timeout_s: float = IO_TIMEOUT_S) -> None:
@@ -133,24 +130,21 @@ class TlsChannel:
         ids = peer_ids(names)
         if len(ids) != 1:
             raise AccessDenied(
-                "the peer's certificate names no worker", got=names, wanted=f"{URI}ID", do=_ADMIN
+                "the peer's certificate names no worker",
+                got=names,
+                wanted=f"{WORKER_URI}ID",
+                do=_ADMIN,
             )
         self.peer_id, self.admission = ids[0], admission_of(names)
+        super().__init__(sock)
         self._sock = sock
         self.timeout_s = timeout_s
         self._lock = threading.Lock()  # held for one non-blocking call
         self._sending = threading.Lock()  # held for one frame: records of two frames must not mix
         self._block = memoryview(bytearray(SEND_BLOCK))
-        self._lull = ReadCoalescer()
-        self._readable, self._writable = select.poll(), select.poll()
-        self._readable.register(sock, select.POLLIN)
+        self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
-
-    @property
-    def socket(self) -> ssl.SSLSocket:
-        """Return the wrapped socket, which owns the descriptor."""
-        return self._sock
 
     def receive(
         self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
@@ -164,7 +158,7 @@ class TlsChannel:
                     got = self._sock.recv_into(view[done:])
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                 # Nothing had arrived: from here on the time is the link's.
-                self._lull.sleep(len(view) - done)
+                self.coalescer.sleep(len(view) - done)
                 wait_s = time.monotonic()
                 self._wait(error, self.timeout_s)
                 now = time.monotonic()
@@ -182,7 +176,7 @@ class TlsChannel:
             if got == 0:
                 raise PeerLost("the peer closed the connection")
             done += got
-        self._lull.read(len(view), began_s, blocked_s)
+        self.coalescer.read(len(view), began_s, blocked_s)
 
     def send(self, data: bytes | memoryview, more: bool = False) -> None:  # noqa: ARG002
         """Send all of ``data`` at once, ignoring ``more``; see Channel."""
@@ -212,23 +206,15 @@ class TlsChannel:
         with self._lock:
             if self._sock.pending():
                 return True
-        return bool(self._readable.poll(wait_s * 1000))
-
-    def waiting(self) -> int:
-        """Return a lower bound of the plaintext bytes of whole records received; see Channel."""
-        return int(waiting_bytes(self._sock) * _PLAIN_SHARE) - RECORD
-
-    def shut(self) -> None:
-        """Shut the connection down; see Channel."""
-        shut(self._sock)
+        return super().readable(wait_s)
 
     def close(self) -> None:
         """Free the descriptor."""
         with self._lock:
-            self._sock.close()
+            super().close()
 
     def _wait(self, why: ssl.SSLError, timeout_s: float) -> bool:
-        poll = self._writable if isinstance(why, ssl.SSLWantWriteError) else self._readable
+        poll = self._writable if isinstance(why, ssl.SSLWantWriteError) else self.readable_poll
         return bool(poll.poll(timeout_s * 1000))
 
 
@@ -278,7 +264,7 @@ def connect_tls(
     return channel
 
 
-def diagnose(
+def diagnose_refusal(
     address: str, tls: TlsSettings | None, worker_id: str, timeout_s: float
 ) -> AccessDenied | None:
     """Return the TLS reason why a gRPC port refused this worker, or None if TLS was not the reason.
@@ -295,14 +281,14 @@ def diagnose(
         try:
             if tls is None:
                 sock.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-                return None if sock.recv(1) == b"\0" else tls_only("a plain connection")
+                return None if sock.recv(1) == b"\0" else plain_refused("a plain connection")
             context = tls.context(server=False)
             context.set_alpn_protocols(["h2"])
             channel = connect_tls(sock, context, worker_id, timeout_s)
         except AccessDenied as error:
             return error
         except OSError:
-            return tls_only("a plain connection") if tls is None else None
+            return plain_refused("a plain connection") if tls is None else None
         except PacelineError:
             return None
     try:
@@ -327,7 +313,7 @@ def _validity(certificate: Path) -> str:
     return f"one that is valid until {found.not_valid_after_utc:%Y-%m-%d}{expired}"
 
 
-def tls_only(got: str) -> AccessDenied:
+def plain_refused(got: str) -> AccessDenied:
     """Return the error for a plain connection to a TLS port."""
     return AccessDenied(
         "this peer port speaks TLS only", got=got, wanted="mutual TLS 1.3", do=_SAME

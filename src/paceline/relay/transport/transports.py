@@ -6,7 +6,6 @@ Plain connections are allowed on loopback only, unless the profile explicitly se
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from contextlib import suppress
 from pathlib import Path
@@ -17,18 +16,19 @@ from paceline.errors import InvalidInput, InvalidProfile
 from paceline.relay.transport.contract import Transport
 from paceline.relay.transport.tcp_server import TcpTransport
 from paceline.relay.transport.tls import TlsSettings, peer_ids
+from paceline.system import is_loopback
 
 _ROUNDS = 4  # a handshake of TLS 1.3 takes two
 
 
-def require_own(tls: TlsSettings, worker_id: str) -> None:
+def check_own_certificate(tls: TlsSettings, worker_id: str) -> None:
     """Check that peers of the same authority will accept ``tls`` as ``worker_id``.
 
     Raises InvalidInput with the reason otherwise. Without this check a worker whose certificate is
     another worker's, of another authority or expired would start, register and be planned in, and
     then be refused by every peer.
     """
-    shown = _shown(tls)
+    shown = _certificate_as_peers_see_it(tls)
     names = [value for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
     if peer_ids(names) != [worker_id]:
         raise InvalidInput(
@@ -40,7 +40,7 @@ def require_own(tls: TlsSettings, worker_id: str) -> None:
         )
 
 
-def _shown(tls: TlsSettings) -> dict[str, Any]:
+def _certificate_as_peers_see_it(tls: TlsSettings) -> dict[str, Any]:
     """Return the certificate as a peer reads it, from a TLS handshake in memory.
 
     The contexts are those of real connections.
@@ -79,7 +79,7 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
     """
     tls = tls_for(runtime, worker_id)
     if tls is not None:
-        require_own(tls, worker_id)
+        check_own_certificate(tls, worker_id)
     allowed = runtime.profile.security.peer_tls == "plaintext-anywhere"
     if tls is None and not allowed and not is_loopback(listen_host):
         raise InvalidProfile(
@@ -91,7 +91,7 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
             do="Issue each worker an identity and name the files; or, where everybody on that "
             'network may read the models, set [security] peer_tls = "plaintext-anywhere".',
         )
-    token = runtime.secrets.for_peers
+    token = runtime.secrets.peers_token
     if not token and not is_loopback(listen_host):
         raise InvalidProfile(
             "workers have no token to greet each other with",
@@ -128,15 +128,3 @@ def tls_for(runtime: Runtime, worker_id: str) -> TlsSettings | None:
         runtime.state_dir / Path(path.replace("{worker_id}", worker_id)) for path in named.values()
     )
     return TlsSettings(ca=ca, cert=cert, key=key)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError as error:
-        raise InvalidInput(
-            "not an address to listen on", got=host, wanted="an IP address or localhost"
-        ) from error

@@ -1,9 +1,9 @@
-"""Interoperability with torch.distributed.checkpoint (DCP): a reader, and a directory export.
+"""Our checkpoints for torch.distributed.checkpoint (DCP): a reader, and a directory export.
 
 ``PacelineReader`` is a ``StorageReader``: ``dcp.load(state, storage_reader=PacelineReader(place))``
 fills plain tensors and DTensors of any layout, from a disk or S3. A file is verified whole against
 its committed SHA-256 before any of its bytes are returned; files that no rank needs are not read.
-``export_dcp`` writes a standard DCP directory.
+``export_dcp`` writes a standard DCP directory with DCP's own writer.
 
 Names are those of plain PyTorch: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg`` and
 ``optimizer.param_groups.…``, flattened or nested as in ``get_optimizer_state_dict``;
@@ -19,6 +19,7 @@ import io
 import os
 import re
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,31 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -64,14 +51,17 @@ from paceline.errors import (
     TrainingFailed,
 )
 from paceline.storage import ObjectStore
-from paceline.system.files import make_directories, sync_directory, sync_tree
+from paceline.system import make_directories, sync_directory, sync_tree
 from paceline.training.checkpoint.generations import Generation, Generations, generation_at
-from paceline.training.checkpoint.layout import DTYPES
+from paceline.training.checkpoint.layout import DTYPES, EXTRA, KEPT, MODEL, metadata_of, reads_for
 from paceline.training.checkpoint.records import Commit, Index, StoredTensor, key_of
-from paceline.training.checkpoint.resume import VerifiedFiles, box_in
-from paceline.training.checkpoint.stateful import EXTRA, KEPT, MODEL
+from paceline.training.checkpoint.resume import VerifiedFiles
 
+SUMS_FILE = "SHA256SUMS"
+CONFIG_FILE = "config.json"
 _PREFIX = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)?")
+
+StatePath = tuple[str | int, ...]  # of an entry in a nested state
 
 
 @dataclass(frozen=True)
@@ -92,106 +82,69 @@ class DcpPrefixes:
                 "weights and optimizer share a prefix", got=repr(self.model), wanted="two prefixes"
             )
 
-    def weight(self, parameter: str) -> tuple[str, ...]:
-        """Return the path of a weight."""
-        return (*self._of(self.model), parameter)
 
-    def moment(self, moment: str, parameter: str) -> tuple[str, ...]:
-        """Return the path of an optimizer moment of a parameter."""
-        return (*self._of(self.optimizer), "state", parameter, moment)
-
-    def told(self, *rest: str | int) -> tuple[str | int, ...]:
-        """Return the path of an optimizer setting (a parameter group's entry)."""
-        return (*self._of(self.optimizer), *rest)
-
-    @staticmethod
-    def _of(prefix: str) -> tuple[str, ...]:
-        return (prefix,) if prefix else ()
-
-
-@dataclass(frozen=True)
 class DcpContents:
     """The tensors and values of a generation, by their names in a DCP state."""
 
-    commit: Commit
-    tensors: dict[str, tuple[str, StoredTensor]]  # → (name in the generation, its chunks)
-    values: dict[str, object]  # entries that are not tensors
-    paths: dict[str, tuple[str | int, ...]]  # name → path in a nested state
-
-    @classmethod
-    def of(
-        cls,
-        generations: Generations,
-        generation: Generation,
-        names: DcpPrefixes,
-        weights_only: bool,
-    ) -> DcpContents:
-        """Read marker and index of ``generation``; raises CorruptData where either is damaged."""
-        commit = generations.commit_of(generation)
-        index = generations.index_of(generation, commit)
-        found = cls(commit, {}, {}, {})
-        models = [name.removeprefix(MODEL) for name in index.tensors if name.startswith(MODEL)]
-        trained: dict[str, int] = {}  # an ordered set: parameters with moments
+    def __init__(
+        self, commit: Commit, index: Index, names: DcpPrefixes, weights_only: bool = False
+    ) -> None:
+        self.tensors: dict[str, tuple[str, StoredTensor]] = {}  # → (name in the generation, tensor)
+        self.values: dict[str, object] = {}  # entries that are not tensors
+        self.paths: dict[str, StatePath] = {}
+        weights: StatePath = (names.model,) if names.model else ()
+        optimizer: StatePath = (names.optimizer,) if names.optimizer else ()
+        trained: dict[str, int] = {}  # parameters with moments → their number of dimensions
         for name, stored in index.tensors.items():
             kind, _, of = name.partition(".")
-            path: tuple[str | int, ...]
             if name.startswith(MODEL):
-                path = names.weight(of)
+                path = (*weights, of)
             elif weights_only:
                 continue
             elif name.startswith((EXTRA, KEPT)):
                 path = (name,)
             else:
-                path = names.moment(kind, of)
-                trained[of] = 1
-            joined = ".".join(map(str, path))
-            found.tensors[joined], found.paths[joined] = (name, stored), path
-        if not weights_only:
-            found._tell(index, names, [each for each in models if each in trained])
-        return found
-
-    def _tell(self, index: Index, names: DcpPrefixes, trained: list[str]) -> None:
-        self._value(("paceline", "step"), self.commit.step)
-        self._value(("paceline", "job_id"), self.commit.job_id)
-        if index.groups is None:
+                path = (*optimizer, "state", of, kind)
+                trained[of] = len(index.tensors[MODEL + of].shape)
+            self.tensors[self._named(path)] = (name, stored)
+        if weights_only:
             return
-        shapes = {each: index.tensors[MODEL + each].shape for each in trained}
-        parted = [
-            (index.groups.matrices, [each for each in trained if len(shapes[each]) >= 2]),
-            (index.groups.vectors, [each for each in trained if len(shapes[each]) < 2]),
-        ]
-        for number, (told, members) in enumerate(each for each in parted if each[1]):
-            for key, raw in told.items():
+        self._value(("paceline", "step"), commit.step)
+        self._value(("paceline", "job_id"), commit.job_id)
+        if index.groups is not None:
+            matrices = [name for name, dimensions in trained.items() if dimensions >= 2]
+            vectors = [name for name, dimensions in trained.items() if dimensions < 2]
+            self._groups(
+                optimizer, [(index.groups.matrices, matrices), (index.groups.vectors, vectors)]
+            )
+
+    def _groups(self, optimizer: StatePath, groups: list[tuple[dict[str, Any], list[str]]]) -> None:
+        for number, (settings, members) in enumerate(each for each in groups if each[1]):
+            for key, raw in settings.items():
                 value = tuple(raw) if isinstance(raw, list) else raw  # JSON has no tuples
-                self._value(names.told("param_groups", number, key), value)
+                self._value((*optimizer, "param_groups", number, key), value)
                 for each in members:
-                    self._value(names.told(f"param_groups.{each}.{key}"), value)
-            self._value(names.told("param_groups", number, "params"), members)
+                    self._value((*optimizer, f"param_groups.{each}.{key}"), value)
+            self._value((*optimizer, "param_groups", number, "params"), members)
 
-    def _value(self, path: tuple[str | int, ...], value: object) -> None:
-        joined = ".".join(map(str, path))
-        self.values[joined], self.paths[joined] = value, path
+    def state(self) -> dict[str, Any]:
+        """Return the nested state with a tensor without memory for each saved one."""
+        state: dict[str, Any] = {}
+        for name, path in self.paths.items():
+            value = self.values.get(name)
+            if name in self.tensors:
+                stored = self.tensors[name][1]
+                value = torch.empty(stored.shape, dtype=DTYPES[stored.dtype], device="meta")
+            set_element(state, path, value)
+        return state
 
-    def metadata(self) -> dict[str, STORAGE_TYPES]:
-        """Return DCP's metadata of each name."""
-        found: dict[str, STORAGE_TYPES] = {name: BytesStorageMetadata() for name in self.values}
-        for name, (_, stored) in self.tensors.items():
-            chunks = [
-                ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
-                for each in stored.chunks
-            ]
-            properties = TensorProperties(dtype=DTYPES[stored.dtype])
-            shape = torch.Size(stored.shape)
-            found[name] = TensorStorageMetadata(properties, shape, chunks)
-        return found
+    def _value(self, path: StatePath, value: object) -> None:
+        self.values[self._named(path)] = value
 
-
-def saved_value(value: object) -> io.BytesIO:
-    """Return a value that is not a tensor, serialised as DCP stores it."""
-    raw = io.BytesIO()
-    torch.save(value, raw)
-    raw.seek(0)
-    return raw
+    def _named(self, path: StatePath) -> str:
+        name = ".".join(map(str, path))
+        self.paths[name] = path
+        return name
 
 
 class PacelineReader(StorageReader):
@@ -219,7 +172,6 @@ class PacelineReader(StorageReader):
         self._place, self._step = str(place), step
         self._names = DcpPrefixes(model, optimizer)
         self._store, self._work_dir = store, work_dir
-        self._contents: DcpContents | None = None
         self._at: tuple[Generations, Generation] | None = None
 
     @property
@@ -232,14 +184,18 @@ class PacelineReader(StorageReader):
         """Forget the chosen generation; with ``checkpoint_id``, read from there instead."""
         if checkpoint_id is not None:
             self._place, self._step = str(checkpoint_id), None
-        self._contents = self._at = None
+        self._at = None
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
         """Return DCP's metadata; it names the generation, so that every rank reads the same."""
         generations, generation = self._found()
-        contents = DcpContents.of(generations, generation, self._names, weights_only=False)
+        _, contents = self._read()
+        tensors = {name: metadata_of(stored) for name, (_, stored) in contents.tensors.items()}
         return Metadata(
-            state_dict_metadata=contents.metadata(),
+            state_dict_metadata={
+                **dict.fromkeys(contents.values, BytesStorageMetadata()),
+                **tensors,
+            },
             planner_data=dict(contents.paths),
             storage_data=str(generation),
             storage_meta=StorageMeta(checkpoint_id=generations.url_of(generation)),
@@ -250,11 +206,9 @@ class PacelineReader(StorageReader):
     ) -> None:
         """Use the generation that the coordinator chose."""
         del is_coordinator
-        generations, _ = self._found()
         chosen = Generation.named(str(metadata.storage_data))
         assert chosen is not None
-        self._at = (generations, chosen)
-        self._contents = DcpContents.of(generations, chosen, self._names, weights_only=False)
+        self._at = (self._found()[0], chosen)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return ``plan`` unchanged."""
@@ -265,20 +219,24 @@ class PacelineReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors and values of ``plan``, file by file, each verified first."""
-        contents = self._contents
-        assert contents is not None
+        """Fill the tensors and values of ``plan``, each file verified first."""
         generations, generation = self._found()
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, saved_value(contents.values[item.storage_index.fqn]))
-        with VerifiedFiles(generations, generation, contents.commit, self._work_dir) as files:
-            for file, reads in _by_file(plan, contents).items():
-                opened = files.opened(file)
-                for item, key in reads:
-                    target = planner.resolve_tensor(item).detach()
-                    target.copy_(box_in(opened, key, item.storage_offsets, item.lengths))
-                    planner.commit_tensor(item, target)
+        commit, contents = self._read()
+        with _verified(generations, generation, commit, self._work_dir) as files:
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    raw = io.BytesIO()
+                    torch.save(contents.values[item.storage_index.fqn], raw)
+                    raw.seek(0)
+                    planner.load_bytes(item, raw)
+                    continue
+                name, stored = contents.tensors[item.storage_index.fqn]
+                offsets = tuple(item.storage_index.offset or ())
+                (file,) = (each.file for each in stored.chunks if each.offsets == offsets)
+                target = planner.resolve_tensor(item).detach()
+                key = key_of(name, offsets)
+                target.copy_(files.read(file, key, item.storage_offsets, item.lengths))
+                planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -288,32 +246,43 @@ class PacelineReader(StorageReader):
         """Return whether the id is a local directory or an S3 URL."""
         return str(checkpoint_id).startswith("s3://") or Path(checkpoint_id).is_dir()
 
+    def _read(self) -> tuple[Commit, DcpContents]:
+        """Return marker and contents; raises CorruptData where the generation is damaged."""
+        generations, generation = self._found()
+        commit = generations.commit_of(generation)
+        index = generations.index_of(generation, commit)
+        return commit, DcpContents(commit, index, self._names)
+
     def _found(self) -> tuple[Generations, Generation]:
         if self._at is None:
             self._at = generation_at(self._place, self._step, self._store)
         return self._at
 
 
-def _by_file(plan: LoadPlan, contents: DcpContents) -> dict[str, list[tuple[ReadItem, str]]]:
-    """Return the reads of each file: the item, and the key of the box that contains it."""
-    found: dict[str, list[tuple[ReadItem, str]]] = {}
-    for item in plan.items:
-        if item.type == LoadItemType.BYTE_IO:
-            continue
-        name, stored = contents.tensors[item.storage_index.fqn]
-        offsets = tuple(item.storage_index.offset or ())
-        chunk = next(each for each in stored.chunks if each.offsets == offsets)
-        found.setdefault(chunk.file, []).append((item, key_of(name, chunk.offsets)))
-    return found
+class _ReadAsWritten(DefaultSavePlanner):
+    """Plans a DCP directory of ``contents``; a tensor is read when DCP's writer stores it."""
+
+    def __init__(self, contents: DcpContents, files: VerifiedFiles) -> None:
+        super().__init__()
+        self._contents, self._files = contents, files
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the value, or the whole tensor, every byte verified."""
+        if index.fqn not in self._contents.tensors:
+            return super().lookup_object(index)
+        name, stored = self._contents.tensors[index.fqn]
+        whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        self._files.fill(whole, reads_for(name, stored, whole))
+        return whole
 
 
-# Export as a standard DCP directory (``.metadata`` and ``__0_0.distcp``) through DCP's own
-# ``FileSystemWriter`` and planner, box by box: memory holds one box at a time, whatever the model's
-# size. ``SHA256SUMS`` (DCP stores no digests) and, if given, the model's ``config.json`` are added.
-# The directory appears whole or not at all.
-
-SUMS_FILE = "SHA256SUMS"
-CONFIG_FILE = "config.json"
+@contextlib.contextmanager
+def _verified(
+    generations: Generations, generation: Generation, commit: Commit, work_dir: Path | None = None
+) -> Iterator[VerifiedFiles]:
+    scratch = Path(tempfile.mkdtemp("-checkpoint", dir=work_dir))
+    with VerifiedFiles(generations, generation, commit, scratch) as files:
+        yield files
 
 
 def export_dcp(
@@ -328,8 +297,11 @@ def export_dcp(
     """Write ``generation`` into the new ``directory``, every byte verified; return its marker and
     the number of tensors.
 
-    ``config``: the model's config.json to add, b"" for none. Raises CorruptData where a file does
-    not match its commit, Conflict where ``directory`` is not empty.
+    ``SHA256SUMS`` (DCP stores no digests) and ``config``, the model's config.json (b"": none), are
+    added. Memory holds one tensor at a time. The directory appears whole or not at all.
+
+    Raises CorruptData where a file does not match its commit, Conflict where ``directory`` is not
+    empty.
     """
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
@@ -339,22 +311,20 @@ def export_dcp(
             wanted="a new or empty directory",
             do="Name another one.",
         )
-    contents = DcpContents.of(generations, generation, names or DcpPrefixes(), weights_only)
+    commit = generations.commit_of(generation)
+    index = generations.index_of(generation, commit)
+    contents = DcpContents(commit, index, names or DcpPrefixes(), weights_only)
     making = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
-        with _disk(directory):
+        with _translated(directory):
             make_directories(directory.parent)
             making.mkdir()
-        with (
-            VerifiedFiles(generations, generation, contents.commit) as files,
-            _translated(directory),
-        ):
-            writer = FileSystemWriter(making)
-            save({}, storage_writer=writer, planner=_Planner(contents, files), no_dist=True)
-        with _disk(directory):
+            with _verified(generations, generation, commit) as files:
+                planner, writer = _ReadAsWritten(contents, files), FileSystemWriter(making)
+                save(contents.state(), storage_writer=writer, planner=planner, no_dist=True)
             if config:
                 (making / CONFIG_FILE).write_bytes(config)
-            _sum(making)
+            _write_sums(making)
             sync_tree(making)
             if directory.exists():
                 directory.rmdir()
@@ -362,104 +332,34 @@ def export_dcp(
             sync_directory(directory.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
-    return contents.commit, len(contents.tensors)
-
-
-class _Planner(SavePlanner):
-    """Plans the write of a generation; reads each box when DCP requests it."""
-
-    def __init__(self, contents: DcpContents, files: VerifiedFiles) -> None:
-        self._contents, self._files = contents, files
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
-        """Do nothing: there is no state in memory to plan for."""
-        del state_dict, storage_meta, is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        """Return every value and every box, boxes in the order of their files."""
-        items = [
-            WriteItem(
-                index=MetadataIndex(name),
-                type=WriteItemType.BYTE_IO,
-                bytes_io_data=BytesIOWriteData(nbytes=saved_value(value).getbuffer().nbytes),
-            )
-            for name, value in self._contents.values.items()
-        ]
-        every = [
-            (stored.chunks[number].file, name, number)
-            for name, (_, stored) in self._contents.tensors.items()
-            for number in range(len(stored.chunks))
-        ]
-        for _, name, number in sorted(every):
-            _, stored = self._contents.tensors[name]
-            chunk = stored.chunks[number]
-            offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
-            whole = torch.Size(stored.shape)
-            data = TensorWriteData(
-                chunk=ChunkStorageMetadata(offsets, sizes),
-                properties=TensorProperties(dtype=DTYPES[stored.dtype]),
-                size=whole,
-            )
-            kind = WriteItemType.TENSOR if sizes == whole else WriteItemType.SHARD
-            items.append(WriteItem(MetadataIndex(name, offsets), kind, tensor_data=data))
-        return SavePlan(items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return DCP's default plan, with the path of each name in a nested state."""
-        plans, metadata = create_default_global_save_plan(all_plans)
-        metadata.planner_data = dict(self._contents.paths)
-        return plans, metadata
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged."""
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the bytes of a value, or a box from its verified file."""
-        if write_item.type == WriteItemType.BYTE_IO:
-            return saved_value(self._contents.values[write_item.index.fqn])
-        name, stored = self._contents.tensors[write_item.index.fqn]
-        offsets = tuple(write_item.index.offset or ())
-        chunk = next(each for each in stored.chunks if each.offsets == offsets)
-        key, opened = key_of(name, chunk.offsets), self._files.opened(chunk.file)
-        return box_in(opened, key, [0] * len(chunk.sizes), chunk.sizes)
+    return commit, len(contents.tensors)
 
 
 @contextlib.contextmanager
 def _translated(where: Path) -> Iterator[None]:
-    """Translate DCP's collected errors to ours; suppress its warning about a single process."""
+    """Translate errors of the disk and DCP's collected errors to ours; suppress DCP's warning about
+    a single process."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as error:
-        cause: BaseException = next(iter(error.failures.values()))[0]
+    except (CheckpointException, OSError) as error:
+        cause: BaseException = error
+        if isinstance(error, CheckpointException):
+            cause = next(iter(error.failures.values()))[0]
         if isinstance(cause, PacelineError):
             raise cause from error
-        if isinstance(cause, OSError):
-            raise _of_disk(cause, where) from error
-        raise TrainingFailed(
-            "DCP cannot go through this checkpoint", got=repr(cause)[:500], where=where
+        if not isinstance(cause, OSError):
+            raise TrainingFailed(
+                "DCP cannot go through this checkpoint", got=repr(cause)[:500], where=where
+            ) from error
+        full = cause.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise (StorageFull if full else StorageFailed)(
+            "checkpoint cannot be written or read", got=cause.strerror or cause, where=where
         ) from error
 
 
-@contextlib.contextmanager
-def _disk(where: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _of_disk(error, where) from error
-
-
-def _of_disk(error: OSError, where: Path) -> PacelineError:
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    kind = StorageFull if full else StorageFailed
-    return kind("checkpoint cannot be written or read", got=error.strerror or error, where=where)
-
-
-def _sum(directory: Path) -> None:
+def _write_sums(directory: Path) -> None:
     """Write the SHA-256 of every file in the format of ``sha256sum --check``."""
     lines = []
     for path in sorted(directory.iterdir()):

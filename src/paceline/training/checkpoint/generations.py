@@ -23,8 +23,7 @@ from pydantic import ValidationError
 
 from paceline.config import Profile, object_access
 from paceline.errors import CorruptData, InvalidInput, SourceMissing, StorageFailed, TrainingFailed
-from paceline.schemas.base import canonical_json
-from paceline.schemas.training import TrainJob
+from paceline.schemas import TrainJob, canonical_json
 from paceline.storage import DiskStore, ObjectStore, join_url
 from paceline.training.checkpoint.records import (
     BEST_METRIC,
@@ -41,7 +40,7 @@ from paceline.training.checkpoint.records import (
 
 log = logging.getLogger(__name__)
 
-REJECTED_KEPT = 2
+MAX_REJECTED = 2
 LEFTOVER_AGE_S = 3600.0  # age at which unfinished uploads are aborted
 _DIRECTORY = re.compile(r"step-(\d{8})-([0-9a-f]{8})")
 
@@ -106,13 +105,6 @@ class Generations:
         """Return the URL of ``generation``."""
         return join_url(self.url, str(generation))
 
-    def step_url(self, step: int) -> str:
-        """Return the URL of the committed generation of ``step``; raises SourceMissing."""
-        for each in self.find().committed:
-            if each.step == step:
-                return self.url_of(each)
-        raise SourceMissing("no such checkpoint", got=f"step {step}", where=self.url)
-
     # ── verified reads ───────────────────────────────────────────────────────────────────────────
 
     def commit_of(self, generation: Generation, config_digest: str = "") -> Commit:
@@ -150,17 +142,14 @@ class Generations:
             raw = self.store.get_bytes(where, max_bytes=min(MAX_INDEX_BYTES, 2 * saved.bytes))
         except (SourceMissing, StorageFailed) as error:
             raise _damaged("is missing", "no such object", f"{saved.bytes} bytes", where) from error
-        digest = hashlib.sha256(raw).hexdigest()
-        if digest != saved.sha256 or len(raw) != saved.bytes:
-            raise _damaged("does not match its hash", digest, saved.sha256, where)
+        _require_same(saved, len(raw), hashlib.sha256(raw).hexdigest(), where)
         try:
             index = Index.model_validate_json(raw)
         except ValidationError as error:
             raise _damaged("is no index", str(error).splitlines()[0], "an index", where) from error
-        for name, tensor in index.tensors.items():
-            for chunk in tensor.chunks:
-                if chunk.file not in commit.files:
-                    raise CorruptData("checkpoint names no such file", got=name, where=where)
+        named = {chunk.file for tensor in index.tensors.values() for chunk in tensor.chunks}
+        if missing := sorted(named - set(commit.files)):
+            raise CorruptData("checkpoint names no such file", got=missing[0], where=where)
         return index
 
     def fetch(self, generation: Generation, name: str, saved: SavedFile, directory: Path) -> Path:
@@ -169,25 +158,20 @@ class Generations:
         A file in S3 is downloaded into ``directory``; a file on disk is read in place.
         """
         where = join_url(self.url_of(generation), name)
+        on_disk = isinstance(self.store, DiskStore)
+        path = DiskStore.path_of(where) if on_disk else directory / name
         try:
-            if isinstance(self.store, DiskStore):
-                path = self.store.path_of(where)
-                size = self.store.head(where).size
-            else:
-                path = directory / name
-                size = self.store.head(where).size
-                if size == saved.bytes:
-                    self.store.download_file(where, path)
+            size = self.store.head(where).size
             if size != saved.bytes:
                 raise _damaged("has another size", size, saved.bytes, where)
+            if not on_disk:
+                self.store.download_file(where, path)
             with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                _require_same(saved, size, hashlib.file_digest(file, "sha256").hexdigest(), where)
         except SourceMissing as error:
             raise _damaged("is missing", "no such object", f"{saved.bytes} bytes", where) from error
         except OSError as error:
             raise CorruptData("checkpoint file cannot be read", got=error, where=where) from error
-        if digest != saved.sha256:
-            raise _damaged("does not match its hash", digest, saved.sha256, where)
         return path
 
     def verify(self, generation: Generation, directory: Path) -> Commit:
@@ -273,7 +257,7 @@ class Generations:
         for each in reversed(found.committed):
             if each not in kept:
                 self.remove(each)
-        for each in (*found.rejected[REJECTED_KEPT:], *found.unfinished):
+        for each in (*found.rejected[MAX_REJECTED:], *found.unfinished):
             if each.step <= last.step and each != last:
                 self.remove(each)
         if not self._swept:
@@ -298,6 +282,11 @@ class Generations:
         return [each for _, _, each in sorted(losses)[:count]]
 
 
+def _require_same(saved: SavedFile, size: int, digest: str, where: str) -> None:
+    if digest != saved.sha256 or size != saved.bytes:
+        raise _damaged("does not match its hash", digest, saved.sha256, where)
+
+
 def _damaged(how: str, got: object, wanted: object, where: str) -> CorruptData:
     return CorruptData(
         f"checkpoint file {how}",
@@ -319,7 +308,7 @@ def store_for(place: str, profile: Profile | None = None) -> ObjectStore:
     """
     if not place.startswith("s3://"):
         return DiskStore()
-    return ObjectStore.from_access(object_access(profile or Profile()))
+    return ObjectStore(object_access(profile or Profile()))
 
 
 def generations_at(
@@ -373,11 +362,11 @@ def _job_below(place: Path) -> str:
     if not place.is_dir():
         raise SourceMissing("no such directory", got=place, wanted="checkpoints of a training")
     if not (place / "checkpoints").is_dir():
-        return _kept_at(place) or DiskStore.url_of(place)
+        return _recorded_url(place) or DiskStore.url_of(place)
     found = {
         each: where
         for each in sorted((place / "checkpoints").iterdir())
-        if each.is_dir() and (where := _kept_at(each)) is not None
+        if each.is_dir() and (where := _recorded_url(each)) is not None
     }
     if not found:
         raise SourceMissing("no checkpoints here", got="none", where=place / "checkpoints")
@@ -393,7 +382,7 @@ def _job_below(place: Path) -> str:
     return where
 
 
-def _kept_at(record: Path) -> str | None:
+def _recorded_url(record: Path) -> str | None:
     """Return the URL of the generations of the job with this directory; None without any.
 
     Where a training stores them elsewhere, the directory holds only its ``job.json``.

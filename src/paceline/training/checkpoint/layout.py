@@ -1,4 +1,8 @@
-"""Layout of a sharded checkpoint: the boxes of each tensor that a rank writes, and those it reads.
+"""State of a training as flat named tensors, and the boxes of each that a rank writes and reads.
+
+``model.<name>`` for the model, ``<moment>.<name>`` for the optimizer's state of each parameter,
+``extra.<name>`` for what the caller adds, ``kept.<name>`` for further state (``Stateful``). A
+sharded tensor stays a DTensor.
 
 torch.distributed.checkpoint computes the local box of a DTensor and how saved boxes intersect
 wanted ones. A box that several ranks hold is written once, by the least loaded of them. Pure: no
@@ -7,15 +11,16 @@ I/O, and every rank computes the same result from the same lists.
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from pydantic import ValidationError
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     TensorProperties,
@@ -23,9 +28,155 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from paceline.errors import TrainingFailed
-from paceline.training.checkpoint.records import Index, Sizes, StoredChunk, StoredTensor, key_of
+from paceline.training.checkpoint.records import (
+    Groups,
+    Index,
+    Sizes,
+    StoredChunk,
+    StoredTensor,
+    key_of,
+)
+from paceline.training.loop import Group
+
+
+class Stateful(Protocol):
+    """State beside model and optimizer that a checkpoint must contain; names are unique in a job.
+
+    For example the rows of a recurrent task (``recurrent.CarriedState``), or gradients that a
+    compression hook has not sent yet (``parallel.data``). Both change while a batch is computed,
+    and a checkpoint is saved in the middle of the next batch: the loop takes a snapshot with
+    ``settle`` between two batches, and the last snapshot is what is saved.
+    """
+
+    def settle(self) -> None:
+        """Take a snapshot: the present state is the one between two batches."""
+
+    def let_go(self) -> None:
+        """Discard the state of the batch since the last ``settle``: its update was not taken."""
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """Return the snapshot, by name; several ranks may hold the same under one name."""
+
+    def wants(self, name: str) -> bool:
+        """Return whether this rank, on any layout, needs the saved tensor ``name``."""
+
+    def restore(self, found: Mapping[str, Tensor]) -> None:
+        """Load the saved tensors that were wanted; ``found`` may be empty."""
+
+
+def stateful_of(*owners: object) -> list[Stateful]:
+    """Return the ``Stateful`` objects of ``owners`` and of the workloads that they wrap."""
+    found: list[Stateful] = []
+    for each in owners:
+        its: Sequence[Stateful] = getattr(each, "keeps", ())
+        found += its
+        if not its and (inner := getattr(each, "workload", None)) is not None:
+            found += stateful_of(inner)
+    return found
+
+
+def snapshot_all(keeps: Sequence[Stateful]) -> None:
+    """Take a snapshot of each."""
+    for each in keeps:
+        each.settle()
+
+
+def discard_all(keeps: Sequence[Stateful]) -> None:
+    """Discard the state of the last batch in each."""
+    for each in keeps:
+        each.let_go()
+
+
+MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
+
+
+class HasModules(Protocol):
+    """The part of ``parallel.Parallel`` that is needed here: this rank's modules."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]: ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """A model that this rank holds whole."""
+
+    model: nn.Module
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """Return the model as the only part."""
+        return (self.model,)
+
+
+@dataclass
+class TrainState:
+    """All state on this rank that a checkpoint contains."""
+
+    parallel: HasModules
+    optimizer: Optimizer
+    group: Group
+    mesh: Any = None  # its ``spec`` (dp, shard, tp, pp) is recorded
+    position: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
+    keeps: Sequence[Stateful] = ()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return every tensor to save by name: the live tensors, not copies."""
+        found: dict[str, Tensor] = {}
+        for module in self.parallel.modules:
+            for name, tensor in module.state_dict().items():
+                found[MODEL + clean(name)] = tensor.detach()
+        for name, parameter in self.parameters():
+            for moment, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    found[f"{moment}.{name}"] = value.detach()
+        for name, value in self.extra.items():
+            if isinstance(value, Tensor):
+                found[EXTRA + name] = value.detach()
+        for each in self.keeps:
+            found |= {KEPT + name: tensor.detach() for name, tensor in each.tensors().items()}
+        return found
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter under every name it has (tied ones have several)."""
+        for module in self.parallel.modules:
+            for name, parameter in module.named_parameters(remove_duplicate=False):
+                yield clean(name), parameter
+
+    def groups(self) -> Groups:
+        """Return the optimizer's present settings (rates, decay), as JSON values.
+
+        Our recipes group parameters by their number of dimensions only.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for group in self.optimizer.param_groups:
+            values = {
+                name: value
+                for name, value in group.items()
+                if name != "params" and isinstance(value, bool | int | float | str | tuple | None)
+            }
+            for parameter in group["params"]:
+                found.setdefault("matrices" if parameter.ndim >= 2 else "vectors", values)
+        return Groups.model_validate(found)
+
+    def layout(self) -> dict[str, int]:
+        """Return dp, shard, tp and pp, as far as the mesh has them."""
+        spec = getattr(self.mesh, "spec", None)
+        names = ("dp", "shard", "tp", "pp")
+        return {name: int(getattr(spec, name)) for name in names if hasattr(spec, name)}
+
+
+def clean(name: str) -> str:
+    """Return a parameter's name in the plain model, without the prefixes of wrappers."""
+    for each in _WRAPPERS:
+        name = name.replace(each, "")
+    return name
+
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -91,54 +242,31 @@ def chunks_of(tensors: Mapping[str, Tensor]) -> list[Chunk]:
     found = []
     for name in sorted(tensors):
         tensor = tensors[name]
-        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-            continue
         offsets, sizes = box_of(tensor)
         if math.prod(sizes):
             found.append(Chunk(name, name_of(tensor.dtype), tuple(tensor.shape), offsets, sizes))
     return found
 
 
-@dataclass(frozen=True)
-class HeldChunks:
-    """The boxes that every rank holds; replicas share one list."""
-
-    lists: tuple[tuple[Chunk, ...], ...]
-    of_rank: tuple[int, ...]  # index into ``lists``, by rank
-
-    @classmethod
-    def of(cls, held: Sequence[Sequence[Chunk]]) -> HeldChunks:
-        """Return it from the boxes of each rank."""
-        numbers: dict[tuple[Chunk, ...], int] = {}
-        of_rank = tuple(numbers.setdefault(tuple(each), len(numbers)) for each in held)
-        return cls(tuple(numbers), of_rank)
-
-
-def share_out(held: HeldChunks) -> list[list[Chunk]]:
+def assign_writes(held: Sequence[Sequence[Chunk]]) -> list[list[Chunk]]:
     """Return the boxes that each rank writes, so that every box is written once.
 
-    A box that several ranks hold goes to the least loaded of them, the largest first. Raises
-    TrainingFailed unless the boxes of each tensor tile it.
+    ``held[i]`` are the boxes of rank i; replicas share one list object. A box that several ranks
+    hold goes to the least loaded of them, the largest first.
     """
+    replicas: dict[int, list[int]] = {}  # ranks with the same list
+    for rank, chunks in enumerate(held):
+        replicas.setdefault(id(chunks), []).append(rank)
     owners: dict[Chunk, list[int]] = {}
-    for number, chunks in enumerate(held.lists):
-        for chunk in chunks:
-            owners.setdefault(chunk, []).append(number)
-    _require_tiling(owners)
-    # A heap of (load, rank) for each list. A rank is in one list only.
-    loads: list[list[tuple[int, int]]] = [[] for _ in held.lists]
-    for rank, number in enumerate(held.of_rank):
-        loads[number].append((0, rank))
-    written: list[list[Chunk]] = [[] for _ in held.of_rank]
-
-    def choices(chunk: Chunk) -> int:
-        return sum(len(loads[number]) for number in owners[chunk])
-
-    order = sorted(owners, key=lambda c: (choices(c) > 1, -c.bytes, c.tensor, c.offsets))
+    for ranks in replicas.values():
+        for chunk in held[ranks[0]]:
+            owners[chunk] = owners[chunk] + ranks if chunk in owners else ranks
+    loads = [0] * len(held)
+    written: list[list[Chunk]] = [[] for _ in held]
+    order = sorted(owners, key=lambda c: (len(owners[c]) > 1, -c.bytes, c.tensor, c.offsets))
     for chunk in order:
-        heap = min((loads[number] for number in owners[chunk]), key=lambda each: each[0])
-        load, rank = heap[0]
-        heapq.heapreplace(heap, (load + chunk.bytes, rank))
+        rank = min(owners[chunk], key=loads.__getitem__)
+        loads[rank] += chunk.bytes
         written[rank].append(chunk)
     return written
 
@@ -149,46 +277,38 @@ def file_of(rank: int, world_size: int) -> str:
 
 
 def index_of(written: Sequence[Sequence[Chunk]]) -> Index:
-    """Return the index of a checkpoint in which rank i writes ``written[i]``."""
-    found: dict[str, tuple[Chunk, list[StoredChunk]]] = {}
+    """Return the index of a checkpoint in which rank i writes ``written[i]``.
+
+    Raises TrainingFailed unless the boxes of each tensor tile it.
+    """
+    boxes: dict[str, list[StoredChunk]] = {}
+    whole: dict[str, tuple[str, Sizes]] = {}
     for rank, chunks in enumerate(written):
         file = file_of(rank, len(written))
-        for chunk in chunks:
-            stored = StoredChunk(file=file, offsets=chunk.offsets, sizes=chunk.sizes)
-            found.setdefault(chunk.tensor, (chunk, []))[1].append(stored)
-    return Index(
-        tensors={
-            name: StoredTensor(
-                dtype=chunk.dtype,
-                shape=chunk.shape,
-                chunks=tuple(sorted(chunks, key=lambda each: each.offsets)),
-            )
-            for name, (chunk, chunks) in found.items()
-        }
-    )
-
-
-def _require_tiling(chunks: Mapping[Chunk, object]) -> None:
-    shapes: dict[str, tuple[str, Sizes]] = {}
-    volumes: dict[str, int] = {}
-    for chunk in chunks:
-        of_it = (chunk.dtype, chunk.shape)
-        if shapes.setdefault(chunk.tensor, of_it) != of_it:
-            raise TrainingFailed(
-                "ranks disagree about a tensor",
-                got=of_it,
-                wanted=shapes[chunk.tensor],
-                where=chunk.tensor,
-            )
-        volumes[chunk.tensor] = volumes.get(chunk.tensor, 0) + math.prod(chunk.sizes)
-    for name, (_, shape) in shapes.items():
-        if volumes[name] != math.prod(shape):
+        for each in chunks:
+            kind = (each.dtype, each.shape)
+            if whole.setdefault(each.tensor, kind) != kind:
+                raise TrainingFailed(
+                    "ranks disagree about a tensor",
+                    got=kind,
+                    wanted=whole[each.tensor],
+                    where=each.tensor,
+                )
+            stored = StoredChunk(file=file, offsets=each.offsets, sizes=each.sizes)
+            boxes.setdefault(each.tensor, []).append(stored)
+    tensors = {}
+    for name, (dtype, shape) in whole.items():
+        its = tuple(sorted(boxes[name], key=lambda each: each.offsets))
+        try:
+            tensors[name] = StoredTensor(dtype=dtype, shape=shape, chunks=its)
+        except ValidationError as error:
             raise TrainingFailed(
                 "the parts of a tensor do not make it up",
-                got=f"{volumes[name]} elements",
-                wanted=f"{math.prod(shape)}, shape {shape}",
+                got=[each.sizes for each in its[:10]],
+                wanted=f"shape {shape}",
                 where=name,
-            )
+            ) from error
+    return Index(tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -202,22 +322,23 @@ class BoxRead:
     lengths: Sizes
 
 
-def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[BoxRead]:
-    """Yield the reads that fill the local part of ``wanted`` from the saved tensor."""
-    if isinstance(wanted, DTensor) and wanted.device_mesh.get_coordinate() is None:
-        return
-    offsets, sizes = box_of(wanted)
-    if not math.prod(sizes):
-        return
-    saved = [
+def metadata_of(stored: StoredTensor) -> TensorStorageMetadata:
+    """Return DCP's metadata of a saved tensor; its chunks have the order of ours."""
+    chunks = [
         ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))
         for each in stored.chunks
     ]
-    metadata = TensorStorageMetadata(
-        TensorProperties(dtype=DTYPES[stored.dtype]), torch.Size(stored.shape), saved
-    )
+    properties = TensorProperties(dtype=DTYPES[stored.dtype])
+    return TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+
+
+def reads_for(name: str, stored: StoredTensor, wanted: Tensor) -> Iterator[BoxRead]:
+    """Yield the reads that fill the local part of ``wanted`` from the saved tensor."""
+    offsets, sizes = box_of(wanted)
+    if not math.prod(sizes):
+        return
     here = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
-    for item in create_read_items_for_chunk_list(name, metadata, here):
+    for item in create_read_items_for_chunk_list(name, metadata_of(stored), here):
         assert item.storage_index.index is not None
         chunk = stored.chunks[item.storage_index.index]
         yield BoxRead(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
-from paceline.schemas.base import Name, Record, Sha256, digest_of
+from paceline.schemas import Name, Record, Sha256, digest_of
 
 COMMIT_FILE = "commit.json"
 INDEX_FILE = "index.json"

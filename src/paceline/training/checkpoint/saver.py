@@ -15,27 +15,26 @@ import random
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
 
 from paceline.config import CheckpointSettings
 from paceline.errors import NotSaved, PacelineError, TrainingFailed
-from paceline.schemas.training import CheckpointRef
+from paceline.schemas import CheckpointRef
 from paceline.training.checkpoint.generations import Generation, Generations
-from paceline.training.checkpoint.layout import chunks_of, index_of, share_out
+from paceline.training.checkpoint.layout import TrainState, assign_writes, chunks_of, index_of
 from paceline.training.checkpoint.records import Index
-from paceline.training.checkpoint.staging import Exchange, Staging, agree_on_held
-from paceline.training.checkpoint.stateful import TrainState
-from paceline.training.checkpoint.writer import SaveRequest, SaveResult, Writer
+from paceline.training.checkpoint.writer import Exchange, SaveRequest, SaveResult, Staging, Writer
 from paceline.training.interval import CheckpointAlert, CheckpointInterval, FailureCount
 
 log = logging.getLogger(__name__)
 
-MOST_FAILED = 2  # consecutive permanent failures (no permission) before training fails
+MAX_PERMANENT_FAILURES = 2  # consecutive permanent failures (no permission) before training fails
 # Consecutive saves for which the store did not answer or was full. An operator may be repairing it,
 # and stopping loses for certain what a further failure only might lose.
-MOST_UNANSWERED = 10
+MAX_TEMPORARY_FAILURES = 10
 MOST_ALERTS = 100
 CLOSE_S = 5.0
 
@@ -59,37 +58,33 @@ class Checkpointer:
     ) -> None:
         """``deadline_s``: for one save, from its first byte to its marker."""
         self.stall_s = 0.0  # time that saves blocked training
-        self.put_off = 0  # saves that were due while another was in flight
+        self.postponed = 0  # saves that were due while another was in flight
         self.alerts: list[CheckpointAlert] = []
         self.saved: dict[int, CheckpointRef] = {}
-        self._generations = generations
-        self._state = state
-        self._deadline_s = deadline_s
-        self._clock = clock
+        self._generations, self._state = generations, state
+        self._deadline_s, self._clock = deadline_s, clock
         self._interval = CheckpointInterval(settings, failures or FailureCount())
         self._exchange = Exchange(state.group, deadline_s)
+        identity = {
+            "job_id": job_id,
+            "config_digest": config_digest,
+            "code_version": code_version,
+            "environment": dict(environment or {}),
+        }
         self._writer = Writer(
             generations,
             state,
             self._exchange,
-            {
-                "job_id": job_id,
-                "config_digest": config_digest,
-                "code_version": code_version,
-                "environment": dict(environment or {}),
-            },
+            identity,
             keep=settings.keep,
             keep_best=settings.keep_best,
         )
         self._signature: object = None
         self._staging: Staging | None = None
         self._index = Index(tensors={})
-        self._next: int | None = (
-            None  # step at which to save, or to check the interval; on all ranks
-        )
-        self._waiting = False  # a postponed save is due as soon as none is in flight
-        self._thread: threading.Thread | None = None
-        self._ended: SaveResult | None = None
+        self._waiting = False  # a save was postponed and not made up for
+        self._retry = False  # it is due again
+        self._flight: Future[SaveResult] | None = None
         self._error: PacelineError | None = None
         self._failed_in_row = 0
         self._unreported: list[CheckpointRef] = []
@@ -102,23 +97,15 @@ class Checkpointer:
     # ── called by the training loop ──────────────────────────────────────────────────────────────
 
     def due(self, step: int, steps: int) -> bool:
-        """Return whether to save after ``step`` of ``steps``; the same on every rank."""
+        """Return rank 0's decision whether to save after ``step`` of ``steps``; False on the other
+        ranks: the caller sends it to them. Called once a step."""
         now = self._clock()
         self._reap()
         self._interval.stepped(now)
-        if self._next is None:
-            self._next = self._interval.next_step(step - 1)
-        if step >= steps or self._waiting:
-            return True
-        if step < self._next:
+        if self._state.group.rank != 0:
             return False
-        if self._interval.by_steps:
-            return True
-        group = self._state.group
-        due, again = self._interval.ask(step, now) if group.rank == 0 else (False, 0)
-        agreed_due, agreed_again = group.sums([float(due), float(again)])
-        self._next = int(agreed_again)
-        return agreed_due > 0
+        again, self._retry = self._retry, False
+        return self._interval.due(step, now) or again or step >= steps
 
     def save(
         self,
@@ -141,19 +128,18 @@ class Checkpointer:
         tensors = self._state.tensors()
         signature = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         first = group.rank == 0
-        busy, changed, failed, number, following = group.sums(
+        busy, changed, failed, number = group.sums(
             [
-                float(self._thread is not None),
+                float(self._flight is not None),
                 float(signature != self._signature),
                 float(self._error is not None),
                 float(random.getrandbits(32)) if first else 0.0,
-                float(self._interval.next_step(step)) if first else 0.0,
             ]
         )
         if busy:
-            self._note(self._interval.put_off(step))
-            self.put_off += 0 if self._waiting else 1
-            self._waiting = True
+            self._note(self._interval.postponed(step))
+            self.postponed += 0 if self._waiting else 1
+            self._waiting = self._retry = True
             self.stall_s += self._clock() - started
             return False
         if failed:
@@ -162,22 +148,17 @@ class Checkpointer:
             self._plan(tensors, signature)
         assert self._staging is not None
         self._staging.fill(tensors)
-        self._waiting = False
-        self._next = int(following)
+        self._waiting = self._retry = False
         self._state.position = dict(position)
+        extra = {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)}
         save = SaveRequest(
             Generation(step, int(number)),
             copy.deepcopy(dict(position)),  # it and ``extra`` change while the thread writes
             {name: value for name, value in metrics.items() if math.isfinite(value)},
-            copy.deepcopy(
-                {k: v for k, v in self._state.extra.items() if not isinstance(v, Tensor)}
-            ),
+            copy.deepcopy(extra),
             self._state.groups() if first else None,
         )
-        self._thread = threading.Thread(
-            target=self._write, args=(save, self._staging), name="checkpoint-writer", daemon=True
-        )
-        self._thread.start()
+        self._start(save, self._staging, self._index)
         now = self._clock()
         self._interval.saved(now, now - started)
         self.stall_s += now - started
@@ -195,13 +176,15 @@ class Checkpointer:
             return
         self._error = None  # try again in spite of earlier failures
         self.save(step, position, metrics)
-        error = self._join_and_reap()
+        self._join()
+        error = self._reap()
         if step not in self.saved:
             raise error or NotSaved("last state was not saved", where=self._generations.url)
 
     def finish(self) -> None:
         """Wait for the save in flight; raises the error that made saves fail permanently."""
-        self._join_and_reap()
+        self._join()
+        self._reap()
         if self._error is not None:
             self._raise()
 
@@ -210,8 +193,7 @@ class Checkpointer:
 
         Used on every exit path: with a dead peer, a save in flight may never end.
         """
-        if self._thread is not None:
-            self._thread.join(CLOSE_S)
+        self._ended_within(CLOSE_S)
         self._staging = None  # a running writer has its own reference
 
     def report(self) -> list[CheckpointRef]:
@@ -225,29 +207,35 @@ class Checkpointer:
         self._reap()
         return tuple(self.saved[step] for step in sorted(self.saved))
 
-    # ── planning ─────────────────────────────────────────────────────────────────────────────────
+    # ── a save, and its result on the training thread ────────────────────────────────────────────
 
     def _plan(self, tensors: Mapping[str, Tensor], signature: object) -> None:
         """Agree on who writes what, and allocate the buffer; once a layout."""
-        group = self._state.group
-        written = share_out(agree_on_held(self._exchange, chunks_of(tensors)))
+        written = assign_writes(self._exchange.chunks(chunks_of(tensors)))
         self._index = index_of(written)
         self._staging = None  # release the old buffer first
         pin = any(each.device.type == "cuda" for each in tensors.values())
-        self._staging = Staging(written[group.rank], pin=pin)
+        self._staging = Staging(written[self._state.group.rank], pin=pin)
         self._signature = signature
 
-    def _write(self, save: SaveRequest, staging: Staging) -> None:
-        """Run one save; the target of the writer thread."""
-        self._ended = self._writer.run(save, staging, self._index)
+    def _start(self, save: SaveRequest, staging: Staging, index: Index) -> None:
+        flight: Future[SaveResult] = Future()
 
-    # ── results, on the training thread ──────────────────────────────────────────────────────────
+        def write() -> None:
+            flight.set_result(self._writer.run(save, staging, index))
+
+        # No executor: the interpreter would wait at its exit for a save that never ends.
+        threading.Thread(target=write, name="checkpoint-writer", daemon=True).start()
+        self._flight = flight
+
+    def _ended_within(self, seconds: float) -> bool:
+        try:
+            return self._flight is None or self._flight.result(seconds) is not None
+        except TimeoutError:
+            return False
 
     def _join(self) -> None:
-        if self._thread is None:
-            return
-        self._thread.join(2 * self._deadline_s)
-        if self._thread.is_alive():
+        if not self._ended_within(2 * self._deadline_s):
             raise TrainingFailed(
                 "checkpoint cannot be written",
                 got=f"nothing for {2 * self._deadline_s:.0f} s",
@@ -255,29 +243,23 @@ class Checkpointer:
                 do="Check the store of checkpoints.",
             )
 
-    def _join_and_reap(self) -> PacelineError | None:
-        """Wait for the save in flight and return its error."""
-        self._join()
-        return self._reap()
-
     def _reap(self) -> PacelineError | None:
         """Record the result of the last save if it has ended, and return its error."""
-        if self._thread is None or self._thread.is_alive():
+        if self._flight is None or not self._flight.done():
             return None
-        self._thread.join()
-        ended, self._thread, self._ended = self._ended, None, None
-        assert ended is not None
+        ended, self._flight = self._flight.result(), None
         self._note(self._interval.written(ended.step, ended.seconds))
         if ended.ref is not None:
             self._failed_in_row = 0
             self.saved[ended.step] = ended.ref
             self._unreported.append(ended.ref)
-            for step in set(self.saved) - set(self.saved if ended.kept is None else ended.kept):
-                del self.saved[step]
+            if ended.kept is not None:
+                self.saved = {s: ref for s, ref in self.saved.items() if s in ended.kept}
             return None
         self._failed_in_row += 1
         self._note(CheckpointAlert("checkpoint-failed", ended.step, str(ended.error)))
-        most = MOST_UNANSWERED if ended.kind in ("temporary", "full") else MOST_FAILED
+        temporary = ended.kind in ("temporary", "full")
+        most = MAX_TEMPORARY_FAILURES if temporary else MAX_PERMANENT_FAILURES
         if ended.kind == "final" or self._failed_in_row >= most:
             self._error = ended.error
         return ended.error

@@ -4,17 +4,33 @@ Every rank writes its own file and sends its result to all; rank 0 writes index 
 result counts for every rank. A failure of any kind on any rank reaches all ranks, so none of them
 blocks. The files of a save that failed permanently are removed: on a full disk they would block the
 next one. Does not decide when to save.
+
+``Staging`` is a rank's part as one safetensors file in memory, laid out once a layout and reused:
+tensors are copied into place, so a save needs no second copy and no serialisation. It is anonymous
+memory with a file descriptor, so it can be uploaded part by part like any file. Where the source is
+a GPU, the memory is pinned. ``Exchange`` is the ranks' process group for saves.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import math
+import mmap
+import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from paceline.errors import (
     NotSaved,
@@ -24,15 +40,166 @@ from paceline.errors import (
     StorageFull,
     TrainingFailed,
 )
-from paceline.schemas.base import canonical_json
-from paceline.schemas.training import CheckpointRef
+from paceline.schemas import CheckpointRef, Record, canonical_json
 from paceline.training.checkpoint.generations import Generation, Generations
-from paceline.training.checkpoint.layout import file_of
+from paceline.training.checkpoint.layout import (
+    DTYPES,
+    Chunk,
+    TrainState,
+    file_of,
+    from_bytes,
+    local_of,
+    to_bytes,
+)
 from paceline.training.checkpoint.records import Commit, Groups, Index, SavedFile
-from paceline.training.checkpoint.staging import Exchange, Staging
-from paceline.training.checkpoint.stateful import TrainState
+from paceline.training.loop import Group, as_peer_lost
 
 log = logging.getLogger(__name__)
+
+ALIGN = 64
+FINITE_BLOCK = 1 << 15  # elements checked at once: torch runs so few on the calling thread
+
+
+def header_of(entries: Sequence[tuple[str, str, Sequence[int], int]], align: int = ALIGN) -> bytes:
+    """Return a safetensors header for ``(name, dtype, shape, bytes)`` in this order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-(len(raw) + 8) % align)
+    return len(raw).to_bytes(8, "little") + raw
+
+
+class Staging:
+    """The image of one file with a slot for each of ``chunks``; reused while they are the same."""
+
+    def __init__(self, chunks: Sequence[Chunk], *, pin: bool = False) -> None:
+        self.chunks = sorted(chunks, key=lambda c: (-DTYPES[c.dtype].itemsize, c.key))
+        header = header_of([(c.key, c.dtype, c.sizes, c.bytes) for c in self.chunks])
+        self.bytes = len(header) + sum(each.bytes for each in self.chunks)
+        self._descriptor = os.memfd_create("checkpoint", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.truncate(self._descriptor, self.bytes)
+        self._map = mmap.mmap(self._descriptor, self.bytes)
+        self._map[: len(header)] = header
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        if pin:
+            self._pin(whole)
+        self._room: list[tuple[Chunk, Tensor]] = []
+        at = len(header)
+        for chunk in self.chunks:
+            room = whole[at : at + chunk.bytes].view(DTYPES[chunk.dtype]).view(chunk.sizes)
+            self._room.append((chunk, room))
+            at += chunk.bytes
+
+    @property
+    def path(self) -> Path:
+        """Return a path under which this process can open the image."""
+        return Path(f"/proc/self/fd/{self._descriptor}")
+
+    @property
+    def view(self) -> memoryview:
+        """Return the image."""
+        return memoryview(self._map)
+
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the live tensors in; they may change after it returns."""
+        devices = set()
+        for chunk, room in self._room:
+            source = local_of(tensors[chunk.tensor])
+            room.copy_(source, non_blocking=True)
+            if source.device.type == "cuda":
+                devices.add(source.device)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    def require_finite(self, step: int) -> None:
+        """Raise TrainingFailed where the image contains infinity or NaN."""
+        for chunk, room in self._room:
+            if room.is_floating_point() and not _finite(room):
+                raise TrainingFailed(
+                    "state is not finite and was not saved",
+                    got=chunk.tensor,
+                    where=f"step {step}",
+                    do="Lower training.learning_rate; the last checkpoint is intact.",
+                )
+
+    def _pin(self, whole: Tensor) -> None:
+        cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(cuda.cudaHostRegister(whole.data_ptr(), self.bytes, 0))
+        if code:  # copies still work, only slower
+            log.warning("memory for checkpoints is not pinned error=%d bytes=%d", code, self.bytes)
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # consumes CUDA's sticky error, so no step meets it
+            return
+        weakref.finalize(self, cuda.cudaHostUnregister, whole.data_ptr())
+
+
+def _finite(tensor: Tensor) -> bool:
+    """Return whether every number is finite.
+
+    A sum shows infinity and NaN in one pass; where the sum overflows, each number is checked.
+    """
+    for block in torch.split(tensor.view(-1), FINITE_BLOCK):
+        wide = block if block.itemsize >= 4 else block.float()
+        if not math.isfinite(wide.sum()) and not wide.isfinite().all():
+            return False
+    return True
+
+
+class Exchange:
+    """All-gather of bytes, and point-to-point tensors, on a process group of its own.
+
+    Created on every rank at the same time; then used by one thread of each rank at a time. Its
+    collectives never mix with the training's, so a save can end while steps continue. Nothing is
+    pickled. The group ends with the default one: destroying it alone could wait for ever for a
+    dead peer.
+    """
+
+    def __init__(self, group: Group, deadline_s: float) -> None:
+        self._ranks = group.world_size
+        self.rank = group.rank
+        self._process_group = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=deadline_s))
+            if group.world_size > 1
+            else None
+        )
+
+    def all(self, mine: bytes) -> list[bytes]:
+        """Return each rank's bytes, by rank; raises PeerLost where a rank is gone or too late."""
+        if self._process_group is None:
+            return [mine]
+        with as_peer_lost():
+            sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._ranks)]
+            dist.all_gather(sizes, torch.tensor([len(mine)]), group=self._process_group)
+            longest = max(int(each) for each in sizes)
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            if mine:
+                padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+            parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._ranks)]
+            dist.all_gather(parts, padded, group=self._process_group)
+        return [
+            part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)
+        ]
+
+    def send(self, tensor: Tensor, to: int) -> None:
+        """Send a contiguous tensor in host memory to rank ``to``."""
+        with as_peer_lost():
+            dist.send(tensor, to, group=self._process_group)
+
+    def receive(self, tensor: Tensor, source: int) -> None:
+        """Fill a contiguous tensor in host memory with what rank ``source`` sends."""
+        with as_peer_lost():
+            dist.recv(tensor, source, group=self._process_group)
+
+    def chunks(self, mine: Sequence[Chunk]) -> list[tuple[Chunk, ...]]:
+        """Return the boxes of each rank; equal lists (of replicas) are one object."""
+        every = self.all(to_bytes(mine))
+        lists = {raw: from_bytes(raw) for raw in set(every)}
+        return [lists[raw] for raw in every]
+
 
 # Of an error: final, no other save can succeed; permanent, an operator must change something; full,
 # an operator must free space; temporary, the same save may succeed later.
@@ -56,46 +223,69 @@ class SaveResult:
     """The result of a save; the same on every rank."""
 
     step: int
-    seconds: float  # in the background
+    seconds: float = 0.0  # in the background
     ref: CheckpointRef | None = None
     kept: Sequence[int] | None = None  # steps that still have a checkpoint; None: unknown
     error: PacelineError | None = None
     kind: Kind = "final"  # of the error
 
 
-@dataclass
-class _Part:
-    """The result of one rank's part of a save."""
+class _Failure(Record):
+    """An error of one rank, as sent to the others."""
 
-    files: dict[str, SavedFile] = field(default_factory=dict)
-    error: dict[str, str | None] = field(default_factory=dict)  # what, got, wanted, where, do
-    kind: Kind = "final"  # of the error
-
-    def to_json(self) -> bytes:
-        files = {name: saved.model_dump() for name, saved in self.files.items()}
-        return json.dumps([files, self.error, self.kind]).encode()
+    kind: Kind
+    what: str
+    got: str | None
+    wanted: str | None
+    where: str | None
+    do: str | None
 
     @classmethod
-    def from_json(cls, raw: bytes) -> _Part:
-        files, error, kind = json.loads(raw)
-        return cls({name: SavedFile(**saved) for name, saved in files.items()}, error, kind)
-
-    def failed(self, error: BaseException, size: int, *, final: bool = False) -> None:
-        """Record ``error``, raised while ``size`` bytes were written."""
+    def of(cls, error: BaseException, size: int, *, final: bool = False) -> _Failure:
+        """Return ``error``, raised while ``size`` bytes were written."""
         if not isinstance(error, PacelineError):
             error = TrainingFailed("its writer failed", got=repr(error))
         full = isinstance(error, StorageFull)
-        self.error = {
-            "what": error.what,
-            "got": _text(error.got),
-            "wanted": f"room for {size} bytes" if full else _text(error.wanted),
-            "where": _text(error.where),
-            "do": error.do,
-        }
-        permanent = isinstance(error, PermanentError)
-        self.kind = (
-            "final" if final else "full" if full else "permanent" if permanent else "temporary"
+        kind: Kind = "permanent" if isinstance(error, PermanentError) else "temporary"
+        return cls(
+            kind="final" if final else "full" if full else kind,
+            what=error.what,
+            got=_text(error.got),
+            wanted=f"room for {size} bytes" if full else _text(error.wanted),
+            where=_text(error.where),
+            do=error.do,
         )
+
+    def error(self, step: int, rank: int) -> PacelineError:
+        """Return the error to raise on every rank."""
+        kinds: dict[Kind, type[PacelineError]] = {
+            "temporary": ServiceUnavailable,
+            "final": TrainingFailed,
+        }
+        at = f"step {step}, rank {rank}"
+        return kinds.get(self.kind, NotSaved)(
+            f"checkpoint was not saved: {self.what}",
+            got=self.got,
+            wanted=self.wanted,
+            where=at if self.where is None else f"{self.where}, {at}",
+            do=self.do,
+        )
+
+
+class _Part(Record):
+    """The result of one rank's part of a save."""
+
+    files: dict[str, SavedFile] = {}
+    failure: _Failure | None = None
+
+
+class _Verdict(Record):
+    """The result of a save, as rank 0 sends it."""
+
+    ref: CheckpointRef | None = None
+    kept: tuple[int, ...] | None = None
+    failure: _Failure | None = None
+    rank: int = 0  # that failed
 
 
 class Writer:
@@ -121,56 +311,67 @@ class Writer:
     def run(self, save: SaveRequest, staging: Staging, index: Index) -> SaveResult:
         """Write ``save`` and return its result; raises nothing."""
         began = time.perf_counter()
+        ended = SaveResult(save.generation.step)
         try:
-            ended = self._write(save, staging, index)
+            self._write(save, staging, index, ended)
         except PacelineError as error:  # another rank is gone: no agreement is possible
-            ended = SaveResult(save.generation.step, 0.0, error=error)
+            ended.error = error
         except Exception as error:
             log.exception("checkpoint writer failed step=%d", save.generation.step)
-            wrapped = TrainingFailed("checkpoint writer failed", got=repr(error))
-            wrapped.__cause__ = error
-            ended = SaveResult(save.generation.step, 0.0, error=wrapped)
+            ended.error = TrainingFailed("checkpoint writer failed", got=repr(error))
+            ended.error.__cause__ = error
         ended.seconds = time.perf_counter() - began
         return ended
 
-    def _write(self, save: SaveRequest, staging: Staging, index: Index) -> SaveResult:
-        step = save.generation.step
-        part = _Part()
-        if staging.chunks:
-            try:
-                staging.require_finite(step)
-            except TrainingFailed as error:
-                part.failed(error, staging.bytes, final=True)
-            else:
-                self._upload(save, staging, part)
-        parts = [_Part.from_json(raw) for raw in self._exchange.all(part.to_json())]
-        failed = _failure_of(step, parts)
-        if failed is not None:
-            self._take_back(save.generation, failed.kind)
-            return failed
-        verdict = b""
+    def _write(self, save: SaveRequest, staging: Staging, index: Index, ended: SaveResult) -> None:
+        mine = self._upload(save, staging) if staging.chunks else _Part()
+        raw = self._exchange.all(mine.model_dump_json().encode())
+        answer = b""
         if self._state.group.rank == 0:
-            verdict = self._commit(save, parts, index)
-        kind, *rest = json.loads(self._exchange.all(verdict)[0])
-        if kind != "committed":
-            return _failure_of(step, [_Part(error=rest[0], kind=kind)]) or SaveResult(step, 0.0)
-        return SaveResult(step, 0.0, ref=CheckpointRef(**rest[0]), kept=rest[1])
+            parts = [_Part.model_validate_json(each) for each in raw]
+            answer = self._verdict(save, parts, index).model_dump_json().encode()
+        verdict = _Verdict.model_validate_json(self._exchange.all(answer)[0])
+        ended.ref, ended.kept = verdict.ref, verdict.kept
+        if verdict.failure is not None:
+            ended.kind = verdict.failure.kind
+            ended.error = verdict.failure.error(ended.step, verdict.rank)
 
-    def _upload(self, save: SaveRequest, staging: Staging, part: _Part) -> None:
-        group = self._state.group
+    def _upload(self, save: SaveRequest, staging: Staging) -> _Part:
+        group, step = self._state.group, save.generation.step
+        try:
+            staging.require_finite(step)
+        except TrainingFailed as error:
+            return _Part(failure=_Failure.of(error, staging.bytes, final=True))
         name = file_of(group.rank, group.world_size)
         saved = SavedFile(sha256=hashlib.sha256(staging.view).hexdigest(), bytes=staging.bytes)
         try:
             self._generations.put_file(save.generation, name, staging.path, saved)
-            part.files[name] = saved
         except Exception as error:  # noqa: BLE001 - every failure must reach the other ranks
-            log.warning("checkpoint part failed step=%d error=%s", save.generation.step, error)
-            part.failed(error, staging.bytes)
+            log.warning("checkpoint part failed step=%d error=%s", step, error)
+            return _Part(failure=_Failure.of(error, staging.bytes))
+        return _Part(files={name: saved})
 
-    def _commit(self, save: SaveRequest, parts: Sequence[_Part], index: Index) -> bytes:
-        """Write the marker and return the result as JSON."""
+    def _verdict(self, save: SaveRequest, parts: Sequence[_Part], index: Index) -> _Verdict:
+        """Commit the save unless a rank failed; called on rank 0."""
+        failures = [(part.failure, rank) for rank, part in enumerate(parts) if part.failure]
+        if failures:
+            worst, rank = min(failures, key=lambda each: _WORST_FIRST.index(each[0].kind))
+            verdict = _Verdict(failure=worst, rank=rank)
+        else:
+            verdict = self._commit(save, parts, index)
+        # After a temporary failure the next committed save removes the files (``collect``).
+        if verdict.failure is not None and verdict.failure.kind != "temporary":
+            try:
+                self._generations.remove(save.generation)
+            except PacelineError as error:
+                log.warning(
+                    "half a checkpoint was left generation=%s error=%s", save.generation, error
+                )
+        return verdict
+
+    def _commit(self, save: SaveRequest, parts: Sequence[_Part], index: Index) -> _Verdict:
         generations, generation = self._generations, save.generation
-        files = {name: saved for part in parts for name, saved in part.files.items()}
+        index = index.model_copy(update={"groups": save.groups})
         try:
             commit = Commit(
                 **self._identity,
@@ -180,63 +381,24 @@ class Writer:
                 layout=self._state.layout(),
                 metrics=save.metrics,
                 extra=save.extra,
-                files=files,
+                files={name: saved for part in parts for name, saved in part.files.items()},
             )
-            index = index.model_copy(update={"groups": save.groups})
             commit = generations.commit(generation, commit, index)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a result
             log.warning("checkpoint was not committed step=%d error=%s", generation.step, error)
-            part = _Part()
-            part.failed(error, len(canonical_json(index)))
-            self._take_back(generation, part.kind)
-            return json.dumps([part.kind, part.error]).encode()
+            return _Verdict(failure=_Failure.of(error, len(canonical_json(index))))
         ref = CheckpointRef(
             step=generation.step,
             url=generations.url_of(generation),
             digest=commit.digest,
             bytes=commit.bytes,
         )
-        steps: list[int] | None = None
         try:
             kept = generations.collect(self._keep, self._keep_best, generation)
-            steps = sorted({each.step for each in kept})
         except PacelineError as error:  # the save is committed; the next one collects
             log.warning("old checkpoints were not collected error=%s", error)
-        return json.dumps(["committed", ref.model_dump(), steps]).encode()
-
-    def _take_back(self, generation: Generation, kind: Kind) -> None:
-        """Remove the files of a failed save; every rank has ended its part of it.
-
-        Not for a temporary failure: the next committed save removes them (``collect``).
-        """
-        if self._state.group.rank != 0 or kind == "temporary":
-            return
-        try:
-            self._generations.remove(generation)
-        except PacelineError as error:
-            log.warning("half a checkpoint was left generation=%s error=%s", generation, error)
-
-
-def _failure_of(step: int, parts: Sequence[_Part]) -> SaveResult | None:
-    """Return the result of a save in which ranks failed (the worst failure); None without any."""
-    errors = [(rank, part) for rank, part in enumerate(parts) if part.error]
-    if not errors:
-        return None
-    rank, worst = min(errors, key=lambda each: _WORST_FIRST.index(each[1].kind))
-    kinds: dict[Kind, type[PacelineError]] = {
-        "temporary": ServiceUnavailable,
-        "final": TrainingFailed,
-    }
-    told = worst.error
-    at = f"step {step}, rank {rank}"
-    error = kinds.get(worst.kind, NotSaved)(
-        f"checkpoint was not saved: {told['what']}",
-        got=told["got"],
-        wanted=told["wanted"],
-        where=at if told["where"] is None else f"{told['where']}, {at}",
-        do=told["do"],
-    )
-    return SaveResult(step, 0.0, error=error, kind=worst.kind)
+            return _Verdict(ref=ref)
+        return _Verdict(ref=ref, kept=tuple(sorted({each.step for each in kept})))
 
 
 def _text(value: object) -> str | None:

@@ -13,21 +13,15 @@ import logging
 from pathlib import Path
 
 from paceline.config import TrainingSettings, load_runtime
-from paceline.data import Snapshot, Split, load_snapshot, require_purpose
-from paceline.data.loading.columns import reading
-from paceline.data.loading.process_transform import require_runnable
-from paceline.data.loading.transform import require_allowed
-from paceline.data.snapshot import require_readable
+from paceline.data import Snapshot, Split, load_snapshot, require_purpose, require_readable
+from paceline.data.loading import reading_cost, require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
-from paceline.models import ModelConfig, read_config, require_tokenizer
-from paceline.models.files import CONFIG_FILE
-from paceline.schemas.training import TrainJob
+from paceline.models import CONFIG_FILE, ModelConfig, read_config, require_tokenizer
+from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
-from paceline.training.identity import config_digest, size_of
-from paceline.training.parallel import readers_of, require_layout
-from paceline.training.parallel.mesh import MeshSpec
-from paceline.training.strategies import is_asynchronous, replicas_of
+from paceline.training.identity import config_digest, task_size_of
+from paceline.training.parallel import MeshSpec, data_shares_of, replicas_of, require_layout
 from paceline.training.user_code import check_watcher, require_code
 
 log = logging.getLogger(__name__)
@@ -89,15 +83,15 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     if config is not None:
         vocabulary = snapshot.vocabulary
         require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
-    require_reading(job, snapshot, config)
+    require_readable_batches(job, snapshot, config)
 
 
-def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
+def require_readable_batches(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
     """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch; log a warning
     where nodes read much of the same data."""
     settings = job.settings
     if config is None:
-        context = size_of(job, load_runtime(job.state_dir).profile).context
+        context = task_size_of(job, load_runtime(job.state_dir).profile).context
     else:
         context = config.context
     # For a model on another machine's disk the profile's context is a guess; each rank checks.
@@ -106,8 +100,7 @@ def require_reading(job: TrainJob, snapshot: Snapshot, config: ModelConfig | Non
     rows = settings.batch_sequences
     require_readable(snapshot, job.data, context=surely, global_batch=rows, splits=splits)
     train = snapshot.of_split("train")
-    sharing = not is_asynchronous(settings)
-    found = reading(job.data, train, context, rows, readers_of(settings), sharing=sharing)
+    found = reading_cost(job.data, train, context, rows, data_shares_of(settings))
     if found.advice:
         log.warning("%s; %s", found, found.advice)
 
@@ -126,7 +119,7 @@ LAUNCHER_BYTES = 200 * MIB
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def require_room(settings: TrainingSettings, weights_bytes: int, free_bytes: int | None) -> None:
+def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: int | None) -> None:
     """Raise InvalidInput where ``settings.ranks`` ranks on one machine need over ``free_bytes``.
 
     None means unknown and passes; ``weights_bytes`` is the whole model's size, 0 if unknown.

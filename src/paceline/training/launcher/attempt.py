@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import Cancelled, PacelineError
 from paceline.training.launcher.ports import GangMember, GangResult, LineHandler
-from paceline.training.loop.rank_process import STOPPED_EXIT, waits
+from paceline.training.loop import STOPPED_EXIT, waits_for_peers
 
 if TYPE_CHECKING:
     from paceline.training.launcher.gang import GangSupervisor
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 TICK_S = 0.25
 LAUNCH_DEADLINE_S = 30.0  # for a launcher to fork its ranks, imports already done
 END_DEADLINE_S = 15.0  # for a launcher to report that its ranks are gone
-HURRY_S = 2.0  # the same after a cancel: the canceller kills this process soon
+CANCEL_END_DEADLINE_S = 2.0  # the same after a cancel: the canceller kills this process soon
 NODE_SILENCE_S = 15.0  # a launcher sends two heartbeats a second; a silent one is frozen or cut off
-PAUSE_S = 5.0  # a longer gap between two checks is this process's own pause, not the nodes'
+DRIVER_PAUSE_S = 5.0  # a longer gap between two checks is this process's own pause, not the nodes'
 STOPPED_S = 2.0  # a rank in process state T for longer is frozen
 
 
@@ -72,6 +72,7 @@ class Attempt:
         self._store: tuple[str, int] | None = None
         self._ended = 0
         self._stopping: float | None = None  # grace period of the stop order, in seconds
+        self._stop_at = float("inf")  # when a stop order is overdue
         self._store_error = ""
         self._looked_at = time.monotonic()
 
@@ -83,70 +84,59 @@ class Attempt:
                 if each not in self._gangs.lost:
                     self._gangs.lose(each, "its node is away")
                 self._mark_lost(each)
-            return self._not_started(away[0])
+            return self._start_fault(away[0])
         head = self._workers[0]
         store = {"do": "store", "host": self._nodes.host(head), "job": self._gangs.id}
         return (
             self._tell({head: store})
-            or self._await(lambda: set() if self._store else {head}, "the rendezvous store")
+            or self._wait_for_nodes(
+                lambda: set() if self._store else {head}, "the rendezvous store"
+            )
             or self._tell({each: self._order(self._on(each), text) for each in self._workers})
-            or self._await(lambda: set(self._workers) - self._begun, "its ranks")
+            or self._wait_for_nodes(lambda: set(self._workers) - self._begun, "its ranks")
         )
 
     def follow(self) -> Fault | None:
         """Monitor the ranks until they end; return the fault that ended the gang, if any."""
-        stop_at: float | None = None
         self._looked_at = time.monotonic()
-        while len(self._over) < len(self._workers):
+        while self._busy():
             self._hear(TICK_S)
-            if (fault := self._failed() or self._late()) is not None:
+            if (fault := self._failed() or self._late() or self._stop_ranks()) is not None:
                 self._check_cancel()
                 return fault
-            grace = self._grace()
-            if grace is not None and (self._stopping is None or grace < self._stopping):
-                self._stopping = grace
-                stop_at = time.monotonic() + grace + self._patience()
-                self._tell(
-                    {each: stop_order(grace) for each in self._workers if each not in self._over}
-                )
-            if stop_at is not None and time.monotonic() > stop_at:
-                self._check_cancel()
-                return Fault(None, "did not stop as asked", overdue=True)
         self._check_cancel()
         return self._failed()
 
     def end(self, *, stacks: bool, grace_s: float) -> None:
         """End every rank and collect its output; a launcher that does not answer is dropped."""
         self._over |= set(self._workers) - self._ordered  # nothing of this attempt runs there
-        stop = stop_order(grace_s, stacks=stacks)
-        self._tell({each: stop for each in self._workers if each not in self._over})
+        self._tell(dict.fromkeys(self._busy(), stop_order(grace_s, stacks=stacks)))
         until = time.monotonic() + self._patience()
-        while len(self._over) < len(self._workers) and time.monotonic() < until:
+        while self._busy() and time.monotonic() < until:
             try:
                 self._hear(TICK_S)
             except PacelineError as error:  # then no node can be reached
                 log.warning("nodes cannot be heard: %s", error)
                 break
-        for worker in self._workers:
-            if worker not in self._over:
-                log.warning("launcher does not answer worker=%s", worker)
-                self._lose(worker, "its launcher does not answer")
+        for worker in self._busy():
+            log.warning("launcher does not answer worker=%s", worker)
+            self._lose(worker, "its launcher does not answer")
 
     def abandon(self) -> None:
         """End every rank without a grace period, while an exception propagates."""
         self._on_event = None  # the callback may have raised it
         self.end(stacks=False, grace_s=0.0)
 
-    def blame(self) -> Fault | None:
+    def first_failure(self) -> Fault | None:
         """Return the fault of the rank that failed first, from all exit codes so far."""
         return self._failed()
 
-    def who_hung(self, fault: Fault) -> Fault:
+    def find_hung_rank(self, fault: Fault) -> Fault:
         """Return ``fault``, moved to the suspect whose stack shows no wait for other ranks."""
-        if fault.rank is None or not waits(fault.rank.stderr):
+        if fault.rank is None or not waits_for_peers(fault.rank.stderr):
             return fault
         for each in fault.suspects:
-            if waits(each.stderr) is False:
+            if waits_for_peers(each.stderr) is False:
                 return self._hung(each)
         return fault
 
@@ -160,10 +150,7 @@ class Attempt:
         reason, member = fault.what, None
         if fault.rank is not None:
             member = fault.rank.member
-            reason = f"rank {member.rank} on {member.worker_id} {fault.what}"
-            words = _last_words(fault.rank)
-            if words and not fault.hung:
-                reason = f"{reason}: {words}"
+            reason = describe_rank(fault.rank, fault.what, hung=fault.hung)
         log.warning("gang ended attempt=%d reason=%s", self._attempt, reason)
         return GangResult(
             ok=False,
@@ -204,20 +191,18 @@ class Attempt:
             "do": "start",
             "attempt": self._attempt,
             "ranks": ranks,
-            "host": host,
-            "port": port,
             "input": text,
         }
 
     def _hear(self, timeout_s: float) -> None:
-        for heard in self._nodes.hear(timeout_s):
-            kind = self._gangs.note(heard)
-            if heard.worker_id not in self._workers:
+        for message in self._nodes.hear(timeout_s):
+            kind = self._gangs.note(message)
+            if message.worker_id not in self._workers:
                 continue
             if kind == "lost":
-                self._mark_lost(heard.worker_id)
+                self._mark_lost(message.worker_id)
             else:
-                self._take(kind, heard.worker_id, heard.line)
+                self._take(kind, message.worker_id, message.line)
 
     def _take(self, kind: str, worker: str, line: Mapping[str, Any]) -> None:
         if not kind:
@@ -272,16 +257,19 @@ class Attempt:
         if self._stopping is not None and all(each.killed for each in failed):
             what = f"did not stop within its grace of {self._stopping:.0f} s and was killed"
             return Fault(guilty, what, overdue=True)
-        if guilty.code is None:
-            why = self._gangs.why_lost.get(guilty.member.worker_id, "")
-            return Fault(guilty, "was lost with its node" + (f": {why}" if why else ""))
-        if guilty.code < 0:
-            return Fault(guilty, f"was killed by signal {-guilty.code}")
-        return Fault(guilty, f"exited with {guilty.code}")
+        return Fault(guilty, self._describe_exit(guilty))
+
+    def _describe_exit(self, ended: RankState) -> str:
+        if ended.code is None:
+            why = self._gangs.lost_reasons.get(ended.member.worker_id, "")
+            return "was lost with its node" + (f": {why}" if why else "")
+        if ended.code < 0:
+            return f"was killed by signal {-ended.code}"
+        return f"exited with {ended.code}"
 
     def _late(self) -> Fault | None:
-        if (worker := self._lose_silent()) is not None:
-            return Fault(self._first_on(worker), "was lost with its node: it fell silent")
+        if (worker := self._drop_silent_node()) is not None:
+            return Fault(self._first_rank_on(worker), "was lost with its node: it fell silent")
         living = [each for each in self._ranks.values() if not each.over and each.state]
         if not any(self._is_late(each.state) for each in living):
             return None
@@ -300,14 +288,16 @@ class Attempt:
         sure = guilty.state["stopped"] or guilty.state["silent_s"] > 3 * TICK_S + 2.0
         return self._hung(guilty, () if sure else tuple(alike))
 
-    def _lose_silent(self) -> str | None:
+    def _drop_silent_node(self) -> str | None:
         """Drop the first node without heartbeats, if any, and return it."""
         now = time.monotonic()
-        if (paused := now - self._looked_at) > PAUSE_S:
-            self._gangs.beaten = {at: beat + paused for at, beat in self._gangs.beaten.items()}
+        if (paused := now - self._looked_at) > DRIVER_PAUSE_S:
+            self._gangs.last_message_at = {
+                at: beat + paused for at, beat in self._gangs.last_message_at.items()
+            }
         self._looked_at = now
         for worker in self._workers:
-            silent = now - self._gangs.beaten.get(worker, now)
+            silent = now - self._gangs.last_message_at.get(worker, now)
             if worker not in self._over and silent > NODE_SILENCE_S:
                 self._lose(worker, "it fell silent")
                 return worker
@@ -334,10 +324,25 @@ class Attempt:
 
     # -- stopping, lost nodes, waiting
 
+    def _busy(self) -> list[str]:
+        """Return the nodes on which ranks of this attempt run."""
+        return [each for each in self._workers if each not in self._over]
+
+    def _stop_ranks(self) -> Fault | None:
+        """Send a stop order where the ranks should stop; return the fault where it is overdue."""
+        grace = self._grace()
+        if grace is not None and (self._stopping is None or grace < self._stopping):
+            self._stopping = grace
+            self._stop_at = time.monotonic() + grace + self._patience()
+            self._tell(dict.fromkeys(self._busy(), stop_order(grace)))
+        if time.monotonic() > self._stop_at:
+            return Fault(None, "did not stop as asked", overdue=True)
+        return None
+
     def _patience(self) -> float:
         """Return the seconds that a launcher has to report that its ranks are gone."""
         cancel = self._gangs.cancel
-        return HURRY_S if cancel is not None and cancel.is_set() else END_DEADLINE_S
+        return CANCEL_END_DEADLINE_S if cancel is not None and cancel.is_set() else END_DEADLINE_S
 
     def _grace(self) -> float | None:
         """Return the seconds that the ranks have to save and end; None where none should stop."""
@@ -347,10 +352,15 @@ class Attempt:
             wanted.append(gangs.grace_s)
         if gangs.asked:  # not urgent: the full save deadline
             wanted.append(gangs.deadlines.checkpoint_s)
-        if gangs.preempted or any(each.code == STOPPED_EXIT for each in self._ranks.values()):
+        if self._stops_with_one() and (
+            gangs.preempted or any(each.code == STOPPED_EXIT for each in self._ranks.values())
+        ):
             # A stopped rank that had nothing to save is gone already, and the others wait for it.
             wanted.append(gangs.notice_grace_s)
         return min(wanted, default=None)
+
+    def _stops_with_one(self) -> bool:
+        return True  # where one rank or node stops, the others cannot go on
 
     def _check_cancel(self) -> None:
         """Raise Cancelled where the caller cancelled; the message names ranks that did not save."""
@@ -361,19 +371,19 @@ class Attempt:
             if not unsaved:
                 raise
             got = f"ranks {unsaved} had not saved within {self._gangs.grace_s:.0f} s"
-            told = next((each for r in unsaved if (each := _last_words(self._ranks[r]))), "")
-            got = f"{got}: {told}" if told else got
+            last = next((each for r in unsaved if (each := _last_stderr_line(self._ranks[r]))), "")
+            got = f"{got}: {last}" if last else got
             raise Cancelled(cancelled.what, got=got, where=cancelled.where) from None
 
     def _on(self, worker: str) -> list[RankState]:
         return [each for each in self._ranks.values() if each.member.worker_id == worker]
 
-    def _first_on(self, worker: str) -> RankState:
+    def _first_rank_on(self, worker: str) -> RankState:
         return self._on(worker)[0]
 
-    def _not_started(self, worker: str) -> Fault:
-        why = self._gangs.why_lost.get(worker, "its node was lost")
-        return Fault(self._first_on(worker), f"could not be started: {why}")
+    def _start_fault(self, worker: str) -> Fault:
+        why = self._gangs.lost_reasons.get(worker, "its node was lost")
+        return Fault(self._first_rank_on(worker), f"could not be started: {why}")
 
     def _lose(self, worker: str, why: str) -> None:
         self._gangs.lose(worker, why)
@@ -382,31 +392,40 @@ class Attempt:
     def _tell(self, orders: Mapping[str, Mapping[str, Any]]) -> Fault | None:
         """Send orders to nodes; a node that takes none is lost, and the first one is the fault."""
         self._ordered |= {each for each, order in orders.items() if order["do"] == "start"}
-        untold = self._nodes.tell_all(orders) if orders else {}
-        for worker, why in untold.items():
+        unsent = self._nodes.send_all(orders) if orders else {}
+        for worker, why in unsent.items():
             self._lose(worker, why)
-        return self._not_started(next(iter(untold))) if untold else None
+        return self._start_fault(next(iter(unsent))) if unsent else None
 
-    def _await(self, missing: Callable[[], set[str]], what: str) -> Fault | None:
+    def _wait_for_nodes(self, missing: Callable[[], set[str]], what: str) -> Fault | None:
         """Wait until no node is ``missing``; return the fault where one is lost or late."""
         until = time.monotonic() + LAUNCH_DEADLINE_S
         while waited := missing():
             self._hear(TICK_S)
             self._gangs.check_cancel()
             if lost := [each for each in self._workers if each not in self._gangs.ready]:
-                return self._not_started(lost[0])
+                return self._start_fault(lost[0])
             if self._store_error:
-                return Fault(self._first_on(self._workers[0]), f"got no store: {self._store_error}")
+                return Fault(
+                    self._first_rank_on(self._workers[0]), f"got no store: {self._store_error}"
+                )
             if time.monotonic() > until and (waited := missing()):
                 for worker in waited:
                     self._lose(worker, f"it did not start {what} within {LAUNCH_DEADLINE_S:.0f} s")
-                return self._not_started(min(waited))
+                return self._start_fault(min(waited))
         return None
 
 
-def _last_words(rank: RankState) -> str:
+def _last_stderr_line(rank: RankState) -> str:
     """Return the last line of the rank's standard error."""
     return rank.stderr.strip().rsplit("\n", 1)[-1].strip()[:500]
+
+
+def describe_rank(rank: RankState, what: str, *, hung: bool = False) -> str:
+    """Return what happened to a rank, with the last line of its standard error."""
+    member, words = rank.member, "" if hung else _last_stderr_line(rank)
+    reason = f"rank {member.rank} on {member.worker_id} {what}"
+    return f"{reason}: {words}" if words else reason
 
 
 def stop_order(grace_s: float, *, stacks: bool = False) -> dict[str, Any]:

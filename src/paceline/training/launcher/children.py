@@ -9,6 +9,7 @@ behind. The launcher must be single-threaded. Does not interpret orders or event
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -22,16 +23,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.training.launcher.watchers import die_with_thread
-
 MAX_FD = 1 << 20
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_thread(parent: int) -> None:
+    """Receive SIGKILL when the forking thread of ``parent`` ends; exit now if it is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def become_subreaper() -> None:
+    """Make orphaned descendants children of this process instead of init's."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 @dataclass(eq=False)
 class Child:
     """A forked process: a rank, a spare, the store, a watcher."""
 
-    kind: str  # "rank", "spare", "store", "abort", "preemption"
+    kind: str  # "rank", "spare", "store", "preemption"
     pid: int
     attempt: int = 0
     rank: int = -1
@@ -41,7 +54,7 @@ class Child:
     partial: bytes = b""
     stderr: bytearray = field(default_factory=bytearray)
     started: float = field(default_factory=time.monotonic)
-    said_at: float = field(default_factory=time.monotonic)
+    last_output_at: float = field(default_factory=time.monotonic)
     state: dict[str, Any] = field(default_factory=dict)  # its last heartbeat
     status: int | None = None
     killed: bool = False  # by the launcher: not the child's failure
@@ -65,7 +78,7 @@ def fork(
     gc.freeze()  # a collection in the child would touch, and so copy, every shared page
     pid = os.fork()
     if pid == 0:
-        _become(launcher, env or {}, pipes, run, keep_fd)
+        _run_child(launcher, env or {}, pipes, run, keep_fd)
     gc.unfreeze()
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)  # in parent and child: the group exists whichever runs first
@@ -81,7 +94,7 @@ def fork(
     return child
 
 
-def _become(
+def _run_child(
     launcher: int,
     env: Mapping[str, str],
     pipes: list[tuple[int, int]],
@@ -195,7 +208,7 @@ class Children:
                 break
             if (child := self._children.pop(pid, None)) is not None:
                 child.status = os.waitstatus_to_exitcode(status)
-                self._bury(child)
+                self._finish_child(child)
 
     def sweep(self) -> None:
         """Kill orphans that ranks started in other sessions; the subreaper inherited them."""
@@ -216,7 +229,7 @@ class Children:
             time.sleep(0.005)
         self.sweep()
 
-    def _bury(self, child: Child) -> None:
+    def _finish_child(self, child: Child) -> None:
         for fd in list(child.pipes):
             self._read(child, fd, select.POLLHUP)
             self._shut(child, fd)
@@ -246,7 +259,7 @@ class Children:
     def _take_lines(self, child: Child, chunk: bytes) -> None:
         *lines, child.partial = (child.partial + chunk).split(b"\n")
         child.partial = child.partial[:MAX_LINE_BYTES]
-        child.said_at = time.monotonic()
+        child.last_output_at = time.monotonic()
         for line in lines:
             if line.startswith(b'{"event":"beat"'):
                 with contextlib.suppress(ValueError):

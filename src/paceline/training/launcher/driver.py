@@ -7,143 +7,41 @@ skipped from then on. Imports neither torch nor Dask: the caller passes a launch
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from pydantic import ValidationError
 
 from paceline.config import load_runtime
 from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryError, TrainingFailed
-from paceline.schemas.base import canonical_json
-from paceline.schemas.training import RankEvent, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
 from paceline.storage import ObjectStore, join_url, open_store
-from paceline.training.identity import config_digest, learned_from
+from paceline.training.identity import config_digest, training_inputs
 from paceline.training.launcher.admission import admit
-from paceline.training.launcher.gang import (
-    Deadlines,
-    GangMember,
-    GangResult,
-    GangSupervisor,
-    Launcher,
-    LineHandler,
-)
-from paceline.training.launcher.independent_restart import RankExit, RestartPolicy
+from paceline.training.launcher.gang import GangSupervisor
+from paceline.training.launcher.independent_restart import RankExit, RestartPlacement
 from paceline.training.launcher.job_notes import HistoryWriter, JobHistory, read_history
-from paceline.training.launcher.job_tracker import EndedAttempt, JobTracker
+from paceline.training.launcher.job_tracker import JobTracker
 from paceline.training.launcher.local import launcher_argv
-from paceline.training.launcher.placement import Assignment, NodePool, shrunk
-from paceline.training.parallel import readers_of
-from paceline.training.strategies import SERVING, is_asynchronous
-
-
-class ReadyNodes(Protocol):
-    """The part of ``GangSupervisor`` used for placing a restarted rank: ready nodes, and spares."""
-
-    ready: set[str]
-    spares: dict[str, str]
-
-
-class PlacementRestartPolicy:
-    """Restart policy of one attempt with independent restart.
-
-    A rank restarts in a waiting spare, else on its own node, else on the one with the fewest ranks;
-    the ranks that hold the state stay on different nodes where possible. A rank with more than
-    ``most`` exits other than preemptions is left out.
-    """
-
-    keepers = SERVING
-
-    def __init__(
-        self,
-        roster: NodePool,
-        account: JobTracker,
-        gangs: ReadyNodes,
-        environment: Callable[[str], Mapping[str, str]],
-        most: int,
-        keep_stacks: Callable[[RankExit], object] = lambda _fell: None,
-    ) -> None:
-        """``most``: restarts per rank; ``environment``: a rank's variables on a given node."""
-        self._roster, self._account, self._gangs = roster, account, gangs
-        self._environment, self._most, self._keep_stacks = environment, most, keep_stacks
-        self._times: Counter[int] = Counter()
-
-    def replace(self, fell: RankExit, living: Mapping[int, str]) -> GangMember | None:
-        """Record the exit; return where the rank restarts, None to leave it out."""
-        now, member = time.monotonic(), fell.member
-        self._account.fell(member.rank, member.worker_id, fell.kind, fell.reason, now)
-        if fell.kind == "hung":
-            self._keep_stacks(fell)
-        if fell.kind == "preempted":
-            self._roster.taken_away(member.worker_id)
-        else:
-            self._times[member.rank] += 1
-            if member.worker_id not in self._roster.away:  # count a lost node once, not per rank
-                self._roster.failed(member.worker_id, lost=fell.kind == "lost", now=now)
-        if self._times[member.rank] > self._most:
-            return None
-        ready = [each for each in self._roster.good if each in self._gangs.ready]
-        if not ready:
-            return None
-        worker, spare = place(member, ready, living, self._gangs.spares)
-        return GangMember(worker, member.rank, dict(self._environment(worker)), spare)
-
-
-def place(
-    member: GangMember,
-    ready: list[str],
-    living: Mapping[int, str],
-    spares: Mapping[str, str],
-) -> tuple[str, str]:
-    """Return node and spare name ("": none) for a rank to restart; ``ready`` is not empty."""
-    apart = ready
-    if member.rank < SERVING:
-        others = {living[rank] for rank in range(SERVING) if rank in living}
-        apart = [each for each in ready if each not in others] or ready
-    waiting = [(name, at) for name, at in sorted(spares.items()) if at in apart]
-    if waiting:
-        name, at = next((each for each in waiting if each[1] == member.worker_id), waiting[0])
-        return at, name
-    if member.worker_id in apart:
-        return member.worker_id, ""
-    load = Counter(living.values())
-    return min(apart, key=lambda each: (load[each], ready.index(each))), ""
-
+from paceline.training.launcher.placement import Assignment, NodePool, with_fewer_ranks
+from paceline.training.launcher.ports import Deadlines, GangResult, Launcher
+from paceline.training.parallel import data_shares_of, is_asynchronous
 
 log = logging.getLogger(__name__)
 
 RESULT_FILE = "result.json"
 RANK = "paceline.training.loop.rank:main"
 MAX_BACKOFF_S = 5.0
-MOST_IDLE = 20  # consecutive attempts without a step, whatever ended them
+MAX_IDLE_ATTEMPTS = 20  # consecutive attempts without a step, whatever ended them
 SPARE_BACKOFF_S = 300.0  # longest wait before a spare that ended is replaced
-LOOK_S = 3.0  # time per checkpoint to look for returned nodes; rank messages wait meanwhile
+RETURN_CHECK_S = 3.0  # time per checkpoint to look for returned nodes; rank messages wait meanwhile
 # Longest time from a cancel to the ranks' end. Prefect's worker kills 30 s after its SIGTERM;
 # unresponsive launchers, releasing nodes and closing the record take up to 8 s more.
 CANCEL_GRACE_S = 15.0
-
-
-class GangRunner(Protocol):
-    """The part of ``GangSupervisor`` that the driver uses."""
-
-    spares: dict[str, str]
-    ready: set[str]
-
-    def run_gang(
-        self,
-        members: Sequence[GangMember],
-        text: str,
-        attempt: int,
-        on_event: LineHandler | None,
-        *,
-        keeper: RestartPolicy | None = None,
-    ) -> GangResult: ...
-    def keep_spare(self, name: str, worker_id: str, env: dict[str, str], text: str) -> None: ...
-    def call_back(self, worker_id: str) -> bool: ...
-    def stop_soon(self, why: str) -> None: ...
 
 
 def run_job(
@@ -183,13 +81,13 @@ def run_job(
         gangs.watch_for_preemption(guard.preemption, guard.grace_s, job.state_dir)
         if (finished := stored_result(job, store)) is not None:
             return finished  # by the driver that held the nodes before
-        return drive(job, workers, gangs, store, on_event)
+        return run_on_nodes(job, workers, gangs, store, on_event)
 
 
-def drive(
+def run_on_nodes(
     job: TrainJob,
     workers: Sequence[str],
-    gangs: GangRunner,
+    gangs: GangSupervisor,
     store: ObjectStore,
     on_event: Callable[[RankEvent], None] | None = None,
 ) -> TrainResult:
@@ -220,7 +118,7 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
         log.warning("a finished job's model is gone, it is exported again url=%s", where)
         return None
     # Older versions did not store these fields; the job with the same configuration has them.
-    return result.model_copy(update=learned_from(job))
+    return result.model_copy(update=training_inputs(job))
 
 
 class _JobRun:
@@ -230,7 +128,7 @@ class _JobRun:
         self,
         job: TrainJob,
         workers: Sequence[str],
-        gangs: GangRunner,
+        gangs: GangSupervisor,
         before: JobHistory,
         notes: HistoryWriter,
         on_event: Callable[[RankEvent], None] | None,
@@ -243,7 +141,7 @@ class _JobRun:
         self._roster = NodePool(workers, job.settings)
         self._began = time.monotonic()
         self._account = JobTracker(job, self._began, self._before)
-        self._lineup: Assignment | None = None
+        self._assignment: Assignment | None = None
         self._now_running = job
         self._spares_made = 0
         self._spare_due, self._spare_tries = 0.0, 0
@@ -261,7 +159,7 @@ class _JobRun:
             progressed = self._account.progressed
             self._judge(outcome, attempt)
             idle = 0 if progressed else idle + 1
-            if idle > max(MOST_IDLE, self._job.settings.guard.max_restarts):
+            if idle > max(MAX_IDLE_ATTEMPTS, self._job.settings.guard.max_restarts):
                 raise TrainingFailed(
                     "attempt after attempt ended before its first step",
                     got=self._account.reasons(),
@@ -273,53 +171,52 @@ class _JobRun:
                 time.sleep(min(MAX_BACKOFF_S, 0.25 * 2**idle))
 
     def _attempt(self, attempt: int) -> GangResult:
-        lineup = self._lineup = self._line_up()
-        self._account.begin(attempt, lineup.ranks)
+        assignment = self._assignment = self._assign_ranks()
+        self._account.begin(attempt, assignment.ranks)
         self._spare_due, self._spare_tries = 0.0, 0
         job = self._now_running = self._job.model_copy(
             update={
-                "settings": shrunk(self._job.settings, lineup.ranks),
-                "data_readers": readers_of(self._job.settings),
+                "settings": with_fewer_ranks(self._job.settings, assignment.ranks),
+                "data_readers": data_shares_of(self._job.settings),
                 "skip_batches": tuple(sorted(self._account.skipped)),
                 "failures": self._account.failures,
                 "running_s": self._account.running_s(time.monotonic()),
             }
         )
-        if lineup.reduced:
+        if assignment.reduced:
             log.warning(
                 "gang goes on with nodes away ranks=%d of=%d nodes=%d of=%d",
-                lineup.ranks,
+                assignment.ranks,
                 self._job.settings.ranks,
-                len({each.worker_id for each in lineup.seats}),
+                len({each.worker_id for each in assignment.members}),
                 len(self._roster.workers),
             )
         members = [
-            GangMember(each.worker_id, each.rank, environment(job, each.worker_id), each.spare)
-            for each in lineup.seats
+            replace(each, env=rank_environment(job, each.worker_id)) for each in assignment.members
         ]
         try:
             text = job.model_dump_json()
             if is_asynchronous(job.settings):
-                keeper = self._keeper(job, attempt)
-                return self._gangs.run_gang(members, text, attempt, self._on_line, keeper=keeper)
+                placement = self._restart_placement(job, attempt)
+                return self._gangs.run_gang(members, text, attempt, self._on_line, placement)
             return self._gangs.run_gang(members, text, attempt, self._on_line)
         except TemporaryError as error:
             return GangResult(ok=False, exit_codes={}, reason=error.one_line())
 
-    def _keeper(self, job: TrainJob, attempt: int) -> PlacementRestartPolicy:
-        return PlacementRestartPolicy(
-            self._roster,
-            self._account,
-            self._gangs,
-            lambda worker: environment(job, worker),
-            job.settings.guard.max_restarts,
-            lambda fell: self._notes.keep_stack(attempt, fell.member.rank, fell.stderr),
-        )
+    def _restart_placement(self, job: TrainJob, attempt: int) -> RestartPlacement:
+        def on_exit(ended: RankExit) -> None:
+            self._account.rank_ended(ended, time.monotonic())
+            if ended.kind == "hung":
+                self._notes.keep_stack(attempt, ended.member.rank, ended.stderr)
 
-    def _line_up(self) -> Assignment:
+        environment = functools.partial(rank_environment, job)
+        most = job.settings.guard.max_restarts
+        return RestartPlacement(self._roster, environment, most, on_exit)
+
+    def _assign_ranks(self) -> Assignment:
         self._roster.forgive(time.monotonic())
         try:
-            return self._roster.lineup(self._gangs.spares)
+            return self._roster.assignment(self._gangs.spares)
         except TrainingFailed:
             if not self._roster.missing:
                 raise
@@ -327,7 +224,7 @@ class _JobRun:
             # waits for them.
             for each in self._roster.missing:
                 self._roster.returned(each)
-            return self._roster.lineup(self._gangs.spares)
+            return self._roster.assignment(self._gangs.spares)
 
     def _on_line(self, raw: dict[str, object]) -> None:
         event = self._account.on_line(raw, time.monotonic())
@@ -336,7 +233,7 @@ class _JobRun:
         if event.rank == 0 and event.event == "step":
             self._keep_spares()
         elif event.rank == 0 and event.event == "checkpoint" and not event.data.get("rejected"):
-            self._look_for_returned()
+            self._check_returned_nodes()
         if self._on_event is not None:
             self._on_event(event)
 
@@ -350,41 +247,38 @@ class _JobRun:
         self._spare_due = now + min(SPARE_BACKOFF_S, 2.0**self._spare_tries)
         self._spare_tries += 1
         for worker in self._roster.spare_nodes(wanted):
-            if not self._gangs.call_back(worker):
+            if not self._gangs.restart_node(worker):
                 continue
             self._spares_made += 1
-            env = {**environment(self._job, worker), "PACELINE_SPARE": "1"}
+            env = {**rank_environment(self._job, worker), "PACELINE_SPARE": "1"}
             name = f"spare-{self._spares_made}"
-            self._gangs.keep_spare(name, worker, env, self._now_running.model_dump_json())
+            self._gangs.start_spare(name, worker, env, self._now_running.model_dump_json())
 
-    def _look_for_returned(self) -> None:
+    def _check_returned_nodes(self) -> None:
         """After a checkpoint: restart lost nodes; where one is back, stop the attempt to use it."""
-        assert self._lineup is not None
-        if not self._lineup.reduced:
+        assert self._assignment is not None
+        if not self._assignment.reduced:
             return
-        until = time.monotonic() + LOOK_S
+        until = time.monotonic() + RETURN_CHECK_S
         back = [
             each
             for each in self._roster.missing
-            if time.monotonic() < until and self._gangs.call_back(each)
+            if time.monotonic() < until and self._gangs.restart_node(each)
         ]
         for each in back:
             self._roster.returned(each)
         if back:
             self._account.stopping("returned", f"{', '.join(back)} returned")
-            self._gangs.stop_soon("nodes returned")
+            self._gangs.request_stop("nodes returned")
 
     def _judge(self, outcome: GangResult, attempt: int) -> None:
         """Record the failure; raises TrainingFailed where another attempt cannot succeed."""
         now = time.monotonic()
         for worker in outcome.preempted:
-            self._roster.taken_away(worker)
-        restarting = EndedAttempt(outcome, now, preempted=bool(outcome.preempted))
-        if outcome.hung:
-            restarting.stacks_url = self._keep_stacks(outcome, attempt)
+            self._roster.preempted_node(worker)
         try:
-            self._account.failed(restarting)
-            self._blame(outcome, restarting, now)
+            counts = self._account.failed(outcome, now, self._keep_stacks(outcome, attempt))
+            self._blame(outcome, now, counts=counts)
         finally:
             self._notes.keep_history(self._account.history(now, self._roster))
         if self._account.recent > self._job.settings.guard.max_restarts:
@@ -397,23 +291,25 @@ class _JobRun:
                 "resumes it.",
             )
 
-    def _blame(self, outcome: GangResult, ended: EndedAttempt, now: float) -> None:
+    def _blame(self, outcome: GangResult, now: float, *, counts: bool) -> None:
         for worker in sorted(outcome.lost - outcome.preempted):  # preempted: not a node failure
             self._roster.failed(worker, lost=True, now=now)
         failed = outcome.failed_worker
-        if ended.counts and failed is not None and failed not in outcome.lost:
+        if counts and failed is not None and failed not in outcome.lost:
             lost = outcome.failed_rank is not None and (
                 outcome.exit_codes.get(outcome.failed_rank, 0) is None and not outcome.hung
             )
             self._roster.failed(failed, lost=lost, now=now)
 
     def _keep_stacks(self, outcome: GangResult, attempt: int) -> str:
-        for rank, text in outcome.stderr.items():
-            self._notes.keep_stack(attempt, rank, text)
-        return self._notes.stacks_of(attempt)
+        """Store the stacks of a hung gang; return their URL prefix, "" for other ends."""
+        url = ""
+        for rank, text in outcome.stderr.items() if outcome.hung else ():
+            url = self._notes.keep_stack(attempt, rank, text)
+        return url
 
 
-def environment(job: TrainJob, worker_id: str) -> dict[str, str]:
+def rank_environment(job: TrainJob, worker_id: str) -> dict[str, str]:
     """Return the environment variables of a rank on the node."""
     return {
         "PACELINE_WORKER_ID": worker_id,

@@ -5,7 +5,7 @@ input and writes events to standard output, one JSON object a line (listed at ``
 forks each rank into its own process group; ranks die with the launcher (parent-death signal), the
 launcher ends when its standard input closes, and it kills orphans of ranks as their subreaper. It
 is single-threaded and never blocks: forking a process with threads can deadlock, so everything
-that waits (rendezvous store, abort-key watch, preemption watcher) is a forked child, too.
+that waits (rendezvous store, preemption watcher) is a forked child, too.
 
 MODULE is imported before the first fork; FUNCTION runs as the rank and reads its own standard input
 and environment. Does not depend on training code.
@@ -19,31 +19,29 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
 
 from paceline.training.launcher.children import (
     Child,
     Children,
+    become_subreaper,
+    die_with_thread,
     fork,
     is_stopped,
     send_signal,
     write_all,
 )
-from paceline.training.launcher.watchers import (
-    ABORTED,
-    become_subreaper,
-    die_with_thread,
-    keep_store,
-    watch_abort_key,
-    watch_preemption,
-)
 
 BEAT_S = 0.5
-SETTLE_S = 0.05  # after a first failure: time for the other ranks to fail and report why
+PEER_EXIT_S = 0.05  # after a first failure: time for the other ranks to fail and report why
 STACKS_S = 0.4  # time for ranks to dump their stacks before they are killed
+STORE_TIMEOUT_S = 30.0
 MAX_WAITING_BYTES = 4 * 1024 * 1024  # unsent output; above it the ranks' pipes are not read
 STOPPED = 143  # a rank's exit code: stopped on request, state saved; no reason to end the others
 
@@ -51,15 +49,14 @@ STOPPED = 143  # a rank's exit code: stopped on request, state saved; no reason 
 class ForkServer:
     """The fork server's event loop.
 
-    Orders received: ``store`` (host, job), ``start`` (attempt, ranks, input, host, port, loose),
-    ``spare`` (name, env, input), ``dismiss`` (ends spares), ``signal`` (rank, number), ``stop``
-    (grace_s, stacks), ``watch`` (preemption, state_dir, grace_s). With ``loose`` ranks restart
-    independently: one rank's failure does not end the others, and ``start`` may repeat for a rank
-    that ended.
+    Orders received: ``store`` (host, job), ``start`` (attempt, ranks, input, loose), ``spare``
+    (name, env, input), ``signal`` (number, rank), ``stop`` (grace_s, stacks), ``watch``
+    (preemption, state_dir, grace_s). With ``loose`` ranks restart independently: one rank's failure
+    does not end the others, and ``start`` may repeat for a rank that ended.
 
     Events sent: ``ready``, ``store`` (host, port or error), ``started`` (pids), ``beat`` (ranks,
-    spares), ``ended`` (rank, code, killed, stderr), ``abort``, ``over`` (attempt), ``spare``,
-    ``preempted``, ``unwatched``; lines of ranks are forwarded unchanged.
+    spares), ``ended`` (rank, code, killed, stderr), ``over`` (attempt), ``spare``, ``preempted``,
+    ``unwatched``; lines of ranks are forwarded unchanged.
     """
 
     def __init__(self, run: Callable[[], int], read_fd: int, write_fd: int) -> None:
@@ -144,9 +141,9 @@ class ForkServer:
         *lines, self._orders = self._orders.split(b"\n")
         for line in lines:
             if line.strip():
-                self._obey(json.loads(line))
+                self._execute_order(json.loads(line))
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def _execute_order(self, order: dict[str, Any]) -> None:
         do = order.pop("do")
         if do == "store":
             self._store(order["host"], order["job"])
@@ -157,14 +154,11 @@ class ForkServer:
                 fork("spare", self._run, env=order["env"], text=order["input"])
             )
             child.name = order["name"]
-        elif do == "dismiss":
-            for child in self._children.living("spare"):
-                self._children.kill(child)
         elif do == "signal":
-            self._signal(int(order["rank"]), int(order["number"]))
+            self._signal(int(order["number"]), int(order["rank"]))
         elif do == "stop":
             if order.get("stacks"):
-                self._dump_stacks()
+                self._signal(signal.SIGUSR1)  # the ranks dump their stacks
                 self._kill_at = time.monotonic() + STACKS_S
             else:
                 self._ask_to_stop(float(order["grace_s"]))
@@ -201,8 +195,6 @@ class ForkServer:
         self,
         attempt: int,
         ranks: list[dict[str, Any]],
-        host: str,
-        port: int,
         input: str,
         loose: bool = False,
     ) -> None:
@@ -219,18 +211,11 @@ class ForkServer:
             else:
                 child = self._children.keep(fork("rank", self._run, env=each["env"], text=input))
             child.attempt, child.rank = attempt, int(each["rank"])
-            child.said_at = time.monotonic()
+            child.last_output_at = time.monotonic()
             if child.stdin >= 0:
                 os.close(child.stdin)
                 child.stdin = -1
             pids[child.rank] = child.pid
-        if not loose:
-            read, write = os.pipe()
-            watcher = self._children.keep(
-                fork("abort", lambda: watch_abort_key(host, port, attempt, read), keep_fd=read)
-            )
-            os.close(read)
-            watcher.attempt, watcher.stdin = attempt, write
         self._tell("started", attempt=attempt, pids=pids)
 
     def _watch(self, named: str, state_dir: str) -> None:
@@ -238,25 +223,19 @@ class ForkServer:
             self._children.keep(fork("preemption", lambda: watch_preemption(named, state_dir)))
 
     def _ask_to_stop(self, grace_s: float) -> None:
-        for child in self._children.living("rank"):
-            send_signal(child.pid, signal.SIGTERM)
-            send_signal(child.pid, signal.SIGCONT)
-        due = time.monotonic() + grace_s
-        self._kill_at = due if self._kill_at is None else min(due, self._kill_at)
+        self._signal(signal.SIGTERM)
+        self._due(grace_s)
 
-    def _signal(self, rank: int, number: int) -> None:
+    def _signal(self, number: int, rank: int | None = None) -> None:
+        """Send a signal to one rank, or to all; SIGKILL ends the rank's process group."""
         for child in self._children.living("rank"):
-            if child.rank == rank:
-                if number == signal.SIGKILL:
-                    self._children.kill(child)
-                else:
-                    send_signal(child.pid, number)
-                    send_signal(child.pid, signal.SIGCONT)  # a stopped process handles no signal
-
-    def _dump_stacks(self) -> None:
-        for child in self._children.living("rank"):
-            send_signal(child.pid, signal.SIGUSR1)
-            send_signal(child.pid, signal.SIGCONT)  # a stopped process handles no signal
+            if rank not in (None, child.rank):
+                continue
+            if number == signal.SIGKILL:
+                self._children.kill(child)
+            else:
+                send_signal(child.pid, number)
+                send_signal(child.pid, signal.SIGCONT)  # a stopped process handles no signal
 
     def _kill_ranks(self) -> None:
         living = self._children.living("rank")
@@ -276,7 +255,7 @@ class ForkServer:
                 stderr=child.stderr.decode(errors="replace"),
             )
             if child.status not in (0, STOPPED) and not self._loose:
-                self._abort(child.attempt)
+                self._due(PEER_EXIT_S)
         elif child.kind == "spare":
             self._tell(
                 "spare",
@@ -284,11 +263,6 @@ class ForkServer:
                 code=child.status,
                 stderr=child.stderr.decode(errors="replace")[-2000:],
             )
-        elif child.kind == "abort" and child.status and not child.killed:
-            if child.attempt == self._attempt and self._children.living("rank"):
-                why = "aborted elsewhere" if child.status == ABORTED else "the store was lost"
-                self._tell("abort", attempt=child.attempt, why=why)
-                self._due(SETTLE_S)
         elif child.kind == "preemption" and child.status == 0:
             self._tell("preempted", reason="the machine's owner takes it back")
             self._ask_to_stop(self._grace_s)
@@ -299,19 +273,8 @@ class ForkServer:
         if not self._children.living("rank") and not self._over:
             self._over = True
             self._kill_at = None
-            for each in self._children.living("abort"):
-                each.killed = True
-                self._children.kill(each)
             self._children.sweep()
             self._tell("over", attempt=self._attempt)
-
-    def _abort(self, attempt: int) -> None:
-        for child in self._children.living("abort"):
-            if child.attempt == attempt and child.stdin >= 0:
-                with contextlib.suppress(OSError):
-                    os.write(child.stdin, b"x")
-        if self._children.living("rank"):
-            self._due(SETTLE_S)
 
     def _due(self, delay_s: float) -> None:
         due = time.monotonic() + delay_s
@@ -326,13 +289,13 @@ class ForkServer:
         ranks = {}
         for child in self._children.living("rank"):
             if len(self._waiting) >= MAX_WAITING_BYTES:  # pipes are not read now
-                child.said_at = now
+                child.last_output_at = now
             state = child.state
             ranks[child.rank] = {
                 "phase": state.get("phase", "starting"),
                 "step": state.get("step", 0),
-                "since_s": round(float(state.get("since_s", 0.0)) + now - child.said_at, 3),
-                "silent_s": round(now - child.said_at, 3),
+                "since_s": round(float(state.get("since_s", 0.0)) + now - child.last_output_at, 3),
+                "silent_s": round(now - child.last_output_at, 3),
                 "running_s": round(now - child.started, 3),
                 "stopped": is_stopped(child.pid),
             }
@@ -361,15 +324,58 @@ class ForkServer:
             self._kill_ranks()
 
 
+def keep_store(host: str, answer_fd: int) -> NoReturn:
+    """Serve a TCPStore on ``host``; write its port to ``answer_fd``, then sleep until killed.
+
+    It survives the ranks, so that a new attempt needs only a new key prefix.
+    """
+    from torch._C._distributed_c10d import TCPStore
+
+    server = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    server.bind((host, 0))
+    server.listen(1024)
+    port = int(server.getsockname()[1])
+    # With its own socket; by default torch listens on every interface.
+    store = TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=STORE_TIMEOUT_S),
+        wait_for_workers=False,
+        master_listen_fd=server.detach(),
+    )
+    os.write(answer_fd, str(port).encode())
+    os.close(answer_fd)
+    while True:
+        signal.pause()
+        store.num_keys()  # keeps the object, and with it the server, alive
+
+
+def watch_preemption(named: str, state_dir: str) -> int:
+    """Return 0 once the watcher ``named`` (URL or code reference) reports a notice.
+
+    The profile in ``state_dir`` lists the allowed code sources; with "" no code is allowed.
+    """
+    from paceline.config import load_runtime
+    from paceline.training.loop import open_watcher
+
+    sources: tuple[str, ...] = ()
+    if state_dir:
+        sources = load_runtime(state_dir).profile.security.code_sources
+    open_watcher(named, sources, Path(state_dir) / "code").wait()
+    return 0
+
+
 def main(arguments: list[str]) -> int:
     """Run the fork server for ``module:function``; ``--die``: end with the starting thread."""
-    from paceline.training.loop.rank_process import share_cores, stand_somewhere
+    from paceline.training.loop import leave_removed_directory, use_passive_waiting
 
-    share_cores()
+    use_passive_waiting()
     if "--die" in arguments:
         die_with_thread(os.getppid())
     become_subreaper()
-    stand_somewhere()
+    leave_removed_directory()
     # Detect GPUs through NVML: CUDA cannot be used in a fork once it is initialised.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     importlib.import_module("torch.distributed")  # once, instead of in each child

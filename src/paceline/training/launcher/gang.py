@@ -15,31 +15,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline.errors import Cancelled, InvalidInput, WorkerLost
+from paceline.errors import Cancelled
 from paceline.training.launcher.attempt import TICK_S, Attempt, RankState
-from paceline.training.launcher.independent_restart import IndependentAttempt, RestartPolicy
+from paceline.training.launcher.independent_restart import IndependentAttempt, RestartPlacement
 from paceline.training.launcher.ports import (
     Deadlines,
     GangMember,
     GangResult,
-    Launcher,
     LineHandler,
     NodeMessage,
     NodeMessageLike,
     Nodes,
 )
-
-__all__ = [
-    "Deadlines",
-    "GangMember",
-    "GangResult",
-    "GangSupervisor",
-    "Launcher",
-    "LineHandler",
-    "NodeMessage",
-    "NodeMessageLike",
-    "Nodes",
-]
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +51,13 @@ class GangSupervisor:
         self.grace_s = grace_s
         self.id = uuid.uuid4().hex[:12]
         self.ready: set[str] = set()
-        self.beaten: dict[str, float] = {}
+        self.last_message_at: dict[str, float] = {}
         self.preempted: set[str] = set()
         self._watch: Mapping[str, Any] | None = None
         self.asked: str = ""
         self.spares: dict[str, str] = {}  # name → worker
         self.lost: set[str] = set()
-        self.why_lost: dict[str, str] = {}
+        self.lost_reasons: dict[str, str] = {}
         self.notice_grace_s = grace_s  # from a notice, or a rank's SIGTERM, to the gang's end
 
     # -- nodes
@@ -111,7 +98,7 @@ class GangSupervisor:
         self.nodes.drop(worker_id)
         self.note(NodeMessage(worker_id, lost=why))
 
-    def call_back(self, worker_id: str) -> bool:
+    def restart_node(self, worker_id: str) -> bool:
         """Restart a lost node's launcher where possible; return whether the node is ready now."""
         if worker_id in self.ready:
             return True
@@ -119,17 +106,15 @@ class GangSupervisor:
             self.lost.discard(worker_id)
         return False
 
-    def stop_soon(self, why: str) -> None:
+    def request_stop(self, why: str) -> None:
         """Ask the running attempt to save its state and end (from ``on_event``, any thread)."""
         self.asked = why
 
-    def keep_spare(self, name: str, worker_id: str, env: Mapping[str, str], text: str) -> None:
+    def start_spare(self, name: str, worker_id: str, env: Mapping[str, str], text: str) -> None:
         """Start a spare on ``worker_id``: a process that preloads and waits to become a rank."""
         order = {"do": "spare", "name": name, "env": dict(env), "input": text}
-        try:
-            self.nodes.tell(worker_id, order)
-        except WorkerLost as error:
-            log.warning("no spare on that node worker=%s why=%s", worker_id, error)
+        if why := self.nodes.send_all({worker_id: order}):
+            log.warning("no spare on that node worker=%s why=%s", worker_id, why[worker_id])
             return
         self.spares[name] = worker_id
 
@@ -141,22 +126,20 @@ class GangSupervisor:
         text: str,
         attempt: int,
         on_event: LineHandler | None,
-        *,
-        keeper: RestartPolicy | None = None,
+        placement: RestartPlacement | None = None,
     ) -> GangResult:
         """Run one rank per member, each with ``text`` as its input; return how the gang ended.
 
-        With a ``keeper`` ranks restart independently (independent_restart.py). Raises Cancelled
+        With ``placement`` ranks restart independently (independent_restart.py). Raises Cancelled
         once ``cancel`` is set and every rank has ended.
         """
         ranks = {each.rank: RankState(each) for each in sorted(members, key=lambda m: m.rank)}
-        if not ranks or list(ranks) != list(range(len(members))):
-            raise InvalidInput("gang's ranks do not count up from 0", got=sorted(ranks))
+        assert ranks and list(ranks) == list(range(len(members))), "ranks count up from 0"
         self.asked = ""
         self.preempted.clear()
         attempted = Attempt(self, ranks, attempt, on_event)
-        if keeper is not None:
-            attempted = IndependentAttempt(self, ranks, attempt, on_event, keeper)
+        if placement is not None:
+            attempted = IndependentAttempt(self, ranks, attempt, on_event, placement)
         try:
             fault = attempted.start(text) or attempted.follow()
         except BaseException:
@@ -165,33 +148,33 @@ class GangSupervisor:
         found_at = time.monotonic()
         if fault is not None:
             attempted.end(stacks=fault.hung, grace_s=0.0)
-            found = attempted.who_hung(fault) if fault.hung else attempted.blame()
+            found = attempted.find_hung_rank(fault) if fault.hung else attempted.first_failure()
             fault = found or fault
         return dataclasses.replace(attempted.result(fault), found_at=found_at)
 
     def _listen(self, timeout_s: float) -> None:
-        for heard in self.nodes.hear(timeout_s):
-            self.note(heard)
+        for message in self.nodes.hear(timeout_s):
+            self.note(message)
 
     def check_cancel(self) -> None:
         """Raise Cancelled where the caller cancelled."""
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled("cancelled by the caller", where="a gang of ranks")
 
-    def note(self, heard: NodeMessageLike) -> str:
+    def note(self, message: NodeMessageLike) -> str:
         """Update the node's state from a message; return the message's kind ("": a rank's line)."""
-        worker, line = heard.worker_id, heard.line
-        if heard.lost:
+        worker, line = message.worker_id, message.line
+        if message.lost:
             self.ready.discard(worker)
             self.lost.add(worker)
-            self.why_lost[worker] = heard.lost
+            self.lost_reasons[worker] = message.lost
             self.spares = {name: at for name, at in self.spares.items() if at != worker}
             return "lost"
-        self.beaten[worker] = time.monotonic()
+        self.last_message_at[worker] = time.monotonic()
         kind = str(line.get("launcher", ""))
         if kind == "ready":
             self.ready.add(worker)
-            if self._watch is not None and (why := self.nodes.tell_all({worker: self._watch})):
+            if self._watch is not None and (why := self.nodes.send_all({worker: self._watch})):
                 self.lose(worker, why[worker])
                 return "lost"
         elif kind == "preempted":

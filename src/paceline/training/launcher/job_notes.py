@@ -18,14 +18,13 @@ from collections.abc import Mapping
 from pydantic import Field, ValidationError
 
 from paceline.errors import PacelineError, SourceMissing
-from paceline.schemas.base import Record, canonical_json
-from paceline.schemas.training import TrainJob
+from paceline.schemas import Record, TrainJob, canonical_json
 from paceline.storage import ObjectStore, join_url
 
 log = logging.getLogger(__name__)
 
 HISTORY_FILE = "history.json"
-MOST_BYTES = 4 * 1024 * 1024
+MAX_HISTORY_BYTES = 4 * 1024 * 1024
 
 
 class JobHistory(Record):
@@ -40,12 +39,16 @@ class JobHistory(Record):
 
     def with_hosts(self, more: Mapping[str, int]) -> dict[str, int]:
         """Return the failures per host, including ``more``."""
-        return _sums(self.hosts, more)
+        return {
+            each: self.hosts.get(each, 0) + more.get(each, 0)
+            for each in sorted({*self.hosts, *more})
+        }
 
     def with_shards(self, more: Mapping[str, int]) -> dict[str, int]:
         """Return the count per bad shard, including ``more``; a repeated report does not add up."""
         return {
-            each: max(self.shards.get(each, 0), more.get(each, 0)) for each in _keys(self, more)
+            each: max(self.shards.get(each, 0), more.get(each, 0))
+            for each in sorted({*self.shards, *more})
         }
 
 
@@ -53,7 +56,7 @@ def read_history(job: TrainJob, store: ObjectStore) -> JobHistory:
     """Return the stored history of ``job``; an empty one where none can be read."""
     url = history_url(job)
     try:
-        return JobHistory.model_validate_json(store.get_bytes(url, MOST_BYTES))
+        return JobHistory.model_validate_json(store.get_bytes(url, MAX_HISTORY_BYTES))
     except SourceMissing:
         return JobHistory()
     except (PacelineError, ValidationError) as error:
@@ -66,15 +69,7 @@ def history_url(job: TrainJob) -> str:
     return join_url(job.checkpoint_url, job.job_id, HISTORY_FILE)
 
 
-def _sums(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    return {each: one.get(each, 0) + other.get(each, 0) for each in sorted({*one, *other})}
-
-
-def _keys(history: JobHistory, more: Mapping[str, int]) -> list[str]:
-    return sorted({*history.shards, *more})
-
-
-MOST_WAITING = 4096
+MAX_QUEUED = 4096
 CLOSE_S = 5.0
 
 
@@ -84,7 +79,7 @@ class HistoryWriter:
     def __init__(self, job: TrainJob, store: ObjectStore) -> None:
         self._job = job
         self._store = store
-        self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[str, bytes] | None] = queue.Queue(MAX_QUEUED)
         self._thread = threading.Thread(target=self._run, name="notes", daemon=True)
 
     def __enter__(self) -> HistoryWriter:
@@ -101,13 +96,9 @@ class HistoryWriter:
 
     def keep_stack(self, attempt: int, rank: int, text: str) -> str:
         """Store the stacks of a hung rank; return the URL prefix of its attempt's stacks."""
-        url = self.stacks_of(attempt)
+        url = join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
         self._put(join_url(url, f"rank-{rank}.txt"), text.encode())
         return url
-
-    def stacks_of(self, attempt: int) -> str:
-        """Return the URL prefix of an attempt's stacks."""
-        return join_url(self._job.checkpoint_url, self._job.job_id, "stacks", f"attempt-{attempt}")
 
     def keep_history(self, history: JobHistory) -> None:
         """Store ``history`` for the job's next driver."""

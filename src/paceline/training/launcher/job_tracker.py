@@ -1,33 +1,26 @@
 """Tracks one job over all attempts: steps, restarts, failures, skipped batches, time accounting.
 
 Input: rank events and attempt results; the only decision is whether another attempt can succeed.
-``Ledger`` assigns each second of wall-clock time to exactly one account. Pure: the caller passes
-the time.
+``TimeAccounts`` assigns each second of wall-clock time to exactly one account. Pure: the caller
+passes the time.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from dataclasses import dataclass
+from collections import deque
 from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
 from paceline.errors import TrainingFailed
-from paceline.schemas.training import (
-    Failures,
-    RankEvent,
-    Restart,
-    TimeLedger,
-    TrainJob,
-    TrainResult,
-)
+from paceline.schemas import Failures, RankEvent, Restart, TimeLedger, TrainJob, TrainResult
 from paceline.storage import join_url
-from paceline.training.identity import learned_from
-from paceline.training.launcher.gang import GangResult
+from paceline.training.identity import training_inputs
+from paceline.training.launcher.independent_restart import RankExit
 from paceline.training.launcher.job_notes import JobHistory
-from paceline.training.launcher.placement import FORGOTTEN_S, NodePool
+from paceline.training.launcher.placement import FAILURE_MEMORY_S, NodePool
+from paceline.training.launcher.ports import GangResult
 
 STEPS_KEPT = 100_000  # latest steps that a resume can move to ``lost_work``
 ACCOUNTS = (
@@ -55,9 +48,8 @@ class TimeAccounts:
     """Time accounts of one job from ``now`` on (seconds of one monotonic clock).
 
     Work undone by a failure moves from ``productive`` to ``lost_work`` when the job resumes before
-    it. A lost step that ended after the failure was found is not work: a frozen rank is continued
-    briefly to dump its stacks, which can complete a step that its peers waited in. That time counts
-    as ``detection`` until the failure was found and as ``restart`` afterwards.
+    it. A lost step that ended after the failure was found is not work: that time counts as
+    ``detection`` until the failure was found and as ``restart`` afterwards.
     """
 
     def __init__(self, now: float) -> None:
@@ -65,9 +57,9 @@ class TimeAccounts:
         self._phase = "start"
         self._spent = dict.fromkeys(ACCOUNTS, 0.0)
         self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
+        self._found_at = math.inf  # when a failure was found, until the job resumes
         self._first_step: float | None = None
         self._last_step: float | None = None
-        self._found_at = math.inf  # when a failure was found, until the job resumes
 
     def stepped(
         self, now: float, step: int, *, seconds: float, data_wait_s: float, stall_s: float
@@ -95,8 +87,8 @@ class TimeAccounts:
         After a first step, the time from the last event to ``found_at`` counts as detection.
         """
         found_at = min(now, now if found_at is None else found_at)
-        self._found_at = min(self._found_at, found_at)  # earliest, if attempts fail before resuming
         account = "detection" if self._phase == "productive" else self._phase
+        self._found_at = min(self._found_at, found_at)  # earliest, if attempts fail before resuming
         until_found = max(0.0, found_at - self._last)
         self._spent[account] += until_found
         self._spent["restart"] += self._take(now) - until_found
@@ -115,6 +107,8 @@ class TimeAccounts:
             if lost.ended <= self._found_at:
                 self._spent["lost_work"] += lost.worked
                 continue
+            # A frozen rank is continued briefly to dump its stacks, which can complete a step that
+            # its peers waited in: no work.
             self._spent["data_wait"] -= lost.waited
             self._spent["checkpoint_stall"] -= lost.stalled
             found_at = max(lost.began, self._found_at)
@@ -142,12 +136,13 @@ class TimeAccounts:
 
 Kind = Literal["failed", "hung", "lost", "preempted", "bad-step", "returned"]
 
-REASONS_TOLD = 5  # end reasons listed in one error
+COUNTED = ("failed", "hung", "lost")  # use up a restart; stops on request, preemptions do not
+MAX_REASONS_SHOWN = 5  # end reasons listed in one error
 DIVERGED = "TrainingFailed"
 BAD_STEP = "BadStep"
 NOT_SAVED = "NotSaved"
 # Errors that repeat in the next attempt; all others may be caused by the machine.
-HOPELESS = {
+PERMANENT_ERRORS = {
     "InvalidInput",
     "InvalidSnapshot",
     "InvalidManifest",
@@ -159,24 +154,6 @@ HOPELESS = {
 }
 
 
-@dataclass
-class EndedAttempt:
-    """An ended attempt, until the next one completes its first step."""
-
-    outcome: GangResult
-    seen_at: float
-    preempted: bool = False
-    kind: Kind = "failed"
-    stacks_url: str = ""
-    reason: str = ""
-    reached: int = 0  # last completed step
-
-    @property
-    def counts(self) -> bool:
-        """Return whether it uses up a restart; requested stops and preemptions do not."""
-        return self.kind in ("failed", "hung", "lost")
-
-
 class JobTracker:
     """Tracks the attempts of one job and builds its result."""
 
@@ -185,18 +162,17 @@ class JobTracker:
         self._before = before or JobHistory()
         self._started = now
         self._attempt = self._ranks = 0
-        self._step = self._reached = 0
-        self._resumed = 0
+        self._step = self._reached = self._resumed = 0
         self._first_resumed: int | None = None
         self._restarts: list[Restart] = []
         self._fallen: dict[int, tuple[int, float]] = {}  # rank → index in _restarts, exit time
-        self._open: EndedAttempt | None = None
+        self._open: tuple[int, float] | None = None  # the same for the last attempt, until it steps
         self._said: dict[int, dict[str, Any]] = {}
         self._diverged_at: int | None = None
         self._asked: tuple[Kind, str] | None = None
         self._result: RankEvent | None = None
         self._ledger = TimeAccounts(now)
-        self._shards: Counter[str] = Counter()
+        self._shards: dict[str, int] = {}
         self._why: dict[str, str] = {}  # shard → reason of its quarantine
         self._stalled = self._waited = 0.0
         self.counted = 0  # failures that count as restarts, in this driver
@@ -204,30 +180,34 @@ class JobTracker:
         self.skipped: set[int] = {*job.skip_batches, *self._before.skipped_batches}
         self.progressed = False
 
-    def fell(self, rank: int, worker_id: str, kind: Kind, reason: str, now: float) -> None:
+    def rank_ended(self, ended: RankExit, now: float) -> None:
         """Record the exit of one rank in a gang with independent restart; no step is lost."""
+        rank = ended.member.rank
         self._said.pop(rank, None)
-        if kind in ("failed", "hung", "lost"):
-            self.counted += 1
-        self._fallen[rank] = (len(self._restarts), now)
-        self._restarts.append(
-            Restart(
-                attempt=self._attempt,
-                failed_rank=rank,
-                worker_id=worker_id,
-                reason=reason[:2000],
-                resumed_step=self._reached,
-                lost_steps=0,
-                seconds=0.0,  # set when the rank completes a step again
-                kind=kind,
-                ranks=self._ranks,
-            )
+        self.counted += ended.kind != "preempted"
+        self._fallen[rank] = len(self._restarts), now
+        self._add_restart(
+            ended.kind, ended.reason, rank, ended.member.worker_id, resumed_step=self._reached
         )
 
-    def _rose(self, rank: int, now: float) -> None:
-        number, fell_at = self._fallen.pop(rank)
-        again = {"seconds": now - fell_at}
-        self._restarts[number] = self._restarts[number].model_copy(update=again)
+    def _add_restart(
+        self, kind: Kind, reason: str, rank: int | None, worker_id: str | None, **more: Any
+    ) -> None:
+        restart = Restart(
+            attempt=self._attempt,
+            failed_rank=rank,
+            worker_id=worker_id,
+            reason=reason[:2000],
+            lost_steps=0,
+            seconds=0.0,  # set, as steps are, once a step is completed again
+            kind=kind,
+            ranks=self._ranks,
+            **more,
+        )
+        self._restarts.append(restart)
+
+    def _update_restart(self, number: int, **changes: Any) -> None:
+        self._restarts[number] = self._restarts[number].model_copy(update=changes)
 
     def begin(self, attempt: int, ranks: int) -> None:
         """Record the start of an attempt with ``ranks`` ranks."""
@@ -255,16 +235,16 @@ class JobTracker:
         if event.event == "failed":
             self._said[event.rank] = {"step": event.step, **event.data}
         if event.event == "step" and event.rank in self._fallen:
-            self._rose(event.rank, now)
-        for shard in _names(event.data.get("quarantined_shards")):  # from any rank
-            self._shards[shard] = max(1, self._shards[shard])
-        why = event.data.get("quarantined_why")
-        self._why |= {str(k): str(v) for k, v in why.items()} if isinstance(why, dict) else {}
+            number, ended_at = self._fallen.pop(event.rank)
+            self._update_restart(number, seconds=now - ended_at)
+        data: dict[str, Any] = event.data
+        self._shards |= dict.fromkeys(data.get("quarantined_shards", ()), 1)  # from any rank
+        self._why |= data.get("quarantined_why", {})
         if event.rank == 0:
-            self._of_first(event, now)
+            self._on_rank0_event(event, now)
         return event
 
-    def _of_first(self, event: RankEvent, now: float) -> None:
+    def _on_rank0_event(self, event: RankEvent, now: float) -> None:
         if event.event == "resumed":
             self._resumed = event.step
             self._ledger.resumed(event.step)
@@ -290,31 +270,41 @@ class JobTracker:
             self._step = max(self._step, event.step)
             self._result = event
 
-    def failed(self, ended: EndedAttempt) -> None:
-        """Record a failed attempt; raises TrainingFailed where another cannot succeed."""
-        now = ended.seen_at
+    def failed(self, outcome: GangResult, now: float, stacks_url: str = "") -> bool:
+        """Record a failed attempt; return whether it uses up a restart.
+
+        Raises TrainingFailed where another attempt cannot succeed.
+        """
         self._close(now)
-        ended.kind, ended.reached = self._kind(ended), self._reached
-        asked = self._asked is not None and self._asked[0] == ended.kind
-        ended.reason = self._asked[1] if self._asked and asked else ended.outcome.reason
-        if ended.outcome.stopped:
+        kind = self._kind(outcome)
+        asked = self._asked is not None and self._asked[0] == kind
+        reason = self._asked[1] if self._asked and asked else outcome.reason
+        if outcome.stopped:
             self._ledger.stopping(now)
         else:
-            self._ledger.noticed(now, ended.outcome.found_at)
-        self._open = ended
-        if ended.counts:
+            self._ledger.noticed(now, outcome.found_at)
+        self._open = len(self._restarts), now if outcome.found_at is None else outcome.found_at
+        self._add_restart(
+            kind, reason, outcome.failed_rank, outcome.failed_worker, stacks_url=stacks_url,
+            resumed_step=self._reached,
+        )  # fmt: skip
+        if kind in COUNTED:
             self.counted += 1
-            self._counted_at = [*(e for e in self._counted_at if now - e < FORGOTTEN_S), now]
-        if ended.kind == "bad-step":
+            self._counted_at = [*(e for e in self._counted_at if now - e < FAILURE_MEMORY_S), now]
+        if kind == "bad-step":
             self._pass_over()
-            return
+        else:
+            self._require_another_try(outcome)
+        return kind in COUNTED
+
+    def _require_another_try(self, outcome: GangResult) -> None:
         for said in self._said.values():
-            if said.get("code") not in HOPELESS:
+            if said.get("code") not in PERMANENT_ERRORS:
                 continue
-            if said["code"] == NOT_SAVED and (ended.preempted or self._asked_to_go):
+            if said["code"] == NOT_SAVED and (outcome.preempted or self._stopped_unsaved):
                 continue  # steps are lost, but another node or freed disk space can save again
             if said.get("code") == DIVERGED and self._diverged_at is None:
-                self._diverged_at = self._step  # once may be a bit flip; twice is the recipe
+                self._diverged_at = self._step  # the first may be a hardware error: try again once
                 continue
             raise TrainingFailed(
                 "training cannot succeed as asked",
@@ -323,23 +313,22 @@ class JobTracker:
             )
 
     @property
-    def _asked_to_go(self) -> bool:
+    def _stopped_unsaved(self) -> bool:
         """Return whether ranks stopped on request but could not save."""
         return any(said.get("stopped") for said in self._said.values())
 
-    def _kind(self, ended: EndedAttempt) -> Kind:
-        outcome = ended.outcome
+    def _kind(self, outcome: GangResult) -> Kind:
         if any(said.get("code") == BAD_STEP for said in self._said.values()):
             return "bad-step"
         if outcome.hung:
             return "hung"
         if self._asked is None and outcome.lost - outcome.preempted:
             return "lost"
-        if outcome.stopped or self._asked_to_go:
+        if outcome.stopped or self._stopped_unsaved:
             return self._asked[0] if self._asked is not None else "preempted"
         if outcome.lost - outcome.preempted:
             return "lost"
-        if ended.preempted:
+        if outcome.preempted:
             return "preempted"
         # Stopped on request but too slow to save: the steps are lost, but nothing failed.
         return self._asked[0] if outcome.overdue and self._asked is not None else "failed"
@@ -389,11 +378,9 @@ class JobTracker:
 
     def reasons(self) -> str:
         """Return the end reasons of the last attempts, as one line."""
-        last = [self._open.reason] if self._open else []
-        all_of_them = [*(each.reason for each in self._restarts), *last]
-        told = all_of_them[-REASONS_TOLD:]
-        more = len(all_of_them) - len(told)
-        return "; ".join([*([f"({more} before)"] if more else []), *told])
+        shown = [each.reason for each in self._restarts[-MAX_REASONS_SHOWN:]]
+        more = len(self._restarts) - len(shown)
+        return "; ".join([*([f"({more} before)"] if more else []), *shown])
 
     def result(self, now: float, roster: NodePool, ranks: int) -> TrainResult:
         """Return the job's result; raises TrainingFailed where rank 0 sent none."""
@@ -410,7 +397,7 @@ class JobTracker:
         return TrainResult.model_validate(
             said
             | {
-                **learned_from(self._job),
+                **training_inputs(self._job),
                 "job_id": self._job.job_id,
                 "restarts": [each.model_dump() for each in self._restarts],
                 "seconds": now - self._started,
@@ -429,29 +416,18 @@ class JobTracker:
     def _close(self, now: float) -> None:
         if self._open is None:
             return
-        ended, self._open = self._open, None
-        outcome = ended.outcome
-        seen_at = ended.seen_at if outcome.found_at is None else outcome.found_at
-        self._restarts.append(
-            Restart(
-                attempt=self._attempt,
-                failed_rank=outcome.failed_rank,
-                worker_id=outcome.failed_worker,
-                reason=ended.reason[:2000],
-                resumed_step=self._resumed,
-                lost_steps=max(0, ended.reached - self._resumed),
-                seconds=now - seen_at,
-                kind=ended.kind,
-                ranks=self._ranks,
-                stacks_url=ended.stacks_url,
-            )
+        (number, found_at), self._open = self._open, None
+        reached = self._restarts[number].resumed_step
+        self._update_restart(
+            number,
+            attempt=self._attempt,
+            ranks=self._ranks,
+            resumed_step=self._resumed,
+            lost_steps=max(0, reached - self._resumed),
+            seconds=now - found_at,
         )
 
 
 def _seconds(data: dict[str, Any], name: str) -> float:
     value = data.get(name, 0.0)
     return float(value) if isinstance(value, int | float) else 0.0
-
-
-def _names(value: object) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list | tuple) else []

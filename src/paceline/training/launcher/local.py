@@ -19,18 +19,18 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import IO, Any
 
 from paceline.errors import WorkerLost
-from paceline.training.launcher.gang import NodeMessage
+from paceline.extras import require_extras
+from paceline.training.launcher.ports import NodeMessage
 
 log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 END_S = 5.0
-TELL_PATIENCE_S = 5.0
-MAX_LINES = 10_000  # unread messages; above it back-pressure reaches launchers and ranks
+SEND_DEADLINE_S = 5.0
+MAX_UNREAD_MESSAGES = 10_000  # unread messages; above it back-pressure reaches launchers and ranks
 _LAUNCHER_ENV = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fork needs one thread
 
 
@@ -42,10 +42,11 @@ class LocalLauncher:
     """
 
     def __init__(self) -> None:
+        require_extras("train")  # a launcher that cannot import torch would only be lost
         self.pids: dict[int, int] = {}
         self.launcher_pids: dict[str, int] = {}
         self._running: dict[str, _Node] = {}
-        self._lines: queue.Queue[NodeMessage] = queue.Queue(MAX_LINES)
+        self._lines: queue.Queue[NodeMessage] = queue.Queue(MAX_UNREAD_MESSAGES)
         self._ready_again: list[NodeMessage] = []
         self._argv: tuple[str, ...] = ()
         self._kept = False
@@ -54,12 +55,7 @@ class LocalLauncher:
         self._kept = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._kept = False
         self._end_all()
 
@@ -89,19 +85,14 @@ class LocalLauncher:
 
     # -- Nodes
 
-    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
-        """Send an order; raises WorkerLost; see ``Nodes``."""
-        if why := self.tell_all({worker_id: order}):
-            raise WorkerLost("the node takes no order", got=why[worker_id], where=worker_id)
-
-    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    def send_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
         """Send each node its order; see ``Nodes``."""
-        untold: dict[str, str] = {}
+        unsent: dict[str, str] = {}
         for worker_id, order in orders.items():
             node = self._running.get(worker_id)
             if why := "its launcher is gone" if node is None else node.tell(order):
-                untold[worker_id] = why
-        return untold
+                unsent[worker_id] = why
+        return unsent
 
     def hear(self, timeout_s: float) -> list[NodeMessage]:
         """Return the received messages; see ``Nodes``."""
@@ -110,11 +101,11 @@ class LocalLauncher:
             found.append(self._lines.get(timeout=0.0 if found else timeout_s))
             while True:
                 found.append(self._lines.get_nowait())
-        for heard in found:
-            if heard.line.get("launcher") == "started":
-                self.pids |= {int(rank): pid for rank, pid in heard.line["pids"].items()}
-            if heard.lost:
-                self._forget(heard.worker_id)
+        for message in found:
+            if message.line.get("launcher") == "started":
+                self.pids |= {int(rank): pid for rank, pid in message.line["pids"].items()}
+            if message.lost:
+                self._forget(message.worker_id)
         return found
 
     def host(self, worker_id: str) -> str:  # noqa: ARG002
@@ -157,7 +148,7 @@ class LocalLauncher:
         self._running.clear()
         self.launcher_pids.clear()
         self._ready_again = []
-        self._lines = queue.Queue(MAX_LINES)
+        self._lines = queue.Queue(MAX_UNREAD_MESSAGES)
 
 
 class _Node:
@@ -169,7 +160,7 @@ class _Node:
         self.worker_id = worker_id
         self.is_ready = False
         self._lines = lines
-        self._unheard = False  # True: further messages are discarded
+        self._discard = False  # True: further messages are discarded
         self._lock = threading.Lock()
         self.process = subprocess.Popen(
             [*argv, "--die"],
@@ -185,7 +176,7 @@ class _Node:
     def tell(self, order: Mapping[str, Any]) -> str:
         """Send one order; return "" on success, else the reason of the failure."""
         assert self.process.stdin is not None
-        deadline = time.monotonic() + TELL_PATIENCE_S
+        deadline = time.monotonic() + SEND_DEADLINE_S
         try:
             with self._lock:
                 pipe = self.process.stdin.fileno()
@@ -212,7 +203,7 @@ class _Node:
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the launcher's end; kill it after ``timeout_s``. Later messages are dropped."""
-        self._unheard = True
+        self._discard = True
         try:
             self.process.wait(max(0.0, timeout_s))
         except subprocess.TimeoutExpired:
@@ -237,10 +228,10 @@ class _Node:
         code = self.process.wait()
         self._say(NodeMessage(self.worker_id, lost=f"its launcher ended with {code}"))
 
-    def _say(self, heard: NodeMessage) -> None:
-        while not self._unheard:
+    def _say(self, message: NodeMessage) -> None:
+        while not self._discard:
             with contextlib.suppress(queue.Full):
-                self._lines.put(heard, timeout=0.5)
+                self._lines.put(message, timeout=0.5)
                 return
 
 

@@ -15,30 +15,22 @@ from dataclasses import dataclass
 
 from paceline.config import TrainingSettings
 from paceline.errors import TrainingFailed
+from paceline.training.launcher.ports import GangMember
 
-FORGOTTEN_S = 86_400.0  # older failures of a node or a job are ignored
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A rank's assignment: its node, and the spare there that becomes the rank ("": none)."""
-
-    rank: int
-    worker_id: str
-    spare: str = ""
+FAILURE_MEMORY_S = 86_400.0  # older failures of a node or a job are ignored
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The assignment of all ranks for the next attempt."""
+    """The assignment of all ranks for the next attempt, each to a node or to a spare there."""
 
-    seats: tuple[Slot, ...]
+    members: tuple[GangMember, ...]  # without their environment
     reduced: bool  # fewer ranks, or more ranks per node, than with all nodes
 
     @property
     def ranks(self) -> int:
         """Return the number of ranks."""
-        return len(self.seats)
+        return len(self.members)
 
 
 class NodePool:
@@ -63,7 +55,7 @@ class NodePool:
         """Record a rank's failure on the node, or the node's loss; ``now`` in seconds."""
         self.failures[worker_id] += 1
         known = self._failed_at.setdefault(worker_id, [])
-        known[:] = [*(each for each in known if now - each < FORGOTTEN_S), now]
+        known[:] = [*(each for each in known if now - each < FAILURE_MEMORY_S), now]
         if lost:
             self.away.add(worker_id)
         if len(known) >= self._settings.guard.failures_per_host:
@@ -72,7 +64,7 @@ class NodePool:
             self.left_out.clear()
             self.away.clear()
 
-    def taken_away(self, worker_id: str) -> None:
+    def preempted_node(self, worker_id: str) -> None:
         """Record a preemption of the node; it does not count as a failure."""
         self.away.add(worker_id)
         if not self.good:
@@ -86,7 +78,7 @@ class NodePool:
         """Readmit excluded nodes whose failures are old enough to be ignored."""
         most = self._settings.guard.failures_per_host
         for worker_id in list(self.left_out):
-            recent = [e for e in self._failed_at.get(worker_id, ()) if now - e < FORGOTTEN_S]
+            recent = [e for e in self._failed_at.get(worker_id, ()) if now - e < FAILURE_MEMORY_S]
             if len(recent) < most:
                 self.left_out.discard(worker_id)
 
@@ -97,7 +89,7 @@ class NodePool:
             each for each in self.workers if each not in self.left_out and each not in self.away
         ]
 
-    def lineup(self, spares: Mapping[str, str]) -> Assignment:
+    def assignment(self, spares: Mapping[str, str]) -> Assignment:
         """Return the assignment of the next attempt; ``spares``: name → node of waiting spares.
 
         Raises TrainingFailed where fewer ranks remain than ``guard.min_ranks``.
@@ -112,10 +104,10 @@ class NodePool:
         if vacant and floor:
             kept = [each for each in homes if each is not None]
             size = self._size(len(kept), floor)
-            return Assignment(_seated(kept[:size], waiting), reduced=True)
+            return Assignment(_members(kept[:size], waiting), reduced=True)
         nodes = iter(good[number % len(good)] for number in range(vacant))
         full = [each if each is not None else next(nodes) for each in homes]
-        return Assignment(_seated(full, waiting), reduced=vacant > 0)
+        return Assignment(_members(full, waiting), reduced=vacant > 0)
 
     def spare_nodes(self, count: int) -> list[str]:
         """Return nodes for ``count`` spares, those with the fewest ranks first."""
@@ -138,17 +130,17 @@ class NodePool:
         return size
 
 
-def _seated(homes: Sequence[str], waiting: Mapping[str, str]) -> tuple[Slot, ...]:
+def _members(homes: Sequence[str], waiting: Mapping[str, str]) -> tuple[GangMember, ...]:
     left = dict(waiting)
-    seats = []
+    members = []
     for rank, worker in enumerate(homes):
         spare = next((name for name, at in left.items() if at == worker), "")
         left.pop(spare, None)
-        seats.append(Slot(rank, worker, spare))
-    return tuple(seats)
+        members.append(GangMember(worker, rank, spare=spare))
+    return tuple(members)
 
 
-def shrunk(settings: TrainingSettings, ranks: int) -> TrainingSettings:
+def with_fewer_ranks(settings: TrainingSettings, ranks: int) -> TrainingSettings:
     """Return ``settings`` for fewer ranks: the same global batch, more accumulation steps."""
     if ranks == settings.ranks:
         return settings

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from paceline.training.loop.rank_process import STOPPED_EXIT
+from paceline.training.loop import STOPPED_EXIT
 
 LONG_PHASES = ("saving", "exporting", "evaluating")
 
@@ -43,10 +43,7 @@ class NodeMessageLike(Protocol):
 class Nodes(Protocol):
     """The nodes held for a job, each with a running launcher."""
 
-    def tell(self, worker_id: str, order: Mapping[str, Any]) -> None:
-        """Send an order to the node's launcher; raises WorkerLost where none runs."""
-
-    def tell_all(self, orders: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
+    def send_all(self, orders: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
         """Send each node its order in parallel; return the reason by node for each failure."""
 
     def hear(self, timeout_s: float) -> Sequence[NodeMessageLike]:
@@ -123,11 +120,6 @@ class GangResult:
     preempted: frozenset[str] = frozenset()  # nodes with a preemption notice
     lost: frozenset[str] = frozenset()  # unreachable nodes
     found_at: float | None = None  # when the end was detected, monotonic clock
-
-    @property
-    def stderr_tail(self) -> str:
-        """Return the standard-error tail of the rank at fault."""
-        return "" if self.failed_rank is None else self.stderr.get(self.failed_rank, "")
 
     @property
     def stopped(self) -> bool:

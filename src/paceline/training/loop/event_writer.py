@@ -1,7 +1,7 @@
 """Rank events on standard output: one JSON line per event, heartbeats, and step reports.
 
 A rank writes RankEvent lines and a heartbeat (phase, step, seconds since) to its launcher; rank 0
-reports every step, the others at most one per ``FOLLOWER_BEAT_S``. Text printed by other code in
+reports every step, the others at most one per ``FOLLOWER_REPORT_S``. Text printed by other code in
 the process, for instance a user's model, becomes "said" events or goes to standard error.
 """
 
@@ -16,22 +16,21 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import InvalidInput
-from paceline.schemas.training import RankEvent
+from paceline.schemas import RankEvent
 
 if TYPE_CHECKING:
-    from paceline.data import PlannedStream
     from paceline.training.checkpoint import Checkpointer
     from paceline.training.loop.loop import Progress, StepReport
     from paceline.training.metrics import Exporter
 
 
 LOOPBACK = "127.0.0.1"
-PULSE_S = 0.5
-PRINTED_CHARACTERS = 500  # per printed line; longer lines are cut
-PRINTED_A_MINUTE = 120  # printed lines per rank; further lines are only counted
+HEARTBEAT_S = 0.5
+MAX_PRINTED_CHARACTERS = 500  # per printed line; longer lines are cut
+MAX_PRINTED_LINES_PER_MINUTE = 120  # printed lines per rank; further lines are only counted
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class EventWriter:
         self._since = time.monotonic()
         self._out = sys.stdout
 
-    def have_to_itself(self) -> None:
+    def capture_stdout(self) -> None:
         """Reserve standard output for events, so that other output cannot split a line.
 
         Python's prints become "said" events; C-level writes go to standard error.
@@ -98,7 +97,7 @@ class EventWriter:
 
     def beat(self) -> None:
         """Start the heartbeat thread."""
-        threading.Thread(target=self._pulse, name="pulse", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="pulse", daemon=True).start()
 
     def take(self, place: RankIdentity) -> None:
         """Use ``place`` in all further events (a spare that was assigned a rank)."""
@@ -128,12 +127,12 @@ class EventWriter:
         finally:
             self.enter(before)
 
-    def _pulse(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             since = time.monotonic() - self._since
             line = {"event": "beat", "phase": self._phase, "step": self._step, "since_s": since}
             self._write(json.dumps(line, separators=(",", ":")))
-            time.sleep(PULSE_S)
+            time.sleep(HEARTBEAT_S)
 
     def _write(self, line: str) -> None:
         with self._lock:
@@ -148,7 +147,7 @@ class StdoutCapture(io.TextIOBase):
         self._voice, self._clock = voice, clock
         self._lock = threading.Lock()
         self._line = ""
-        self._since, self._told, self._kept_back = clock(), 0, 0
+        self._since, self._reported, self._suppressed = clock(), 0, 0
 
     def writable(self) -> bool:
         """Return True."""
@@ -158,9 +157,9 @@ class StdoutCapture(io.TextIOBase):
         """Buffer ``text``; emit the complete lines."""
         with self._lock:
             *lines, rest = (self._line + text).split("\n")
-            self._line = rest[:PRINTED_CHARACTERS]
+            self._line = rest[:MAX_PRINTED_CHARACTERS]
             for line in lines:
-                self._tell(line[:PRINTED_CHARACTERS])
+                self._tell(line[:MAX_PRINTED_CHARACTERS])
         return len(text)
 
     def close(self) -> None:
@@ -174,40 +173,47 @@ class StdoutCapture(io.TextIOBase):
     def _tell(self, line: str) -> None:
         now = self._clock()
         if now - self._since >= 60.0:
-            if self._kept_back:
-                self._voice.say("said", text=f"({self._kept_back} more lines were printed)")
-            self._since, self._told, self._kept_back = now, 0, 0
-        if self._told >= PRINTED_A_MINUTE:
-            self._kept_back += 1
+            if self._suppressed:
+                self._voice.say("said", text=f"({self._suppressed} more lines were printed)")
+            self._since, self._reported, self._suppressed = now, 0, 0
+        if self._reported >= MAX_PRINTED_LINES_PER_MINUTE:
+            self._suppressed += 1
         elif line.strip():
-            self._told += 1
+            self._reported += 1
             self._voice.say("said", text=line)
 
 
-FOLLOWER_BEAT_S = 0.5  # minimum time between step reports of ranks other than 0
+FOLLOWER_REPORT_S = 0.5  # minimum time between step reports of ranks other than 0
 
 
 class QuarantineReporter:
     """Tracks which quarantined shards and samples were reported: each is reported once."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def any_in(self, quarantined: Collection[str]) -> bool:
         """Return whether ``quarantined`` has unreported entries."""
-        return len(quarantined) > len(self._told)
+        return len(quarantined) > len(self._reported)
 
     def of(self, quarantined: Collection[str]) -> dict[str, Any]:
         """Return event data for the new entries, with reasons if ``quarantined`` is a mapping."""
         why = dict(quarantined) if isinstance(quarantined, Mapping) else {}  # threads add to it
-        new = sorted(set(why or quarantined) - self._told)
+        new = sorted(set(why or quarantined) - self._reported)
         if not new:
             return {}
-        self._told.update(new)
+        self._reported.update(new)
         return {
             "quarantined_shards": new,
             "quarantined_why": {each: why[each] for each in new if each in why},
         }
+
+
+class HasQuarantine(Protocol):
+    """A source of data: the shards and samples that it put in quarantine."""
+
+    @property
+    def quarantined(self) -> Collection[str]: ...
 
 
 class StepReporter:
@@ -222,7 +228,7 @@ class StepReporter:
         saver: Checkpointer,
         progress: Progress,
         rank: int,
-        stream: PlannedStream,
+        stream: HasQuarantine,
         exporter: Exporter,
     ) -> None:
         self._exporter = exporter
@@ -240,22 +246,22 @@ class StepReporter:
         self._exporter.take(report, len(self._stream.quarantined), self._saver.expected_s)
         now = time.monotonic()
         rare = bool(report.alerts) or self._news.any_in(self._stream.quarantined)
-        if self._rank != 0 and now - self._said_at < FOLLOWER_BEAT_S and not rare:
+        if self._rank != 0 and now - self._said_at < FOLLOWER_REPORT_S and not rare:
             return
         self._said_at = now
         data = report.data() | {
             "waited_s": self._progress.data_wait_s,
             "stalled_s": self._progress.stall_s,
-            "checkpoints_put_off": self._saver.put_off,
+            "checkpoints_put_off": self._saver.postponed,
         }
         data |= self._news.of(self._stream.quarantined)
         if raised := self._saver.alerts[self._alerts :]:
             self._alerts += len(raised)
             data["checkpoint_alerts"] = [each.message for each in raised]
         self._voice.say("step", report.step, **data)
-        self.tell_saved()
+        self.report_saved()
 
-    def tell_saved(self) -> None:
+    def report_saved(self) -> None:
         """Report newly committed checkpoints (rank 0 only)."""
         for ref in self._saver.report() if self._rank == 0 else ():
             self._exporter.saved()

@@ -39,7 +39,7 @@ class Group:
         if self.world_size == 1:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64)
-        with _translated():
+        with as_peer_lost():
             dist.all_reduce(tensor)
         found: list[float] = tensor.tolist()
         return found
@@ -48,12 +48,12 @@ class Group:
         """Return whether ``flag`` is true on every rank."""
         return self.sums([0.0 if flag else 1.0])[0] == 0.0
 
-    def from_first(self, value: int) -> int:
+    def from_rank0(self, value: int) -> int:
         """Return rank 0's ``value``."""
         if self.world_size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64)
-        with _translated():
+        with as_peer_lost():
             dist.broadcast(tensor, src=0)
         return int(tensor[0])
 
@@ -85,7 +85,7 @@ def join_group(
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     elif own:
         log.warning("no interface here has the node's address, gloo chooses one address=%s", own)
-    with _translated():
+    with as_peer_lost():
         store = TCPStore(
             host,
             port,
@@ -131,7 +131,8 @@ def _listen(host: str, port: int) -> int:
 
 
 @contextlib.contextmanager
-def _translated() -> Iterator[None]:
+def as_peer_lost() -> Iterator[None]:
+    """Translate errors of collectives: raises PeerLost."""
     try:
         yield
     except RuntimeError as error:  # torch raises DistError subclasses and bare RuntimeErrors

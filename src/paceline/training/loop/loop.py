@@ -5,7 +5,8 @@ It does not depend on a layout, model or file format: ``Parallel`` distributes t
 (seed, step, data rank), so no generator state is saved.
 
 A due state is saved only after the next batch has a sane loss under it, and before the optimiser
-changes it: a corrupted state never becomes a checkpoint.
+changes it: a corrupted state never becomes a checkpoint. Each held-out evaluation reads the same
+sequences under the same layout, so that two results of one job differ only in the weights.
 """
 
 from __future__ import annotations
@@ -13,24 +14,79 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from paceline.config import TrainingSettings
-from paceline.data import Batch, Stream
-from paceline.models import Transformer
-from paceline.training.checkpoint.stateful import keeps_of, let_go, settle
-from paceline.training.loop.evaluating import Evaluator
+from paceline.data import Batch, PlannedStream
+from paceline.training.checkpoint import discard_all, local_of, snapshot_all, stateful_of
 from paceline.training.loop.group import Group
-from paceline.training.loop.optimizer import LossScale, learning_rate, take_step
+from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
 from paceline.training.loop.step_guard import StepGuard, Verdict
-from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload, Workload
+from paceline.training.loop.workload import LossSums, Workload
 from paceline.training.metrics import AlertChange, StepMetrics, Straggler
-from paceline.training.parallel import Parallel, parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec, open_mesh
+from paceline.training.parallel import Parallel
+
+
+@runtime_checkable
+class DivergingReplicas(Protocol):
+    """A ``Parallel`` whose ranks may hold different weights."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """Use the mean of all ranks' weights inside the ``with``; a collective call."""
+
+    def average(self) -> None:
+        """Set weights and optimiser state of all ranks to their mean; a collective call."""
+
+
+def average_replicas(parallel: Parallel) -> None:
+    """Average the ranks' states where they may differ."""
+    if isinstance(parallel, DivergingReplicas):
+        parallel.average()
+
+
+def _together(parallel: Parallel) -> AbstractContextManager[None]:
+    return parallel.together() if isinstance(parallel, DivergingReplicas) else nullcontext()
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures a model on ``sequences`` rows of the held-out split, rounded up to whole batches.
+
+    ``open_stream`` returns a new stream of this rank's share from the start of the split;
+    ``bytes_per_token`` is 1 for byte-level text, None where targets are not text.
+    """
+
+    open_stream: Callable[[], PlannedStream]
+    sequences: int
+    parts: int = 1  # forward passes per batch, as in training
+    bytes_per_token: float | None = 1.0
+    during: Callable[[], AbstractContextManager[object]] = nullcontext  # entered per evaluation
+
+    def evaluate(
+        self, parallel: Parallel, workload: Workload, group: Group, device: torch.device
+    ) -> dict[str, float]:
+        """Return the held-out loss (mean nats a token) and, where the bytes per token are known,
+        bits per byte, by the names of checkpoints and MLflow; all ranks call it at the same step.
+        """
+        parts_sums: list[LossSums] = []
+        # A task with carried state recognises an evaluation by the disabled gradients.
+        with self.during(), self.open_stream() as stream, _together(parallel), torch.no_grad():
+            for _ in range(math.ceil(self.sequences / stream.global_batch)):
+                parts = stream.next().split(self.parts)
+                parts_sums += [parallel.evaluate(workload.inputs(part, device)) for part in parts]
+        sums = LossSums.of(parts_sums)
+        loss_total, counted = group.sums([float(sums.loss), sums.weight])
+        loss = loss_total / counted if counted else math.nan
+        found = {"held_out_loss": loss}
+        if self.bytes_per_token:
+            found["held_out_bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+        return found
+
 
 CPU = torch.device("cpu")
 
@@ -41,7 +97,8 @@ class Saver(Protocol):
     stall_s: float  # total time that saves blocked training
 
     def due(self, step: int, steps: int) -> bool:
-        """Return whether to save the state after ``step`` steps; called once per step."""
+        """Return rank 0's decision whether to save the state after ``step`` steps; False on the
+        other ranks. Called once per step."""
         ...
 
     def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool:
@@ -92,9 +149,6 @@ class StepReport:
     loss: float
     grad_norm: float
     learning_rate: float
-    seconds: float
-    tokens_per_second: float
-    data_wait_s: float
     taken: bool = True  # False: the step was skipped, weights unchanged
     figures: dict[str, float] = field(default_factory=dict)  # of this rank, by name
     held_out: dict[str, float] = field(default_factory=dict)  # where this step evaluated
@@ -126,7 +180,7 @@ def train(
     parallel: Parallel,
     workload: Workload,
     optimizer: torch.optim.Optimizer,
-    stream: Stream,
+    stream: PlannedStream,
     settings: TrainingSettings,
     group: Group,
     *,
@@ -147,14 +201,13 @@ def train(
     """
     if progress.step >= settings.steps:
         return progress
-    guard = guard or StepGuard.of(settings.guard)
+    guard = guard or StepGuard(settings.guard)
     scaler = LossScale.of(settings)
     _restore(progress.extra, guard, scaler)
     numbers = numbers or StepMetrics.of(settings, parallel, group, device)
-    keeps = keeps_of(parallel, workload)
-    started, owed = time.perf_counter(), False
+    stateful, started, owed = stateful_of(parallel, workload), time.perf_counter(), False
     while progress.step < settings.steps:
-        settle(keeps)
+        snapshot_all(stateful)
         numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
         seed_step(settings.seed, progress.step, parallel.data_rank, device)
         position = stream.position
@@ -165,9 +218,10 @@ def train(
         sums = parallel.accumulate(parts, scale / max(batch.global_tokens, 1.0))
         norm = parallel.clip(settings.clip_norm, 1.0 / scale)
 
-        flags = [float(should_stop()), float(not math.isfinite(norm))]
+        due = saver is not None and saver.due(progress.step + 1, settings.steps)
+        flags = [float(each) for each in (should_stop(), not math.isfinite(norm), due)]
         mine = [float(sums.loss), sums.weight, *flags, *numbers.shared(stream.data_wait_s)]
-        loss_total, counted, stops, overflows, *slots = group.sums(mine)
+        loss_total, counted, stops, overflows, dues, *slots = group.sums(mine)
         loss = loss_total / counted if counted else 0.0
         norm = math.inf if overflows else norm  # of any rank: local SGD has a norm per replica
 
@@ -177,21 +231,22 @@ def train(
             if saver is not None and owed:
                 saver.save(progress.step, position, progress.metrics())
                 progress.stall_s, owed = saver.stall_s, False
-            take_step(optimizer, rate)
+            apply_gradients(optimizer, rate)
         else:
-            let_go(keeps)
+            discard_all(stateful)
 
-        _count(progress, batch, loss, verdict)
-        progress.extra.update(_kept(guard, scaler))  # in place: the saver holds the same dict
-        progress.stopped = stops > 0
-        if saver is not None and saver.due(progress.step, settings.steps):
+        _record_step(progress, batch, loss, verdict, stopped=stops > 0)
+        # In place: the saver holds the same dict.
+        progress.extra.update(_resume_extra(guard, scaler))
+        if dues:
             owed = True
+            average_replicas(parallel)  # all ranks continue from the state that is saved
         progress.data_wait_s = stream.data_wait_s
         figures = numbers.end(
             progress.step, batch.global_tokens, slots, progress.data_wait_s, progress.stall_s
         )
         held_out: dict[str, float] = {}
-        if evaluator is not None and _evaluates(progress.step, settings):
+        if evaluator is not None and _is_evaluation_step(progress.step, settings):
             held_out = _evaluate(evaluator, parallel, workload, group, device, progress)
         progress.seconds = time.perf_counter() - started - progress.evaluate_s
         if on_step is not None:
@@ -201,9 +256,6 @@ def train(
                     loss=loss,
                     grad_norm=norm,
                     learning_rate=rate,
-                    seconds=figures["step_seconds"],
-                    tokens_per_second=figures["tokens_per_second"],
-                    data_wait_s=figures["data_wait_s"],
                     taken=verdict is Verdict.TAKE,
                     figures=figures,
                     held_out=held_out,
@@ -213,7 +265,7 @@ def train(
             )
         if progress.stopped:
             break
-    settle(keeps)
+    snapshot_all(stateful)
     numbers.close()
     guard.require_sound(
         group.all(finite_state(parallel.modules, optimizer)),
@@ -221,38 +273,6 @@ def train(
         batch=batch.step,
     )
     return progress
-
-
-def train_model(
-    model: Transformer,
-    optimizer: torch.optim.Optimizer,
-    stream: Stream,
-    settings: TrainingSettings,
-    group: Group,
-    *,
-    progress: Progress,
-    labels: str = "true",
-    saver: Saver | None = None,
-    on_step: Callable[[StepReport], None] | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
-) -> Progress:
-    """Train the transformer with data parallelism over ``group``; see ``train``."""
-    workload: Workload = TransformerWorkload(model.config)
-    if labels == "shuffled":
-        workload = ShuffledLabels(workload, settings.seed)
-    mesh = Mesh(MeshSpec()) if group.world_size == 1 else open_mesh(MeshSpec(dp=group.world_size))
-    return train(
-        parallelise(model, mesh, settings, workload),
-        workload,
-        optimizer,
-        stream,
-        settings,
-        group,
-        progress=progress,
-        saver=saver,
-        on_step=on_step,
-        should_stop=should_stop,
-    )
 
 
 def seed_step(seed: int, step: int, data_rank: int, device: torch.device = CPU) -> None:
@@ -274,11 +294,7 @@ def finite_state(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer)
         for value in state.values()
         if isinstance(value, Tensor) and value.is_floating_point()
     ]
-    return all(bool(torch.isfinite(_local(each)).all()) for each in weights + moments)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return all(bool(torch.isfinite(local_of(each)).all()) for each in weights + moments)
 
 
 def _judge(
@@ -300,8 +316,11 @@ def _judge(
     return guard.judge(step=step, batch=batch.step, loss=loss, norm=norm)
 
 
-def _count(progress: Progress, batch: Batch, loss: float, verdict: Verdict) -> None:
+def _record_step(
+    progress: Progress, batch: Batch, loss: float, verdict: Verdict, *, stopped: bool
+) -> None:
     progress.step += 1
+    progress.stopped = stopped
     progress.tokens += int(batch.global_tokens)
     progress.skipped |= set(batch.skipped)
     if verdict is not Verdict.TAKE:
@@ -312,7 +331,7 @@ def _count(progress: Progress, batch: Batch, loss: float, verdict: Verdict) -> N
         progress.first_loss = loss
 
 
-def _evaluates(step: int, settings: TrainingSettings) -> bool:
+def _is_evaluation_step(step: int, settings: TrainingSettings) -> bool:
     every = settings.evaluate_every_steps
     return every > 0 and (step % every == 0 or step == settings.steps)
 
@@ -326,12 +345,12 @@ def _evaluate(
     progress: Progress,
 ) -> dict[str, float]:
     began = time.perf_counter()
-    progress.held_out = evaluator.evaluate(parallel, workload, group, device).metrics()
+    progress.held_out = evaluator.evaluate(parallel, workload, group, device)
     progress.evaluate_s += time.perf_counter() - began
     return progress.held_out
 
 
-def _kept(guard: StepGuard, scaler: LossScale | None) -> dict[str, Any]:
+def _resume_extra(guard: StepGuard, scaler: LossScale | None) -> dict[str, Any]:
     """Return the guard and loss-scale state that a checkpoint stores."""
     kept: dict[str, Any] = {"guard": guard.state}
     if scaler:

@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.config import TrainingSettings
 from paceline.errors import CorruptData, TrainingFailed
 
 BETAS = (0.9, 0.95)
-_MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
 def new_optimizer(
@@ -50,37 +49,10 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def take_step(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def apply_gradients(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Apply the gradients to the weights with learning rate ``rate``."""
     set_learning_rate(optimizer, rate)
     optimizer.step()
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Return the optimiser's state as flat named tensors; empty before the first step."""
-    return {
-        f"{moment}.{name}": optimizer.state[parameter][moment]
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state
-        for moment in _MOMENTS
-    }
-
-
-def restore_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]
-) -> None:
-    """Restore the state that ``optimizer_tensors`` returned.
-
-    Raises CorruptData where it does not fit the model.
-    """
-    for name, parameter in model.named_parameters():
-        try:
-            state = {moment: tensors[f"{moment}.{name}"].clone() for moment in _MOMENTS}
-        except KeyError as error:
-            raise CorruptData("optimiser state is incomplete", got=f"no {error}") from error
-        if state["exp_avg"].shape != parameter.shape:
-            raise CorruptData("optimiser state does not fit the model", got=name)
-        optimizer.state[parameter] = state
 
 
 def learning_rate(step: int, steps: int, settings: TrainingSettings) -> float:

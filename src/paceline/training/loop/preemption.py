@@ -8,22 +8,20 @@ on ranks or checkpoints.
 
 from __future__ import annotations
 
-import http.client
 import logging
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import Protocol
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, ServiceUnavailable
+from paceline.system import Endpoint, fetch
 from paceline.training.user_code import CodeRef, call, parse, require_allowed
 
 log = logging.getLogger(__name__)
 
-DIAL = "training.guard.preemption"
+SETTING = "training.guard.preemption"
 POLL_S = 2.0
 TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 64 * 1024
@@ -45,43 +43,43 @@ class MetadataWatcher:
     """
 
     def __init__(self, url: str, poll_s: float = POLL_S) -> None:
-        if urllib.parse.urlsplit(url).scheme not in ("http", "https"):
-            raise InvalidInput("bad metadata URL", got=url, wanted="http://… or https://…")
+        try:
+            Endpoint.of(url)
+        except InvalidInput as error:
+            raise InvalidInput(
+                "bad metadata URL", got=url, wanted="http://… or https://…"
+            ) from error
         self.url = url
         self.poll_s = poll_s
-        # No proxy and no redirects: the metadata service is local to the machine.
-        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects())
 
     def wait(self) -> None:
         """Block until the service reports a notice."""
-        told = False
+        warned = False
         while True:
             try:
                 if self.noticed():
                     return
-                told = False
-            except (OSError, http.client.HTTPException) as error:
-                if not told:
+                warned = False
+            except ServiceUnavailable as error:
+                if not warned:
                     log.warning("metadata service does not answer url=%s why=%s", self.url, error)
-                told = True
+                warned = True
             time.sleep(self.poll_s)
 
     def noticed(self) -> bool:
-        """Return whether the service reports a notice now; raises OSError."""
-        request = urllib.request.Request(self.url, headers=HEADERS)  # noqa: S310 - http(s), above
-        try:
-            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
-                body = answer.read(MAX_ANSWER_BYTES)
-        except urllib.error.HTTPError as error:
-            if error.code == http.client.NOT_FOUND:
-                return False
-            raise
-        return body.decode(errors="replace").strip().upper() not in _NOT_YET
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    def redirect_request(self, *_: object) -> None:
-        return None
+        """Return whether the service reports a notice now; raises ServiceUnavailable."""
+        answer = fetch(
+            self.url,
+            name="the metadata service",
+            headers=HEADERS,
+            timeout_s=TIMEOUT_S,
+            max_bytes=MAX_ANSWER_BYTES,
+        )
+        if answer.status == HTTPStatus.NOT_FOUND:
+            return False
+        if answer.status != HTTPStatus.OK:  # also a redirect: the service is local to the machine
+            raise ServiceUnavailable("no notice can be read", got=f"HTTP {answer.status}")
+        return answer.body.decode(errors="replace").strip().upper() not in _NOT_YET
 
 
 def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | None:
@@ -93,7 +91,7 @@ def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | Non
     if "://" in named and not named.startswith(("file://", "git+")):
         MetadataWatcher(named)
         return None
-    ref = parse(named, DIAL)
+    ref = parse(named, SETTING)
     require_allowed(ref, sources)
     return ref
 

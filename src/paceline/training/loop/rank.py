@@ -21,14 +21,17 @@ import traceback
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError, PeerLost
-from paceline.schemas.training import TrainJob
+from paceline.schemas import TrainJob
 from paceline.text import log_to_stderr
-from paceline.training.checkpoint.stateful import keeps_of
-from paceline.training.loop import rank_setup as outfit
+from paceline.training.checkpoint import stateful_of
 from paceline.training.loop.event_writer import LOOPBACK, EventWriter, RankIdentity, StepReporter
-from paceline.training.loop.rank_process import STOPPED_EXIT, StopFlag, die_with_parent, share_cores
+from paceline.training.loop.rank_process import (
+    STOPPED_EXIT,
+    StopFlag,
+    die_with_parent,
+    use_passive_waiting,
+)
 from paceline.training.loop.starting_state import load
-from paceline.training.strategies import is_asynchronous
 
 if TYPE_CHECKING:
     from paceline.config import GuardSettings
@@ -43,15 +46,15 @@ def main() -> int:
     stop = StopFlag()
     stop.install()
     die_with_parent()
-    share_cores()
+    use_passive_waiting()
     place = RankIdentity.from_environment()
     voice = EventWriter(place)
-    voice.have_to_itself()
+    voice.capture_stdout()
     voice.beat()
     try:
         job = TrainJob.model_validate_json(sys.stdin.readline())
         if "PACELINE_SPARE" in os.environ:
-            place, job = wait_for_place(job, voice)
+            place, job = wait_for_assignment(job, voice)
         voice.say("started", worker_id=place.worker_id, pid=os.getpid())
         return run_rank(job, place, voice, stop)
     except BadStep as error:
@@ -78,18 +81,24 @@ def main() -> int:
 
 
 def preload() -> None:
-    """Import a rank's dependencies before ranks are forked; starts no thread."""
+    """Import a rank's dependencies before ranks are forked; starts no thread.
+
+    What is not imported here is imported by every rank again: 1.4 s of CPU time each.
+    """
     import torch
     import torch.distributed
     import torch.nn.parallel
 
-    from paceline.training.reproducibility import current
+    import paceline.system.http
+    import paceline.training.strategies.job
+    import paceline.training.strategies.local_sgd  # noqa: F401
+    from paceline.training.reproducibility import current_environment
 
     torch.set_num_threads(1)
-    current()  # caches the git calls, once per launcher
+    current_environment()  # caches the git calls, once per launcher
 
 
-def wait_for_place(job: TrainJob, voice: EventWriter) -> tuple[RankIdentity, TrainJob]:
+def wait_for_assignment(job: TrainJob, voice: EventWriter) -> tuple[RankIdentity, TrainJob]:
     """Preload as a spare, then block until a rank is assigned; return identity and job."""
     place = RankIdentity.from_environment()
     load(job, place.worker_id, place.rank).cache.close()  # verifies and fills this node's caches
@@ -112,41 +121,43 @@ def _line() -> str:
 def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
     """Train as rank ``place`` of ``job``; return the exit code."""
     from paceline.training.checkpoint import TrainState
-    from paceline.training.loop.loop import train
+    from paceline.training.loop import rank_setup as setup
+    from paceline.training.loop.loop import average_replicas, train
     from paceline.training.loop.optimizer import new_optimizer
     from paceline.training.loop.step_guard import StepGuard
-    from paceline.training.parallel.mesh import MeshSpec, open_mesh
-    from paceline.training.reproducibility import current
+    from paceline.training.parallel import MeshSpec, is_asynchronous, open_mesh
+    from paceline.training.reproducibility import current_environment
 
     settings = job.settings
-    environment = current(settings.threads_per_rank).model_dump(mode="json")
+    environment = current_environment(settings.threads_per_rank)
     with contextlib.ExitStack() as stack:
         its = load(job, place.worker_id, place.rank)
         stack.enter_context(its.cache)
         if is_asynchronous(settings):
-            from paceline.training.strategies.job import run_part
+            from paceline.training.strategies import run_role
 
-            return run_part(its, place, voice, stop)
+            return run_role(its, place, voice, stop)
         voice.enter("joining")
         group = stack.enter_context(_join(place, settings.guard))
-        device = outfit.own_device()
+        device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
-        parallel, follow = outfit.spread(its, mesh)
+        parallel, follow = setup.parallelise_model(its, mesh)
         optimizer = new_optimizer(parallel.modules, settings)
 
-        state = TrainState(parallel, optimizer, group, mesh, keeps=keeps_of(parallel, its.workload))
+        state = TrainState(
+            parallel, optimizer, group, mesh, keeps=stateful_of(parallel, its.workload)
+        )
         voice.enter("resuming")
-        progress, position = outfit.resumed(its, state, voice)
+        progress, position = setup.restore_checkpoint(its, state, voice)
         state.extra = progress.extra
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(outfit.exporter_of(job, place.rank))
+        exporter = stack.enter_context(setup.exporter_of(job, place.rank))
         voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
 
-        checkpointer = outfit.checkpointer_of(its, state, environment)
+        checkpointer = setup.checkpointer_of(its, state, environment)
         stack.callback(checkpointer.close)
-        saver = outfit.saver_of(checkpointer, parallel)
-        stream = stack.enter_context(outfit.stream_of(its, mesh, position))
+        stream = stack.enter_context(setup.stream_of(its, mesh, position))
         teller = StepReporter(voice, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
         voice.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
@@ -159,16 +170,17 @@ def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopF
             group,
             progress=progress,
             device=device,
-            saver=saver,
-            evaluator=outfit.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
-            guard=StepGuard.of(settings.guard, bad_before=len(job.skip_batches)),
-            numbers=outfit.numbers_of(its, parallel, group, device, place.rank, voice),
+            saver=checkpointer,
+            evaluator=setup.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
+            guard=StepGuard(settings.guard, bad=len(job.skip_batches)),
+            numbers=setup.metrics_of(its, parallel, group, device, place.rank, voice),
             on_step=teller,
             should_stop=stop,
         )
         if progress.step > resumed_from:
-            unsaved = outfit.save_last(saver, progress, stream.position, voice)
-            teller.tell_saved()
+            average_replicas(parallel)
+            unsaved = setup.save_last(checkpointer, progress, stream.position, voice)
+            teller.report_saved()
             if unsaved:
                 return unsaved
         if progress.stopped:
@@ -176,9 +188,9 @@ def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopF
             return STOPPED_EXIT
 
         with voice.phase("exporting"):
-            exported = outfit.exported(its, state, place.rank)
+            exported = setup.export_model(its, state, place.rank)
         if place.rank == 0:
-            done = outfit.result_of(
+            done = setup.result_of(
                 its,
                 progress,
                 checkpointer,

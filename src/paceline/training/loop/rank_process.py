@@ -42,7 +42,7 @@ class StopFlag:
         self._asked = True
 
 
-def share_cores() -> None:
+def use_passive_waiting() -> None:
     """Make waiting OpenMP threads sleep instead of spin; call it before torch is imported.
 
     Spinning is 3 x slower on a busy machine (2 threads, 1 M parameters: 7 s a step against 2.3 s at
@@ -51,7 +51,7 @@ def share_cores() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def stand_somewhere() -> None:
+def leave_removed_directory() -> None:
     """Change to / where the working directory was removed; call it before torch is imported.
 
     oneMKL reads the working directory when it loads; without one the first matrix product ends the
@@ -88,14 +88,14 @@ _WAITING = (
     "/torch/_ops.py",
     "/torch/autograd/graph.py",
     "/paceline/training/loop/group.py",
-    "/paceline/training/checkpoint/staging.py",
+    "/paceline/training/checkpoint/writer.py",
 )
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^"]*)", line \d+ in (\S+)', re.MULTILINE)
 _MAIN = ("run_rank", "main")  # functions that run only on a rank's main thread
 
 
-def waits(text: str) -> bool | None:
+def waits_for_peers(text: str) -> bool | None:
     """Return whether the main thread in stack dump ``text`` waits for peers; None: not found."""
     for section in reversed(_THREAD.split(text)):
         frames = _FRAME.findall(section)
@@ -113,7 +113,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
 _NEVER = -1
 
 
-def keep_memory() -> bool:
+def retain_freed_memory() -> bool:
     """Stop malloc from returning freed memory to the kernel; return whether it worked (glibc)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:

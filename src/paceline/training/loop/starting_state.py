@@ -9,29 +9,31 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import ModelSettings, Runtime, load_runtime
-from paceline.config.settings import scrub
 from paceline.errors import InvalidInput, SourceMissing
-from paceline.models import ModelConfig, config_for, read_config
-from paceline.models.files import CONFIG_FILE
-from paceline.schemas.training import TrainJob
+from paceline.models import CONFIG_FILE, ModelConfig, config_for, read_config
+from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.checkpoint import Generations
-from paceline.training.identity import code_version, config_digest, size_of
-from paceline.training.loop.rank_process import keep_memory
-from paceline.training.reproducibility import CUBLAS
+from paceline.training.identity import code_version, config_digest, stream_seed, task_size_of
+from paceline.training.loop.rank_process import retain_freed_memory
+from paceline.training.reproducibility import CUBLAS_DETERMINISTIC
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from paceline.data import ShardCache, Snapshot
+    from paceline.data import PlannedStream, ShardCache, Snapshot
     from paceline.models import ModelConfig, Transformer
-    from paceline.training.checkpoint.dcp_reading import ImportedCheckpoint
+    from paceline.training.checkpoint import ImportedCheckpoint
     from paceline.training.loop.workload import Workload
+
+
+Split = Literal["train", "held-out"]
 
 
 @dataclass
@@ -55,8 +57,45 @@ class RankContext:
     def context(self) -> int:
         """Return the context length: tokens per row."""
         if self.config is None:
-            return size_of(self.job, self.runtime.profile).context
+            return task_size_of(self.job, self.runtime.profile).context
         return self.config.context
+
+    def stream(
+        self, rank: int, world_size: int, position: dict[str, Any] | None = None
+    ) -> PlannedStream:
+        """Return share ``rank`` of the training split, starting at ``position``."""
+        job = self.job
+        seed, skip = stream_seed("job", job.settings.seed), frozenset(job.skip_batches)
+        return self._open(
+            "train", rank, world_size, seed, position=position, skip=skip, readers=job.data_readers
+        )
+
+    def held_out_stream(self, rank: int, world_size: int) -> PlannedStream:
+        """Return share ``rank`` of the held-out split, from its start."""
+        return self._open("held-out", rank, world_size, 0)
+
+    def _open(
+        self,
+        split: Literal["train", "held-out"],
+        rank: int,
+        world_size: int,
+        seed: int,
+        **rest: Any,
+    ) -> PlannedStream:
+        from paceline.data import open_stream
+
+        return open_stream(
+            self.snapshot,
+            split,
+            self.cache,
+            self.job.data,
+            context=self.context,
+            global_batch=self.job.settings.batch_sequences,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            **rest,
+        )
 
 
 def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
@@ -68,13 +107,14 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
     import torch
 
     from paceline.data import ShardCache, load_snapshot, require_purpose
-    from paceline.data.loading.process_transform import open_transforms
+    from paceline.data.loading import open_transforms
 
-    keep_memory()
+    retain_freed_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
     torch.use_deterministic_algorithms(job.deterministic)
     if job.deterministic and torch.cuda.is_available():
-        os.environ.setdefault(*CUBLAS)  # without it torch refuses matrix products on a GPU
+        # without it torch refuses matrix products on a GPU
+        os.environ.setdefault(*CUBLAS_DETERMINISTIC)
     runtime = load_runtime(job.state_dir)
     node = runtime.node_dir(worker_id)
     work_dir = node / "work" / job.job_id / f"rank-{rank}"
@@ -89,15 +129,12 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
             where=job.snapshot_url,
         )
     require_purpose(snapshot, job.purpose, job.data.project)
-    model, config, workload = _task(job, runtime, node, snapshot)
-    if job.data.transform:
-        scrub(os.environ, secrets_only=True)  # user code is imported in this process, too
+    model, config, workload = _load_task(job, runtime, node, snapshot)
     cache = ShardCache(
         snapshot,
         store,
         node / "cache",
         limit_bytes=job.data.cache_bytes,
-        ahead=job.data.prefetch_shards,
         transforms=open_transforms(
             job.data.transform,
             runtime.profile.security.code_sources,
@@ -124,7 +161,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
     )
 
 
-def _task(
+def _load_task(
     job: TrainJob, runtime: Runtime, node: Path, snapshot: Snapshot
 ) -> tuple[nn.Module, ModelConfig | None, Workload]:
     from paceline.models import require_tokenizer
@@ -137,7 +174,7 @@ def _task(
         from paceline.training import user_code as code_ref
 
         profile = runtime.profile
-        size = size_of(job, profile)
+        size = task_size_of(job, profile)
         task = code_ref.Task(
             seed=job.settings.seed,
             context=size.context,
@@ -222,34 +259,25 @@ def require_model(source: Path, code_ref: str) -> None:
 def model_of_dcp(
     source: Path,
     settings: ModelSettings,
+    shape: Mapping[str, Any] | None = None,
     *,
-    vocabulary: int = 256,
-    separator: int = 0xFF,
-    tokenizer_digest: str = "",
-    cuts: dict[str, Any] | None = None,
     weights_only: bool = False,
 ) -> tuple[Transformer, ModelConfig, ImportedCheckpoint]:
     """Return the model with the weights of the DCP directory ``source``, its config, and the state.
 
-    The shape comes from ``source``'s config.json, else from ``settings`` and the vocabulary. Raises
-    InvalidInput where weights and shape do not match, CorruptData where ``source`` is damaged.
+    The shape comes from ``source``'s config.json, else from ``settings`` and ``shape`` (further
+    arguments of ``config_for``). Raises InvalidInput where weights and shape do not match,
+    CorruptData where ``source`` is damaged.
     """
     import torch
 
     from paceline.models import Transformer
-    from paceline.training.checkpoint.dcp_reading import read_dcp
+    from paceline.training.checkpoint import read_dcp
 
     if (source / CONFIG_FILE).is_file():
         config = read_config(source)
     else:
-        config = config_for(
-            settings.parameters,
-            settings.context,
-            vocabulary,
-            separator=separator,
-            tokenizer_digest=tokenizer_digest,
-            **(cuts or {}),
-        )
+        config = config_for(settings.parameters, settings.context, **(shape or {}))
     with torch.device("meta"):
         model = Transformer(config)
     model = model.to(getattr(torch, config.torch_dtype))
@@ -266,23 +294,11 @@ def model_of_dcp(
 
 @dataclass(frozen=True)
 class ImportedState:
-    """Imported weights and optimiser state, under the tensor names of ``TrainState``."""
+    """An imported model and the optimiser state of its parameters."""
 
     source: str
-    tensors: dict[str, Tensor]
-    trained: int  # parameters with imported optimiser state
-    of: int  # all parameters
-
-    @classmethod
-    def of_import(
-        cls, source: Path, model: Transformer, found: ImportedCheckpoint
-    ) -> ImportedState | None:
-        """Return the state to start from; None where ``found`` has no optimiser state."""
-        if not found.moments:
-            return None
-        weights = {f"model.{name}": each for name, each in found.weights.items()}
-        parameters = len(list(model.parameters()))
-        return cls(str(source.absolute()), weights | found.moments, found.trained, parameters)
+    model: Transformer
+    moments: dict[str, dict[str, Tensor]]  # by parameter
 
     def digest(self) -> str:
         """Return the SHA-256 over all tensors (names, dtypes, shapes, bytes)."""
@@ -290,25 +306,39 @@ class ImportedState:
 
         import torch
 
+        tensors = {f"model.{name}": each for name, each in self.model.state_dict().items()}
+        for name, moments in self.moments.items():
+            tensors |= {f"{moment}.{name}": each for moment, each in moments.items()}
         digest = hashlib.sha256()
-        for name, tensor in sorted(self.tensors.items()):
+        for name, tensor in sorted(tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.hexdigest()
 
-    def seed(self, job: TrainJob, store: ObjectStore) -> bool:
-        """Commit the state as the job's step 0 unless checkpoints exist; return whether it did."""
-        from paceline.training.checkpoint.resume import seed_generation
+    def save(self, job: TrainJob, store: ObjectStore) -> bool:
+        """Save the state as the job's step 0 unless checkpoints exist; return whether it did.
+
+        Ranks of every layout resume from it. The position is empty: data start at the beginning.
+        """
+        from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
+        from paceline.training.loop.group import Group
+        from paceline.training.loop.optimizer import new_optimizer
 
         generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
         if generations.find().committed:
             return False
-        seed_generation(
+        optimizer = new_optimizer(self.model, job.settings)
+        for name, parameter in self.model.named_parameters():
+            if name in self.moments:
+                optimizer.state[parameter] = dict(self.moments[name])
+        imported = {"format": "torch.distributed.checkpoint", "directory": self.source}
+        Checkpointer(
             generations,
-            self.tensors,
+            TrainState(WholeModel(self.model), optimizer, Group()),
+            job.settings.checkpoints,
             job_id=job.job_id,
             config_digest=config_digest(job),
             code_version=code_version(),
-            source={"format": "torch.distributed.checkpoint", "directory": self.source},
-        )
+            environment={"imported_from": imported},
+        ).save_last(0, {}, {})
         return True

@@ -1,7 +1,7 @@
 """Detection of bad steps: non-finite numbers, or a loss far above the recent median.
 
-``Guard`` checks the global loss and gradient norm of each step BEFORE the optimiser uses them. The
-values are the same on every rank, so all ranks decide alike without communication: take, skip
+``StepGuard`` checks the global loss and gradient norm of each step BEFORE the optimiser uses them.
+The values are the same on every rank, so all ranks decide alike without communication: take, skip
 (weights unchanged), roll back (``BadStep``: resume the last healthy checkpoint and skip this batch)
 or stop. The number of bad steps is bounded. Pure; imports no torch, reads no clock.
 """
@@ -22,8 +22,8 @@ from paceline.errors import CorruptData, PacelineError, TrainingFailed
 Reason = Literal["nan", "spike"]
 
 # A spike is also at least this many robust standard deviations above the median.
-SPREADS = 10.0
-NORMAL = 1.4826  # median absolute deviation → standard deviation of a normal distribution
+SPIKE_DEVIATIONS = 10.0
+MAD_TO_STD = 1.4826  # median absolute deviation → standard deviation of a normal distribution
 
 
 class BadStep(TrainingFailed):
@@ -69,11 +69,6 @@ class StepGuard:
 
     def __post_init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.settings.spike_window)
-
-    @classmethod
-    def of(cls, settings: GuardSettings, bad_before: int = 0) -> StepGuard:
-        """Return a guard for a job with ``bad_before`` bad steps in earlier attempts."""
-        return cls(settings, bad_before)
 
     def judge(self, *, step: int, batch: int, loss: float, norm: float) -> Verdict:
         """Return what to do with a step, given its global loss and gradient norm.
@@ -145,13 +140,13 @@ class StepGuard:
 def spike_limit(recent: Iterable[float], settings: GuardSettings) -> float:
     """Return the loss above which a step is a spike; infinite until the window is half full.
 
-    The limit is ``spike_factor`` times the median, and at least ``SPREADS`` robust standard
-    deviations (from the median absolute deviation) above it, so that neither a noisy task nor a
-    loss near zero triggers it.
+    The limit is ``spike_factor`` times the median, and at least ``SPIKE_DEVIATIONS`` robust
+    standard deviations (from the median absolute deviation) above it, so that neither a noisy task
+    nor a loss near zero triggers it.
     """
     losses = list(recent)
     if len(losses) < (settings.spike_window + 1) // 2:
         return math.inf
     middle = statistics.median(losses)
-    spread = NORMAL * statistics.median(abs(each - middle) for each in losses)
-    return max(settings.spike_factor * middle, middle + SPREADS * spread)
+    spread = MAD_TO_STD * statistics.median(abs(each - middle) for each in losses)
+    return max(settings.spike_factor * middle, middle + SPIKE_DEVIATIONS * spread)

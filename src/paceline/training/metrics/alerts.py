@@ -8,7 +8,6 @@ cleared once when it has been good for ``clear_s``. A missing metric changes not
 from __future__ import annotations
 
 import statistics
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -80,33 +79,17 @@ class Alerts:
         self._best_bandwidth = max(
             self._best_bandwidth, figures.get("reduce_bytes_per_second", 0.0)
         )
+        best, stall = self._best_bandwidth, self.max_stall_share
         rules: list[tuple[AlertName, str, Callable[[float], bool], str]] = [
-            (
-                "low-utilisation",
-                "utilisation",
-                lambda value: value < LEAST_UTILISATION,
-                f"accelerator utilisation {{:.0%}}, wanted {LEAST_UTILISATION:.0%}",
-            ),
-            (
-                "data-starvation",
-                "data_wait_share",
-                lambda value: value > MOST_DATA_WAIT,
-                f"{{:.1%}} of the time goes into waiting for data, wanted ≤ {MOST_DATA_WAIT:.0%}",
-            ),
-            (
-                "slow-checkpoints",
-                "checkpoint_stall_share",
-                lambda value: value > self.max_stall_share,
-                f"checkpoints stall training {{:.1%}} of the time, wanted ≤ "
-                f"{self.max_stall_share:.1%}",
-            ),
-            (
-                "slow-all-reduce",
-                "reduce_bytes_per_second",
-                lambda value: value * SLOW_REDUCE < self._best_bandwidth,
-                f"all-reduce at {{:.3g}} bytes/s, was {self._best_bandwidth:.3g}",
-            ),
-        ]
+            ("low-utilisation", "utilisation", lambda value: value < LEAST_UTILISATION,
+             f"accelerator utilisation {{:.0%}}, wanted {LEAST_UTILISATION:.0%}"),
+            ("data-starvation", "data_wait_share", lambda value: value > MOST_DATA_WAIT,
+             f"{{:.1%}} of the time goes into waiting for data, wanted ≤ {MOST_DATA_WAIT:.0%}"),
+            ("slow-checkpoints", "checkpoint_stall_share", lambda value: value > stall,
+             f"checkpoints stall training {{:.1%}} of the time, wanted ≤ {stall:.1%}"),
+            ("slow-all-reduce", "reduce_bytes_per_second", lambda value: value * SLOW_REDUCE < best,
+             f"all-reduce at {{:.3g}} bytes/s, was {best:.3g}"),
+        ]  # fmt: skip
         changes = []
         for name, figure, bad, message in rules:
             value = figures.get(figure)
@@ -146,11 +129,11 @@ class Straggler:
         return self.seconds / self.others if self.others else float("inf")
 
 
-def stragglers(steps: Sequence[Sequence[float]], factor: float = FACTOR) -> list[Straggler]:
+def stragglers(steps: Sequence[Sequence[float]]) -> list[Straggler]:
     """Return the slow ranks, slowest first; ``steps`` has each step's seconds by rank.
 
     A rank's median over the steps is compared with the median of the OTHER ranks' medians, so that
-    one of two ranks can be reported; it must be ``factor`` times as slow and outside the others'
+    one of two ranks can be reported; it must be ``FACTOR`` times as slow and outside the others'
     spread. Returns [] for fewer than ``FEWEST`` steps or a gang of one.
     """
     if len(steps) < FEWEST or len(steps[0]) < 2:
@@ -164,21 +147,6 @@ def stragglers(steps: Sequence[Sequence[float]], factor: float = FACTOR) -> list
         others = typical[:rank] + typical[rank + 1 :]
         middle = statistics.median(others)
         spread = NORMAL * statistics.median(abs(each - middle) for each in others)
-        if seconds > factor * middle and seconds > middle + SPREADS * spread:
+        if seconds > FACTOR * middle and seconds > middle + SPREADS * spread:
             found.append(Straggler(rank, seconds, middle))
     return sorted(found, key=lambda each: -each.factor)
-
-
-@dataclass
-class Window:
-    """The last steps' seconds by rank."""
-
-    steps: deque[Sequence[float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
-
-    def add(self, seconds: Sequence[float]) -> None:
-        """Record one step's seconds, one for each rank."""
-        self.steps.append(tuple(seconds))
-
-    def stragglers(self) -> list[Straggler]:
-        """Return the present stragglers."""
-        return stragglers(self.steps)

@@ -12,7 +12,6 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -40,44 +39,27 @@ class Utilisation:
     """The share of the time since the last ``take`` in which the accelerator worked."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
-        self._threads = max(1, threads)
-        self._handle: Any = None
-        self._nvml: Any = None
-        if device.type == "cuda":
-            self._nvml, self._handle = _open_nvml(device)
-        self._device = device
+        self._device, self._threads, self._measured = device, max(1, threads), True
         self._cpu_s, self._wall_s = time.process_time(), time.perf_counter()
 
     def take(self) -> float | None:
         """Return the share, 0 to 1; None where it cannot be measured."""
         if self._device.type == "cuda":
-            if self._nvml is None:
-                return None
-            try:
-                return float(self._nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu) / 100.0
-            except self._nvml.NVMLError as error:
-                log.warning("NVML does not answer any more: %s", error)
-                self._nvml = None
-                return None
+            return self._of_gpu()
         cpu_s, wall_s = time.process_time(), time.perf_counter()
         used, passed = cpu_s - self._cpu_s, wall_s - self._wall_s
         self._cpu_s, self._wall_s = cpu_s, wall_s
         return min(1.0, used / (passed * self._threads)) if passed > 0 else None
 
-
-def _open_nvml(device: torch.device) -> tuple[Any, Any]:
-    try:
-        nvml = import_module("pynvml")
-    except ModuleNotFoundError:
-        log.warning("accelerator utilisation is not measured: nvidia-ml-py is not installed")
-        return None, None
-    try:
-        nvml.nvmlInit()
-        identity = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        return nvml, nvml.nvmlDeviceGetHandleByUUID(identity)
-    except nvml.NVMLError as error:
-        log.warning("accelerator utilisation is not measured: %s", error)
-        return None, None
+    def _of_gpu(self) -> float | None:
+        if not self._measured:
+            return None
+        try:
+            return float(torch.cuda.utilization(self._device)) / 100.0
+        except Exception as error:  # noqa: BLE001 - NVML's errors are of a package that may be missing
+            log.warning("accelerator utilisation is not measured: %s", error)
+            self._measured = False
+            return None
 
 
 class ForwardTimer:

@@ -9,7 +9,6 @@ names are defined here (the rules in deployments/prometheus use them).
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from paceline.training.loop.loop import StepReport
+    from paceline.training.loop import StepReport
 
 # Metrics of the whole gang; only rank 0 exports them.
 _OF_GANG = {
@@ -102,7 +101,8 @@ class RankMetrics(Collector):
         self._step = report.step
         self._steps += 1
         self._skipped += not report.taken
-        self._tokens += report.tokens_per_second * report.seconds
+        figures = report.figures
+        self._tokens += figures.get("tokens_per_second", 0.0) * figures.get("step_seconds", 0.0)
         for change in report.alerts:
             names = {change.name}
             self._alerts = self._alerts | names if change.raised else self._alerts - names
@@ -166,46 +166,28 @@ def _gauge(
     return gauge
 
 
-class Exporter:
+class Exporter(RankMetrics):
     """Serves a rank's metrics until it is closed; ``take`` is the loop's ``on_step`` callback."""
 
-    def __init__(
-        self,
-        labels: Mapping[str, str],
-        targets: Path | None = None,
-        *,
-        step_deadline_s: float = 0.0,
-    ) -> None:
-        self._metrics = RankMetrics(labels, step_deadline_s)
+    def __init__(self, labels: Mapping[str, str], targets: Path, *, step_deadline_s: float) -> None:
+        super().__init__(labels, step_deadline_s)
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(self._metrics)
+        registry.register(self)
         self._server, self._thread = start_http_server(0, "127.0.0.1", registry)
         self.port: int = self._server.server_port
-        self._target: Path | None = None
-        if targets is not None:
-            targets.mkdir(parents=True, exist_ok=True)
-            _sweep(targets)
-            self._target = targets / f"{'-'.join(labels.values())}.json"
-            written = self._target.with_suffix(".new")
-            entry = {"targets": [f"127.0.0.1:{self.port}"], "labels": {**labels, **_owner()}}
-            written.write_text(json.dumps([entry]) + "\n")
-            written.replace(self._target)
-
-    def take(
-        self, report: StepReport, quarantined: int = 0, interval_s: float | None = None
-    ) -> None:
-        """Export the values of ``report`` from now on; see ``RankMetrics.take``."""
-        self._metrics.take(report, quarantined, interval_s)
-
-    def saved(self) -> None:
-        """Record that a checkpoint was committed now."""
-        self._metrics.saved()
+        targets.mkdir(parents=True, exist_ok=True)
+        _sweep(targets)
+        self._target = targets / f"{'-'.join(labels.values())}.json"
+        written = self._target.with_suffix(".new")
+        # Prometheus drops labels with the prefix __tmp_: they identify the file's owner.
+        owner = {"__tmp_pid": str(os.getpid()), "__tmp_host": platform.node()}
+        entry = {"targets": [f"127.0.0.1:{self.port}"], "labels": {**labels, **owner}}
+        written.write_text(json.dumps([entry]) + "\n")
+        written.replace(self._target)
 
     def close(self) -> None:
         """Stop serving and remove the discovery file."""
-        if self._target is not None:
-            with contextlib.suppress(FileNotFoundError):  # the state directory was cleared
-                self._target.unlink()
+        self._target.unlink(missing_ok=True)  # the state directory may have been cleared
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -215,11 +197,6 @@ class Exporter:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _owner() -> dict[str, str]:
-    """Return labels that identify a file's owner; Prometheus drops labels with this prefix."""
-    return {"__tmp_pid": str(os.getpid()), "__tmp_host": platform.node()}
 
 
 def _sweep(targets: Path) -> None:

@@ -18,8 +18,8 @@ from torch import nn
 
 from paceline.config import TrainingSettings
 from paceline.models import ModelConfig
-from paceline.training.loop.group import Group
-from paceline.training.metrics.alerts import AlertChange, Alerts, Straggler, Window
+from paceline.training.loop import Group
+from paceline.training.metrics.alerts import WINDOW, AlertChange, Alerts, Straggler, stragglers
 from paceline.training.metrics.device import (
     ForwardTimer,
     Utilisation,
@@ -60,12 +60,11 @@ class StepMetrics:
     alerts: Alerts = field(default_factory=Alerts)
     tracer: Tracer | None = None
     reduced: Callable[[], int] | None = None  # bytes of gradients given to reductions so far
-    probe: bool = True
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._busy = ForwardTimer(self.modules, self.device)
-        self._window = Window()
+        self._window: deque[Sequence[float]] = deque(maxlen=WINDOW)  # seconds of steps, by rank
         self._recent: deque[_Step] = deque(maxlen=RECENT)
         self._utilisation = Utilisation(self.device, torch.get_num_threads())
         self._slow: list[Straggler] = []
@@ -131,11 +130,11 @@ class StepMetrics:
         self._steps += 1
         waited, stalled = data_wait_s - self._waited, stall_s - self._stalled
         self._recent.append(_Step(seconds, waited, stalled, tokens))
-        self._window.add(slots)
+        self._window.append(tuple(slots))
         figures = self._shares()
         if self._steps % HEAVY_EVERY == 1:
             self._look()
-            if self._steps % PROBE_EVERY == 1 and self.probe and self.group.world_size > 1:
+            if self._steps % PROBE_EVERY == 1 and self.group.world_size > 1:
                 self._kept |= self._probe()
             figures |= self._kept
         figures |= {
@@ -180,7 +179,7 @@ class StepMetrics:
         utilisation = self._utilisation.take()
         if utilisation is not None:
             self._kept["utilisation"] = utilisation
-        self._slow = self._window.stragglers()
+        self._slow = stragglers(self._window)
         if self.peak is not None and self.flops_per_token and "matmul_peak_flops" not in self._kept:
             self._kept["matmul_peak_flops"] = self.peak()
 

@@ -144,7 +144,10 @@ class BackgroundUpload:
         )
         self._thread.start()
 
-    def close(self) -> None:
+    def __enter__(self) -> BackgroundUpload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Wait up to ``CLOSE_S`` for the last one."""
         if self._thread is not None:
             self._thread.join(CLOSE_S)

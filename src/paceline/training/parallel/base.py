@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.models.attention import keep_out_of_graphs
-from paceline.training.loop.workload import Inputs, LossSums
+from paceline.models import exclude_from_compilation
+from paceline.training.loop import Inputs, LossSums
 
 
 class Parallel(Protocol):
@@ -89,6 +89,6 @@ def recompute_blocks(model: nn.Module) -> None:
 
 def compile_blocks(model: nn.Module) -> None:
     """Compile each block of ``model`` (one graph serves all); hooks around blocks stay outside."""
-    keep_out_of_graphs()
+    exclude_from_compilation()
     for block in blocks_of(model):
         block.forward = torch.compile(block.forward)

@@ -1,17 +1,60 @@
-"""Validation of a mesh before ranks start: arithmetic on settings, no torch.
+"""Validation of a mesh and of a strategy's layout before ranks start: arithmetic, no torch.
 
 A driver calls ``require_layout`` with the mesh that it is about to start; each rank repeats it.
 """
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import Any
 
 from paceline.config import DataSettings, MeshSettings, TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import ModelConfig
 from paceline.training.parallel.mesh import MeshSpec
-from paceline.training.strategies import replicas_of
+from paceline.training.strategies import SERVING
+
+
+def is_asynchronous(settings: TrainingSettings) -> bool:
+    """Return whether ranks may fail independently: one failure does not end the gang."""
+    return settings.synchrony.kind == "parameter-server"
+
+
+def require_ranks(settings: TrainingSettings, ranks: int) -> int:
+    """Return the number of workers; raises InvalidInput for a layout without a server."""
+    if ranks < SERVING + 1:
+        raise InvalidInput(
+            "too few ranks for a parameter server",
+            got=f"{ranks} ranks",
+            wanted="a server, a standby and a worker at least: 3",
+            do="Raise training.ranks, or change training.synchrony.kind.",
+        )
+    mesh = settings.mesh
+    if mesh.shard * mesh.tp * mesh.pp > 1 or mesh.hook != "none":
+        raise InvalidInput(
+            "a parameter server serves whole replicas",
+            got=f"shard {mesh.shard}, tp {mesh.tp}, pp {mesh.pp}, hook {mesh.hook}",
+            wanted="1, 1, 1 and none",
+        )
+    if settings.precision == "float16":
+        raise InvalidInput(
+            "a parameter server scales no losses", got="float16", wanted="bfloat16 or float32"
+        )
+    workers = ranks - SERVING
+    if mesh.dp not in (0, workers):
+        raise InvalidInput(
+            "mesh does not fit the workers of a parameter server",
+            got=f"dp {mesh.dp}, {ranks} ranks",
+            wanted=f"dp 0 or {workers}: server and standby have no share of a batch",
+        )
+    return workers
+
+
+def replicas_of(settings: TrainingSettings) -> int:
+    """Return the number of ranks that have a share of each batch."""
+    if is_asynchronous(settings):
+        return require_ranks(settings, settings.ranks)
+    return settings.ranks
+
 
 BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of it
 
@@ -36,14 +79,14 @@ def require_layout(
         )
     _require_hook(spec, settings)
     if settings.code_ref:
-        require_ours(spec, settings.code_ref)
+        require_uncut(spec, settings.code_ref)
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
         _require_pipeline(spec, settings, config)
 
 
-def require_ours(spec: MeshSpec, model: str) -> None:
+def require_uncut(spec: MeshSpec, model: str) -> None:
     """Raise InvalidInput where ``spec`` would cut ``model``, which is not our transformer."""
     if spec.tp * spec.pp > 1:
         raise _refused(
@@ -59,21 +102,15 @@ def stages_of(spec: MeshSpec, schedule: str) -> int:
     return spec.pp * (2 if schedule == "interleaved" and spec.pp > 1 else 1)
 
 
-def readers_of(settings: TrainingSettings) -> int:
+def data_shares_of(settings: TrainingSettings) -> int:
     """Return the number of shares of a global batch in the whole gang, each on its own node."""
     return MeshSpec.of(settings.mesh, replicas_of(settings)).data_world
 
 
-class Cuts(TypedDict):
-    """The number of parts of a model's matrices and of its layers."""
-
-    parts: int
-    stages: int
-
-
-def cuts_of(mesh: MeshSettings) -> Cuts:
-    """Return the cuts of ``mesh``, from which ``config_for`` gives a new model a suitable shape."""
-    return Cuts(parts=mesh.tp, stages=stages_of(MeshSpec(pp=mesh.pp), mesh.schedule))
+def cuts_of(mesh: MeshSettings) -> dict[str, Any]:
+    """Return ``parts`` of the matrices and ``stages`` of the layers: arguments of ``config_for``,
+    which gives a new model a suitable shape."""
+    return {"parts": mesh.tp, "stages": stages_of(MeshSpec(pp=mesh.pp), mesh.schedule)}
 
 
 def microbatches_of(spec: MeshSpec, settings: TrainingSettings) -> int:

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.training.checkpoint import local_of
 from paceline.training.parallel.mesh import Mesh
 
 
-def settle(parameters: Iterable[nn.Parameter]) -> None:
+def reduce_pending(parameters: Iterable[nn.Parameter]) -> None:
     """Redistribute each gradient to its parameter's layout; this completes pending sums."""
     for each in parameters:
         gradient = each.grad
@@ -44,19 +45,14 @@ def clip(
     gradients = [each.grad for each in parameters if each.grad is not None]
     square = _square(parameters, mesh, skipped)
     if square is None:  # nothing is sharded: every rank has all of it
-        norm = float(_norm([local(each) for each in gradients])) * abs(unscale)
+        norm = float(_norm([local_of(each) for each in gradients])) * abs(unscale)
     else:
         dist.all_reduce(square)
         norm = float(square.sqrt()) * abs(unscale)
     factor = unscale * min(1.0, max_norm / (norm + 1e-6))
     if gradients and factor != 1.0 and norm < float("inf"):
-        torch._foreach_mul_([local(each) for each in gradients], factor)
+        torch._foreach_mul_([local_of(each) for each in gradients], factor)
     return norm
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return the part of ``tensor`` that this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def copies(parameter: Tensor, mesh: Mesh) -> int:
@@ -64,7 +60,7 @@ def copies(parameter: Tensor, mesh: Mesh) -> int:
     held = mesh.spec.world_size // mesh.spec.pp
     if isinstance(parameter, DTensor):
         for dimension, placement in enumerate(parameter.placements):
-            assert not placement.is_partial(), "settle() comes first"
+            assert not placement.is_partial(), "reduce_pending() comes first"
             if not placement.is_replicate():  # a shard, plain or strided
                 held //= parameter.device_mesh.size(dimension)
     return held
@@ -81,7 +77,7 @@ def _square(
     device = torch.device(mesh.device_type)
     for each in parameters:
         if each.grad is not None and id(each) not in skipped:
-            by_copies.setdefault(copies(each, mesh), []).append(local(each.grad))
+            by_copies.setdefault(copies(each, mesh), []).append(local_of(each.grad))
     square = torch.zeros((), dtype=torch.float64, device=device)
     for held, gradients in by_copies.items():
         square += _norm(gradients).double().square() / held

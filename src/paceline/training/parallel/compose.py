@@ -9,14 +9,13 @@ from torch import nn
 
 from paceline.config import TrainingSettings
 from paceline.models import Transformer
-from paceline.training.loop.optimizer import autocast, master_dtype
-from paceline.training.loop.workload import Workload
+from paceline.training.loop import Workload, autocast, master_dtype
 from paceline.training.parallel import tensor
 from paceline.training.parallel.base import Parallel, compile_blocks, recompute_blocks
-from paceline.training.parallel.checks import require_layout, require_ours
+from paceline.training.parallel.checks import require_layout, require_uncut
 from paceline.training.parallel.data import SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
-from paceline.training.parallel.pipeline import Pipelined, stages, take_apart
+from paceline.training.parallel.pipeline import Pipelined, drop_children, stages
 from paceline.training.parallel.sharded import shard
 from paceline.training.parallel.straight import SingleStage
 
@@ -35,7 +34,7 @@ def parallelise(
         require_layout(spec, settings, model.config)
     else:
         require_layout(spec, settings, None)
-        require_ours(spec, type(model).__name__)
+        require_uncut(spec, type(model).__name__)
     model = model.to(master_dtype(settings))
     if not _is_meta(model):
         model = model.to(mesh.device_type)
@@ -43,12 +42,12 @@ def parallelise(
     if spec.pp > 1:
         assert isinstance(model, Transformer)
         parts = [*stages(model, mesh, settings)]
-        take_apart(model)
+        drop_children(model)
     spread = spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
     for part in parts:
         if spec.tp > 1:
             assert isinstance(part, Transformer)
-            tensor.cut(part, mesh, sequence=settings.mesh.sequence_parallel)
+            tensor.cut_matrices(part, mesh, sequence=settings.mesh.sequence_parallel)
         if settings.compile:
             compile_blocks(part)
         if settings.activation_checkpointing:

@@ -37,12 +37,12 @@ class _Memory:
 
 
 class CompressionMemory:
-    """The ``Kept`` of one replica's PowerSGD, as tensors for a checkpoint.
+    """The ``Stateful`` of one replica's PowerSGD, as tensors for a checkpoint.
 
     The error (what compression lost of a rank's gradients so far) differs by rank; the low-rank
     matrices and the count of steps are the same on all. With another number of replicas the errors
     have no owner and are dropped with a warning. DDP lays out its buckets in the warm-up of the
-    first step, so restored state is applied after that (``laid_out``).
+    first step, so restored state is applied after that (``buckets_ready``).
     """
 
     def __init__(self, state: PowerSGDState, rank: int, world: int, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class CompressionMemory:
             {bucket: each.clone() for bucket, each in state.q_memory_dict.items()},
         )
 
-    def laid_out(self) -> None:
+    def buckets_ready(self) -> None:
         """Give the restored state to the hook; called once DDP's buckets are final."""
         if self._restored is None:
             return
@@ -146,7 +146,7 @@ def replicate(
     )
     if settings.hook in _HALVES:
         halved = HalfPrecisionHook(group, _HALVES[settings.hook], sent)
-        replica.register_comm_hook(halved, halve)
+        replica.register_comm_hook(halved, half_precision_average)
     elif settings.hook == "powersgd":
         state = PowerSGDState(
             group,
@@ -154,7 +154,7 @@ def replicate(
             start_powerSGD_iter=POWERSGD_DENSE_STEPS,
             orthogonalization_epsilon=1e-8,  # else a layer without a gradient yet becomes NaN
         )
-        replica.register_comm_hook(PowerSgdHook(state, sent), thin)
+        replica.register_comm_hook(PowerSgdHook(state, sent), powersgd_average)
         device = next(model.parameters()).device
         memory = CompressionMemory(state, mesh.data_rank, mesh.data_world, device)
     return replica, memory
@@ -162,14 +162,14 @@ def replicate(
 
 @dataclass
 class HalfPrecisionHook:
-    """The state of the hook ``halve``."""
+    """The state of ``half_precision_average``."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype
     sent: SentBytes
 
 
-def halve(state: HalfPrecisionHook, bucket: GradBucket) -> Future[torch.Tensor]:
+def half_precision_average(state: HalfPrecisionHook, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average a bucket in a dtype of half the size (torch's own hook for bf16 needs NCCL)."""
     whole = bucket.buffer()
     half = (whole / state.group.size()).to(state.dtype)  # divided first: fp16 overflows at 65504
@@ -182,13 +182,13 @@ def halve(state: HalfPrecisionHook, bucket: GradBucket) -> Future[torch.Tensor]:
 
 @dataclass
 class PowerSgdHook:
-    """The state of the hook ``thin``."""
+    """The state of ``powersgd_average``."""
 
     state: PowerSGDState
     sent: SentBytes
 
 
-def thin(state: PowerSgdHook, bucket: GradBucket) -> Future[torch.Tensor]:
+def powersgd_average(state: PowerSgdHook, bucket: GradBucket) -> Future[torch.Tensor]:
     """Average a bucket with PowerSGD."""
     before = state.state.total_numel_after_compression
     future: Future[torch.Tensor] = powerSGD_hook(state.state, bucket)

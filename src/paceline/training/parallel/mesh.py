@@ -117,11 +117,6 @@ class Mesh:
         return self.spec.data_world
 
     @property
-    def tp_rank(self) -> int:
-        """Return the index of the part of each matrix that this rank has."""
-        return self.spec.place(self.rank)["tp"]
-
-    @property
     def stage(self) -> int:
         """Return this rank's position in the pipeline."""
         return self.spec.place(self.rank)["pp"]

@@ -22,7 +22,8 @@ from torch.distributed.pipelining import (
 
 from paceline.config import TrainingSettings
 from paceline.models import Transformer
-from paceline.training.loop.workload import Inputs, LossSums, Workload
+from paceline.training.checkpoint import local_of
+from paceline.training.loop import Inputs, LossSums, Workload
 from paceline.training.parallel import clipping, sharded, tensor
 from paceline.training.parallel.checks import layers_of, microbatches_of, stages_of
 from paceline.training.parallel.mesh import Mesh
@@ -44,7 +45,7 @@ def stages(model: Transformer, mesh: Mesh, settings: TrainingSettings) -> list[T
     ]
 
 
-def take_apart(model: nn.Module) -> None:
+def drop_children(model: nn.Module) -> None:
     """Remove all parts of ``model``, so that a reference to it keeps no other rank's layers."""
     for name in [name for name, _ in model.named_children()]:
         delattr(model, name)
@@ -75,7 +76,7 @@ class Pipelined:
         for each in self._parameters:
             each.grad = None
         loss = self._run(parts, scale, train=True)
-        clipping.settle(self._parameters)
+        clipping.reduce_pending(self._parameters)
         self._add_tied()
         if self._is_sharded:
             self.bytes_reduced += sum(
@@ -100,7 +101,7 @@ class Pipelined:
         finally:
             for module, was_training in zip(self.modules, training, strict=True):
                 module.train(was_training)
-                sharded.let_go(module)
+                sharded.reshard_all(module)
         return self._sums(loss, [inputs])
 
     def _run(self, parts: Sequence[Inputs], scale: float, *, train: bool) -> Tensor:
@@ -205,7 +206,7 @@ class Pipelined:
         if self._tied is None:
             return
         assert self._tied.grad is not None
-        mine = clipping.local(self._tied.grad)
+        mine = local_of(self._tied.grad)
         theirs = torch.empty_like(mine)
         group = self._mesh.group("pp")
         peer = self._mesh.spec.pp - 1 if self._mesh.first_stage else 0

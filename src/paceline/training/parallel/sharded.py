@@ -50,7 +50,7 @@ def sharded_parts(model: nn.Module) -> Iterable[FSDPModule]:
     return (each for each in model.modules() if isinstance(each, FSDPModule))
 
 
-def let_go(model: nn.Module) -> None:
+def reshard_all(model: nn.Module) -> None:
     """Free gathered parameters after a forward pass alone, so that ``model`` holds only shards."""
     for each in sharded_parts(model):
         each.reshard()

@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
-from paceline.training.checkpoint.stateful import Stateful
-from paceline.training.loop.optimizer import autocast
-from paceline.training.loop.workload import Inputs, LossSums, Workload
+from paceline.training.checkpoint import Stateful
+from paceline.training.loop import Inputs, LossSums, Workload, autocast
 from paceline.training.parallel import clipping, sharded, tensor
 from paceline.training.parallel.data import CompressionMemory, SentBytes
 from paceline.training.parallel.mesh import Mesh
@@ -72,7 +71,7 @@ class SingleStage:
                     torch.autograd.backward(loss * factor)
                 sums.append(LossSums(loss.detach(), part.weight))
         if self._shards is None:
-            clipping.settle(self._parameters)
+            clipping.reduce_pending(self._parameters)
         self._sent.bytes += self._step_bytes
         return LossSums.of(sums)
 
@@ -90,7 +89,7 @@ class SingleStage:
                 loss = self._loss(module, inputs)
         finally:
             module.train(training)
-            sharded.let_go(module)
+            sharded.reshard_all(module)
         return LossSums(loss, inputs.weight)
 
     def _loss(self, run: nn.Module, part: Inputs) -> Tensor:
@@ -140,7 +139,7 @@ class SingleStage:
                 each.copy_(before)
         self._warm = True
         if self._memory is not None:
-            self._memory.laid_out()
+            self._memory.buckets_ready()
 
     def _uncounted_bytes(self) -> int:
         """Return the bytes sent each step where no hook counts them."""

@@ -27,7 +27,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from paceline.models import Transformer
-from paceline.training.loop.workload import Workload
+from paceline.training.loop import Workload
 from paceline.training.parallel.mesh import Mesh
 
 
@@ -46,7 +46,7 @@ class ReplicatedModule(ParallelStyle):
         return distribute_module(module, device_mesh, None, partial(enter, device_mesh), leave)
 
 
-def cut(model: Transformer, mesh: Mesh, *, sequence: bool) -> None:
+def cut_matrices(model: Transformer, mesh: Mesh, *, sequence: bool) -> None:
     """Cut ``model``, a whole model or a stage, in place over ``tp``."""
     device_mesh = mesh.of("tp")
     between = Shard(1) if sequence else Replicate()

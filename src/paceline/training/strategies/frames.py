@@ -19,9 +19,10 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
+from pydantic import ValidationError
 
 from paceline.errors import AccessDenied, InvalidFrame, PeerLost
+from paceline.training.strategies.port import Address, Array, BatchReport
 
 MAGIC = b"PLW1"
 HEADER = struct.Struct(">4sBIQ")
@@ -34,19 +35,19 @@ DTYPES = {"float32": "<f4", "float64": "<f8"}
 class FrameKind(IntEnum):
     """Type of a frame; arrows: → to the server, ← from it."""
 
-    HELLO = 1  # → role, rank, worker (the share it requests), key
-    WELCOME = 2  # ← the assigned share, and where it continues
+    HELLO = 1  # → role, worker (its share), key
+    WELCOME = 2  # ← how many updates the share has, and where its data continue
     PULL = 3
     WEIGHTS = 4  # ← version; body: weights
-    PUSH = 5  # → sequence, base, note; body: gradient
-    ANSWER = 6  # ← verdict, version
-    STATE = 7  # server → standby: everything; body: safetensors
-    UPDATE = 8  # server → standby: one applied gradient
-    FOLLOWED = 9  # standby → server: it is applied there too
+    PUSH = 5  # → sequence, base, report; body: gradient
+    ANSWER = 6  # ← the version that it made
+    STATE = 7  # leader → standby: everything; body: safetensors
+    UPDATE = 8  # leader → standby: one applied gradient
+    FOLLOWED = 9  # standby → leader: it is applied there too
     BEAT = 10
     NOT_LEADING = 11  # try another server
     REFUSED = 12  # a permanent error
-    RELEASED = 13  # all work is done; disconnect
+    RELEASED = 13  # leader → standby: all work is done
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def send(connection: socket.socket, frame: Frame) -> None:
         if len(body):
             connection.sendall(body)
     except (OSError, ValueError) as error:
-        raise PeerLost("peer went away while it was told something", got=error) from error
+        raise PeerLost("peer went away while a frame was sent", got=error) from error
 
 
 def receive(
@@ -96,37 +97,36 @@ def receive(
             wanted=f"≤ {max_head_bytes} and ≤ {max_body_bytes}",
         )
     try:
-        said = json.loads(bytes(_exactly(connection, head_bytes, until)))
+        parsed = json.loads(bytes(_exactly(connection, head_bytes, until)))
         found = FrameKind(kind)
     except (ValueError, RecursionError) as error:
         raise InvalidFrame("frame cannot be read", got=str(error)[:200]) from error
-    if not isinstance(said, dict):
-        raise InvalidFrame("frame's head is no object", got=type(said).__name__)
-    return Frame(found, said, _exactly(connection, body_bytes, until))
+    if not isinstance(parsed, dict):
+        raise InvalidFrame("frame's head is no object", got=type(parsed).__name__)
+    return Frame(found, parsed, _exactly(connection, body_bytes, until))
 
 
-def of_numbers(kind: FrameKind, numbers: npt.NDArray[Any], **head: Any) -> Frame:
+def array_frame(kind: FrameKind, numbers: Array, **head: Any) -> Frame:
     """Return a frame whose body is a flat array of float32 or float64."""
     dtype = str(numbers.dtype)
     assert dtype in DTYPES and numbers.ndim == 1, "one flat array of floats travels"
     little = np.ascontiguousarray(numbers, dtype=DTYPES[dtype])
-    return Frame(kind, {**head, "dtype": dtype, "count": len(numbers)}, memoryview(little.data))
+    return Frame(kind, {**head, "dtype": dtype}, memoryview(little.data))
 
 
-def numbers_of(frame: Frame, count: int, dtype: str) -> npt.NDArray[Any]:
+def array_of(frame: Frame, count: int, dtype: str) -> Array:
     """Return the numbers in a frame's body; raises InvalidFrame for another count or dtype."""
-    said = (frame.head.get("dtype"), frame.head.get("count"))
     size = np.dtype(DTYPES[dtype]).itemsize * count
-    if said != (dtype, count) or len(frame.body) != size:
+    if frame.head.get("dtype") != dtype or len(frame.body) != size:
         raise InvalidFrame(
             "frame holds other numbers",
-            got=f"{said[1]} x {said[0]}, {len(frame.body)} bytes",
+            got=f"{len(frame.body)} bytes of {frame.head.get('dtype')}",
             wanted=f"{count} x {dtype}, {size} bytes",
         )
     return np.frombuffer(frame.body, dtype=DTYPES[dtype])
 
 
-def whole(frame: Frame, name: str) -> int:
+def integer_of(frame: Frame, name: str) -> int:
     """Return the non-negative integer ``name`` of a frame's head; raises InvalidFrame without."""
     value = frame.head.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -134,24 +134,45 @@ def whole(frame: Frame, name: str) -> int:
     return value
 
 
-def greeting(connection: socket.socket, key: str, within_s: float) -> Frame:
+def report_of(frame: Frame) -> BatchReport:
+    """Return the report in a frame's head; raises InvalidFrame without."""
+    try:
+        return BatchReport.model_validate(frame.head.get("report"))
+    except ValidationError as error:
+        raise InvalidFrame("report of a gradient cannot be read", got=error) from error
+
+
+def connect(address: Address, timeout_s: float, hello: dict[str, Any]) -> socket.socket:
+    """Return a connection to a server on which HELLO was sent; raises PeerLost without an answer.
+
+    Each later read and write has the deadline ``timeout_s``.
+    """
+    try:
+        connection = socket.create_connection(address, timeout=timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise PeerLost("parameter server does not answer", got=error, where=address) from error
+    try:
+        send(connection, Frame(FrameKind.HELLO, hello))
+    except PeerLost:
+        connection.close()
+        raise
+    return connection
+
+
+def receive_hello(connection: socket.socket, key: str, within_s: float) -> Frame:
     """Return the HELLO of a caller that has the gang's key.
 
     Before that the caller may send at most ``MAX_HELLO_BYTES`` and take at most ``within_s``.
     Raises AccessDenied without the key, and the errors of ``receive``.
     """
     hello = receive(connection, 0, max_head_bytes=MAX_HELLO_BYTES, within_s=within_s)
-    require_key(hello, key)
-    return hello
-
-
-def require_key(frame: Frame, key: str) -> None:
-    """Raise AccessDenied where a HELLO does not carry the gang's key."""
-    said = frame.head.get("key")
-    if frame.kind is not FrameKind.HELLO or not isinstance(said, str):
-        raise AccessDenied("a caller of the parameter server did not greet", got=frame.kind.name)
-    if not hmac.compare_digest(said.encode(), key.encode()):
+    sent = hello.head.get("key")
+    if hello.kind is not FrameKind.HELLO or not isinstance(sent, str):
+        raise AccessDenied("a caller of the parameter server sent no HELLO", got=hello.kind.name)
+    if not hmac.compare_digest(sent.encode(), key.encode()):
         raise AccessDenied("a caller of the parameter server has another key")
+    return hello
 
 
 def _exactly(connection: socket.socket, count: int, until: float | None) -> bytearray:

@@ -1,8 +1,14 @@
 """One rank of a training job with a parameter server: server, standby or worker, to its end.
 
-Ranks 0 and 1 serve (``leader``): one leads, the other holds every acknowledged update; a restarted
-rank follows the present leader. Workers hold no state that cannot be computed again. Ranks join no
-process group, so the failure of one is no failure of another (``launcher.independent_restart``).
+Ranks 0 and 1 serve: one leads, the other holds every acknowledged update; a restarted one follows
+the present leader. The leader reports as rank 0: it saves, evaluates, exports and emits the result.
+Workers hold no state that cannot be computed again. Ranks join no process group, so the failure of
+one is no failure of another (``launcher.independent_restart``).
+
+``JobPolicy`` guards updates, counts steps, saves between steps and reports. A step is ``workers``
+versions. As in the loop, a state is saved only after the next gradient has shown that its loss is
+sane, and before that gradient changes the weights. The standby counts the same updates, but neither
+judges, saves nor reports: it gets the guard's state with each update.
 
 Exit code 76: no server holds the state any more; the job resumes from its last checkpoint.
 """
@@ -10,150 +16,436 @@ Exit code 76: no server holds the state any more; the job resumes from its last 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import functools
+import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
-import numpy.typing as npt
-
-from paceline.data import PlannedStream, open_stream
-from paceline.errors import CorruptData
-from paceline.training.identity import stream_seed
-from paceline.training.loop.event_writer import (
-    FOLLOWER_BEAT_S,
+from paceline.config import TrainingSettings
+from paceline.data import PlannedStream
+from paceline.errors import CorruptData, PeerLost, TemporaryError
+from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
+from paceline.training.loop import (
+    CPU,
+    FOLLOWER_REPORT_S,
+    STOPPED_EXIT,
     EventWriter,
+    Group,
+    Progress,
     QuarantineReporter,
+    RankContext,
     RankIdentity,
+    StepGuard,
+    StepReport,
+    StepReporter,
+    StopFlag,
+    Verdict,
+    checkpointer_of,
+    device_of,
+    evaluator_of,
+    export_model,
+    exporter_of,
+    master_dtype,
+    restore_checkpoint,
+    result_of,
+    save_last,
+    tracer_of,
+    uploaded_traces,
 )
-from paceline.training.loop.loop import StepReport
-from paceline.training.loop.rank_process import StopFlag
-from paceline.training.loop.rank_setup import device_of, exporter_of, tracer_of, uploaded_traces
-from paceline.training.loop.starting_state import RankContext
-from paceline.training.metrics import BackgroundUpload, Exporter, Tracer
-from paceline.training.strategies import SERVING, require_ranks
-from paceline.training.strategies.leader import ServingRank
-from paceline.training.strategies.protocol import BatchReport, ServerTerms
-from paceline.training.strategies.rendezvous import RendezvousStore
-from paceline.training.strategies.worker import BatchTask, GradientComputer, Worker
+from paceline.training.metrics import BackgroundUpload
+from paceline.training.parallel import Mesh, MeshSpec, parallelise, require_ranks
+from paceline.training.reproducibility import current_environment
+from paceline.training.strategies.learner import Learner, copy_into
+from paceline.training.strategies.port import (
+    SERVING,
+    Array,
+    BatchReport,
+    Task,
+    Terms,
+    Update,
+    UpdateLedger,
+)
+from paceline.training.strategies.rendezvous import Rendezvous
+from paceline.training.strategies.server import ParameterServer
+from paceline.training.strategies.worker import GradientComputer, Worker
+
+POSITION = "parameter-server"  # kind of a checkpoint's position
 
 
-def run_part(its: RankContext, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
+class JobPolicy:
+    """Judges, counts and saves; ``progress`` is the progress of the job."""
+
+    def __init__(self, settings: TrainingSettings, workers: int, bad_before: int) -> None:
+        self.settings, self.workers = settings, workers
+        self.progress = Progress()
+        self.quarantined: set[str] = set()
+        self.guard = StepGuard(settings.guard, bad_before)
+        self._saver: Checkpointer | None = None
+        self._on_step: Callable[[StepReport], None] = lambda _: None
+        self._due = False  # a save, at the next sane gradient
+        self._sums = _no_sums()
+
+    def attach(
+        self,
+        saver: Checkpointer,
+        ledger: UpdateLedger,
+        rate: Callable[[int], float],
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        """Save and report from now on: this server leads."""
+        self._saver, self._ledger, self._rate, self._on_step = saver, ledger, rate, on_step
+        self._stepped_at = self._began = time.perf_counter()
+        self.progress.tokens, self.progress.data_wait_s = 0, 0.0  # counted by this leader
+        self.progress.extra.update(self._extra())
+
+    def judge(self, report: BatchReport, norm: float) -> bool:
+        """Return whether to apply the gradient; write a due save before it changes anything."""
+        if not report.tokens:  # every sample of it is in quarantine
+            return False
+        loss, step = report.loss if math.isfinite(norm) else math.nan, self.progress.step
+        verdict = self.guard.judge(step=step, batch=report.batch, loss=loss, norm=norm)
+        if verdict is not Verdict.TAKE:
+            return False
+        if self._due and self._saver is not None:
+            position = position_of(self._ledger, self.workers)
+            self._saver.save(step, position, self.progress.metrics())
+            self.progress.stall_s, self._due = self._saver.stall_s, False
+        return True
+
+    def applied(self, update: Update) -> None:
+        """Count the update; at the end of a step report it, and check whether a save is due."""
+        report, sums, progress = update.report, self._sums, self.progress
+        self.quarantined.update(report.quarantined)
+        sums["waited_s"] += report.waited_s
+        sums["staleness"].append(update.staleness)
+        progress.tokens += int(report.tokens)
+        if update.taken:
+            sums["taken"] += 1
+            sums["nats"] += report.loss * report.tokens
+            sums["tokens"] += report.tokens
+            sums["norm"] = max(sums["norm"], update.norm)
+            if progress.first_loss is None:
+                progress.first_loss = report.loss
+        if update.version % self.workers == 0:
+            self._sums = _no_sums()
+            self._end_step(update.version, sums)
+
+    def state(self) -> dict[str, Any]:
+        """Return the JSON state for the standby."""
+        return {
+            "step": self.progress.step,
+            "metrics": self.progress.metrics(),
+            "skipped": self.progress.bad_steps,
+            "sums": self._sums,
+            **self._extra(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Load what ``state`` returned."""
+        self.progress = Progress.at(int(state["step"]), state["metrics"])
+        self.progress.bad_steps = int(state["skipped"])
+        self._sums = _no_sums() | state["sums"]
+        self.resume(state)
+
+    def resume(self, extra: dict[str, Any]) -> None:
+        """Load guard and quarantine, of a checkpoint's ``extra`` or of ``state``."""
+        self.guard.restore(extra["guard"])
+        self.quarantined = set(extra["quarantined"])
+
+    def _extra(self) -> dict[str, Any]:
+        return {"guard": self.guard.state, "quarantined": sorted(self.quarantined)}
+
+    def _end_step(self, version: int, sums: dict[str, Any]) -> None:
+        progress, taken, tokens = self.progress, sums["taken"], sums["tokens"]
+        progress.step = version // self.workers
+        progress.bad_steps += taken < self.workers
+        if tokens:
+            progress.loss = sums["nats"] / tokens
+        if self._saver is None:
+            return
+        now, waited_s = time.perf_counter(), sums["waited_s"] / self.workers
+        progress.data_wait_s += waited_s
+        progress.seconds = now - self._began
+        seconds, self._stepped_at = now - self._stepped_at, now
+        progress.extra.update(self._extra())
+        if self._saver.due(progress.step, self.settings.steps):
+            self._due = True
+        figures = {
+            "step_seconds": seconds,
+            "tokens_per_second": tokens / seconds if seconds else 0.0,
+            "data_wait_s": waited_s,
+            "staleness": sum(sums["staleness"]) / max(1, len(sums["staleness"])),
+            "staleness_most": float(max(sums["staleness"], default=0)),
+        }
+        self._on_step(
+            StepReport(
+                step=progress.step,
+                loss=progress.loss if progress.loss is not None else math.nan,
+                grad_norm=sums["norm"] if taken else math.nan,
+                learning_rate=self._rate(version),
+                taken=taken > 0,
+                figures=figures,
+            )
+        )
+
+
+def _no_sums() -> dict[str, Any]:
+    """Return the sums over the updates of a step, as JSON values."""
+    return {
+        "nats": 0.0, "tokens": 0.0, "norm": 0.0, "staleness": [], "waited_s": 0.0, "taken": 0
+    }  # fmt: skip
+
+
+def position_of(ledger: UpdateLedger, workers: int) -> dict[str, Any]:
+    """Return the position for a checkpoint: the number of workers, and the ledger."""
+    return {"kind": POSITION, "workers": workers, "ledger": ledger.to_json()}
+
+
+log = logging.getLogger(__name__)
+
+REJOIN_S = 5.0  # plus three silences: for a restarted rank to find the leader
+
+
+def run_role(its: RankContext, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
     """Run the role of ``place`` in an asynchronous job; return the exit code."""
     settings = its.job.settings
     workers = require_ranks(settings, place.world_size)
     voice.enter("joining")
-    meeting = RendezvousStore(place)
-    terms = ServerTerms(meeting.key, workers, settings.steps, settings.synchrony.max_staleness)
-    if place.rank < SERVING:
-        return ServingRank(its, place, voice, stop, meeting, terms).run()
-    return _work(its, place, voice, meeting, terms)
+    meeting = Rendezvous.of(place)
+    terms = Terms(place.gang_key, workers, settings.steps, settings.synchrony.max_staleness)
+    if place.rank >= SERVING:
+        return _work(its, place, voice, meeting, terms)
+    with BackgroundUpload(uploaded_traces(its, voice)) as uploaded:
+        policy = JobPolicy(settings, workers, len(its.job.skip_batches))
+        model = its.model.to(master_dtype(settings))
+        learner = Learner(model, settings, workers, tracer_of(its, CPU, place.rank, uploaded))
+        server = ParameterServer(learner, terms, meeting, policy)
+        with server.listening(place.host) as address:
+            meeting.publish(place.rank, address)
+            return _ServingRank(its, place, voice, stop, server, policy).run(meeting)
 
 
-def _work(
-    its: RankContext,
-    place: RankIdentity,
-    voice: EventWriter,
-    meeting: RendezvousStore,
-    terms: ServerTerms,
-) -> int:
-    job, workers = its.job, terms.workers
-
-    def opened(task: BatchTask) -> PlannedStream:
-        if task.sequence > 1 and task.position is None:
-            raise CorruptData("share has no position to go on from", got=f"batch {task.sequence}")
-        return open_stream(
-            its.snapshot,
-            "train",
-            its.cache,
-            job.data,
-            context=its.context,
-            global_batch=job.settings.batch_sequences,
-            seed=stream_seed("job", job.settings.seed),
-            rank=task.worker,
-            world_size=workers,
-            position=task.position,
-            skip=frozenset(job.skip_batches),
-            readers=job.data_readers,
-        )
-
-    with contextlib.ExitStack() as stack:
-        exporter = stack.enter_context(exporter_of(job, place.rank))
-        device = device_of()
-        compute = GradientComputer(its.model, its.workload, job.settings, workers, opened, device)
-        stack.callback(compute.close)
-        uploaded = BackgroundUpload(uploaded_traces(its, voice))
-        stack.callback(uploaded.close)
-        tracer = tracer_of(its, device, place.rank, uploaded)
-        stack.callback(tracer.close)
-        telling = _WorkerReporter(voice, exporter, compute, its.cache.quarantined, tracer)
-        worker = Worker(
-            place.rank - SERVING,
-            meeting.servers,
-            terms,
-            compute.count,
-            compute.dtype,
-            rank=place.rank,
-            away_s=job.settings.guard.start_deadline_s,
-            on_word=telling.heard,
-        )
-        voice.enter("first step")  # fetches shards; the server may still be loading
-        worker.run(telling.compute, telling)
-    return 0
-
-
-class _WorkerReporter:
-    """Reports a worker's pushes at intervals and its contact with the server; traces steps."""
+class _ServingRank:
+    """A rank that serves: it leads, or follows until it takes over."""
 
     def __init__(
         self,
+        its: RankContext,
+        place: RankIdentity,
         voice: EventWriter,
-        exporter: Exporter,
-        compute: GradientComputer,
-        quarantined: Mapping[str, str],
-        tracer: Tracer,
+        stop: StopFlag,
+        server: ParameterServer,
+        policy: JobPolicy,
     ) -> None:
-        self._voice, self._exporter, self._compute = voice, exporter, compute
-        self._tracer = tracer
-        self._quarantined, self._news = quarantined, QuarantineReporter()
-        self._said_at = 0.0
-        self._pushed_at = time.perf_counter()
-        self._stepping = False
+        self._its, self._place, self._voice, self._stop = its, place, voice, stop
+        self._server, self._policy, self._workers = server, policy, server.terms.workers
+        model, optimizer = server.learner.model, server.learner.optimizer
+        self._state = TrainState(WholeModel(model), optimizer, Group(), Mesh(MeshSpec()))
 
-    def heard(self) -> None:
-        """Record a frame from a server: a live server resets the deadline of the step."""
-        if self._stepping:
-            self._voice.enter("step")
+    def run(self, meeting: Rendezvous) -> int:
+        """Serve to the end of the job; return the exit code."""
+        if self._place.rank == 0 and not meeting.claimed(1):
+            self._voice.enter("resuming")
+            self._resume()
+            self._server.lead(1)
+        elif self._follow(meeting) == "released":
+            return 0
+        return self._lead()
 
-    def compute(
-        self, task: BatchTask, weights: npt.NDArray[Any]
-    ) -> tuple[npt.NDArray[Any], BatchReport]:
-        """Return gradient and note of the task; its trace continues until they are applied."""
-        self._tracer.begin(task.sequence)
-        return self._compute(task, weights)
+    def _follow(self, meeting: Rendezvous) -> str:
+        self._voice.enter("following")
+        deadline_s = 3 * self._server.terms.silence_s + REJOIN_S
+        if not meeting.claimed(1):
+            deadline_s = self._its.job.settings.guard.start_deadline_s  # rank 0 is still loading
+        reported = False
 
-    def __call__(self, task: BatchTask) -> None:
-        """Record that the task's gradient is applied."""
-        self._tracer.end(task.sequence)
-        self._stepping = True
-        self._voice.enter("step", task.sequence)
-        now = time.perf_counter()
-        seconds, self._pushed_at = now - self._pushed_at, now
-        note = self._compute.note
-        report = StepReport(
-            step=task.sequence,
-            loss=note.loss,
-            grad_norm=math.nan,
-            learning_rate=math.nan,
-            seconds=seconds,
-            tokens_per_second=note.tokens / seconds if seconds else 0.0,
-            data_wait_s=note.waited_s,
-            figures={"step_seconds": seconds, "data_wait_s": note.waited_s},
-        )
-        self._exporter.take(report, len(note.quarantined))
-        if now - self._said_at < FOLLOWER_BEAT_S and not self._news.any_in(self._quarantined):
+        def on_frame() -> None:
+            nonlocal reported
+            step = self._policy.progress.step
+            if not reported:
+                reported = True
+                self._voice.say("started", step, role="standby")
+            self._voice.enter("step", step)
+
+        return self._server.follow(meeting.servers, deadline_s, on_frame)
+
+    def _resume(self) -> None:
+        """Restore the newest healthy checkpoint, if there is one."""
+        progress, position = restore_checkpoint(self._its, self._state, self._voice)
+        if position is None:
             return
-        self._said_at = now
-        data: dict[str, Any] = {"loss": note.loss, "share": task.worker, **report.figures}
-        data |= self._news.of(self._quarantined)
-        self._voice.say("step", task.sequence, **data)
+        if position.get("kind") != POSITION:
+            raise CorruptData(
+                "checkpoint is of a job without a parameter server",
+                got=f"step {progress.step}",
+                where=self._its.generations.url,
+            )
+        before, workers, server = int(position["workers"]), self._workers, self._server
+        saved = UpdateLedger.from_json(position["ledger"], server.terms.max_staleness)
+        server.ledger = saved.of_workers(before, workers)
+        if before != workers:
+            log.warning("shares are cut anew workers=%d before=%d", workers, before)
+        progress.step = server.ledger.version // workers
+        self._policy.progress = progress
+        self._policy.resume(progress.extra)
+
+    def _lead(self) -> int:
+        its, voice, server, policy = self._its, self._voice, self._server, self._policy
+        voice.take(dataclasses.replace(self._place, rank=0))
+        progress, learner = policy.progress, server.learner
+        environment = current_environment(its.job.settings.threads_per_rank)
+        with contextlib.ExitStack() as stack:
+            exporter = stack.enter_context(exporter_of(its.job, 0))
+            resumed_from = progress.step
+            self._state.extra = progress.extra
+            saver = checkpointer_of(its, self._state, environment)
+            stack.callback(saver.close)
+            evaluation, held_out = _Evaluation(its, server, voice), dict[str, float]()
+            reporter = StepReporter(voice, saver, progress, 0, policy, exporter)
+
+            def on_step(report: StepReport) -> None:
+                nonlocal held_out
+                found, held_out = held_out, {}
+                progress.held_out = found or progress.held_out
+                reporter(dataclasses.replace(report, held_out=found))
+                evaluation.ask(report.step)
+
+            def on_tick() -> bool:
+                nonlocal held_out
+                with server.changed:  # the lock is not stuck
+                    voice.enter("step", progress.step)
+                held_out = evaluation.run_asked() or held_out
+                return self._stop()
+
+            position = position_of(server.ledger, self._workers)
+            port = exporter.port
+            voice.say("resumed", resumed_from, position=position, metrics_port=port)
+            policy.attach(saver, server.ledger, learner.rate, on_step)
+            server.open()
+            self._stop.listening = True
+            voice.enter("step", progress.step)
+            if not server.until_done(on_tick=on_tick):
+                with server.changed:  # no update from here on
+                    server.end(PeerLost("parameter server was asked to stop"))
+                    progress.stopped = True
+                    unsaved = self._save_last(saver, reporter)
+                if not unsaved:
+                    message = "stopped, state saved"
+                    voice.say("failed", progress.step, code="Stopped", message=message)
+                return unsaved or STOPPED_EXIT
+            if progress.step > resumed_from or not saver.kept():
+                progress.held_out = evaluation.run() or progress.held_out
+                self._save_last(saver, reporter)
+            with voice.phase("exporting"):
+                model = export_model(its, self._state, 0)
+            done = result_of(
+                its,
+                progress,
+                saver,
+                resumed_from=resumed_from,
+                quarantined=policy.quarantined,
+                environment=environment,
+            )
+            voice.say("result", progress.step, **model, **done)
+        return 0
+
+    def _save_last(self, saver: Any, reporter: StepReporter) -> int:
+        """Save the present state; the ledger records the finished part of a step."""
+        position = position_of(self._server.ledger, self._workers)
+        unsaved = save_last(saver, self._policy.progress, position, self._voice)
+        reporter.report_saved()
+        return unsaved
+
+
+class _Evaluation:
+    """Evaluates held-out loss on a copy of the server's weights, while they continue to change."""
+
+    def __init__(self, its: RankContext, server: ParameterServer, voice: EventWriter) -> None:
+        during = functools.partial(voice.phase, "evaluating")
+        self._evaluator = evaluator_of(its, Mesh(MeshSpec()), during)
+        self._its, self._server, self._asked = its, server, False
+        if self._evaluator is not None:
+            model, settings = copy.deepcopy(server.learner.model), its.job.settings
+            self._parallel = parallelise(model, Mesh(MeshSpec()), settings, its.workload)
+            self._parameters = [each for each in model.parameters() if each.requires_grad]
+
+    def ask(self, step: int) -> None:
+        """Have ``run_asked`` evaluate soon if ``step`` is due for an evaluation."""
+        every = self._its.job.settings.evaluate_every_steps
+        self._asked |= bool(every) and step % every == 0
+
+    def run_asked(self) -> dict[str, float]:
+        """Return the metrics of an evaluation that was asked for, else {}."""
+        asked, self._asked = self._asked, False
+        try:
+            return self.run() if asked else {}
+        except TemporaryError as error:
+            log.warning("evaluation was left out: %s", error.one_line())
+            return {}
+
+    def run(self) -> dict[str, float]:
+        """Return the metrics of the present weights; {} where evaluation is off."""
+        if self._evaluator is None:
+            return {}
+        with self._server.changed:
+            copy_into(self._parameters, self._server.learner.weights())
+        return self._evaluator.evaluate(self._parallel, self._its.workload, Group(), CPU)
+
+
+def _work(
+    its: RankContext, place: RankIdentity, voice: EventWriter, meeting: Rendezvous, terms: Terms
+) -> int:
+    """Compute gradients of one share until it is complete."""
+    job, settings = its.job, its.job.settings
+
+    def open_share(task: Task) -> PlannedStream:
+        if task.sequence > 1 and task.position is None:
+            raise CorruptData("share has no position to go on from", got=f"batch {task.sequence}")
+        return its.stream(task.worker, terms.workers, task.position)
+
+    device, share = device_of(), place.rank - SERVING
+    compute = GradientComputer(its.model, its.workload, settings, terms.workers, open_share, device)
+    with contextlib.ExitStack() as stack:
+        exporter = stack.enter_context(exporter_of(job, place.rank))
+        stack.callback(compute.close)
+        uploaded = stack.enter_context(BackgroundUpload(uploaded_traces(its, voice)))
+        tracer = tracer_of(its, device, place.rank, uploaded)
+        stack.callback(tracer.close)
+        quarantine = QuarantineReporter()
+        pushed_at, reported_at = time.perf_counter(), 0.0
+
+        def traced(task: Task, weights: Array) -> tuple[Array, BatchReport]:
+            tracer.begin(task.sequence)  # until the gradient is applied
+            return compute(task, weights)
+
+        def on_push(task: Task) -> None:
+            nonlocal pushed_at, reported_at
+            tracer.end(task.sequence)
+            voice.enter("step", task.sequence)
+            now, report = time.perf_counter(), compute.report
+            seconds, pushed_at = now - pushed_at, now
+            figures = {"step_seconds": seconds, "data_wait_s": report.waited_s}
+            nan = math.nan
+            step = StepReport(task.sequence, report.loss, nan, nan, figures=figures)
+            exporter.take(step, len(report.quarantined))
+            bad = its.cache.quarantined
+            if now - reported_at >= FOLLOWER_REPORT_S or quarantine.any_in(bad):
+                reported_at = now
+                data = {"loss": report.loss, "share": share, **figures, **quarantine.of(bad)}
+                voice.say("step", task.sequence, **data)
+
+        def on_frame() -> None:  # a live server resets the deadline of the step
+            if worker.counts.staleness:
+                voice.enter("step")
+
+        away_s = settings.guard.start_deadline_s
+        worker = Worker(
+            share, meeting.servers, terms, compute, away_s=away_s, on_frame=on_frame
+        )  # fmt: skip
+        voice.enter("first step")  # fetches shards; the server may still be loading
+        worker.run(traced, on_push)
+    return 0

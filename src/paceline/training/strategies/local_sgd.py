@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,8 @@ from torch import Tensor, nn
 
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
-from paceline.training.loop.workload import Inputs, LossSums, Workload
-from paceline.training.parallel import Parallel, parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec
+from paceline.training.loop import Inputs, LossSums, Workload
+from paceline.training.parallel import Mesh, MeshSpec, Parallel, parallelise
 
 
 class LocalSgd:
@@ -33,10 +32,10 @@ class LocalSgd:
     resumed in between.
     """
 
-    def __init__(self, inner: Parallel, mesh: Mesh, local_steps: int, step: int = 0) -> None:
+    def __init__(self, inner: Parallel, mesh: Mesh, local_steps: int) -> None:
         self._inner, self._mesh = inner, mesh
         self._local_steps = local_steps
-        self._step = step
+        self._step = 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._apart = False  # whether ranks may hold different weights
         self._bytes = 0
@@ -136,14 +135,13 @@ class LocalSgd:
         return [each.detach() for each in weights.values()]
 
     def _tensors(self) -> list[Tensor]:
-        weights = {id(each): each for module in self.modules for each in module.parameters()}
         moments = [
-            value
-            for each in weights.values()
-            for value in (self._optimizer.state.get(each, {}) if self._optimizer else {}).values()
+            value.detach()
+            for each, state in (self._optimizer.state if self._optimizer else {}).items()
+            for value in state.values()
             if isinstance(value, Tensor) and value.shape == each.shape and each.ndim > 0
         ]
-        return [*self._weights(), *(each.detach() for each in moments)]
+        return [*self._weights(), *moments]
 
     def _sum(self, tensor: Tensor) -> None:
         if self.data_world > 1:
@@ -173,38 +171,6 @@ def local_sgd(
         )
     alone = parallelise(model, Mesh(MeshSpec(), 0, mesh.device_type), settings, workload)
     return LocalSgd(alone, mesh, settings.synchrony.local_steps)
-
-
-class Savable(Protocol):
-    """The interface of the saver that ``AveragingSaver`` wraps."""
-
-    stall_s: float
-
-    def due(self, step: int, steps: int) -> bool: ...
-    def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool: ...
-    def save_last(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> Any: ...
-
-
-class AveragingSaver:
-    """A saver that averages when a save is due, so that all ranks continue from the saved state."""
-
-    def __init__(self, saver: Any, averaged: LocalSgd) -> None:
-        self._saver, self._averaged = saver, averaged
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._saver, name)
-
-    def due(self, step: int, steps: int) -> bool:
-        """Return whether the state after ``step`` is to be saved; if so, average it first."""
-        due = bool(self._saver.due(step, steps))
-        if due:
-            self._averaged.average()
-        return due
-
-    def save_last(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> Any:
-        """Average and save the last state."""
-        self._averaged.average()
-        return self._saver.save_last(step, position, metrics)
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

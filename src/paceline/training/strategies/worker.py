@@ -1,180 +1,90 @@
 """A worker of the parameter server: pull, compute, push, repeat; it finds the leading server.
 
-A push without an answer is repeated with the same sequence, so a gradient whose acknowledgement was
-lost with a server is not applied twice. A worker that has finished its own share requests a free
-one, and ends when all are done. Raises PeerLost where no server answers for longer than ``away_s``.
+After a lost connection it asks the leader how many of its gradients are applied, and goes on with
+the next: a gradient whose answer was lost is not applied twice, and one that was not applied is
+computed again from the same batch under the newest weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy.typing as npt
 import torch
 from torch import nn
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.errors import InvalidFrame, InvalidInput, PeerLost
-from paceline.training.checkpoint.stateful import keeps_of, let_go
-from paceline.training.loop.loop import CPU, seed_step
-from paceline.training.loop.workload import Inputs, Workload
-from paceline.training.parallel import parallelise
-from paceline.training.parallel.mesh import Mesh, MeshSpec
+from paceline.training.checkpoint import discard_all, stateful_of
+from paceline.training.loop import Inputs, Workload, seed_step
+from paceline.training.parallel import Mesh, MeshSpec, parallelise
 from paceline.training.strategies.frames import (
     Frame,
     FrameKind,
-    numbers_of,
-    of_numbers,
+    array_frame,
+    array_of,
+    connect,
+    integer_of,
     receive,
     send,
-    whole,
 )
-from paceline.training.strategies.learner import flat_gradients, put
-from paceline.training.strategies.protocol import BEAT_S, TURN_S, Address, BatchReport, ServerTerms
+from paceline.training.strategies.learner import copy_into, flat_gradients
+from paceline.training.strategies.port import Address, Array, BatchReport, Compute, Task, Terms
 
 RETRY_S = 0.05
 SILENCES = 2  # times ``silence_s``, before a worker looks for another server
-ANSWER_S = TURN_S + 15.0  # a push may wait for another worker's turn first
-
-
-@dataclass(frozen=True)
-class BatchTask:
-    """The batch to compute: the ``sequence``-th (from 1) of a share.
-
-    ``position`` is where the share's data stream continues; None: at its beginning, or directly
-    after the task before.
-    """
-
-    worker: int
-    sequence: int
-    position: dict[str, Any] | None = None
-
-
-Compute = Callable[[BatchTask, npt.NDArray[Any]], tuple[npt.NDArray[Any], BatchReport]]
 
 
 @dataclass
 class WorkerCounts:
     """Counts of one worker."""
 
-    pushed: int = 0
-    refused: int = 0  # too stale: computed anew
-    known: int = 0  # already applied; the first answer was lost
+    computed: int = 0  # gradients, including those computed again after a lost connection
     lost: int = 0  # connections
-    adopted: int = 0  # shares of other workers that it took over
-    waited_s: float = 0.0
-    staleness: list[int] = field(default_factory=list)
-
-
-class _ShareReassigned(Exception):
-    """Another worker has our share now; we were assigned another task, or none (all is done)."""
+    staleness: list[int] = field(default_factory=list)  # of each applied gradient
 
 
 class Worker:
-    """The connection of ``rank`` to the servers at ``addresses()``; its own share is ``worker``."""
+    """The connection of worker ``worker`` to the server that leads at one of ``addresses()``."""
 
     def __init__(
         self,
         worker: int,
         addresses: Callable[[], Sequence[Address]],
-        terms: ServerTerms,
-        count: int,
-        dtype: str,
+        terms: Terms,
+        compute: GradientComputer,
         *,
-        rank: int = 0,
         away_s: float = 30.0,
-        on_word: Callable[[], None] = lambda: None,
+        on_frame: Callable[[], None] = lambda: None,
     ) -> None:
-        """``on_word`` is called for each frame from a server, at least for each heartbeat."""
-        self._own, self._rank = worker, rank
-        self._addresses, self._terms = addresses, terms
-        self._count, self._dtype, self._away_s = count, dtype, away_s
-        self._on_word = on_word
-        self._connection: socket.socket | None = None
-        self._task: BatchTask | None = None  # the task assigned last
-        self.told = WorkerCounts()
+        """``on_frame`` is called for each frame from a server, at least for each heartbeat."""
+        self._worker, self._addresses, self._terms = worker, addresses, terms
+        self._count, self._dtype, self._away_s = compute.count, compute.dtype, away_s
+        self._on_frame = on_frame
+        self.counts = WorkerCounts()
 
-    def run(
-        self, compute: Compute, on_push: Callable[[BatchTask], None] | None = None
-    ) -> WorkerCounts:
-        """Push gradients until every share has ``terms.pushes`` of them; return the counts.
+    def run(self, compute: Compute, on_push: Callable[[Task], None] = lambda _: None) -> None:
+        """Push ``terms.pushes`` gradients; ``on_push`` is called after each that was applied.
 
-        ``compute(task, weights)`` returns gradient and note of the task's batch.
+        Raises PeerLost where no server leads for longer than ``away_s``, InvalidInput where the
+        server refuses a gradient.
         """
-        try:
-            while (task := self._next_share()) is not None:
-                with contextlib.suppress(_ShareReassigned):
-                    self._work_off(task, compute, on_push)
-        finally:
-            self._close()
-        return self.told
-
-    def _next_share(self) -> BatchTask | None:
-        if self._connection is None:
-            with contextlib.suppress(_ShareReassigned):
-                self._again(lambda connection: connection)
-        task = self._task
-        if task is not None and task.worker != self._own:
-            self.told.adopted += 1
-        return task
-
-    def _work_off(
-        self, task: BatchTask, compute: Compute, on_push: Callable[[BatchTask], None] | None
-    ) -> None:
-        while task.sequence <= self._terms.pushes:
-            base, weights = self._again(self._pull)
-            gradient, note = compute(task, weights)
-            if self._deliver(task, base, gradient, note) == "stale":
-                self.told.refused += 1
-                continue
-            if on_push is not None:
-                on_push(task)
-            task = BatchTask(task.worker, task.sequence + 1)
-        self._task = self._again(self._ask_on)
-
-    def _deliver(
-        self, task: BatchTask, base: int, gradient: npt.NDArray[Any], note: BatchReport
-    ) -> str:
-        started = time.monotonic()
-
-        def push(connection: socket.socket) -> Frame:
-            head = {"sequence": task.sequence, "base": base, "note": note.to_head()}
-            send(connection, of_numbers(FrameKind.PUSH, gradient, **head))
-            return self._expect(connection, FrameKind.ANSWER, 0)
-
-        answer = self._again(push)
-        self.told.waited_s += time.monotonic() - started
-        verdict = str(answer.head.get("verdict"))
-        if verdict != "stale":
-            self.told.pushed += 1
-            self.told.known += verdict == "known"
-        if verdict == "apply":
-            self.told.staleness.append(whole(answer, "version") - 1 - base)
-        return verdict
-
-    def _pull(self, connection: socket.socket) -> tuple[int, npt.NDArray[Any]]:
-        send(connection, Frame(FrameKind.PULL))
-        frame = self._expect(connection, FrameKind.WEIGHTS, self._count * 8 + 1024)
-        return whole(frame, "version"), numbers_of(frame, self._count, self._dtype)
-
-    def _again(self, ask: Callable[[socket.socket], Any]) -> Any:
-        """Return the result of ``ask``, on a new connection whenever one breaks."""
-        until: float | None = None
+        lost_at: float | None = None
         while True:
+            before = len(self.counts.staleness)
             try:
-                return ask(self._connected())
+                return self._push_all(compute, on_push)
             except PeerLost as error:
-                self._close()
+                self.counts.lost += 1
                 now = time.monotonic()
-                until = until if until is not None else now + self._away_s
-                if now > until:
+                if lost_at is None or len(self.counts.staleness) > before:
+                    lost_at = now
+                if now > lost_at + self._away_s:
                     raise PeerLost(
                         "no parameter server leads",
                         got=error.what,
@@ -183,109 +93,76 @@ class Worker:
                     ) from error
                 time.sleep(RETRY_S)
 
-    def _connected(self) -> socket.socket:
-        if self._connection is None:
-            before = self._task
-            self._connection, self._task = self._find()
-            now = self._task
-            if now is None or (before is not None and before.worker != now.worker):
-                raise _ShareReassigned
-        return self._connection
+    def _push_all(self, compute: Compute, on_push: Callable[[Task], None]) -> None:
+        connection, welcome = self._find_leader()
+        with connection:
+            done, position = integer_of(welcome, "applied"), welcome.head.get("position")
+            for sequence in range(done + 1, self._terms.pushes + 1):
+                task = Task(self._worker, sequence, position if sequence == done + 1 else None)
+                send(connection, Frame(FrameKind.PULL))
+                frame = self._expect(connection, FrameKind.WEIGHTS, self._count * 8 + 1024)
+                base, weights = integer_of(frame, "version"), self._array(frame)
+                gradient, report = compute(task, weights)
+                self.counts.computed += 1
+                head = {"sequence": sequence, "base": base, "report": report.model_dump()}
+                send(connection, array_frame(FrameKind.PUSH, gradient, **head))
+                answer = self._expect(connection, FrameKind.ANSWER)
+                self.counts.staleness.append(integer_of(answer, "version") - 1 - base)
+                on_push(task)
 
-    def _find(self) -> tuple[socket.socket, BatchTask | None]:
-        said: Any = "nobody answers"
+    def _array(self, frame: Frame) -> Array:
+        return array_of(frame, self._count, self._dtype)
+
+    def _find_leader(self) -> tuple[socket.socket, Frame]:
+        """Return a connection to the leader, and its WELCOME."""
+        lost = PeerLost("no parameter server is known")
+        # A live server sends heartbeats while we wait for it; a frozen one does not.
+        silence_s = max(SILENCES * self._terms.silence_s, 1.0)
+        hello = {"role": "worker", "worker": self._worker, "key": self._terms.key}
         for address in self._addresses():
             try:
-                connection = socket.create_connection(address, timeout=self._terms.silence_s)
-            except OSError as error:
-                said = error
+                connection = connect(address, silence_s, hello)
+            except PeerLost as error:
+                lost = error
                 continue
             try:
-                return connection, self._greet(connection)
+                return connection, self._expect(connection, FrameKind.WELCOME)
             except PeerLost as error:
-                said = error.what
+                lost = error
                 connection.close()
-        self.told.lost += 1
-        raise PeerLost("no parameter server leads", got=said)
+        raise lost
 
-    def _greet(self, connection: socket.socket) -> BatchTask | None:
-        """Return the assigned task; None where all is done."""
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # A live server sends heartbeats while we wait for our turn; a frozen one does not.
-        connection.settimeout(max(SILENCES * self._terms.silence_s, 2 * BEAT_S))
-        wanted = self._own if self._task is None else self._task.worker
-        hello = {"role": "worker", "rank": self._rank, "worker": wanted, "key": self._terms.key}
-        send(connection, Frame(FrameKind.HELLO, hello))
-        return self._given(connection)
-
-    def _ask_on(self, connection: socket.socket) -> BatchTask | None:
-        """End this share and return a task of a free one, once there is one."""
-        send(connection, Frame(FrameKind.RELEASED))
-        return self._given(connection)
-
-    def _given(self, connection: socket.socket) -> BatchTask | None:
-        while (frame := receive(connection, 0)).kind is FrameKind.BEAT:
-            self._on_word()
-        self._on_word()
-        if frame.kind is FrameKind.RELEASED:
-            return None
-        if frame.kind is not FrameKind.WELCOME:
-            raise PeerLost("parameter server does not lead", got=frame.kind.name)
-        position = frame.head.get("position")
-        return BatchTask(
-            whole(frame, "worker"),
-            whole(frame, "applied") + 1,
-            position if isinstance(position, dict) else None,
-        )
-
-    def _expect(self, connection: socket.socket, wanted: FrameKind, max_body_bytes: int) -> Frame:
-        until = time.monotonic() + ANSWER_S
-        while True:
-            frame = receive(connection, max_body_bytes)
-            self._on_word()
-            if frame.kind is FrameKind.REFUSED:
-                raise InvalidInput("parameter server refused", got=frame.head.get("message"))
-            if frame.kind is wanted:
-                return frame
-            if frame.kind is not FrameKind.BEAT:
-                raise InvalidFrame("parameter server said something else", got=frame.kind.name)
-            if time.monotonic() > until:
-                raise PeerLost("parameter server does not answer", wanted=f"in {ANSWER_S:.0f} s")
-
-    def _close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+    def _expect(self, connection: socket.socket, wanted: FrameKind, max_bytes: int = 0) -> Frame:
+        """Return the next frame that is no heartbeat; each must arrive within the deadline."""
+        while (frame := receive(connection, max_bytes)).kind is FrameKind.BEAT:
+            self._on_frame()
+        self._on_frame()
+        if frame.kind is FrameKind.NOT_LEADING:
+            raise PeerLost("parameter server does not lead")
+        if frame.kind is FrameKind.REFUSED:
+            raise InvalidInput("parameter server refused", got=frame.head.get("message"))
+        if frame.kind is not wanted:
+            raise InvalidFrame("unexpected frame from a parameter server", got=frame.kind.name)
+        return frame
 
 
 class BatchSource(Protocol):
-    """The batches of a share, in order."""
+    """The batches of a share, in order: the part of a data stream that is used here."""
 
     @property
     def data_wait_s(self) -> float: ...
     @property
-    def quarantined(self) -> Mapping[str, str]: ...
+    def quarantined(self) -> dict[str, str]: ...
     @property
     def position(self) -> dict[str, Any] | None: ...
     def next(self) -> Batch: ...
     def close(self) -> None: ...
 
 
-@dataclass
-class _Held:
-    """The present batch."""
-
-    worker: int
-    sequence: int
-    batch: Batch
-    parts: list[Inputs]
-    note: dict[str, Any]
-
-
 class GradientComputer:
-    """Computes the gradients that ``Worker.run`` pushes; ``open_share`` opens a share's data.
+    """The ``Compute`` of a workload; ``open_share`` opens the data of a share at a task.
 
-    A gradient that was too stale is computed again from the same batch, and from the state that a
+    A gradient that is computed again starts from the same batch, and from the state that a
     recurrent model had before it. ``model`` belongs to this rank and is overwritten with each
     task's weights.
     """
@@ -296,38 +173,37 @@ class GradientComputer:
         workload: Workload,
         settings: TrainingSettings,
         workers: int,
-        open_share: Callable[[BatchTask], BatchSource],
-        device: torch.device = CPU,
+        open_share: Callable[[Task], BatchSource],
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self._workload, self._settings, self._workers = workload, settings, workers
         self._open_share, self._device = open_share, device
         self._parallel = parallelise(model, Mesh(MeshSpec(), 0, device.type), settings, workload)
-        self._parameters = [
-            each for part in self._parallel.modules for each in part.parameters()
-            if each.requires_grad
-        ]  # fmt: skip
+        modules = self._parallel.modules
+        self._parameters = [p for each in modules for p in each.parameters() if p.requires_grad]
         self.count = sum(each.numel() for each in self._parameters)
         self.dtype = str(self._parameters[0].dtype).removeprefix("torch.")
-        self._keeps = keeps_of(self._parallel, workload)
-        self.note = BatchReport()  # of the last gradient
+        self._keeps = stateful_of(self._parallel, workload)
+        self.report = BatchReport()  # of the last gradient
         self._source: BatchSource | None = None
-        self._held: _Held | None = None
+        self._sequence = 0  # of the present batch
+        self._parts: list[Inputs] = []
+        self._share_tokens = 1.0
+        self._fields: dict[str, Any] = {}  # of its report
 
-    def __call__(
-        self, task: BatchTask, weights: npt.NDArray[Any]
-    ) -> tuple[npt.NDArray[Any], BatchReport]:
-        """Return gradient and note of the task's batch under ``weights``."""
-        held = self._take(task)
-        put(self._parameters, weights)
+    def __call__(self, task: Task, weights: Array) -> tuple[Array, BatchReport]:
+        """Return gradient and report of the task's batch under ``weights``."""
+        if self._source is None or task.sequence != self._sequence:
+            self._read(task)
+        copy_into(self._parameters, weights)
         seed_step(self._settings.seed, task.sequence, task.worker, self._device)
         # A worker's gradient is a step of its own, so it is the mean over its share.
-        share_tokens = max(held.batch.global_tokens / self._workers, 1.0)
-        sums = self._parallel.accumulate(held.parts, 1.0 / share_tokens)
+        sums = self._parallel.accumulate(self._parts, 1.0 / self._share_tokens)
         loss = float(sums.loss) / sums.weight if sums.weight else 0.0
         if not math.isfinite(loss):  # the server will not apply it
-            let_go(self._keeps)
-        self.note = BatchReport(loss=loss, tokens=sums.weight, **held.note)
-        return flat_gradients(self._parameters), self.note
+            discard_all(self._keeps)
+        self.report = BatchReport(loss=loss, tokens=sums.weight, **self._fields)
+        return flat_gradients(self._parameters), self.report
 
     def close(self) -> None:
         """Close the share's data."""
@@ -335,32 +211,19 @@ class GradientComputer:
             self._source.close()
             self._source = None
 
-    def _take(self, task: BatchTask) -> _Held:
-        held = self._held
-        if held is not None and (held.worker, held.sequence) == (task.worker, task.sequence):
-            return held
-        follows = held is not None and (held.worker, held.sequence + 1) == (
-            task.worker, task.sequence
-        )  # fmt: skip
-        if self._source is None or not follows:
+    def _read(self, task: Task) -> None:
+        if self._source is None or task.sequence != self._sequence + 1:
             self.close()
             self._source = self._open_share(task)
         waited = self._source.data_wait_s
         batch = self._source.next()
-        waited = self._source.data_wait_s - waited
-        self._held = _Held(
-            task.worker,
-            task.sequence,
-            batch,
-            [
-                self._workload.inputs(part, self._device)
-                for part in batch.split(self._settings.accumulation)
-            ],
-            {
-                "batch": batch.step,
-                "waited_s": waited,
-                "position": self._source.position,
-                "quarantined": tuple(sorted(self._source.quarantined)),
-            },
-        )
-        return self._held
+        self._sequence = task.sequence
+        self._share_tokens = max(batch.global_tokens / self._workers, 1.0)
+        parts = batch.split(self._settings.accumulation)
+        self._parts = [self._workload.inputs(part, self._device) for part in parts]
+        self._fields = {
+            "batch": batch.step,
+            "waited_s": self._source.data_wait_s - waited,
+            "position": self._source.position,
+            "quarantined": tuple(sorted(self._source.quarantined)),
+        }

@@ -6,7 +6,7 @@
     git+https://host/repository.git@<40 hex digits>#task:make   a commit
 
 Every reference is pinned and its source must be listed in ``security.code_sources``; both are
-checked before any of it runs. The function is called with a ``BatchTask`` and returns the workload.
+checked before any of it runs. The function is called with a ``Task`` and returns the workload.
 ``training.guard.preemption`` may be a reference of the same kinds.
 
 What is guarded: which code runs (allow-list and pin), changes to it (the digest is checked at each
@@ -18,31 +18,6 @@ with the bucket does not belong on the allow-list; ranks that must not read more
 their own.
 """
 
-from paceline.config.settings import scrub
-from paceline.training.user_code.checking import check, check_watcher, require_code
-from paceline.training.user_code.fetching import fetch
-from paceline.training.user_code.loading import Task, call, load, require_workload
-from paceline.training.user_code.reference import (
-    CodeRef,
-    module_digest,
-    parse,
-    require_allowed,
-    tree_digest,
-)
+import lazy_loader
 
-__all__ = [
-    "CodeRef",
-    "Task",
-    "call",
-    "check",
-    "check_watcher",
-    "fetch",
-    "load",
-    "module_digest",
-    "parse",
-    "require_allowed",
-    "require_code",
-    "require_workload",
-    "scrub",
-    "tree_digest",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

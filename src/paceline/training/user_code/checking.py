@@ -1,8 +1,9 @@
 """Check of user code in a process of its own, before any rank starts.
 
-``python -m paceline.training.user_code`` is that process: it reads one line of JSON on standard
-input, imports, calls and builds the reference, and runs a first batch of the job's data through it.
-On failure its last line of output is the error as JSON. A preemption watcher is only opened.
+``python -m paceline.training.user_code.checking`` is that process: it reads one line of JSON on
+standard input, imports, calls and builds the reference, and runs a first batch of the job's data
+through it. On failure its last line of output is the error as JSON. A preemption watcher is only
+opened.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import errors
-from paceline.config.settings import scrub
+from paceline.config import scrub_variables
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.training.identity import size_of
-from paceline.training.user_code.loading import SAID_CHARACTERS, Task, load, raised
+from paceline.training.identity import task_size_of
+from paceline.training.user_code.loading import MAX_MESSAGE_CHARACTERS, Task, load, user_code_error
 from paceline.training.user_code.reference import CodeRef, parse, require_allowed
 
 if TYPE_CHECKING:
     from torch import nn
 
     from paceline.config import Runtime
-    from paceline.schemas.training import TrainJob
-    from paceline.training.loop.workload import Workload
+    from paceline.schemas import TrainJob
+    from paceline.training.loop import Workload
 
 CHECK_S = 180.0  # import, call and build
 
@@ -49,29 +50,29 @@ def check(
     credentials.
     """
     more = {"task": asdict(task), "job": None if job is None else job.model_dump_json()}
-    _try_apart(parse(text), sources, cache, more, deadline_s)
+    _check_in_process(parse(text), sources, cache, more, deadline_s)
 
 
 def check_watcher(
     text: str, sources: Sequence[str], cache: Path, deadline_s: float = CHECK_S
 ) -> None:
     """Open the preemption watcher ``text`` in a process of its own; raises that process's error."""
-    from paceline.training.loop.preemption import require_allowed_watcher
+    from paceline.training.loop import require_allowed_watcher
 
     ref = require_allowed_watcher(text, sources)
     if ref is not None:
-        _try_apart(ref, sources, cache, {"task": None}, deadline_s)
+        _check_in_process(ref, sources, cache, {"task": None}, deadline_s)
 
 
-def _try_apart(
+def _check_in_process(
     ref: CodeRef, sources: Sequence[str], cache: Path, more: dict[str, Any], deadline_s: float
 ) -> None:
     """Run ``main`` in a process without ambient credentials; raise the error that it reports."""
     require_allowed(ref, sources)
     environment = dict(os.environ)
-    scrub(environment)
+    scrub_variables(environment)
     asked = {"text": ref.text, "sources": list(sources), "cache": str(cache), **more}
-    command = [sys.executable, "-m", "paceline.training.user_code"]
+    command = [sys.executable, "-m", "paceline.training.user_code.checking"]
     try:
         done = subprocess.run(
             command,
@@ -98,7 +99,7 @@ def _try_apart(
         tail = done.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise TrainingFailed(
             "code reference ended its process",
-            got=f"exit code {done.returncode}: {tail[0][:SAID_CHARACTERS]}",
+            got=f"exit code {done.returncode}: {tail[0][:MAX_MESSAGE_CHARACTERS]}",
             where=ref.where,
         ) from error
     raise kind(
@@ -110,7 +111,7 @@ def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
     """Check the job's user code on the job's data before any rank starts; see ``check``."""
     if not job.settings.code_ref:
         return
-    size = size_of(job, runtime.profile)
+    size = task_size_of(job, runtime.profile)
     task = Task(
         seed=job.settings.seed,
         context=size.context,
@@ -130,7 +131,7 @@ _KINDS: dict[str, type[PacelineError]] = {
 
 def main() -> int:
     """Check the reference on standard input; on failure the last line of output is the error."""
-    from paceline.training.loop.preemption import open_watcher
+    from paceline.training.loop import open_watcher
 
     asked = json.loads(sys.stdin.readline())
     what = asked["text"], asked["sources"], Path(asked["cache"])
@@ -144,21 +145,17 @@ def main() -> int:
         if asked["job"] is not None:
             _try(workload, model, asked["job"], task, ref)
     except PacelineError as error:
-        said = {"code": error.code, "what": error.what, "do": error.do} | {
-            name: None if value is None else str(value)[:SAID_CHARACTERS]
-            for name, value in (
-                ("got", error.got),
-                ("wanted", error.wanted),
-                ("where", error.where),
-            )
-        }
+        said = {"code": error.code, "what": error.what, "do": error.do}
+        for name in ("got", "wanted", "where"):
+            value = getattr(error, name)
+            said[name] = None if value is None else str(value)[:MAX_MESSAGE_CHARACTERS]
         sys.stdout.write("\n" + json.dumps(said) + "\n")
         return error.exit_code
     return 0
 
 
 def _try(workload: Workload, model: nn.Module, job: str, task: Task, ref: CodeRef) -> None:
-    from paceline.schemas.training import TrainJob
+    from paceline.schemas import TrainJob
     from paceline.training.user_code.trying import first_rows, try_batch
 
     batch = first_rows(TrainJob.model_validate_json(job), task)
@@ -172,7 +169,9 @@ def _build(workload: Workload, ref: CodeRef) -> nn.Module:
     try:
         model = workload.build()
     except Exception as error:
-        raise raised("code reference raised while it built its model", ref, error) from error
+        raise user_code_error(
+            "code reference raised while it built its model", ref, error
+        ) from error
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
         raise InvalidInput(
             "code reference builds no model",
@@ -181,3 +180,12 @@ def _build(workload: Workload, ref: CodeRef) -> nn.Module:
             where=ref.where,
         )
     return model
+
+
+if __name__ == "__main__":
+    from paceline.training.loop import leave_removed_directory
+
+    leave_removed_directory()
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # user code may have left threads

@@ -1,27 +1,49 @@
-"""Load user code in this process: scrub the environment, import it from its tree, call it."""
+"""Fetch pinned code to this node and load it in this process.
+
+A commit or a directory is copied once and verified at each use; before the import from that copy
+the environment is scrubbed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import hashlib
 import importlib
 import importlib.util
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.settings import scrub
-from paceline.errors import InvalidInput, TrainingFailed
-from paceline.training.user_code.fetching import fetch
-from paceline.training.user_code.reference import CodeRef, parse, require_allowed
+from paceline.config import scrub_variables
+from paceline.errors import (
+    CorruptData,
+    InvalidInput,
+    MissingTool,
+    ServiceUnavailable,
+    TrainingFailed,
+)
+from paceline.training.user_code.reference import (
+    CodeRef,
+    files_of,
+    module_digest,
+    parse,
+    require_allowed,
+    tree_digest,
+)
 
 if TYPE_CHECKING:
-    from paceline.training.loop.workload import Workload
+    from paceline.training.loop import Workload
 
-SAID_CHARACTERS = 2000
+MAX_MESSAGE_CHARACTERS = 2000
+FETCH_S = 120.0  # one git command
 
 
 @dataclass(frozen=True)
@@ -62,17 +84,17 @@ def call(
     require_allowed(ref, sources)
     tree = fetch(ref, cache)
     if scrub_environment:
-        scrub(os.environ)
+        scrub_variables(os.environ)
     entry = _entry(ref, tree)
     try:
         return entry(*arguments)
     except Exception as error:
-        raise raised("code reference raised", ref, error) from error
+        raise user_code_error("code reference raised", ref, error) from error
 
 
 def require_workload(found: Any, ref: CodeRef) -> Workload:
     """Return ``found`` if it is a workload; raises InvalidInput otherwise."""
-    from paceline.training.loop.workload import Workload
+    from paceline.training.loop import Workload
 
     if isinstance(found, type) or not isinstance(found, Workload):
         missing = [
@@ -89,9 +111,9 @@ def require_workload(found: Any, ref: CodeRef) -> Workload:
     return found
 
 
-def raised(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
+def user_code_error(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
     """Return the error that describes an exception of user code."""
-    said = f"{type(error).__name__}: {error}"[:SAID_CHARACTERS]
+    said = f"{type(error).__name__}: {error}"[:MAX_MESSAGE_CHARACTERS]
     return TrainingFailed(
         what,
         got=f"{said}{_line_of(error)}",
@@ -125,7 +147,7 @@ def _entry(ref: CodeRef, tree: Path | None) -> Any:
             "code reference names no function", got=ref.function, where=ref.where
         ) from error
     except Exception as error:
-        raise raised("code reference cannot be imported", ref, error) from error
+        raise user_code_error("code reference cannot be imported", ref, error) from error
     file = getattr(module, "__file__", None) or ""
     if tree is not None and not Path(file).resolve().is_relative_to(tree.resolve()):
         raise InvalidInput(
@@ -168,3 +190,107 @@ def _no_bytecode() -> Iterator[None]:
         yield
     finally:
         sys.dont_write_bytecode = before
+
+
+def fetch(ref: CodeRef, cache: Path) -> Path | None:
+    """Return the directory from which to import ``ref``, verified; None for an installed module.
+
+    A commit, or a directory, is copied into ``cache`` once, whole or not at all, and verified
+    against its digest each time.
+    """
+    if ref.kind == "module":
+        if ref.pin and (got := module_digest(ref.module)) != ref.pin:
+            raise _changed(ref, got)
+        return None
+    name = hashlib.sha256(f"{ref.url}@{ref.pin}".encode()).hexdigest()
+    tree, seal = cache / name, cache / f"{name}.sha256"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks of one node fetch once; git has a timeout
+        if not seal.exists():
+            shutil.rmtree(tree, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix="fetch-") as scratch:
+                fresh = Path(scratch) / "tree"
+                if ref.kind == "git":
+                    _clone(ref, fresh)
+                else:
+                    _copy(ref.directory, fresh)
+                seal_text = tree_digest(fresh)
+                if ref.kind == "directory" and seal_text != ref.pin:
+                    raise _changed(ref, seal_text)
+                fresh.replace(tree)
+            seal.write_text(seal_text)
+        if (got_digest := tree_digest(tree)) != seal.read_text():
+            shutil.rmtree(tree, ignore_errors=True)
+            seal.unlink()
+            raise CorruptData(
+                "fetched code changed on disk",
+                got=got_digest,
+                where=tree,
+                do="It is fetched again at the next start.",
+            )
+    return tree
+
+
+def _copy(source: Path, target: Path) -> None:
+    if not list(files_of(source)):  # checks each of them
+        raise InvalidInput("code directory is not there, or empty", where=source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(source, target, ignore=ignored, copy_function=shutil.copyfile)
+
+
+def _clone(ref: CodeRef, target: Path) -> None:
+    """Write the commit's files into ``target``: no credentials, hooks, submodules or helpers."""
+    if shutil.which("git") is None:
+        raise MissingTool("git is not installed", wanted="git", do="Install it on every node.")
+    target.mkdir(parents=True)
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    environment = kept | {
+        "HOME": str(target.parent),
+        "GIT_CONFIG_NOSYSTEM": "1",
+        "GIT_CONFIG_GLOBAL": os.devnull,
+        "GIT_TERMINAL_PROMPT": "0",
+        "GIT_ASKPASS": "/bin/false",
+        "GIT_ALLOW_PROTOCOL": ref.url.partition("://")[0],
+    }
+    settings = ("core.hooksPath=/dev/null", "core.symlinks=false", "safe.directory=*")
+    options = [word for each in settings for word in ("-c", each)]
+
+    def git(*words: str) -> str:
+        try:
+            done = subprocess.run(
+                ["git", *options, "-C", str(target), *words],
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=FETCH_S,
+                check=True,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ServiceUnavailable(
+                "code cannot be fetched", got=f"no answer in {FETCH_S:.0f} s", where=ref.url
+            ) from error
+        except subprocess.CalledProcessError as error:
+            raise ServiceUnavailable(
+                "code cannot be fetched",
+                got=(error.stderr.strip().splitlines() or ["nothing said"])[-1][:300],
+                wanted=f"commit {ref.pin}",
+                where=ref.url,
+            ) from error
+        return done.stdout.strip()
+
+    git("init", "-q")
+    git("fetch", "-q", "--depth", "1", "--no-tags", "--no-recurse-submodules", ref.url, ref.pin)
+    git("checkout", "-q", "--detach", ref.pin)
+    if (got := git("rev-parse", "HEAD")) != ref.pin:
+        raise CorruptData("another commit came", got=got, wanted=ref.pin, where=ref.url)
+    shutil.rmtree(target / ".git")
+
+
+def _changed(ref: CodeRef, got: str) -> CorruptData:
+    return CorruptData(
+        "code is not what the reference is pinned to",
+        got=f"sha256:{got}",
+        wanted=f"sha256:{ref.pin}",
+        where=ref.url or ref.module,
+    )

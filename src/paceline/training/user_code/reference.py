@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.config.settings import module_allowed
+from paceline.config import module_allowed
 from paceline.errors import AccessDenied, InvalidInput
 
 DIAL = "training.code_ref"  # the setting that holds a reference, by default

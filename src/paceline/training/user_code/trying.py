@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from paceline.config import load_runtime
 from paceline.data import Batch, ShardCache, load_snapshot, open_stream
-from paceline.data.loading.process_transform import open_transforms
+from paceline.data.loading import open_transforms
 from paceline.errors import InvalidInput, PacelineError
-from paceline.schemas.training import TrainJob
+from paceline.schemas import TrainJob
 from paceline.storage import open_store
-from paceline.training.loop.workload import Inputs, Workload
-from paceline.training.user_code.loading import Task, raised
+from paceline.training.loop import Inputs, Workload
+from paceline.training.user_code.loading import Task, user_code_error
 from paceline.training.user_code.reference import CodeRef
 
 ROWS = 2  # some layers (batch norm) reject a single row
@@ -48,7 +48,7 @@ def first_rows(job: TrainJob, task: Task) -> Batch | None:
     transforms = open_transforms(
         job.data.transform,
         runtime.profile.security.code_sources,
-        processes=0,
+        processes=1,
         deadline_s=job.data.transform_deadline_s,
     )
     settings = job.data.model_copy(update={"columns": 1, "prefetch_batches": 1})
@@ -59,7 +59,6 @@ def first_rows(job: TrainJob, task: Task) -> Batch | None:
             store,
             directory,
             limit_bytes=job.data.cache_bytes,
-            ahead=1,
             transforms=transforms,
             purpose=job.purpose,
             project=job.data.project,
@@ -111,7 +110,9 @@ def _called(what: str, ref: CodeRef, call: Any) -> Any:
     except PacelineError:
         raise
     except Exception as error:
-        raise raised(f"code reference's {what} raised on the first batch", ref, error) from error
+        raise user_code_error(
+            f"code reference's {what} raised on the first batch", ref, error
+        ) from error
 
 
 def _require_inputs(found: Any, ref: CodeRef) -> None:

@@ -10,7 +10,6 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -29,7 +28,7 @@ _PACKAGE = "paceline.etcd"
 _TABLE = """
 Header: cluster_id=1:uint64 member_id=2:uint64 revision=3:int64 raft_term=4:uint64
 KeyValue: key=1:bytes create_revision=2:int64 mod_revision=3:int64 version=4:int64 value=5:bytes lease=6:int64
-RangeRequest: key=1:bytes range_end=2:bytes limit=3:int64 revision=4:int64 keys_only=8:bool count_only=9:bool
+RangeRequest: key=1:bytes range_end=2:bytes limit=3:int64 revision=4:int64 keys_only=8:bool count_only=9:bool min_mod_revision=10:int64
 RangeResponse: header=1:Header kvs=2:*KeyValue more=3:bool count=4:int64
 PutRequest: key=1:bytes value=2:bytes lease=3:int64
 PutResponse: header=1:Header
@@ -46,10 +45,6 @@ LeaseRevokeRequest: ID=1:int64
 LeaseRevokeResponse: header=1:Header
 LeaseKeepAliveRequest: ID=1:int64
 LeaseKeepAliveResponse: header=1:Header ID=2:int64 TTL=3:int64
-WatchCreateRequest: key=1:bytes range_end=2:bytes start_revision=3:int64
-WatchRequest: create_request=1:WatchCreateRequest
-WatchEvent: type=1:int32 kv=2:KeyValue
-WatchResponse: header=1:Header watch_id=2:int64 created=3:bool canceled=4:bool compact_revision=5:int64 cancel_reason=6:string events=11:*WatchEvent
 AuthenticateRequest: name=1:string password=2:string
 AuthenticateResponse: header=1:Header token=2:string
 StatusRequest:
@@ -64,9 +59,8 @@ _SCALARS = {
     "int64": descriptor_pb2.FieldDescriptorProto.TYPE_INT64,
     "uint64": descriptor_pb2.FieldDescriptorProto.TYPE_UINT64,
 }
+EQUAL = 0
 COMPARE_CREATE, COMPARE_MOD = 1, 2  # what the comparison uses
-EQUAL, GREATER = 0, 1
-DELETED = 1  # type of a watch event
 
 
 def _make() -> dict[str, Any]:
@@ -111,14 +105,13 @@ CALLS: dict[str, tuple[str, Any, Any]] = {
         ("Lease.LeaseGrant", "LeaseGrant"),
         ("Lease.LeaseRevoke", "LeaseRevoke"),
         ("Lease.LeaseKeepAlive", "LeaseKeepAlive"),
-        ("Watch.Watch", "Watch"),
         ("Auth.Authenticate", "Authenticate"),
         ("Maintenance.Status", "Status"),
     )
 }
 
 
-def request(name: str, **fields: Any) -> Any:
+def request(name: str, /, **fields: Any) -> Any:
     """Return the message ``name`` (of the table) with ``fields``."""
     return _CLASSES[name](**fields)
 
@@ -141,26 +134,16 @@ def get(key: bytes, revision: int = 0) -> Any:
     return request("RequestOp", request_range=request("RangeRequest", key=key, revision=revision))
 
 
-def created_at(key: bytes, revision: int) -> Any:
+def if_created_at(key: bytes, revision: int) -> Any:
     """Return the condition that a key was created at ``revision``; 0: that it does not exist."""
     return request(
         "Compare", result=EQUAL, target=COMPARE_CREATE, key=key, create_revision=revision
     )
 
 
-def changed_at(key: bytes, revision: int) -> Any:
+def if_changed_at(key: bytes, revision: int) -> Any:
     """Return the condition that a key was last changed at ``revision``."""
     return request("Compare", result=EQUAL, target=COMPARE_MOD, key=key, mod_revision=revision)
-
-
-def exists(key: bytes) -> Any:
-    """Return the condition that a key exists."""
-    return request("Compare", result=GREATER, target=COMPARE_CREATE, key=key, create_revision=0)
-
-
-def after_prefix(prefix: bytes) -> bytes:
-    """Return the end of the range of all keys that begin with ``prefix``."""
-    return prefix[:-1] + bytes([prefix[-1] + 1])
 
 
 log = logging.getLogger(__name__)
@@ -239,111 +222,65 @@ class EtcdClient:
         """Return the answer of the first member that gives one.
 
         Raises ServiceUnavailable where none answers in time: whether the call took effect is then
-        unknown. Raises AccessDenied and Compacted.
+        unknown. Raises AccessDenied, and Compacted.
         """
         return self.send(name, message, within_s=within_s)[0]
 
     def send(self, name: str, message: Any, *, within_s: float = CALL_S) -> tuple[Any, bool]:
         """Do as ``call``, and also return whether the message was sent only once."""
-        path, _, answer = CALLS[name]
-        unary = name != "LeaseKeepAlive"
-
-        def once(channel: grpc.Channel, timeout_s: float, metadata: Any) -> Any:
-            kind = channel.unary_unary if unary else channel.stream_stream
-            call = kind(
-                path,
-                request_serializer=lambda each: each.SerializeToString(),
-                response_deserializer=answer.FromString,
-            )
-            if unary:
-                return call(message, timeout=timeout_s, metadata=metadata)
-            stream = call(iter((message,)), timeout=timeout_s, metadata=metadata)
-            try:
-                return next(stream)
-            except StopIteration:
-                return answer()  # the stream ended without an answer
-            finally:
-                stream.cancel()
-
-        return self._attempts(once, within_s)
-
-    def stream(self, name: str, message: Any) -> tuple[grpc.Channel, Any]:
-        """Open a stream with the request ``message`` and return it; it has no deadline.
-
-        Its iterator raises grpc.RpcError; the caller then calls ``elsewhere``.
-        """
-        path, _, answer = CALLS[name]
-        with self._lock:
-            channel = self._channels[self._current]
-        call = channel.stream_stream(
-            path,
-            request_serializer=lambda each: each.SerializeToString(),
-            response_deserializer=answer.FromString,
-        )
-        said = _SingleMessage(message)
-        stream = call(said, metadata=self._metadata())
-        stream.add_callback(said.end)
-        return channel, stream
-
-    def elsewhere(self, failed: grpc.Channel) -> None:
-        """Try another member first from now on, if ``failed`` is the one tried first."""
-        with self._lock:
-            if self._channels[self._current] is failed:
-                self._current = (self._current + 1) % len(self._channels)
-
-    def version(self) -> str:
-        """Return the version of the first member that answers."""
-        return str(self.call("Status", request("StatusRequest")).version)
-
-    def _attempts(self, once: Any, within_s: float) -> tuple[Any, bool]:
         until_s = time.monotonic() + within_s
         for tried in itertools.count(1):
             with self._lock:
                 channel = self._channels[self._current]
-            left_s = until_s - time.monotonic()
-            timeout_s = max(0.05, min(ATTEMPT_S, left_s))
+            timeout_s = max(0.05, min(ATTEMPT_S, until_s - time.monotonic()))
             try:
-                return once(channel, timeout_s, self._metadata()), tried == 1
+                return self._once(channel, name, message, timeout_s), tried == 1
             except grpc.RpcError as error:
-                if self._again(error, channel):
-                    left_s = until_s - time.monotonic()
-                    if left_s > 0 and not self._closed:
-                        if tried % len(self._channels) == 0:
-                            time.sleep(min(PAUSE_S, left_s))
-                        continue
+                left_s = until_s - time.monotonic()
+                if self._may_try_again(error, channel) and left_s > 0 and not self._closed:
+                    if tried % len(self._channels) == 0:
+                        time.sleep(min(PAUSE_S, left_s))
+                    continue
                 raise self._translated(error) from error
             except ValueError as error:  # gRPC's error for a closed channel
                 raise self._away(f"closed: {error}") from error
         raise AssertionError
 
-    def _again(self, error: Any, channel: grpc.Channel) -> bool:
-        """Return whether the same call may work at another member, or with a new token."""
-        if error.code() in _ELSEWHERE:
-            self.elsewhere(channel)
-            return True
-        if self._access.user and any(each in (error.details() or "") for each in _OLD_TOKEN):
-            fresh, self._token = self._token is not None, None
-            return fresh
-        return False
-
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        if not self._access.user:
-            return ()
-        if self._token is None:
-            self._token = self._authenticated()
-        return (("token", self._token),)
-
-    def _authenticated(self) -> str:
-        path, kind, answer = CALLS["Authenticate"]
-        message = kind(name=self._access.user, password=self._access.password)
-        with self._lock:
-            channel = self._channels[self._current]
-        call = channel.unary_unary(
+    def _once(self, channel: grpc.Channel, name: str, message: Any, timeout_s: float) -> Any:
+        path, _, answer = CALLS[name]
+        stream = name == "LeaseKeepAlive"  # one request and one answer of a stream are used
+        call = (channel.unary_stream if stream else channel.unary_unary)(
             path,
             request_serializer=lambda each: each.SerializeToString(),
             response_deserializer=answer.FromString,
         )
-        return str(call(message, timeout=ATTEMPT_S).token)
+        metadata: tuple[tuple[str, str], ...] = ()
+        if self._access.user and name != "Authenticate":
+            self._token = self._token or self._authenticated(channel)
+            metadata = (("token", self._token),)
+        found = call(message, timeout=timeout_s, metadata=metadata)
+        return next(found, answer()) if stream else found
+
+    def _authenticated(self, channel: grpc.Channel) -> str:
+        fields = {"name": self._access.user, "password": self._access.password}
+        message = request("AuthenticateRequest", **fields)
+        return str(self._once(channel, "Authenticate", message, ATTEMPT_S).token)
+
+    def version(self) -> str:
+        """Return the version of the first member that answers."""
+        return str(self.call("Status", request("StatusRequest")).version)
+
+    def _may_try_again(self, error: Any, channel: grpc.Channel) -> bool:
+        """Return whether the same call may work at another member, or with a new token."""
+        if error.code() in _ELSEWHERE:
+            with self._lock:
+                if self._channels[self._current] is channel:
+                    self._current = (self._current + 1) % len(self._channels)
+            return True
+        if self._access.user and any(each in (error.details() or "") for each in _OLD_TOKEN):
+            is_old, self._token = self._token is not None, None
+            return is_old
+        return False
 
     def _translated(self, error: Any) -> PacelineError | Compacted:
         code, details = error.code(), str(error.details())
@@ -373,27 +310,6 @@ class EtcdClient:
             where=self.where,
             do="Bring a majority of its members back, and look at their logs.",
         )
-
-
-class _SingleMessage:
-    """A request stream of one message that stays open until the call ends."""
-
-    def __init__(self, message: Any) -> None:
-        self._messages = [message]
-        self._ended = threading.Event()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        if self._messages:
-            return self._messages.pop()
-        self._ended.wait()
-        raise StopIteration
-
-    def end(self) -> None:
-        """Release gRPC's sending thread."""
-        self._ended.set()
 
 
 def _target(endpoint: str) -> tuple[str, bool]:

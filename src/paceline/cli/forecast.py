@@ -1,0 +1,215 @@
+"""`paceline plan` and `paceline simulate`: what a deployment to a described fleet would take.
+
+`plan` predicts each topology's duration; `simulate` runs one deployment under a virtual clock and
+network, with failures. Neither needs a server or moves a byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.options import LINK, SIZE, json_option, size
+from paceline.plan import FleetDescription, plan_table
+from paceline.schemas import COUNT_MAX, PlanRow, PlanTable, SimulationReport, Topology
+
+_COLUMNS = ("topology", "seconds", "× bound", "cross-rack", "source", "depth", "limit")
+_FLEET = (
+    click.option("--size", "size_bytes", **SIZE, required=True, help="The model's size: 500GB."),
+    click.option("--workers", type=int, required=True, help="How many workers are to have it."),
+    click.option(
+        "--link", "link_mbit", **LINK, required=True, help="Each worker's link, e.g. 10Gbps."
+    ),
+    click.option(
+        "--external",
+        "external_mbit",
+        **LINK,
+        help="The link to the source (default: as fast as --link).",
+    ),
+    click.option(
+        "--racks", type=int, default=0, help="Racks of equal size (default: 32 workers each)."
+    ),
+    click.option(
+        "--oversubscription",
+        type=float,
+        default=1.0,
+        show_default=True,
+        help="A rack's links together / its uplink.",
+    ),
+    click.option(
+        "--disk",
+        "disk_mbit",
+        **LINK,
+        help="What a worker's disk writes, e.g. 2GB/s (default: no bound).",
+    ),
+    click.option(
+        "--piece", "piece_bytes", **SIZE, help="Piece size (default: as publish would choose)."
+    ),
+    click.option("--chunk", "chunk_bytes", **SIZE, help="Chunk size (default: 0.8 s of the link)."),
+    click.option(
+        "--topology",
+        type=click.Choice([str(each) for each in Topology]),
+        default=str(Topology.AUTO),
+        show_default=True,
+        help="The one to use.",
+    ),
+    json_option,
+)
+
+
+def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``command`` with the options that describe a fleet and a model for it."""
+    for option in reversed(_FLEET):
+        command = option(command)
+    return command
+
+
+@click.command()
+@fleet_options
+def plan(topology: str, as_json: bool, **fleet: Any) -> int:
+    """Forecast what each topology would take. Needs no server and moves nothing."""
+    table = plan_table(FleetDescription(**_given(fleet)), Topology(topology))
+    if as_json:
+        click.echo(table.model_dump_json(indent=1))
+    else:
+        _show_plan(table)
+    return 0
+
+
+@click.command(name="simulate")
+@fleet_options
+@click.option("--fail", type=float, default=0.0, help="Share of workers that die, e.g. 0.05.")
+@click.option(
+    "--corrupt", type=float, default=0.0, help="Share of transfers of pieces that arrive corrupt."
+)
+@click.option(
+    "--straggle", type=float, default=0.0, help="Share of workers at a fifth of the link."
+)
+@click.option(
+    "--faults",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="Observed faults, JSON: at_s, worker, kind (kill, silence, freeze, rate or corrupt).",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, COUNT_MAX),
+    default=0,
+    show_default=True,
+    help="Same seed, same report.",
+)
+def simulating(topology: str, as_json: bool, faults: Path | None, **scenario: Any) -> int:
+    """Simulate a deployment with the real planner, sessions and coordinator.
+
+    Exit code 1 when an invariant did not hold; the report lists which.
+    """
+    from paceline.simulation import Scenario, read_faults, simulate
+
+    observed = () if faults is None else read_faults(faults)
+    report = simulate(Scenario(topology=Topology(topology), faults=observed, **_given(scenario)))
+    if as_json:
+        click.echo(report.model_dump_json(indent=1))
+    else:
+        _show_simulation(report)
+    return 1 if report.violations else 0
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _show_plan(forecast: PlanTable) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(
+        f"{size(forecast.size_bytes)} to {forecast.workers:,} worker{_s(forecast.workers)} in "
+        f"{forecast.racks:,} rack{_s(forecast.racks)}, "
+        f"links {_speed(forecast.link_mbit)}, source {_speed(forecast.external_mbit)}, "
+        f"pieces {_piece(forecast.piece_bytes)}; nobody can finish before "
+        f"{_seconds(forecast.bound_seconds)} s",
+        highlight=False,
+    )
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in _COLUMNS:
+        left = name in ("topology", "limit")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    rows = sorted(forecast.rows, key=lambda row: (row.reference, row.predicted_seconds))
+    best = next(
+        row for row in forecast.rows if row.topology == forecast.chosen and not row.reference
+    )
+    for number, row in enumerate(rows):
+        table.add_row(
+            *_cells(row, chosen=row.topology == forecast.chosen and not row.reference),
+            style="dim" if row.reference else "bold" if row.topology == forecast.chosen else "",
+            end_section=not row.reference and rows[number + 1].reference,
+        )
+    console.print(table)
+    console.print("Dim rows are schemes to compare with; Paceline does not use them.")
+    console.print(
+        f"With the deaths that a fleet of this size must expect: {best.topology} takes "
+        f"{_seconds(best.expected_seconds)} s.",
+        highlight=False,
+    )
+
+
+def _cells(row: PlanRow, *, chosen: bool) -> tuple[str, ...]:
+    return (
+        f"{row.topology} ←" if chosen else row.topology,
+        _seconds(row.predicted_seconds),
+        f"{row.ratio:.3f}" if row.ratio < 100 else f"{row.ratio:,.0f}",
+        size(row.cross_rack_bytes),
+        size(row.origin_bytes),
+        f"{row.depth:,}",
+        row.limited_by,
+    )
+
+
+def _s(count: int) -> str:
+    return "" if count == 1 else "s"
+
+
+def _piece(count: int) -> str:
+    return f"{count / 2**20:g} MiB" if count >= 2**20 else f"{count / 1024:g} KiB"
+
+
+def _seconds(value: float) -> str:
+    if 0 < value < 0.001:
+        return "< 0.001"
+    return (
+        f"{value:,.0f}" if value >= 10_000 else f"{value:,.1f}" if value >= 10 else f"{value:.3f}"
+    )
+
+
+def _speed(mbit: float) -> str:
+    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"
+
+
+def _show_simulation(report: SimulationReport) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(show_header=False, box=None, pad_edge=False)
+    complete = "all complete" if report.survivors_complete else "NOT ALL COMPLETE"
+    rows = [
+        ("topology", report.topology),
+        ("seconds", f"{report.seconds:.1f}  ({report.ratio:.3f} x the bound)"),
+        ("bound, plan", f"{report.bound_seconds:.1f}, {report.predicted_seconds:.1f}"),
+        ("survivors", f"{report.survivors} of {report.workers}, {complete}"),
+        ("from the source", f"{report.origin_bytes / 1e9:.1f} GB  ({report.origin_ratio:.4f} x)"),
+        ("between racks", f"{report.cross_rack_bytes / 1e9:.1f} GB"),
+        ("corrupt pieces", str(report.corrupt_pieces)),
+        ("seed, events", f"{report.seed}, {report.events}"),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    console.print(table)
+    for violation in report.violations:
+        console.print(
+            f"violated: {violation}", style="red", markup=False, highlight=False, soft_wrap=True
+        )

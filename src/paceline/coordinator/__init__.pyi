@@ -1,0 +1,28 @@
+from .callers import (
+    Call as Call,
+    Caller as Caller,
+    audit_event as audit_event,
+    current_call as current_call,
+    current_caller as current_caller,
+    require_worker as require_worker,
+)
+from .coordinator import Coordinator as Coordinator
+from .leadership import (
+    STEP_DOWN_DELAY_S as STEP_DOWN_DELAY_S,
+    Replica as Replica,
+    TermTask as TermTask,
+)
+from .ledger import LedgerEntry as LedgerEntry, LedgerIndex as LedgerIndex
+from .notifier import EventRing as EventRing, Notifier as Notifier
+from .state.settings import CoordinatorSettings as CoordinatorSettings
+from .state.state import CoordinatorState as CoordinatorState
+from .tokens import (
+    INCLUDES as INCLUDES,
+    KEEP_ENDED_S as KEEP_ENDED_S,
+    MAX_UNUSED as MAX_UNUSED,
+    NewToken as NewToken,
+    TokenRegistry as TokenRegistry,
+    new_token as new_token,
+    scopes_of as scopes_of,
+    sha256_of as sha256_of,
+)

@@ -1,0 +1,34 @@
+from .build import SkippedSamples as SkippedSamples, build_snapshot as build_snapshot
+from .loading.batch import Batch as Batch
+from .loading.shards import (
+    Document as Document,
+    ShardCache as ShardCache,
+    content_digest as content_digest,
+    documents as documents,
+)
+from .loading.stream import PlannedStream as PlannedStream, open_stream as open_stream
+from .snapshot import (
+    BYTE_VOCABULARY as BYTE_VOCABULARY,
+    Column as Column,
+    Shard as Shard,
+    Snapshot as Snapshot,
+    SnapshotRecord as SnapshotRecord,
+    Split as Split,
+    assign_splits as assign_splits,
+    in_held_out as in_held_out,
+    load_snapshot as load_snapshot,
+    require_columns as require_columns,
+    require_purpose as require_purpose,
+    require_readable as require_readable,
+    root_url as root_url,
+    snapshot_url as snapshot_url,
+    store_at as store_at,
+)
+from .source import STDLIB as STDLIB
+from .tokenizer import open_tokenizer as open_tokenizer, tokenizer_of as tokenizer_of
+from .validation import (
+    ValidationReport as ValidationReport,
+    read_table as read_table,
+    require_valid as require_valid,
+    validate_snapshot as validate_snapshot,
+)

@@ -1,0 +1,19 @@
+from .attention import exclude_from_compilation as exclude_from_compilation
+from .config import (
+    SEPARATOR_BYTE as SEPARATOR_BYTE,
+    ModelConfig as ModelConfig,
+    config_for as config_for,
+    count_parameters as count_parameters,
+    require_tokenizer as require_tokenizer,
+)
+from .files import (
+    CONFIG_FILE as CONFIG_FILE,
+    INDEX_FILE as INDEX_FILE,
+    read_config as read_config,
+    read_index as read_index,
+    weight_files as weight_files,
+    weights_digest as weights_digest,
+)
+from .recurrent import BLOCKS as BLOCKS, RecurrentBytes as RecurrentBytes
+from .transformer import Transformer as Transformer, new_model as new_model
+from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model

@@ -1,0 +1,12 @@
+from .lineage import (
+    TAG_MANIFEST as TAG_MANIFEST,
+    MetricPoint as MetricPoint,
+    Promotion as Promotion,
+    RegisteredVersion as RegisteredVersion,
+    claim_digest as claim_digest,
+    evaluation_metrics as evaluation_metrics,
+    evidence_path as evidence_path,
+    gate_metrics as gate_metrics,
+)
+from .registry import Registry as Registry
+from .runs import RunStatus as RunStatus

@@ -1,0 +1,31 @@
+from .agent import Agent as Agent, run_agent as run_agent
+from .control import ControlLoop as ControlLoop, HeartbeatBuilder as HeartbeatBuilder
+from .deployments import ActiveDeployment as ActiveDeployment
+from .joining import (
+    DIRECTORY as DIRECTORY,
+    JOINING_FILE as JOINING_FILE,
+    Renewal as Renewal,
+    join as join,
+)
+from .node import RelayDriver as RelayDriver
+from .origin import (
+    FIRST_RANGE as FIRST_RANGE,
+    OriginStream as OriginStream,
+    range_bytes as range_bytes,
+)
+from .process import (
+    LINK_MBIT_RANGE as LINK_MBIT_RANGE,
+    MAX_PORT as MAX_PORT,
+    AgentConfig as AgentConfig,
+    SignalEvent as SignalEvent,
+    advertised_address as advertised_address,
+)
+from .sources import (
+    DirectoryReader as DirectoryReader,
+    OnSocket as OnSocket,
+    RangeReader as RangeReader,
+    S3Reader as S3Reader,
+    Sources as Sources,
+    allowed_source as allowed_source,
+    fetch_allowed_manifest as fetch_allowed_manifest,
+)

@@ -1,0 +1,13 @@
+from .client import (
+    from_client_error as from_client_error,
+    translate_s3_errors as translate_s3_errors,
+)
+from .disk import DiskStore as DiskStore, open_store as open_store
+from .store import ObjectStore as ObjectStore
+from .url import (
+    MAX_URL as MAX_URL,
+    ObjectInfo as ObjectInfo,
+    is_within as is_within,
+    join_url as join_url,
+    parse_url as parse_url,
+)

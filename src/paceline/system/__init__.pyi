@@ -1,0 +1,22 @@
+from .files import (
+    PRIVATE_DIRECTORY as PRIVATE_DIRECTORY,
+    create_durably as create_durably,
+    ensure_own_directory as ensure_own_directory,
+    ensure_private as ensure_private,
+    make_directories as make_directories,
+    restrict_directory as restrict_directory,
+    sync_directories as sync_directories,
+    sync_directory as sync_directory,
+    sync_tree as sync_tree,
+    write_durably as write_durably,
+    write_private as write_private,
+)
+from .http import (
+    Endpoint as Endpoint,
+    HttpServer as HttpServer,
+    Response as Response,
+    basic_authorization as basic_authorization,
+    fetch as fetch,
+    is_loopback as is_loopback,
+)
+from .processes import process_holding as process_holding

@@ -1,0 +1,13 @@
+from .metrics import (
+    CONTENT_TYPE as CONTENT_TYPE,
+    FleetMetrics as FleetMetrics,
+    Snapshot as Snapshot,
+)
+from .page import PAGE_HEADERS as PAGE_HEADERS, docs_page as docs_page, fleet_page as fleet_page
+from .watch_items import (
+    DeploymentSnapshot as DeploymentSnapshot,
+    MomentBuilder as MomentBuilder,
+    PartSnapshot as PartSnapshot,
+    StateSnapshot as StateSnapshot,
+    of_deployment as of_deployment,
+)

@@ -1,0 +1,41 @@
+from .base import BaseResult as BaseResult, BaseSpec as BaseSpec, train_base as train_base
+from .identity import (
+    code_ref_task_size as code_ref_task_size,
+    code_version as code_version,
+    config_digest as config_digest,
+    result_data_settings as result_data_settings,
+    training_inputs as training_inputs,
+    with_derived_id as with_derived_id,
+)
+from .interval import (
+    CheckpointInterval as CheckpointInterval,
+    FailureCount as FailureCount,
+)
+from .launcher.driver import run_job as run_job
+from .launcher.gang import GangSupervisor as GangSupervisor
+from .launcher.local import LocalLauncher as LocalLauncher
+from .launcher.ports import (
+    Deadlines as Deadlines,
+    GangMember as GangMember,
+    GangResult as GangResult,
+    Launcher as Launcher,
+)
+from .recurrent import (
+    CarriedState as CarriedState,
+    RecurrentWorkload as RecurrentWorkload,
+    byte_gru as byte_gru,
+)
+from .reproduce import compare as compare, train_again as train_again
+from .reproducibility import (
+    CUBLAS_DETERMINISTIC as CUBLAS_DETERMINISTIC,
+    Recorded as Recorded,
+    current_environment as current_environment,
+    differences_of as differences_of,
+    nodes_with_base_model as nodes_with_base_model,
+    require_same as require_same,
+)
+from .single import (
+    checkpoints_url as checkpoints_url,
+    display_url as display_url,
+    local_record_dir as local_record_dir,
+)

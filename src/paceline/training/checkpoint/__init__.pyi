@@ -1,0 +1,48 @@
+from .dcp_export import (
+    DcpPrefixes as DcpPrefixes,
+    PacelineReader as PacelineReader,
+    export_dcp as export_dcp,
+)
+from .dcp_reading import (
+    ImportedCheckpoint as ImportedCheckpoint,
+    read_dcp as read_dcp,
+    read_metadata as read_metadata,
+)
+from .exporting import export as export
+from .generations import (
+    FoundGenerations as FoundGenerations,
+    Generation as Generation,
+    Generations as Generations,
+    generation_at as generation_at,
+    generations_at as generations_at,
+)
+from .layout import (
+    Chunk as Chunk,
+    Stateful as Stateful,
+    TrainState as TrainState,
+    WholeModel as WholeModel,
+    assign_writes as assign_writes,
+    chunks_of as chunks_of,
+    discard_all as discard_all,
+    from_bytes as from_bytes,
+    index_of as index_of,
+    local_of as local_of,
+    reads_for as reads_for,
+    snapshot_all as snapshot_all,
+    stateful_of as stateful_of,
+    to_bytes as to_bytes,
+)
+from .records import (
+    BEST_METRIC as BEST_METRIC,
+    COMMIT_FILE as COMMIT_FILE,
+    INDEX_FILE as INDEX_FILE,
+    REJECTED_FILE as REJECTED_FILE,
+    Commit as Commit,
+    Index as Index,
+    SavedFile as SavedFile,
+    StoredChunk as StoredChunk,
+    StoredTensor as StoredTensor,
+)
+from .resume import new_moment as new_moment, resume_newest_healthy as resume_newest_healthy
+from .saver import MAX_TEMPORARY_FAILURES as MAX_TEMPORARY_FAILURES, Checkpointer as Checkpointer
+from .writer import Staging as Staging

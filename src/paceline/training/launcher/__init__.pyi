@@ -1,0 +1,37 @@
+from .admission import (
+    MIB as MIB,
+    admit as admit,
+    free_memory as free_memory,
+    require_checkpoint as require_checkpoint,
+    require_data as require_data,
+    require_memory as require_memory,
+    require_mesh as require_mesh,
+)
+from .attempt import RankState as RankState
+from .driver import (
+    CANCEL_GRACE_S as CANCEL_GRACE_S,
+    RANK as RANK,
+    RESULT_FILE as RESULT_FILE,
+    rank_environment as rank_environment,
+    run_job as run_job,
+    run_on_nodes as run_on_nodes,
+    stored_result as stored_result,
+)
+from .gang import GangSupervisor as GangSupervisor
+from .independent_restart import (
+    STATE_LOST_EXIT as STATE_LOST_EXIT,
+    IndependentAttempt as IndependentAttempt,
+    RankExit as RankExit,
+    RestartPlacement as RestartPlacement,
+)
+from .job_notes import read_history as read_history
+from .job_tracker import JobTracker as JobTracker, TimeAccounts as TimeAccounts
+from .local import LocalLauncher as LocalLauncher, launcher_argv as launcher_argv
+from .placement import NodePool as NodePool, with_fewer_ranks as with_fewer_ranks
+from .ports import (
+    Deadlines as Deadlines,
+    GangMember as GangMember,
+    GangResult as GangResult,
+    Launcher as Launcher,
+    NodeMessage as NodeMessage,
+)

@@ -1,0 +1,27 @@
+"""The installed software, once a run, for all journeys."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks.testbed.bed import why_not
+from tests.journeys.hosts import build_software
+
+
+@pytest.fixture(scope="session")
+def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the installed wheel; skips where there are no namespaces."""
+    if reason := why_not():
+        if "netns" in os.environ.get("PACELINE_REQUIRE", "").split(","):
+            pytest.fail(f"required but missing: {reason}")
+        pytest.skip(reason)
+    return build_software(tmp_path_factory.mktemp("software"), "base")
+
+
+@pytest.fixture(scope="session")
+def control_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of a coordinator that keeps its state in etcd, Redis, PostgreSQL."""
+    return build_software(tmp_path_factory.mktemp("control"), "base", "stores")

@@ -1,0 +1,97 @@
+"""An operator brings up hosts that share nothing, with an S3 server of somebody else's.
+
+What docs/operations.md describes ("Nodes join", "Models and fleets beyond the demo"): init, a
+coordinator, join tokens, agents with mutual TLS, publish, a deployment over REST, watch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.fleet import ENVIRONMENT, KEY, SECRET, Fleet, bring_up, rclone_s3
+from tests.journeys.hosts import Site, site, until
+
+pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
+
+SOURCE = "s3://models/released/acme-7b/1"
+MODEL_BYTES = 12_000_000
+
+
+@pytest.fixture(scope="module")
+def bed(software: Path) -> Iterator[Site]:
+    with site(software, hosts=4) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def fleet(bed: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    logs = tmp_path_factory.mktemp("logs")
+    with rclone_s3(bed, logs) as url:
+        yield bring_up(bed, logs, url, ENVIRONMENT)
+
+
+def test_hosts_see_no_file_of_another(bed: Site, tmp_path: Path) -> None:
+    """Whatever a host writes, no other host and no file of this machine shows it."""
+    first, second = bed.hosts[:2]
+    for place in ("/tmp/it", "/var/tmp/it", "/dev/shm/it", "/run/it", "/home/it", "/etc/it"):
+        root = place.startswith("/etc")
+        first.run("sh", "-c", f"echo private > {place}", root=root).ok()
+        assert first.run("cat", place).ok().out == "private\n"
+        assert second.run("cat", place, root=True).code == 1
+        assert not Path(place).exists()
+    assert second.run("ls", str(Path(__file__).parent)).code == 2  # nor the checkout
+
+
+def test_a_model_reaches_every_node_by_its_own_credentials(fleet: Fleet) -> None:
+    """One node has AWS's variables, the other a file: neither's key is in a file of ours."""
+    control, (first, second, _) = fleet.control, fleet.nodes
+    second.write(
+        ".aws/credentials",
+        f"[default]\naws_access_key_id={KEY}\naws_secret_access_key={SECRET}\n",
+    )
+    fleet.agent(first, **ENVIRONMENT)
+    fleet.agent(second)
+    control.run("sh", "-c", f"mkdir -p acme; head -c {MODEL_BYTES} /dev/urandom > acme/w").ok()
+    wanted = control.run("sha256sum", "acme/w").ok().out.split()[0]
+    control.run(
+        *("paceline", "publish", "acme", SOURCE, "--model", "acme-7b", "--version", "1"),
+        env=ENVIRONMENT,
+    ).ok()
+    made = control.run("paceline", "tokens", "create", "--name", "ci", "--scope", "deploy").ok()
+    token = made.out.strip()
+    body = {
+        "model_id": "acme-7b",
+        "version": "1",
+        "source_url": SOURCE,
+        "target_workers": ["node-1", "node-2"],
+    }
+    until(
+        lambda: fleet.call(token, "/workers").out.count('"alive":true') == 2,
+        "both nodes register",
+    )
+    answer = fleet.call(token, "/deployments", json.dumps(body)).ok()
+    assert json.loads(answer.out)["status"] in ("init", "downloading")
+    ended = control.run("paceline", "watch").ok()
+    assert "2 of 2 workers" in ended.out
+    for each in (first, second):
+        path = f"state/nodes/node-{each.index}/store/models/acme-7b/1/w"
+        assert each.run("sha256sum", path).ok().out.split()[0] == wanted
+        assert each.run("grep", "-rlE", f"{KEY}|{SECRET}", "state").code == 1
+    assert control.run("grep", "-rlE", f"{KEY}|{SECRET}", ".paceline").code == 1
+
+
+def test_missing_credentials_are_named_where_they_are_missing(fleet: Fleet) -> None:
+    """A publish without credentials says which, where, and what to do."""
+    fleet.control.run("sh", "-c", "mkdir -p secretless; echo weights > secretless/w").ok()
+    refused = fleet.control.run(
+        *("paceline", "publish", "secretless", SOURCE, "--model", "acme-7b", "--version", "2"),
+        env={"AWS_EC2_METADATA_DISABLED": "true"},
+    )
+    assert refused.code == 77, refused
+    assert "no S3 credentials" in refused.err
+    assert "AWS_ACCESS_KEY_ID" in refused.err
+    assert refused.err.count("\n") == 1

@@ -1,0 +1,49 @@
+"""A name that a docstring quotes exists in the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
+# A name with a capital, a dot or an underscore within.
+QUOTED = re.compile(r"``((?=\w*(?:[a-z][A-Z]|[._][A-Za-z]))[A-Za-z][\w.]*)(?:\(.*?\))?``")
+OTHERS = {
+    "codeRef",
+    "file_sd_configs",
+    "get_optimizer_state_dict",
+    "torch.nn.utils.clip_grad_norm_",
+}
+
+
+def docstrings(node: ast.Module | ast.stmt) -> Iterator[str]:
+    """Yield the docstrings of ``node`` and of what it defines."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        yield ast.get_docstring(node, clean=False) or ""
+        for each in node.body:
+            yield from docstrings(each)
+
+
+def test_every_name_that_a_docstring_quotes_exists() -> None:
+    quoted, known = [], set[str]()
+    for path in sorted(SOURCE.rglob("*.py")):
+        code = path.read_text(encoding="utf-8")
+        known |= {path.stem, *path.relative_to(SOURCE).parts}
+        for text in docstrings(ast.parse(code)):
+            quoted += [(path, name) for name in QUOTED.findall(text)]
+            code = code.replace(text, "") if text else code
+        known.update(re.findall(r"[A-Za-z_]\w*", code))
+    assert len(quoted) > 500
+    missing = [
+        f"{path.relative_to(SOURCE)}: {name}"
+        for path, name in quoted
+        if name not in OTHERS and not set(name.split(".")) <= known
+    ]
+    assert not missing
+
+
+def test_names_are_told_from_words() -> None:
+    quoted = "``GoneClass.run``, ``gone_call(1)`` in ``relay.gone``; no ``word``, ``1.0``, ``--to``"
+    assert QUOTED.findall(quoted) == ["GoneClass.run", "gone_call", "relay.gone"]
