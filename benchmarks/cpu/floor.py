@@ -110,8 +110,9 @@ def serve(
     if settings:
         sock = settings.context(server=True).wrap_socket(sock, server_side=True)
     block = memoryview(bytearray(BLOCK // 2))
-    for descriptor, at, stop in pieces_of(files):
+    for descriptor, start, stop in pieces_of(files):
         ready.acquire()
+        at = start
         while at < stop:
             if settings is None:
                 at += os.sendfile(sock.fileno(), descriptor, at, stop - at)

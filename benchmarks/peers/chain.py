@@ -7,13 +7,14 @@ As ``benchmarks/cpu/floor.py``, one process a host: blocks of 512 KiB, BLAKE3, o
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from benchmarks.peers.nodes import Nodes
 from benchmarks.race.case import Case, Outcome
 from benchmarks.testbed.bed import ORIGIN_ADDRESS
 from paceline.relay.transport import issue_identity, make_authority
 
-NODE = "benchmarks.peers.chain_node"
+NODE = Path(__file__).with_name("chain_node.py")
 
 
 def run_chain(case: Case) -> Outcome:
@@ -30,6 +31,6 @@ def run_chain(case: Case) -> Outcome:
             copy, address = nodes.copy(place), case.bed.hosts[place].address
             copy.mkdir(parents=True)
         order = {"copy": str(copy), "files": sizes, "address": address, "from": before, "pki": pki}
-        nodes.start(place, [sys.executable, "-m", NODE], order)
+        nodes.start(place, [sys.executable, NODE], order)
         before = address
     return nodes.race({})

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from benchmarks.cpu.floor import PIECE, fill, pieces_of, serve
-from benchmarks.cpu.stage import BLOCK, say
-from paceline.relay.transport import TlsSettings
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from benchmarks.cpu.floor import PIECE, fill, pieces_of, serve  # noqa: E402
+from benchmarks.cpu.stage import BLOCK, say  # noqa: E402
+from paceline.relay.transport import TlsSettings  # noqa: E402
 
 PORT = 6900
 

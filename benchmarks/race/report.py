@@ -7,8 +7,26 @@ from pathlib import Path
 from typing import Any
 
 ORDER = (
-    *("auto", "auto-killed", "auto-slowed", "auto-racks", "auto-mtls", "chain", "tree", "tree-of-chains"),
-    *("mesh", "direct", "bare-chain", "bare-chain-tls", "libtorrent", "aria2", "aria2-s3", "boto3-s3"),
+    *(
+        "auto",
+        "auto-killed",
+        "auto-slowed",
+        "auto-racks",
+        "auto-mtls",
+        "chain",
+        "tree",
+        "tree-of-chains",
+    ),
+    *(
+        "mesh",
+        "direct",
+        "bare-chain",
+        "bare-chain-tls",
+        "libtorrent",
+        "aria2",
+        "aria2-s3",
+        "boto3-s3",
+    ),
 )
 TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 CPU_BOUND = 0.9  # of all cores busy: then the link was not the bound

@@ -61,7 +61,9 @@ ROWS = {
         _relay("auto-killed", "auto", trouble="kill", goal=1.06, clumsy=1.2),
         _relay("auto-slowed", "auto", trouble="slow", goal=1.06, clumsy=1.2),
         _relay("auto-racks", "auto", racked=True, goal=1.06, clumsy=1.1),
-        Row(name="auto-mtls", run=run_relay, settings={"topology": "auto", "mtls": True}, goal=1.06),
+        Row(
+            name="auto-mtls", run=run_relay, settings={"topology": "auto", "mtls": True}, goal=1.06
+        ),
         _relay("chain", "chain", clumsy=1.1),
         _relay("tree", "tree", clumsy=2.2),
         _relay("tree-of-chains", "tree-of-chains", clumsy=1.3),

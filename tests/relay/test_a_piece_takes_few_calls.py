@@ -38,7 +38,7 @@ def test_a_piece_takes_few_calls(tmp_path: Path) -> None:
             fleet.receipts(DEPLOYMENT, ["second"])
         finally:
             threading.setprofile(None)
-    frames = [at for at, (_, name) in enumerate(calls) if name == "_next_frame"]
+    frames = [at for at, (_, name) in enumerate(calls) if name == "begin"]
     steady = calls[frames[len(frames) // 4] : frames[3 * len(frames) // 4]]
     pieces = 3 * len(frames) // 4 - len(frames) // 4
     files = {file for file, _ in steady if "paceline" in Path(file).parts}

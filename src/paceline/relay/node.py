@@ -386,7 +386,8 @@ class RelayDriver:
                 return
             if isinstance(event, PieceVerified):
                 arrivals.append(event)
-                if len(arrivals) >= enough and not share.delivery_posted:
+                waiting = staging.verified.count - share.delivered_pieces
+                if waiting >= enough and not share.delivery_posted:
                     share.delivery_posted = True
                     self.post(deliver)
                 full = staging.pending_bytes >= GROUP_BYTES or staging.verified.count == pieces

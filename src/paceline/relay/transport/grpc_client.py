@@ -183,8 +183,9 @@ class GrpcPullStream:
         self._expected += len(said.data)
         if said.checksum:
             self._arriving = -1
-            if not self._intake.end():
+            if self._intake.end() is not None:
                 self._outbox.put(ChunkRequest(first_piece=said.piece, corrupt=True))
+            self._intake.flush()
 
     def _failure(self, call: Any) -> PacelineError:
         where, details = self._pull.key, call.details()
