@@ -27,7 +27,9 @@ from paceline.relay.transport.pacing import Pacer
 # the time that its next block takes. SO_RCVLOWAT cannot do that: below its mark the kernel
 # acknowledges every other segment. On fast links the reader never sleeps.
 
-MAX_SLEEP_S = 0.03  # below the 40 ms after which the kernel sends a delayed ACK
+MAX_SLEEP_S = 0.02  # below the 40 ms after which the kernel sends a delayed ACK
+FIRST_SLEEP_S = 0.004  # a sender's window grows with its round trips, and a sleep is one:
+SLEEP_GROWTH = 1.05  # per sleep; at 30 ms from the start a chain of four took 0.6 s longer
 MIN_SLEEP_S = 0.0005  # a shorter sleep costs more than it saves
 SLEEP_SHARE = 0.95  # of the expected time; the read itself waits for the rest
 BLOCKED_S = 0.0004  # a read that took longer waited for the link
@@ -39,6 +41,7 @@ class ReadCoalescer:
 
     def __init__(self) -> None:
         self._per_byte_s = 0.0  # 0: unknown, or too fast for a sleep
+        self._longest_s = FIRST_SLEEP_S
 
     def rests(self, count: int) -> bool:
         """Return whether ``count`` bytes that have yet to arrive take long enough for a sleep."""
@@ -48,7 +51,8 @@ class ReadCoalescer:
         """Sleep while ``missing`` bytes arrive, or a part of them where that takes too long."""
         wait_s = self._per_byte_s * missing * SLEEP_SHARE
         if missing >= LEAST_BYTES and wait_s >= MIN_SLEEP_S:
-            time.sleep(min(wait_s, MAX_SLEEP_S))
+            time.sleep(min(wait_s, self._longest_s))
+            self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
 
     def read(self, count: int, began_s: float, blocked_s: float) -> None:
         """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
