@@ -26,9 +26,10 @@ def distribute_model(
     run_id: str | None = None,
     deployment_id: str | None = None,
     allow_older: bool = False,
+    selector: str | None = None,
 ) -> dict[str, Any]:
-    """Fetch the manifest, relay to ``target_workers`` (default: every node), verify on every
-    node, and activate. Run twice, it moves nothing twice.
+    """Fetch the manifest, relay to ``target_workers`` or those that ``selector`` selects (default:
+    every node), verify on every node, and activate. Run twice, it moves nothing twice.
 
     The coordinator starts it with the ``deployment_id`` of the record that it is to drive; without
     one it makes its own. ``allow_older`` lets it bring what is older than the active version.
@@ -37,7 +38,7 @@ def distribute_model(
     with recorded(run, "distribute-model"):
         url = source_url or published_url(run, model_id, version)
         manifest = stages.fetch_model_manifest(run, url)
-        targets = stages.start_agents(run, target_workers or None)
+        targets = stages.start_agents(run, target_workers or None, selector=selector)
         relayed = stages.relay(
             run,
             manifest,

@@ -33,7 +33,7 @@ def evaluate_model(
         result = sealed.find(run, trained, "training", TrainResult)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
         data = trained_on(run, base, result)
-        node = distribute.start_agents(run)[-1]
+        node = distribute.start_agents(run, on_dask=True)[-1]
         models = {
             "candidate": {"url": result.export_url, "digest": result.weights_digest},
             "base": node_copy(run, node, base),

@@ -19,7 +19,14 @@ from paceline.cluster import node_names
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
 from paceline.manifest import Manifest
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
-from paceline.schemas import CreateDeployment, DeploymentView, Topology, WorkerProgress, digest_of
+from paceline.schemas import (
+    CreateDeployment,
+    DeploymentView,
+    Topology,
+    WorkerProgress,
+    digest_of,
+    select_workers,
+)
 from paceline.tasks import artifacts, deployment
 from paceline.tasks.cancelling import stop_if_cancelled
 from paceline.tasks.lineage import log_relay
@@ -43,11 +50,40 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
 
 
 @task(name="start-agents", cache_policy=NO_CACHE)
-def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 60.0) -> list[str]:
-    """Return ``nodes`` (default: all) once their agents run and have registered; start what is
-    missing. An agent that is resident is taken as it is, whether Dask reaches its node or not.
-    Raises NotFound for a node that neither Dask nor the coordinator knows."""
-    wanted = set(node_names(run.runtime.profile) if nodes is None else nodes)
+def start_agents(
+    run: Run,
+    nodes: list[str] | None = None,
+    deadline_s: float = 60.0,
+    *,
+    selector: str | None = None,
+    on_dask: bool = False,
+) -> list[str]:
+    """Return ``nodes``, or those that ``selector`` selects, once their agents run and have
+    registered; start what is missing. Default: every node that Dask reaches or that is registered
+    and alive; ``on_dask``: only the former, for work other than relaying. An agent that is resident
+    is taken as it is, whether Dask reaches its node or not.
+
+    Raises NotFound for a node that neither Dask nor the coordinator knows, InvalidInput for an
+    unknown label, NotReady where agents do not register in time.
+    """
+    dask = run.reachable(node_names(run.runtime.profile))
+    if nodes is None and selector:
+        if dask and "=" in selector:
+            start_agents.fn(run, dask, deadline_s)  # their labels are known once they registered
+        nodes = _selected(run, selector, dask)
+    if on_dask:
+        nodes = dask
+        if not dask:
+            raise NotReady(
+                "no node can run this",
+                got="no Dask scheduler",
+                wanted="endpoints.scheduler_address",
+                do="Name it where the installation is made: `paceline init --scheduler URL`.",
+            )
+    if nodes is None:
+        every = run.patiently(run.coordinator.workers, BRIEFLY_S)
+        nodes = [*dask, *(each.worker_id for each in every if each.alive)]
+    wanted = set(nodes)
     ours = run.reachable(sorted(wanted, key=_natural))
     if resident := wanted - set(ours):
         known = {each.worker_id for each in run.patiently(run.coordinator.workers, BRIEFLY_S)}
@@ -75,6 +111,16 @@ def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 6
                 do=f"Read agent.log under {run.runtime.state_dir / 'nodes'}.",
             )
         time.sleep(POLL_S)
+
+
+def _selected(run: Run, selector: str, dask: list[str]) -> list[str]:
+    """Return the selected nodes; one of Dask's may be named before its agent has registered."""
+    parts = [part for each in selector.split(";") for part in each.split(",")]
+    if all("=" not in part for part in parts):
+        names = [part.strip() for part in parts if part.strip()]
+        if set(names) <= set(dask):
+            return names
+    return list(select_workers(selector, run.patiently(run.coordinator.workers, BRIEFLY_S)))
 
 
 @task(name="relay", cache_policy=NO_CACHE)

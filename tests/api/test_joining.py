@@ -226,7 +226,7 @@ def test_joining_is_refused_before_anything_is_left_behind(served, admin, tmp_pa
         join(tmp_path / "node", worker_id, url, token)
     assert caught.value.do or caught.value.wanted
     if case == "other authority":  # noticed before the token was shown to whoever answers there
-        assert "not the coordinator that made the token" in caught.value.what
+        assert "not the coordinator that the fingerprint is of" in caught.value.what
     assert not (tmp_path / "node" / "runtime.json").exists()
     assert not (tmp_path / "node" / "identity" / "identity.json").exists()
 

@@ -76,6 +76,13 @@ class IdentityIssuer:
         """Return the SHA-256 fingerprint of the authority's certificate."""
         return fingerprint(self.ca_pem())
 
+    def rest_ca_sha256(self) -> str | None:
+        """Return the fingerprint of the authority that signed the REST port's certificate, if it is
+        the installation's own.
+        """
+        own = self._runtime.profile.security.rest_tls == "installation"
+        return self.ca_sha256() if own else None
+
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
         """Return the caller's next identity; this spends a join token for the request's key.
 
@@ -173,8 +180,9 @@ def make_access_router(
     """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
 
-    def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None = None) -> CreatedToken:
-        drawn = new_token(ca_sha256)
+    def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None) -> CreatedToken:
+        # A join token carries the fingerprint; of others callers get it beside the token.
+        drawn = new_token(ca_sha256 if isinstance(call, CreateJoinToken) else None)
         event = IssueToken(
             token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
         )
@@ -185,7 +193,7 @@ def make_access_router(
     @router.post("/tokens", status_code=201, tags=["access"])
     def create_token(call: CreateToken) -> CreatedToken:
         """Create a bearer token; only this response contains the secret."""
-        return issue(call)
+        return issue(call, admission.rest_ca_sha256())
 
     @router.post("/tokens/join", status_code=201, tags=["access"])
     def create_join_token(call: CreateJoinToken) -> CreatedToken:

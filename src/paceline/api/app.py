@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.api.access import IdentityIssuer, make_access_router
 from paceline.api.audit_writer import AuditWriter
 from paceline.api.deployments import make_router
+from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
 from paceline.api.guard import Authenticator, Guard, LeaderGate
 from paceline.api.heartbeats import HeartbeatMiddleware
@@ -102,6 +103,7 @@ def create_app(
     app.include_router(make_router(coordinator))
     add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
+    app.include_router(make_flow_router(runtime, coordinator))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)

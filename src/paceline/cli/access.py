@@ -27,13 +27,16 @@ from paceline.cli.options import (
 from paceline.client import AccessClient
 from paceline.cluster import SECRETS_FILE
 from paceline.config import (
+    CLIENT_FILE,
     DEFAULT_S3,
     RUNTIME_FILE,
     Endpoints,
+    Login,
     Profile,
     Runtime,
     Secrets,
-    load_runtime,
+    find_installation,
+    read_certificate,
     save_runtime,
 )
 from paceline.errors import Conflict, InvalidInput
@@ -50,7 +53,7 @@ from paceline.schemas import (
     TokensShown,
     TokenView,
 )
-from paceline.system import Endpoint, ensure_own_directory
+from paceline.system import Endpoint, ensure_own_directory, write_private
 
 SCOPES = ("read", "deploy", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
@@ -98,8 +101,12 @@ def create(
 ) -> int:
     """Make a bearer token and print it, this once; only its hash is kept."""
     given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
-    made = _client(state).create_token(_checked(CreateToken, given))
+    client = _client(state)
+    made = client.create_token(_checked(CreateToken, given))
     _say_made(made, as_json)
+    if not as_json and "worker" not in scopes:
+        pin = f" --authority {made.ca_sha256}" if made.ca_sha256 else ""
+        click.echo(f"use it with: paceline login {client.base_url}{pin}", err=True)
     return 0
 
 
@@ -204,7 +211,7 @@ def audit(
 
 
 def _client(state: Path | None) -> AccessClient:
-    return AccessClient.of(load_runtime(state_directory(state)))
+    return AccessClient.of(find_installation(state))
 
 
 def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
@@ -252,6 +259,7 @@ def _line(event: Event) -> str:
 
 # Written by `init` or a join, and by `up`: each holds secrets that have no other copy.
 MADE = (RUNTIME_FILE, SECRETS_FILE)
+PREFECT_WORKER_FILE = "prefect-worker.env"
 
 
 @click.command()
@@ -315,14 +323,43 @@ def init(
         ),
         secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
     )
-    save_runtime(runtime)  # last: this file makes the directory an installation
     made = FleetInitialised(
         state=str(directory),
         coordinators=urls,
         authority=fingerprint(authority.cert.read_bytes()),
+        client=str(_write_client_file(runtime)),
+        prefect_worker=str(_write_worker_file(runtime)) if prefect else "",
     )
+    save_runtime(runtime)  # last: this file makes the directory an installation
     show(made, as_json, _next_steps(made, kept=kept))
     return 0
+
+
+def _write_client_file(runtime: Runtime) -> Path:
+    """Write what a laptop and a CI runner need, beside a token; it holds no secret."""
+    ca = runtime.coordinator_ca
+    pem = ca.decode() if isinstance(ca, bytes) else read_certificate(ca).decode() if ca else ""
+    made = Login(coordinators=runtime.endpoints.coordinator_urls, ca=pem)
+    path = runtime.state_dir / CLIENT_FILE
+    write_private(path, made.model_dump_json(indent=2, exclude={"token"}).encode() + b"\n")
+    return path
+
+
+def _write_worker_file(runtime: Runtime) -> Path:
+    """Write the variables of a Prefect worker, for `EnvironmentFile=` and `set -a; . FILE`."""
+    path = runtime.state_dir / PREFECT_WORKER_FILE
+    lines = [
+        "# A Prefect worker of this installation: prefect worker start --pool paceline",
+        "# It needs a copy of this directory (mode 0700), at this path. Where Prefect's API asks for",
+        "# a password, set PREFECT_API_AUTH_STRING=user:password beside these; it is not kept here.",
+        f"PACELINE_STATE={runtime.state_dir}",
+        f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
+        "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",
+        "PREFECT_SERVER_ANALYTICS_ENABLED=false",
+        "DO_NOT_TRACK=1",
+    ]
+    write_private(path, "\n".join([*lines, ""]).encode())
+    return path
 
 
 def _with_names(profile: Profile, endpoints: list[Endpoint]) -> Profile:
@@ -379,7 +416,15 @@ def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
         f"  paceline tokens join --worker-id NODE --state {made.state}",
         "  paceline agent --state DIR --worker-id NODE --listen 0.0.0.0:7700"
         f" --coordinator {replicas[0].url} --join TOKEN",
+        "for a laptop or a CI runner, a token first, and there, with a copy of client.json (no secret):",
+        f"  paceline tokens create --name WHO --scope deploy --state {made.state}",
+        f"  paceline login client.json      # {made.client}; the token from $PACELINE_TOKEN or a prompt",
     ]
+    if made.prefect_worker:
+        lines += [
+            "and for a Prefect worker, with a copy of that directory and these variables:",
+            f"  {made.prefect_worker}",
+        ]
     return "\n".join(lines)
 
 

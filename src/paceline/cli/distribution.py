@@ -23,11 +23,11 @@ from paceline.cli.options import (
     read_profile,
     say_only_defects,
     show,
-    state_directory,
     state_option,
+    to_option,
 )
 from paceline.cli.progress import StageBars
-from paceline.config import Profile, load_runtime
+from paceline.config import Profile, default_state_dir, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
 from paceline.manifest import ProgressFormatter, PublishProgress
 from paceline.tasks.run import StageUpdate
@@ -84,9 +84,15 @@ def publish(
 ) -> int:
     """Digest DIRECTORY and upload it with its manifest below URL (s3://bucket/prefix).
 
-    The manifest's place is URL/manifest.json. Without URL, the installation that is up publishes
-    it in its own bucket, as a run.
+    The manifest's place is URL/manifest.json. Without URL, it is the installation's bucket: as a
+    run where the installation is up here, with a login from here, with your own S3 credentials.
     """
+    remote = None
+    if url is None and (found := find_installation(state)).is_login:
+        from paceline.cli.remote import with_settings
+
+        remote = with_settings(found)
+        url = f"{remote.models_url}/{model_id}/{version}"
     if url is None:
         direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
         if any(value not in (None, False) for value in direct):
@@ -102,11 +108,13 @@ def publish(
         return call.run(flow, directory=where, model_id=model_id, version=version)
     from paceline.manifest import discard_unfinished as discard, load_key, publish_model
     from paceline.schemas import Published
-    from paceline.storage import parse_url
+    from paceline.storage import ObjectStore, parse_url
 
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
     settings, store = _objects(state, read_profile(profile, overrides))
+    if remote is not None:
+        settings, store = remote.profile, ObjectStore.from_runtime(remote)
     if settings.security.fips and piece_hash == "blake3":
         raise InvalidInput(
             "this installation publishes only SHA-256 (security.fips)",
@@ -169,12 +177,12 @@ def publish(
 
 
 def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
-    """Return the running installation's profile and store, else those of ``profile``."""
+    """Return the profile and store of the installation that runs here, else of ``profile``."""
     from paceline.config import object_access
     from paceline.storage import ObjectStore
 
     try:
-        runtime = load_runtime(state_directory(state))
+        runtime = load_runtime(state or default_state_dir())
     except NotReady:
         if state is not None:  # the user named an installation that does not exist
             raise
@@ -185,7 +193,7 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.command()
 @click.argument("model_id", metavar="MODEL_ID | SOURCE")
 @click.argument("version", required=False)
-@click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
+@to_option
 @click.option("--stage-only", is_flag=True, help="Do not activate it.")
 @click.option(
     "--cancel-on-interrupt",
@@ -249,13 +257,27 @@ def distribute(
                 got=model_id,
                 wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
             )
+        selector = ";".join(targets)
+        if (runtime := find_installation(state)).is_login:
+            from paceline.cli import remote
+
+            return remote.distribute(
+                runtime,
+                model_id,
+                version,
+                selector,
+                activate=not stage_only,
+                cancels=cancel_on_interrupt,
+                run_id=run_id,
+                as_json=as_json,
+            )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)
         return call.run(
             "distribute.distribute_model",
             cancels=cancel_on_interrupt,
             model_id=model_id,
             version=version,
-            target_workers=list(targets) or None,
+            selector=selector or None,
             activate=not stage_only,
         )
     if version is not None:
@@ -275,7 +297,7 @@ def distribute(
             model_id,
             into,
             workers,
-            targets=targets or None,
+            targets=[name for each in targets for name in each.split(",")] or None,
             topology=topology,
             racks=racks,
             link_mbit=link,

@@ -20,7 +20,8 @@ from paceline.cli.options import (
     state_directory,
     state_option,
 )
-from paceline.config import Runtime, load_runtime
+from paceline.client import CoordinatorClient
+from paceline.config import Runtime, find_installation, require_here
 
 
 @click.command()
@@ -71,8 +72,13 @@ def down(state: Path | None, as_json: bool) -> int:
 @json_option
 def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     """Print every link of RUN_ID (default: of the installation): pages, logs, credentials."""
-    runtime = load_runtime(state_directory(state))
-    found = pages(runtime)
+    runtime = find_installation(state)
+    if run_id:
+        require_here(runtime, "`paceline where RUN`")
+    if runtime.is_login:
+        found = CoordinatorClient.of(runtime).installation().pages
+    else:
+        found = pages(runtime)
     if run_id:
         point_prefect_at(runtime)
         from paceline.tasks.lineage import links
@@ -115,6 +121,13 @@ STATE = click.option(
 @click.option("--host", default="", help="Label: the machine's name.")
 @click.option("--rack", default="", help="Label: the rack it stands in.")
 @click.option("--zone", default="", help="Label: the zone it stands in.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Another label, e.g. pool=a100, by which `--to` selects this node (repeatable).",
+)
 @click.option(
     "--link-mbit",
     type=click.FloatRange(min=0, min_open=True),

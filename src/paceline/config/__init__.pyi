@@ -1,5 +1,15 @@
 from .authority import one_certificate as one_certificate, read_certificate as read_certificate
 from .loading import load_profile as load_profile, profile_directories as profile_directories
+from .login import (
+    CLIENT_FILE as CLIENT_FILE,
+    Login as Login,
+    config_directory as config_directory,
+    delete_login as delete_login,
+    find_installation as find_installation,
+    read_login as read_login,
+    require_here as require_here,
+    save_login as save_login,
+)
 from .runtime import (
     DEFAULT_S3 as DEFAULT_S3,
     RUNTIME_FILE as RUNTIME_FILE,
@@ -31,6 +41,7 @@ from .settings import (
     RelaySettings as RelaySettings,
     SecuritySettings as SecuritySettings,
     ServiceSettings as ServiceSettings,
+    StorageSettings as StorageSettings,
     StorageSettings as StorageSettings,
     StoreSettings as StoreSettings,
     SynchronySettings as SynchronySettings,

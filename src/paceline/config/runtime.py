@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from paceline.config.settings import ObjectSettings, Profile, Settings
 from paceline.errors import AccessDenied, Conflict, NotReady
@@ -27,7 +27,7 @@ class Endpoints(Settings):
 
     coordinator_url: str = ""  # of the first (or only) replica
     coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
-    coordinator_ca: str = ""  # PEM file that verifies their certificates
+    coordinator_ca: str = ""  # what verifies their certificates: a PEM file, or PEM itself
     s3_url: str = ""  # "": none (this machine's disk); DEFAULT_S3: what boto3 finds
     prefect_api_url: str = ""
     prefect_ui_url: str = ""
@@ -96,6 +96,7 @@ class Runtime(Settings):
     state_dir: Path
     endpoints: Endpoints
     secrets: Secrets
+    is_login: bool = Field(default=False, exclude=True)  # of a login: there is no state directory
 
     @property
     def models_url(self) -> str:
@@ -136,10 +137,21 @@ class Runtime(Settings):
         return access.model_copy(update={"endpoint_url": named})
 
     @property
-    def coordinator_ca(self) -> str:
-        """Return the PEM file that verifies the coordinator's certificate; "": the system's CAs."""
+    def coordinator_ca(self) -> str | bytes:
+        """Return what verifies the coordinator's certificate: a PEM file, or PEM; "": the system's
+        CAs.
+        """
         named = self.endpoints.coordinator_ca
+        if named.startswith("-----BEGIN "):
+            return named.encode()
         return str(self.state_dir / named) if named else ""
+
+    @property
+    def prefect_authorization(self) -> str:
+        """Return "user:password" of Prefect's API: the installation's own, or
+        $PREFECT_API_AUTH_STRING where Prefect runs elsewhere; "" where it needs none.
+        """
+        return self.secrets.prefect_auth or os.environ.get("PREFECT_API_AUTH_STRING", "")
 
     def node_dir(self, worker_id: str) -> Path:
         """Return the directory of node ``worker_id`` on its own disk."""
@@ -149,7 +161,7 @@ class Runtime(Settings):
         """Return the variables that point a Prefect client at this installation's server."""
         return {
             "PREFECT_API_URL": self.endpoints.prefect_api_url,
-            "PREFECT_API_AUTH_STRING": self.secrets.prefect_auth,
+            "PREFECT_API_AUTH_STRING": self.prefect_authorization,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
         }

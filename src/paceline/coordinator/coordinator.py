@@ -54,6 +54,7 @@ from paceline.schemas import (
     HeartbeatAnswer,
     StageRecord,
     digest_of,
+    select_workers,
 )
 
 log = logging.getLogger(__name__)
@@ -248,12 +249,17 @@ class Coordinator:
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
         """Create a deployment, or return the one that this idempotency key created."""
-        body_digest = digest_of(call)
+        # Without a selector the digest is the one that versions before selectors stored.
+        body = call.model_dump(mode="json", exclude={"selector"} if call.selector is None else None)
+        body_digest = digest_of(body)
         with self._lock:
             self._require_leading()
             known = self._state.known_key(key, body_digest)
-        if known is not None:
-            return known
+            if known is not None:
+                return known
+            if call.selector is not None:
+                targets = select_workers(call.selector, self._state.fleet.workers())
+                call = call.model_copy(update={"target_workers": targets, "selector": None})
         if not self._creations.acquire(blocking=False):
             raise ServiceUnavailable(
                 "too many deployments are being created", wanted=f"at most {MAX_CREATIONS}"

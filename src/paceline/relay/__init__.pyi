@@ -5,6 +5,7 @@ from .joining import (
     DIRECTORY as DIRECTORY,
     JOINING_FILE as JOINING_FILE,
     Renewal as Renewal,
+    fetch_authority as fetch_authority,
     join as join,
 )
 from .node import RelayDriver as RelayDriver

@@ -197,7 +197,12 @@ class Agent:
                 hostname=config.host or socket.gethostname(),
                 rack=config.rack,
                 available_storage=0,
-                labels=Labels(host=config.host, rack=config.rack, zone=config.zone),
+                labels=Labels(
+                    host=config.host,
+                    rack=config.rack,
+                    zone=config.zone,
+                    others=config.other_labels,
+                ),
                 address=self.address,
                 link_mbit=self._link_mbit,
                 pid=os.getpid(),

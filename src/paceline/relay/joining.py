@@ -89,7 +89,7 @@ def join(
     pinned = _pin_of(token)
     trusted: Path | bytes | None = ca
     if endpoint.secure and trusted is None:
-        trusted = _fetch_pinned_ca(endpoint, pinned)
+        trusted = fetch_authority(endpoint, pinned)
     directory = state_dir / DIRECTORY
     kept = directory / JOINING_FILE
     made = [each for each in (directory, *directory.parents) if not each.exists()]
@@ -200,9 +200,8 @@ def _require_pinned(identity: WorkerIdentity, pinned: str) -> None:
         )
 
 
-def _fetch_pinned_ca(endpoint: Endpoint, wanted: str) -> bytes:
-    """Return the coordinator's CA certificate, if its fingerprint is ``wanted``, the one in the
-    token.
+def fetch_authority(endpoint: Endpoint, wanted: str) -> bytes:
+    """Return the coordinator's CA certificate, if its fingerprint is ``wanted``.
 
     No secret is sent and nothing else is trusted on this connection: only the fingerprint makes the
     answer good, and it must hold exactly one certificate.
@@ -219,7 +218,7 @@ def _fetch_pinned_ca(endpoint: Endpoint, wanted: str) -> bytes:
     got = fingerprint(trusted)
     if got != wanted:
         raise AccessDenied(
-            "this is not the coordinator that made the token",
+            "this is not the coordinator that the fingerprint is of",
             got=f"authority {got}",
             wanted=f"authority {wanted}",
             where=where,

@@ -56,6 +56,18 @@ from .calls import (
     WorkerProgressList as WorkerProgressList,
     WorkerSwitch as WorkerSwitch,
 )
+from .clients import (
+    FLOW_PARAMETERS as FLOW_PARAMETERS,
+    FLOW_RESULT as FLOW_RESULT,
+    Check as Check,
+    Diagnosis as Diagnosis,
+    FlowRunView as FlowRunView,
+    InstallationView as InstallationView,
+    LoggedIn as LoggedIn,
+    StartFlow as StartFlow,
+    WorkersShown as WorkersShown,
+    flow_result_key as flow_result_key,
+)
 from .command_results import (
     Changed as Changed,
     CheckpointExported as CheckpointExported,
@@ -101,6 +113,10 @@ from .events import (
 )
 from .json_schemas import SCHEMAS as SCHEMAS, schema_text as schema_text
 from .plan import (
+    LABEL_KEY as LABEL_KEY,
+    LABEL_VALUE as LABEL_VALUE,
+    MOST_LABELS as MOST_LABELS,
+    PLACES as PLACES,
     Labels as Labels,
     Lane as Lane,
     Plan as Plan,
@@ -118,6 +134,7 @@ from .records import (
     WorkerProgress as WorkerProgress,
     WorkerStatus as WorkerStatus,
 )
+from .selectors import select_workers as select_workers
 from .training import (
     CheckpointRef as CheckpointRef,
     Evaluated as Evaluated,

@@ -109,7 +109,7 @@ class CreatedToken(Record):
 
     token: str
     record: TokenView
-    ca_sha256: Sha256 | None = None  # of a join token: fingerprint of the expected authority
+    ca_sha256: Sha256 | None = None  # fingerprint of the authority that its owner should expect
 
 
 class JoinWorker(Record):
@@ -161,6 +161,8 @@ class FleetInitialised(Record):
     state: str  # the directory to copy to each replica's machine
     coordinators: tuple[str, ...]
     authority: str  # SHA-256 of the certificate, as in join tokens
+    client: str  # the file for `paceline login`; no secrets
+    prefect_worker: str = ""  # the file of variables for a Prefect worker; "": no Prefect is named
 
 
 class AuditShown(Record):

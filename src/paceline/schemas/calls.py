@@ -8,9 +8,9 @@ Errors are RFC 9457 problem documents (``Problem``) with the error's class name 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from paceline.schemas.base import COUNT_MAX, Count, Name, Record, Text
 from paceline.schemas.events import Event
@@ -33,18 +33,27 @@ SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as ma
 
 
 class CreateDeployment(Record):
-    """Distribute ``version`` of ``model_id`` from ``source_url`` to every target worker."""
+    """Distribute ``version`` of ``model_id`` from ``source_url`` to the target workers: those of
+    ``target_workers``, or those that ``selector`` selects when the call arrives.
+    """
 
     model_id: Name
     version: Name
     source_url: str = Field(min_length=1, max_length=2048)
-    target_workers: tuple[Name, ...] = Field(min_length=1, max_length=20_000)
+    target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
+    selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive
     topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
     allow_older: bool = False  # allow a version older than a target's active one; else Conflict
     flow_run_id: Text | None = Field(default=None, max_length=64)
     run_id: Text | None = Field(default=None, max_length=64)
+
+    @model_validator(mode="after")
+    def _one_kind_of_target(self) -> Self:
+        if bool(self.target_workers) == (self.selector is not None):
+            raise ValueError("either target_workers, at least one, or a selector")
+        return self
 
 
 class CreatedDeployment(Record):
