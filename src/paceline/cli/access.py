@@ -337,8 +337,8 @@ def init(
 
 def _write_client_file(runtime: Runtime) -> Path:
     """Write what a laptop and a CI runner need, beside a token; it holds no secret."""
-    ca = runtime.coordinator_ca
-    pem = ca.decode() if isinstance(ca, bytes) else read_certificate(ca).decode() if ca else ""
+    ca = runtime.state_dir / (runtime.endpoints.coordinator_ca or ".")
+    pem = read_certificate(ca).decode() if ca.is_file() else ""
     made = Login(coordinators=runtime.endpoints.coordinator_urls, ca=pem)
     path = runtime.state_dir / CLIENT_FILE
     write_private(path, made.model_dump_json(indent=2, exclude={"token"}).encode() + b"\n")
@@ -350,8 +350,8 @@ def _write_worker_file(runtime: Runtime) -> Path:
     path = runtime.state_dir / PREFECT_WORKER_FILE
     lines = [
         "# A Prefect worker of this installation: prefect worker start --pool paceline",
-        "# It needs a copy of this directory (mode 0700), at this path. Where Prefect's API asks for",
-        "# a password, set PREFECT_API_AUTH_STRING=user:password beside these; it is not kept here.",
+        "# It needs a copy of this directory (mode 0700), at this path. Where Prefect's API wants a",
+        "# password, set PREFECT_API_AUTH_STRING=user:password beside these; it is not kept here.",
         f"PACELINE_STATE={runtime.state_dir}",
         f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
         "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",
@@ -416,9 +416,9 @@ def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
         f"  paceline tokens join --worker-id NODE --state {made.state}",
         "  paceline agent --state DIR --worker-id NODE --listen 0.0.0.0:7700"
         f" --coordinator {replicas[0].url} --join TOKEN",
-        "for a laptop or a CI runner, a token first, and there, with a copy of client.json (no secret):",
+        f"for a laptop or a CI runner a token, and there, with a copy of {made.client} (no secret)",
         f"  paceline tokens create --name WHO --scope deploy --state {made.state}",
-        f"  paceline login client.json      # {made.client}; the token from $PACELINE_TOKEN or a prompt",
+        "  paceline login client.json      # the token comes from $PACELINE_TOKEN or a prompt",
     ]
     if made.prefect_worker:
         lines += [

@@ -42,8 +42,8 @@ class FlowCall:
     def run(self, name: str, *, cancels: bool = False, **parameters: Any) -> int:
         """Run the flow ``module.function`` below paceline.flows, and print its result.
 
-        It runs in this process, or with a login where the installation has its Prefect worker. When interrupted, it reports the deployments that continue, or with ``cancels`` cancels
-        them.
+        It runs in this process, or with a login where the installation has its Prefect worker. When
+        interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
         """
         from paceline.cli.progress import StageBars
 

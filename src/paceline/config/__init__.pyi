@@ -42,7 +42,6 @@ from .settings import (
     SecuritySettings as SecuritySettings,
     ServiceSettings as ServiceSettings,
     StorageSettings as StorageSettings,
-    StorageSettings as StorageSettings,
     StoreSettings as StoreSettings,
     SynchronySettings as SynchronySettings,
     TrainingSettings as TrainingSettings,
