@@ -339,6 +339,6 @@ def _refused(status: int, answer: bytes, where: str) -> PacelineError:
             where=where,
             do="Register the deployments: `python -m paceline.flows.register`.",
         )
-    if status in (409, 422):
+    if status in (409, 422) and where.endswith("/create_flow_run"):
         return InvalidInput("Prefect refuses these parameters", got=got, where=where)
     return ServiceUnavailable("Prefect cannot do it now", got=got, where=where)

@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import CoordinatorClient
-from paceline.config import Runtime, find_installation, require_here
+from paceline.config import Runtime, find_installation, load_runtime, require_here
 
 
 @click.command()
@@ -183,7 +184,7 @@ def agent(
     config = AgentConfig(state_dir=state.absolute(), **options)
     if join_token or coordinator_url:
         _join(state.absolute(), config.worker_id, coordinator_url, join_token, ca)
-    return run_agent(config)
+    return run_agent(replace(config, findings=_findings(config.state_dir)))
 
 
 def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:
@@ -196,7 +197,19 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
             token = Path(token[1:]).read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
-    join(state, worker_id, url, token, ca=ca)
+    if join(state, worker_id, url, token, ca=ca):
+        from paceline.cli.doctor import check_at_join
+
+        check_at_join(load_runtime(state))
+
+
+def _findings(state_dir: Path) -> tuple[str, ...]:
+    """Return what `paceline doctor` found on this node, at join or since."""
+    if not (state_dir / "identity").is_dir():
+        return ()
+    from paceline.cli.doctor import findings_of
+
+    return findings_of(state_dir)
 
 
 @click.command()
@@ -222,6 +235,5 @@ def coordinator(state: Path, host: str, port: int, replica_id: str, advertise: s
     replica that is asked to stop makes way at once.
     """
     from paceline.api import serve
-    from paceline.config import load_runtime
 
     return serve(load_runtime(state), host, port, replica_id=replica_id, advertise=advertise)

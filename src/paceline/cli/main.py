@@ -27,7 +27,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "init": ("access", "init", "Prepare a fleet's state directory: tokens, authority."),
     "login": ("login", "login", "Use an installation elsewhere from this machine, by a token."),
     "logout": ("login", "logout", "Delete this user's login."),
-    "doctor": ("doctor", "doctor", "Check this machine and what it reaches; write a bundle."),
+    "doctor": (
+        "doctor.command",
+        "doctor",
+        "Check this machine and what it reaches; write a bundle.",
+    ),
     "down": ("installation", "down", "Stop what `up` started; the state stays on disk."),
     "status": ("watching", "status", "Show what runs, who leads, the fleet and its deployments."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),

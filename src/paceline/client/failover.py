@@ -173,6 +173,12 @@ class FailoverClient:
         """Return the highest epoch seen in an answer, 0 before the first."""
         return self._replicas.epoch
 
+    def date(self) -> str:
+        """Return the Date header of the first replica; needs no token."""
+        server = self._servers[self._replicas.first]
+        answer = server.call("GET", "/healthz", timeout_s=self._timeout_s)
+        return answer.headers.get("Date", "")
+
     def close(self) -> None:
         """Close idle connections; the next call opens another."""
         for each in self._servers.values():

@@ -207,6 +207,7 @@ class Agent:
                 link_mbit=self._link_mbit,
                 pid=os.getpid(),
                 process=secrets.token_hex(8),
+                findings=config.findings,
             ),
             self._next_incarnation,
             trust=TrustPolicy.of(self._runtime.profile.security),

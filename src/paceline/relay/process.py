@@ -171,6 +171,7 @@ class AgentConfig:
     rack: str = ""
     zone: str = ""
     labels: tuple[str, ...] = ()  # others, each "key=value"
+    findings: tuple[str, ...] = ()  # of `paceline doctor`: what needs something here
     link_mbit: float | None = None  # the rate that plans expect; None: the profile's
     limit_mbit: float | None = None  # each way; None: link_mbit if [cluster] paced; 0: none
     listen: str = "127.0.0.1:0"

@@ -19,6 +19,7 @@ from paceline.schemas.records import (
     Deployment,
     DeploymentStatus,
     Failure,
+    Findings,
     Receipt,
     Worker,
     WorkerProgress,
@@ -148,6 +149,7 @@ class RegisterWorker(Record):
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     pid: int = Field(default=0, ge=0, le=2**32)
     process: Text = Field(default="", max_length=64)  # random id: pids repeat in containers
+    findings: Findings = ()  # of the node's last `paceline doctor`
 
 
 class Registered(Record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
@@ -115,6 +116,12 @@ class Deployment(Record):
     run_id: Text | None = None
 
 
+# What `paceline doctor` found on a node that needs something, a line each.
+Findings = Annotated[
+    tuple[Annotated[Text, Field(max_length=300)], ...], Field(default=(), max_length=10)
+]
+
+
 class Worker(Record):
     """One registered agent."""
 
@@ -131,6 +138,7 @@ class Worker(Record):
     bandwidth_out: float = 0.0
     pid: int = 0
     process: Text = ""  # random id of its process; "": use pid and address
+    findings: Findings = ()
 
 
 class StageRecord(Record):

@@ -142,6 +142,7 @@ class Membership:
             last_heartbeat=at,
             pid=call.pid,
             process=call.process,
+            findings=call.findings,
         )
         self._enter(worker, now_s)
         return worker
