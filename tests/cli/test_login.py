@@ -22,6 +22,7 @@ from paceline.schemas import (
     FLOW_RESULT,
     CreateDeployment,
     CreateToken,
+    Event,
     Labels,
     RegisterWorker,
     StageRecord,
@@ -338,8 +339,14 @@ def test_a_flow_is_started_there_and_followed_to_its_result(
         "labels": "true",
         "run_id": "run-20260101-000000-abcdef",
     }
-    rows = admin.audit(names=["change.accepted"], newest_first=True, limit=5)
-    assert any(row.data["on"].get("flow") == "train-model" for row in rows)
+    end_s = time.monotonic() + 20  # rows reach the audit store in time
+    while not any(row.data["on"].get("flow") == "train-model" for row in accepted(admin)):
+        assert time.monotonic() < end_s, accepted(admin)
+        time.sleep(0.05)
+
+
+def accepted(admin: AccessClient) -> list[Event]:
+    return admin.audit(names=["change.accepted"], newest_first=True, limit=20)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from paceline.cli.options import (
     to_option,
 )
 from paceline.cli.progress import StageBars
-from paceline.config import Profile, default_state_dir, find_installation, load_runtime
+from paceline.config import Profile, Runtime, default_state_dir, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
 from paceline.manifest import ProgressFormatter, PublishProgress
 from paceline.tasks.run import StageUpdate
@@ -87,11 +87,8 @@ def publish(
     The manifest's place is URL/manifest.json. Without URL, it is the installation's bucket: as a
     run where the installation is up here, with a login from here, with your own S3 credentials.
     """
-    remote = None
-    if url is None and (found := find_installation(state)).is_login:
-        from paceline.cli.remote import with_settings
-
-        remote = with_settings(found)
+    remote = _of_login(state) if url is None else None
+    if remote is not None:
         url = f"{remote.models_url}/{model_id}/{version}"
     if url is None:
         direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
@@ -174,6 +171,17 @@ def publish(
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
     )
     return 0
+
+
+def _of_login(state: Path | None) -> Runtime | None:
+    """Return the installation of this user's login with its settings, None where none is used."""
+    try:
+        found = find_installation(state)
+    except NotReady:
+        return None
+    from paceline.cli.remote import with_settings
+
+    return with_settings(found) if found.is_login else None
 
 
 def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
