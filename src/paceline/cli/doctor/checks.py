@@ -25,7 +25,7 @@ from paceline.cli.options import size
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime, object_access, read_certificate
 from paceline.errors import PacelineError
-from paceline.extras import EXTRAS
+from paceline.extras import installed_extras
 from paceline.schemas import Check
 from paceline.system import (
     Endpoint,
@@ -88,17 +88,11 @@ def guarded(
 @guarded("versions")
 def versions() -> Iterator[Check]:
     """Paceline, Python, the system, the extras that are installed, and the limit of open files."""
-    import importlib.util
-
-    there = [
-        extra
-        for extra, modules in EXTRAS.items()
-        if all(importlib.util.find_spec(each) is not None for each in modules)
-    ]
+    extras = ", ".join(installed_extras()) or "none"
     yield ok(
         "versions",
         f"Paceline {__version__}, Python {platform.python_version()}, {platform.system()} "
-        f"{platform.release()}, {platform.machine()}; extras: {', '.join(there) or 'none'}",
+        f"{platform.release()}, {platform.machine()}; extras: {extras}",
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= hard < OPEN_FILES:
