@@ -41,9 +41,12 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
     The result of a run that a client started is recorded for it (``schemas.clients``).
     """
 
+    signature = inspect.signature(body, eval_str=True)
+
     @functools.wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-        with _recorded_for_client(kwargs) as record:
+        given = signature.bind(*args, **kwargs).arguments  # Prefect passes them by position
+        with _recorded_for_client(given) as record:
             try:
                 result = body(*args, **kwargs)
             except Cancelled as error:
@@ -52,7 +55,7 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
             return result
 
     # Prefect would look for the annotations' names in this module, where `run` is from.
-    run.__signature__ = inspect.signature(body, eval_str=True)  # type: ignore[attr-defined]
+    run.__signature__ = signature  # type: ignore[attr-defined]
     return run
 
 

@@ -6,6 +6,8 @@ processes.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,7 @@ def _lines(links: dict[str, str]) -> list[str]:
     return [f"{name:<14} {target}" for name, target in links.items()]
 
 
+JOIN_CHECK_S = 15.0
 STATE = click.option(
     "--state",
     type=click.Path(path_type=Path),
@@ -198,9 +201,17 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
         except (OSError, ValueError) as error:
             raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
     if join(state, worker_id, url, token, ca=ca):
-        from paceline.cli.doctor import check_at_join
+        _check_node(state)
 
-        check_at_join(load_runtime(state))
+
+def _check_node(state: Path) -> None:
+    """Run `paceline doctor` on this node, in a process of its own: S3's client costs 25 MB."""
+    argv = [sys.executable, "-m", "paceline.cli.main", "doctor", "--state", str(state)]
+    try:
+        subprocess.run(argv, stdout=sys.stderr, timeout=JOIN_CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
+        said = f"the check takes longer than {JOIN_CHECK_S:.0f} s; the agent starts without it"
+        click.echo(f"{said}: see `paceline doctor --state {state}`", err=True)
 
 
 def _findings(state_dir: Path) -> tuple[str, ...]:

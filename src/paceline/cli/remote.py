@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import click
@@ -39,6 +40,7 @@ from paceline.schemas import (
 )
 
 POLL_S = 1.0
+START_S = 15.0  # how long a flow is tried to be started: Prefect refuses while its database is busy
 AWAY_S = 60.0  # how long no coordinator may answer while a flow is followed
 SWITCH_S = 60.0
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
@@ -154,7 +156,7 @@ def run_flow(
         raise InvalidInput(
             "this cannot be started from here", got=error.errors()[0]["msg"], where=flow
         ) from error
-    view = client.start_flow(call)
+    view = _patiently(lambda: client.start_flow(call), START_S)  # it may be repeated
     sys.stderr.write(f"{flow}: flow run {view.page}\n")
     try:
         view = _followed(client, view)
@@ -176,22 +178,28 @@ def run_flow(
 
 def _followed(client: CoordinatorClient, view: FlowRunView) -> FlowRunView:
     """Return the flow run once it has ended; its log goes to standard error meanwhile."""
-    after, until_s = 0, time.monotonic() + AWAY_S
+    after, flow_run_id = 0, view.flow_run_id
     while True:
-        try:
-            view = client.flow_run(view.flow_run_id, after)
-            until_s = time.monotonic() + AWAY_S
-        except TemporaryError:
-            if time.monotonic() > until_s:
-                raise
-            time.sleep(POLL_S)
-            continue
+        view = _patiently(partial(client.flow_run, flow_run_id, after), AWAY_S)
         for line in view.lines:
             click.echo(f"  {line}", err=True)
         after += len(view.lines)
         if view.state in FINAL and not view.lines:
             return view
         if not view.lines:
+            time.sleep(POLL_S)
+
+
+def _patiently(call: Callable[[], FlowRunView], away_s: float) -> FlowRunView:
+    """Return what ``call`` returns, repeated while a server is away for at most ``away_s``."""
+    until_s = time.monotonic() + away_s
+    while True:
+        try:
+            return call()
+        except TemporaryError as error:
+            if time.monotonic() > until_s:
+                raise
+            click.echo(f"! trying again: {error.one_line()}", err=True)
             time.sleep(POLL_S)
 
 

@@ -137,6 +137,7 @@ def _prefect_worker(runtime: Runtime) -> ServiceSpec:
             **runtime.prefect_environment(),
             "PREFECT_HOME": str(home),
             "PREFECT_LOGGING_LEVEL": "INFO",
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "paceline",  # stages, for who follows a flow run
             "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
             "PACELINE_STATE": str(runtime.state_dir),
         },

@@ -61,10 +61,10 @@ def doctor(bundle: Path | None, source: str, state: Path | None, as_json: bool) 
     if runtime is not None:
         for each in _checks(runtime, place, source):
             found.append(each)
+            if place == "node":
+                keep_findings(runtime.state_dir, found)  # at once: a join waits only so long
             if not as_json:
                 _print([each])
-    if runtime is not None and place == "node":
-        keep_findings(runtime.state_dir, found)
     worst = [status for status in ("failed", "warning") if status in {e.status for e in found}]
     diagnosis = Diagnosis.model_validate(
         {
@@ -126,15 +126,6 @@ def _node(runtime: Runtime) -> Iterator[Check]:
     yield from checks.disk(runtime.state_dir, runtime.profile.cluster.link_mbit)
     yield from checks.accelerators()
     yield from checks.certificates({"identity": runtime.state_dir / "identity" / "node.pem"})
-
-
-def check_at_join(runtime: Runtime) -> None:
-    """Check a node that has just joined; its agent reports what needs something."""
-    found = [*_node(runtime), *checks.s3(runtime)]
-    keep_findings(runtime.state_dir, found)
-    for each in found:
-        if each.status != "ok":
-            click.echo(_line(each), err=True)
 
 
 def keep_findings(state_dir: Path, found: Iterable[Check]) -> None:
