@@ -249,7 +249,7 @@ class Fleet(RuleBasedStateMachine):
             fetch_manifest=lambda url: small_manifest(
                 url.rpartition("/")[2], "other" if "other" in url else "m"
             ),
-            patience=PATIENCE,
+            settings=PATIENCE,
             monotonic=lambda: self.now_s,
             wall=lambda: self.now_s,
         )

@@ -45,9 +45,9 @@ class ActivationManager:
     """Decides switches of the deployments in ``book``."""
 
     def __init__(
-        self, book: DeploymentIndex, fleet: Membership, patience: CoordinatorSettings
+        self, book: DeploymentIndex, fleet: Membership, settings: CoordinatorSettings
     ) -> None:
-        self._book, self._fleet, self._patience = book, fleet, patience
+        self._book, self._fleet, self._settings = book, fleet, settings
 
     def restore(self) -> None:
         """Resume the switches that an earlier coordinator left in progress."""
@@ -173,17 +173,17 @@ class ActivationManager:
         waited_s = now_s - switch.since_s
         if switch.phase is SwitchPhase.PREPARING:
             ready = [each for each, goal in goals.items() if self._is_ready(each, goal)]
-            patient = waited_s < self._patience.prepare_s
+            patient = waited_s < self._settings.prepare_s
             if len(ready) >= quorum and not (patient and self._reports_missing(goals)):
                 return self._decide(run, switch.kind, goals, at, now_s)
-            if waited_s > self._patience.switch_s:
+            if waited_s > self._settings.switch_s:
                 return self._refuse(run, self._why_not(run, goals, len(ready)), at, now_s)
             return []
         done = [each for each, goal in goals.items() if goal.parts[each].activated]
         left = [each for each in goals if self._fleet.alive(each) and each not in set(done)]
-        if len(done) >= quorum and (not left or waited_s > self._patience.switch_s):
+        if len(done) >= quorum and (not left or waited_s > self._settings.switch_s):
             return self._finish(run, goals, done, at, now_s)
-        if waited_s > self._patience.switch_s and not switch.late:
+        if waited_s > self._settings.switch_s and not switch.late:
             data = self._data(run, goals)
             saved = self._set(run, replace(switch, late=True))
             return [saved, self._event(run, EventName.DEPLOYMENT_SWITCH_LATE, data, at)]

@@ -158,14 +158,14 @@ TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # a target; piece; file o
 def prune(
     book: DeploymentIndex,
     fleet: Membership,
-    patience: CoordinatorSettings,
+    settings: CoordinatorSettings,
     at: float,
     now_s: float,
 ) -> list[Effect]:
     """Delete a few of the deployments that may be deleted; return the effects."""
     closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
-    surplus = _surplus(closed, patience)
-    old = closed[: max(surplus, len(closed) - patience.kept_closed)]
+    surplus = _surplus(closed, settings)
+    old = closed[: max(surplus, len(closed) - settings.kept_closed)]
     if not old:
         return []
     needed = _needed(book)
@@ -174,7 +174,7 @@ def prune(
         run
         for place, run in enumerate(old)
         if run.deployment.deployment_id not in needed
-        and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
+        and (place < surplus or _closed_for_s(run, now_s) > settings.kept_closed_s)
     ]
     # A new leader has no stop confirmations, and announced only the newest cancelled ones.
     unstopped = {
@@ -209,12 +209,12 @@ def kept_bytes(runs: Iterable[DeploymentState]) -> int:
     )
 
 
-def _surplus(closed: Sequence[DeploymentState], patience: CoordinatorSettings) -> int:
+def _surplus(closed: Sequence[DeploymentState], settings: CoordinatorSettings) -> int:
     """Return how many of the oldest are over the limits, whatever their age."""
-    left = patience.kept_bytes_at_most // 2
+    left = settings.kept_bytes_at_most // 2
     for place in range(len(closed) - 1, -1, -1):
         left -= kept_bytes([closed[place]])
-        if left < 0 or len(closed) - place > patience.kept_at_most:
+        if left < 0 or len(closed) - place > settings.kept_at_most:
             return place + 1
     return 0
 
