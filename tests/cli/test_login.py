@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import ssl
 import stat
 import tarfile
 import time
@@ -18,6 +19,7 @@ import pytest
 from paceline.client import AccessClient
 from paceline.config import Endpoints, Runtime, save_runtime
 from paceline.errors import InvalidInput, NotFound
+from paceline.relay.transport import issue_server, make_authority
 from paceline.schemas import (
     FLOW_RESULT,
     CreateDeployment,
@@ -243,6 +245,27 @@ def test_a_url_that_is_no_coordinator_is_named(laptop: Path) -> None:
     with serving(lambda _: (200, b"<html>a page</html>")) as web:
         done = paceline("login", web.url, **given)
         one_line(done, 75, "cannot be read", "Check that this URL is a Paceline coordinator")
+
+
+def test_a_certificate_that_is_not_the_authoritys_is_named(laptop: Path) -> None:
+    ours, theirs = (make_authority(laptop / each) for each in ("ours", "theirs"))
+    given = {"PACELINE_TOKEN": "pl_x"}
+
+    def refused(hosts: list[str], *options: str | Path) -> Ended:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*issue_server(ours, hosts, laptop / "server", valid_days=1))
+        with serving(lambda _: (200, b"{}"), context) as web:
+            return paceline("login", web.url, *options, **given)
+
+    here = ["127.0.0.1"]
+    words = ("certificate is not trusted here", "--authority SHA256")
+    one_line(refused(here), 77, *words)
+    one_line(refused(here, "--ca", theirs.cert), 77, *words)
+    one_line(refused(["other.example"], "--ca", ours.cert), 77, "mismatch", "rest_hosts")
+    with serving(lambda _: (404, b"{}")) as web:
+        secure = web.url.replace("http:", "https:")
+        one_line(paceline("login", secure, **given), 75, "does not answer", "SSL")
+        one_line(paceline("login", web.url, **given), 1, "answers no logins", "older version")
 
 
 def test_a_file_of_a_newer_version_is_refused(person: Served, laptop: Path) -> None:

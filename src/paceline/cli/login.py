@@ -7,6 +7,7 @@ a command uses it.
 from __future__ import annotations
 
 import os
+import re
 import ssl
 import sys
 import time
@@ -24,7 +25,7 @@ from paceline.config import (
     read_login,
     save_login,
 )
-from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable
+from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.relay import fetch_authority
 from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn
 from paceline.system import Endpoint
@@ -33,6 +34,11 @@ TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 (a variable's name)
 TRUST = (
     "Name the installation's authority: --authority SHA256 (`paceline init` and `tokens create` "
     "print it), --ca FILE, or log in with the client.json that `paceline init` wrote."
+)
+
+NAMES = (
+    "Use the URL that `paceline init --coordinator` was given, or have this name added to "
+    "[security] rest_hosts."
 )
 
 
@@ -125,8 +131,6 @@ def _target(target: str) -> Login:
 
 
 def _fingerprint(given: str) -> str:
-    import re
-
     found = given.lower().replace(":", "").removeprefix("sha256")
     if not re.fullmatch(SHA256_HEX, found):
         raise InvalidInput(
@@ -160,19 +164,25 @@ def _checked(made: Login) -> InstallationView:
     client = CoordinatorClient.of(made.runtime())
     try:
         return client.installation()
+    except NotFound as error:
+        raise NotFound(
+            "this coordinator answers no logins",
+            got=error.what,
+            where=error.where,
+            do="Check the URL; a coordinator of an older version must be upgraded first.",
+        ) from error
     except ServiceUnavailable as error:
-        reason = getattr(error.__cause__, "reason", error.__cause__)
-        cause = next(
-            (e for e in (reason, *getattr(reason, "args", ())) if isinstance(e, ssl.SSLError)), None
-        )
-        if cause is None and "certificate" not in str(error.got).lower():
+        reasons = getattr(error.__cause__, "args", ())
+        refused = next((e for e in reasons if isinstance(e, ssl.SSLCertVerificationError)), None)
+        if refused is None:
             raise
+        other_name = "mismatch" in refused.verify_message
         raise AccessDenied(
             "the coordinator's certificate is not trusted here",
-            got=getattr(cause, "verify_message", "") or str(error.got),
-            wanted="one that the installation's authority signed" if made.ca else "a known CA's",
+            got=refused.verify_message,
+            wanted="one that the installation's authority signed, for this host",
             where=made.coordinators[0],
-            do=TRUST,
+            do=NAMES if other_name else TRUST,
         ) from error
     finally:
         client.close()

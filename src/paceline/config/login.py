@@ -62,9 +62,20 @@ class Login(Settings):
 
 
 def config_directory() -> Path:
-    """Return ``$XDG_CONFIG_HOME/paceline``, by default ``~/.config/paceline``."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".config") / "paceline"
+    """Return ``$XDG_CONFIG_HOME/paceline``, by default ``~/.config/paceline``.
+
+    Raises NotReady for a user without a home directory.
+    """
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    try:
+        return (base if base.is_absolute() else Path.home() / ".config") / "paceline"
+    except RuntimeError as error:  # a user without an entry, in a container
+        raise NotReady(
+            "there is no place for a login",
+            got="no home directory",
+            wanted="$XDG_CONFIG_HOME or $HOME",
+            do="Set one of them, or name an installation's directory with --state.",
+        ) from error
 
 
 def read_login(path: Path) -> Login:
