@@ -309,6 +309,18 @@ def test_workers_are_listed_with_their_labels_and_chosen_by_them(
     one_line(paceline("workers", "--to", "node-1,rack=r1"), 2, "names and labels in one selector")
 
 
+def test_a_plan_is_for_the_registered_workers(person: Served, fleet: list[FakeAgent]) -> None:
+    table = said(paceline("plan", "--size", "500GB", "--json"), "plan")
+    assert (table["workers"], table["racks"]) == (3, 2)
+    table = said(paceline("plan", "--size", "500GB", "--to", "pool=a100", "--json"), "plan")
+    assert (table["workers"], table["racks"]) == (1, 1)
+    described = ("plan", "--size", "1GB", "--workers", "2", "--to", "rack=r1")
+    one_line(paceline(*described), 2, "--to and --workers")
+    paceline("logout")
+    one_line(paceline("plan", "--size", "1GB"), 2, "--workers N --link SPEED", "paceline login URL")
+    one_line(paceline("plan", "--size", "1GB", "--workers", "2"), 2, "--link")
+
+
 def test_a_deployment_goes_to_the_workers_that_a_selector_names(
     person: Served, fleet: list[FakeAgent], tmp_path: Path
 ) -> None:

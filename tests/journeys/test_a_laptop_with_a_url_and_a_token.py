@@ -129,6 +129,7 @@ def test_the_laptop_keeps_one_file_and_no_command_needed_another(person: Person)
     assert person.laptop.run("ls", ".paceline").code == 2
 
 
+@pytest.mark.nightly
 def test_an_admin_manages_tokens_from_the_laptop(person: Person) -> None:
     admin, mine = person.token("--scope", "admin"), person.token("--scope", "deploy")
     person.log_in(admin).ok()
@@ -147,6 +148,7 @@ def test_an_admin_manages_tokens_from_the_laptop(person: Person) -> None:
         person.log_in(mine).ok()
 
 
+@pytest.mark.nightly
 def test_bad_input_is_one_line_each(person: Person) -> None:
     token = {"PACELINE_TOKEN": person.token("--scope", "deploy")}
     expired = person.token("--scope", "deploy", "--ttl", "0.01s")
@@ -186,7 +188,9 @@ def test_a_node_says_what_its_doctor_finds(person: Person) -> None:
     done = node.run("paceline", "doctor", "--state", "state", "--json", env=ENVIRONMENT)
     found = {each["name"]: each for each in json.loads(done.out)["checks"]}
     assert json.loads(done.out)["place"] == "node"
-    assert {found[each]["status"] for each in ("coordinator", "clock", "identity-tls")} == {"ok"}
+    assert {
+        found[each]["status"] for each in ("coordinator", "clock", "peer-port", "identity-tls")
+    } == {"ok"}
     assert found["s3"]["found"].startswith("read 4.2 MB of s3://models/models/acme-7b")
     without = node.run(
         *("paceline", "doctor", "--state", "state", "--bundle", "support.tar.gz", "--json"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import email.utils
 import functools
+import json
 import platform
 import resource
 import shutil
@@ -77,7 +78,7 @@ def guarded(
                     error.what, got=error.got, wanted=error.wanted, where=error.where
                 )
                 yield failed(name, found.one_line(), error.do or "")
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 yield failed(name, error, "See whether the file, the disk or the server is there.")
 
         return run
@@ -309,6 +310,15 @@ def server(name: str, host: str, port: int, do: str) -> Iterator[Check]:
             yield ok(name, f"{host}:{port} accepts connections")
     except OSError as error:
         yield failed(name, f"{host}:{port}: {error}", do)
+
+
+@guarded("peer-port")
+def peer_ports(state_dir: Path) -> Iterator[Check]:
+    """Whether the agents that run here accept connections at the address that peers are given."""
+    for path in sorted(state_dir.glob("nodes/*/agent.json")):
+        host, _, port = str(json.loads(path.read_bytes())["address"]).rpartition(":")
+        do = "Look at agent.log beside it; behind NAT --advertise HOST, a firewall must let it in."
+        yield from server("peer-port", host.strip("[]"), int(port), do)
 
 
 @guarded("http")

@@ -123,6 +123,7 @@ def _node(runtime: Runtime) -> Iterator[Check]:
         )
     if urls:
         yield from checks.network(runtime, urls[0])
+    yield from checks.peer_ports(runtime.state_dir)
     yield from checks.disk(runtime.state_dir, runtime.profile.cluster.link_mbit)
     yield from checks.accelerators()
     yield from checks.certificates({"identity": runtime.state_dir / "identity" / "node.pem"})
