@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from tests.deployments.test_material import workload
+from tests.project.test_wheel import build_wheel
 from tests.support.command import paceline
 from tests.support.etcd import EtcdCluster, etcd_cluster
 from tests.support.servers import free_port, program
@@ -58,7 +59,19 @@ class Builder:
         """Build the Containerfile with the extras of ``locks``."""
         file = ROOT / "deployments" / "Containerfile"
         arguments = ["--build-arg", "BASE=localhost/base", "--build-arg", f"LOCKS={locks}"]
-        self("build", "--isolation", "chroot", *arguments, *self._site, "-f", file, "-t", tag, ROOT)
+        context = self.directory / "context"
+        self(
+            "build",
+            "--isolation",
+            "chroot",
+            *arguments,
+            *self._site,
+            "-f",
+            file,
+            "-t",
+            tag,
+            context,
+        )
         return self("from", tag)
 
     def argv(self, container: str, mounts: dict[str, tuple[Path, bool]], *words: str) -> list[str]:
@@ -86,8 +99,8 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     made("add", empty, system, "/")
     made("commit", "--quiet", empty, "localhost/base")
     system.unlink()
-    if not list((ROOT / "dist").glob("paceline-*.whl")):
-        subprocess.run(["make", "wheel"], cwd=ROOT, check=True)
+    shutil.copytree(ROOT / "requirements", directory / "context" / "requirements")
+    build_wheel(directory / "context" / "dist")
     yield made
     made("rm", "--all")
     shutil.rmtree(directory)
