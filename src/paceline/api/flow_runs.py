@@ -86,7 +86,7 @@ def make_flow_router(runtime: Runtime, coordinator: Coordinator) -> APIRouter:
         if (request := current_call.get()) is not None:
             request.on.update(flow=call.flow, run_id=call.run_id, flow_run_id=made.flow_run_id)
             name = EventName.CHANGE_ACCEPTED
-            coordinator.tell([audit_event(request, name, "accepted", time.time())])
+            coordinator.commit_audit_events([audit_event(request, name, "accepted", time.time())])
         return made
 
     @router.get("/flows/{flow_run_id}", tags=["flows"])
