@@ -10,20 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.guard import Authenticator
 from paceline.config import Profile, Runtime, read_certificate
-from paceline.coordinator import Coordinator, current_caller, new_token
+from paceline.coordinator import Coordinator, current_call, current_caller, new_token
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
 from paceline.coordinator.stores import EventQuery
 from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.relay import endorse, trusted_set
 from paceline.relay.transport import (
     Authority,
+    authorities,
     ensure_authority,
     fingerprint,
     issue_for_key,
@@ -46,6 +50,7 @@ from paceline.schemas import (
 
 log = logging.getLogger(__name__)
 
+AUTHORITIES_S = 2.0  # how often the authority's directory is looked at for the next heartbeat
 RENEW_AT = 2 / 3  # share of an identity's lifetime after which a worker renews it
 DAY_S = 86_400.0
 # Sections of a profile that agents do not need.
@@ -63,6 +68,8 @@ class IdentityIssuer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._runtime, self._coordinator, self._wall = runtime, coordinator, wall
+        self._trusted: str | None = None
+        self._looked_s = -math.inf
 
     def ca_pem(self) -> bytes:
         """Return the authority's certificate (PEM); create the authority if there is none yet.
@@ -75,6 +82,19 @@ class IdentityIssuer:
     def ca_sha256(self) -> str:
         """Return the SHA-256 fingerprint of the authority's certificate."""
         return fingerprint(self.ca_pem())
+
+    def is_outdated(self) -> bool:
+        """Return whether the caller's identity came with other authorities than those of now."""
+        call = current_call.get()
+        if call is None or call.caller is None or call.caller.worker_id is None:
+            return False
+        if (now_s := time.monotonic()) > self._looked_s + AUTHORITIES_S:
+            self._looked_s = now_s
+            try:
+                self._trusted = trusted_set(self._directory)
+            except (InvalidInput, OSError) as error:  # it is being copied: looked at again
+                log.warning("the installation's own files: %s", error)
+        return call.caller.authority != self._trusted
 
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
         """Return the caller's next identity; this spends a join token for the request's key.
@@ -95,9 +115,15 @@ class IdentityIssuer:
         key, now = requested_key(asked.csr.encode()), self._wall()
         days = self._runtime.profile.security.identity_days
         with _unavailable_on_file_error():
-            ca, rest_ca = self.ca_pem(), self._rest_ca()
+            authority, rest_ca = self._authority(), self._rest_ca()
+            ca, other = read_certificate(authority.cert), authorities(self._directory)[1]
+            beside = read_certificate(other.cert) if other else None
+            signatures = (
+                (endorse(ca, other), endorse(beside, authority)) if other and beside else ()
+            )
+            trusted = trusted_set(self._directory)
             certificate = issue_for_key(
-                self._authority(),
+                authority,
                 asked.worker_id,
                 key,
                 valid_days=days,
@@ -112,6 +138,7 @@ class IdentityIssuer:
                 sha256=token.sha256,
                 expires_at=expires_at,
                 key_sha256=key_sha256(key),
+                authority=trusted,
                 at=now,
             )
         )
@@ -125,6 +152,8 @@ class IdentityIssuer:
             renew_at=now + days * DAY_S * RENEW_AT,
             peer_token=self._runtime.secrets.peers_token,
             rest_ca=rest_ca,
+            other_ca=beside.decode() if beside else None,
+            endorsements=signatures,
             coordinator_urls=known.coordinator_urls or tuple(filter(None, [known.coordinator_url])),
             profile=_node_profile(self._runtime.profile),
         )
@@ -138,8 +167,12 @@ class IdentityIssuer:
             return read_certificate(self._runtime.state_dir / security.rest_ca).decode()
         return None
 
+    @property
+    def _directory(self) -> Path:
+        return self._runtime.state_dir / self._runtime.profile.security.authority
+
     def _authority(self) -> Authority:
-        return ensure_authority(self._runtime.state_dir / self._runtime.profile.security.authority)
+        return ensure_authority(self._directory)
 
 
 @contextlib.contextmanager

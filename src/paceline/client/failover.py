@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from urllib3.exceptions import ReadTimeoutError
 
 from paceline import errors
-from paceline.config import one_certificate, read_certificate
+from paceline.config import one_certificate, read_certificate, read_other
 from paceline.errors import (
     AccessDenied,
     Conflict,
@@ -154,14 +154,18 @@ class FailoverClient:
     ) -> None:
         """``ca`` is one certificate (PEM, or its file) to trust instead of the system's CAs."""
         self._replicas = Replicas([url] if isinstance(url, str) else url)
-        self.use_token(token)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._servers = servers_of(self._replicas.endpoints, tls_context_of(ca) if ca else None)
+        self._servers: dict[Endpoint, HttpServer] = {}
+        self.use(token, ca)
 
-    def use_token(self, token: str) -> None:
-        """Use ``token`` from the next call on."""
+    def use(self, token: str, ca: str | Path | bytes = "") -> None:
+        """Use ``token``, and trust ``ca``, from the next call on."""
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        earlier = self._servers
+        self._servers = servers_of(self._replicas.endpoints, tls_context_of(ca) if ca else None)
+        for each in earlier.values():
+            each.close()
 
     @property
     def base_url(self) -> str:
@@ -313,15 +317,20 @@ def servers_of(
 def tls_context_of(ca: str | Path | bytes) -> ssl.SSLContext:
     """Return a TLS context that trusts only the certificate ``ca`` (PEM, or its file).
 
-    Raises InvalidInput if it is not exactly one certificate.
+    While an authority is replaced, the one in the file beside it is trusted too. Raises
+    InvalidInput if a file holds not exactly one certificate.
     """
-    pem = one_certificate(ca) if isinstance(ca, bytes) else read_certificate(ca)
+    pem = one_certificate(ca) if isinstance(ca, bytes) else _from_file(ca)
     try:
         return ssl.create_default_context(cadata=pem.decode())
     except ssl.SSLError as error:
         raise InvalidInput(
             "the coordinator's certificate authority is not usable", got=error, where=ca
         ) from error
+
+
+def _from_file(ca: str | Path) -> bytes:
+    return read_certificate(ca) + read_other(ca)
 
 
 def _epoch_of(answer: Response) -> int | None:

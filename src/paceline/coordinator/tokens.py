@@ -248,6 +248,7 @@ class TokenRegistry:
             created_at=at,
             expires_at=event.expires_at,
             admission=shown.admission or shown.token_id,
+            authority=event.authority,
         )
         effects = self._forget(at)
         if shown.kind == "join" and shown.used_at is None:
