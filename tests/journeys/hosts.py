@@ -169,11 +169,16 @@ class Host:
             timeout=COMMAND_S,
         )
 
-    def copy(self, path: str, to: Host) -> None:
-        """Copy a directory below the user's home to another host, as ``scp -pr`` does."""
-        packed = self.run("sh", "-c", f"tar -cf - {shlex.quote(path)} | base64 -w0").ok()
-        to.write("copied", packed.out)
-        to.run("sh", "-c", "base64 -d copied | tar -xpf -; rm copied").ok()
+    def copy(self, path: str, to: Host, into: str = "") -> None:
+        """Copy what is below the home to another host, as ``scp -pr PATH HOST:INTO`` does."""
+        where, _, name = path.rpartition("/")
+        packed = self.run(
+            "sh", "-c", 'tar -C "$1" -cf - "$2" | base64 -w0', "tar", where or ".", name
+        )
+        to.write("copied", packed.ok().out)
+        to.run(
+            "sh", "-c", 'base64 -d copied | tar -C "$1" -xpf -; rm copied', "tar", into or "."
+        ).ok()
 
     def power_off(self) -> None:
         """End every process of the host at once."""
