@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed import Testbed, start
+from tests.support.wall_jump import jump, preloaded
 
 ROOT = Path(__file__).parents[2]
 SOFTWARE = Path("/opt/paceline")
@@ -158,13 +159,12 @@ class Host:
         self._started.append(process)
         return process
 
-    def write(self, path: str, text: str) -> None:
+    def write(self, path: str, content: str | bytes) -> None:
         """Write a file as the host's user, mode 0600."""
         script = 'umask 077; mkdir -p "$(dirname "$1")"; cat > "$1"'
         subprocess.run(
             self._inside(["sh", "-c", script, "write", path], {}, root=False),
-            input=text,
-            text=True,
+            input=content.encode() if isinstance(content, str) else content,
             check=True,
             timeout=COMMAND_S,
         )
@@ -257,6 +257,13 @@ def build_software(directory: Path, *locks: str) -> Path:
                 script.read_bytes().replace(os.fsencode(software), os.fsencode(SOFTWARE), 1)
             )
     return software
+
+
+def clock_ahead(host: Host, shim: Path, seconds: int) -> dict[str, str]:
+    """Return the environment of processes on ``host`` whose wall clock is ``seconds`` ahead."""
+    host.write("clock.so", shim.read_bytes())
+    host.write("clock", jump(seconds))
+    return preloaded("/home/user/clock.so", "/home/user/clock")
 
 
 def until(what: Callable[[], object], why: str, timeout_s: float = 30.0) -> None:
