@@ -20,10 +20,16 @@ from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.guard import Authenticator
 from paceline.config import Profile, Runtime, read_certificate
-from paceline.coordinator import Coordinator, current_call, current_caller, new_token
+from paceline.coordinator import (
+    Coordinator,
+    CoordinatorState,
+    current_call,
+    current_caller,
+    new_token,
+)
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
 from paceline.coordinator.stores import EventQuery
-from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable, StorageFailed
 from paceline.relay import endorse, trusted_set
 from paceline.relay.transport import (
     Authority,
@@ -100,8 +106,9 @@ class IdentityIssuer:
         """Return the caller's next identity; this spends a join token for the request's key.
 
         Raises AccessDenied if the caller's token is not bound to that worker or was spent for
-        another key, InvalidInput if the certificate request is malformed, ServiceUnavailable if
-        this installation's own files cannot be read.
+        another key, Conflict if a living worker has that id already, InvalidInput if the
+        certificate request is malformed, ServiceUnavailable if this installation's own files cannot
+        be read.
         """
         who = current_caller()
         if who.worker_id != asked.worker_id:
@@ -111,6 +118,7 @@ class IdentityIssuer:
                 wanted=who.worker_id or "a token that is bound to a worker",
                 do="Make a join token for this worker: `paceline tokens join --worker-id ID`.",
             )
+        self._require_free(who.token_id, asked.worker_id)
         known = self._runtime.endpoints
         key, now = requested_key(asked.csr.encode()), self._wall()
         days = self._runtime.profile.security.identity_days
@@ -157,6 +165,27 @@ class IdentityIssuer:
             coordinator_urls=known.coordinator_urls or tuple(filter(None, [known.coordinator_url])),
             profile=_node_profile(self._runtime.profile),
         )
+
+    def _require_free(self, token_id: str, worker_id: str) -> None:
+        """Raise Conflict if this first use of a join token would end a living worker's identity."""
+
+        def is_taken(state: CoordinatorState) -> bool:
+            shown = state.tokens.find(token_id)
+            joins = shown is not None and shown.kind == "join" and shown.used_at is None
+            return (
+                joins
+                and state.fleet.alive(worker_id)
+                and state.tokens.is_in_use(worker_id, self._wall())
+            )
+
+        if self._coordinator.read(is_taken):
+            raise Conflict(
+                "another host is this worker, and alive",
+                got=worker_id,
+                wanted="a name of its own for each host",
+                do=f"Join under another --worker-id. If this host replaces it: `paceline tokens "
+                f"revoke --worker-id {worker_id}`, then join with a new token.",
+            )
 
     def _rest_ca(self) -> str | None:
         """Return the CA (PEM) of the REST certificate; None: plain, or the system's CAs."""
