@@ -122,7 +122,7 @@ def test_a_deployment_outlives_its_leader_a_rack_switch_and_a_node(
 
     until(ended, "the deployment ends", timeout_s=240 + 2 * size / GOODPUT)
     seconds = time.monotonic() - began
-    assert last["status"] == "complete", last
+    assert last["status"] == "complete", json.dumps(last)
     for node in nodes[:-1]:
         assert fleet.holds(node, "1") == wanted
         left = node.run("sh", "-c", "ls -A state/nodes/*/store/staging; find . -name '*.tmp'")

@@ -105,7 +105,7 @@ def join(
         key = kept.read_bytes() if kept.exists() else None
         key, request = new_request(worker_id, key)
         write_private(kept, key)
-        client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "")
+        client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "", follows=True)
         try:
             identity = client.join(JoinWorker(worker_id=worker_id, csr=request.decode()))
         finally:

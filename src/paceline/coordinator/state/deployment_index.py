@@ -163,7 +163,9 @@ def prune(
     now_s: float,
 ) -> list[Effect]:
     """Delete a few of the deployments that may be deleted; return the effects."""
-    closed = [run for run in index if run.final and run.deployment.deployment_id not in index.ticking]
+    closed = [
+        run for run in index if run.final and run.deployment.deployment_id not in index.ticking
+    ]
     surplus = _surplus(closed, settings)
     old = closed[: max(surplus, len(closed) - settings.kept_closed)]
     if not old:
