@@ -86,7 +86,9 @@ class Fleet:
     def ci_token(self, ci: Host) -> str:
         """Return a token for the CI host, and give that the authority's certificate."""
         made = type_on(self.control, block("Distribute from CI", 1)).out.strip()
-        ci.write("ca.pem", self.control.run("cat", ".paceline/authority/ca.pem").ok().out)
+        trusted = self.control.run("cat", "ca.pem").ok().out
+        assert "PRIVATE" not in trusted
+        ci.write("ca.pem", trusted)
         return made
 
     def distribute(self, ci: Host, token: str, version: str, nodes: Sequence[Host]) -> Ended:
@@ -118,7 +120,7 @@ class Fleet:
         """Call the coordinator's REST as a program would."""
         content = ("-H", "Content-Type: application/json", "-H", "Idempotency-Key: journey")
         return self.control.run(
-            *("curl", "-sS", "--fail-with-body", "--cacert", ".paceline/authority/ca.pem"),
+            *("curl", "-sS", "--fail-with-body", "--cacert", "ca.pem"),
             *("-H", f"Authorization: Bearer {token}", f"https://{self.control.address}:7400{path}"),
             *((*content, "-d", body) if body else ()),
         )
