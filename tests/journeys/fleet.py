@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,10 @@ class Fleet:
     logs: Path
     replicas: tuple[Host, ...] = ()
 
+    @property
+    def url(self) -> str:
+        return f"https://{self.control.address}:7400"
+
     def log(self, name: str) -> str:
         path = self.logs / name
         return path.read_text() if path.exists() else ""
@@ -65,15 +70,13 @@ class Fleet:
         type_on(self.control, block("Nodes", 1, NODE=name))
         node.write("token", self.control.run("cat", f"{name}.token").ok().out)
 
-    def start_agent(self, node: Host, rack: str = "r1", **env: str) -> None:
+    def agent(self, node: Host, *options: str, rack: str = "r1", **env: str) -> None:
+        """Have a node join, and start its agent, with ``options`` beside those of the page."""
+        self.make_token(node)
         name, at = name_of(node), self.control.address
         text = block("Nodes", 2, NODE=name, RACK=rack, COORDINATOR_1=at)
-        node.start("bash", "-c", f"exec {text}", log=self.logs / name, env=env)
-
-    def agent(self, node: Host, rack: str = "r1", **env: str) -> None:
-        """Have a node join, and start its agent."""
-        self.make_token(node)
-        self.start_agent(node, rack, **env)
+        line = f"exec {text.strip()} {shlex.join(options)}"
+        node.start("bash", "-c", line, log=self.logs / name, env=env)
 
     def publish(self, version: str, megabytes: float, env: Mapping[str, str]) -> str:
         """Publish a new model of one file ``w``; return the SHA-256 of the file."""
@@ -119,9 +122,10 @@ class Fleet:
     def call(self, token: str, path: str, body: str = "") -> Ended:
         """Call the coordinator's REST as a program would."""
         content = ("-H", "Content-Type: application/json", "-H", "Idempotency-Key: journey")
+        trusting = 'exec curl --cacert <(cat .paceline/authority/ca.*pem) "$@"'
         return self.control.run(
-            *("curl", "-sS", "--fail-with-body", "--cacert", "ca.pem"),
-            *("-H", f"Authorization: Bearer {token}", f"https://{self.control.address}:7400{path}"),
+            *("bash", "-c", trusting, "curl", "-sS", "--fail-with-body"),
+            *("-H", f"Authorization: Bearer {token}", f"{self.url}{path}"),
             *((*content, "-d", body) if body else ()),
         )
 
@@ -154,10 +158,12 @@ def start_coordinator(host: Host, logs: Path, env: Mapping[str, str]) -> None:
     wait_ready(host)
 
 
-def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str]) -> Fleet:
-    """Start a coordinator on the site's first host, with ``env``; its other hosts are nodes."""
+def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str], *more: str) -> Fleet:
+    """Start a coordinator on the site's first host, with ``env`` and ``more`` settings; its other
+    hosts are nodes."""
     control, *nodes = site.hosts
     write_profile(control, s3_url, 200)
-    type_on(control, block("One coordinator", 1, COORDINATOR_1=control.address))
+    init = block("One coordinator", 1, COORDINATOR_1=control.address).strip()
+    type_on(control, shlex.join([*shlex.split(init), *(w for m in more for w in ("--set", m))]))
     start_coordinator(control, logs, env)
     return Fleet(control, tuple(nodes), logs)

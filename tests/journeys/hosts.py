@@ -234,10 +234,13 @@ def site(
 
 
 def build_software(directory: Path, *locks: str) -> Path:
-    """Build the wheel and install it, with the wheels of ``locks``, into a fresh environment.
+    """Build the wheel and install it, with the wheels of lock files, into a fresh environment.
 
-    Returns the directory that hosts see as ``/opt/paceline``.
+    Types what the guide has under "Install". Returns the directory that hosts see as
+    ``/opt/paceline``.
     """
+    from tests.journeys.guide import block  # which imports this module
+
     wheels, software = directory / "wheels", directory / "software"
 
     def do(*argv: str) -> None:
@@ -247,15 +250,18 @@ def build_software(directory: Path, *locks: str) -> Path:
         assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}\n{done.stderr}"
 
     do(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels))
-    do("requirements/install.sh", str(software), *(f"requirements/{each}.lock" for each in locks))
-    (wheel,) = wheels.glob("*.whl")
-    python = str(software / "bin/python")
-    do(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    typed = block("Install").replace(str(SOFTWARE), str(software)).replace("dist/", f"{wheels}/")
+    do(
+        "bash",
+        "-ec",
+        typed.replace(
+            "requirements/base.lock", " ".join(f"requirements/{each}.lock" for each in locks)
+        ),
+    )
     for script in (software / "bin").iterdir():  # they name the place where hosts have them
-        if script.is_file() and not script.is_symlink():
-            script.write_bytes(
-                script.read_bytes().replace(os.fsencode(software), os.fsencode(SOFTWARE), 1)
-            )
+        content = b"" if script.is_symlink() or not script.is_file() else script.read_bytes()
+        if (place := os.fsencode(software)) in content:  # others share inodes with uv's cache
+            script.write_bytes(content.replace(place, os.fsencode(SOFTWARE), 1))
     return software
 
 

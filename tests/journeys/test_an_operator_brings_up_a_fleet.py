@@ -82,7 +82,7 @@ def grown(
                 wait_ready(host)
             fleet = Fleet(first, tuple(nodes), logs, tuple(replicas))
             for index, node in enumerate(nodes):
-                fleet.agent(node, f"r{1 + index // RACK}", **ENVIRONMENT)
+                fleet.agent(node, rack=f"r{1 + index // RACK}", **ENVIRONMENT)
             yield Grown(fleet, ci, bed)
 
 
