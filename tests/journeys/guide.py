@@ -15,7 +15,7 @@ PAGE = ROOT / "docs/how-to/bring-up-a-fleet.md"
 _FENCE = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ROW = re.compile(r"^\| (`[A-Z0-9_`, ]+`) \|", re.MULTILINE)
 
-typed: list[str] = []  # every command line that journeys of this process took from the page
+typed: list[tuple[str, int]] = []  # heading and number of each block that was taken
 
 
 def placeholders() -> set[str]:
@@ -40,7 +40,7 @@ def block(heading: str, number: int = 1, /, **values: str) -> str:
     assert words == set(values), f"{PAGE.name}: {heading!r} {number} stands for {sorted(words)}"
     for word, value in values.items():
         text = re.sub(rf"\b{word}\b", lambda _, value=value: value, text)
-    typed.append(text.strip())
+    typed.append((heading, number))
     return text
 
 

@@ -140,8 +140,8 @@ def test_a_deployment_outlives_its_leader_a_rack_switch_and_a_node(
         sys.stderr.write(
             f"\n{size / 1e6:.0f} MB on {len(nodes) - 1} nodes in {seconds:.1f} s, "
             f"{seconds * GOODPUT / size:.2f} x the bound; from the source {read / size:.3f} x, "
-            f"{on_the_wire / size:.3f} x on the wire; typed from the page: "
-            f"{len(set(typed))} commands, {len(set(typed)) - 2 * len(nodes)} without the nodes'\n"
+            f"{on_the_wire / size:.3f} x on the wire; typed: {len(set(typed))} of the page's "
+            "blocks, two of them for each node\n"
         )
 
 
