@@ -57,7 +57,7 @@ def person(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         bed.hosts = [*bed.hosts, laptop]
         for node in fleet.nodes:
             rack, pool = LABELS[node.index]
-            fleet.agent(node, "--rack", rack, "--label", f"pool={pool}", **ENVIRONMENT)
+            fleet.agent(node, "--label", f"pool={pool}", rack=rack, **ENVIRONMENT)
         (line,) = commands_under(PAGE, "A token, and the authority")
         made = fleet.control.run("sh", "-c", line).ok()
         authority = re.search(r"--authority ([0-9a-f]{64})", made.err)

@@ -34,7 +34,6 @@ from paceline.schemas import (
     DeploymentStatus,
     FlowRunView,
     StartFlow,
-    Topology,
     flow_result_key,
     new_run_id,
 )
@@ -78,15 +77,13 @@ def distribute(
 ) -> int:
     """Bring a published version to the selected workers, follow it to its end, and switch to it."""
     runtime, run_id = with_settings(runtime), run_id or new_run_id()
-    client, relay = CoordinatorClient.of(runtime), runtime.profile.relay
+    client = CoordinatorClient.of(runtime)
     url = f"{runtime.models_url}/{model_id}/{version}"
     call = CreateDeployment(
         model_id=model_id,
         version=version,
         source_url=url,
         selector=selector,
-        topology=Topology(relay.topology),
-        max_failed=relay.max_failed,
         allow_older=not activate,
         run_id=run_id,
     )

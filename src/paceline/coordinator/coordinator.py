@@ -248,7 +248,13 @@ class Coordinator:
         self._ticked_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
-        """Create a deployment, or return the one that this idempotency key created."""
+        """Create a deployment, or return the one that this idempotency key created.
+
+        What the caller left out is as the profile says.
+        """
+        profile = {"topology": self._settings.topology, "max_failed": self._settings.max_failed}
+        left_out = profile.keys() - call.model_fields_set
+        call = call.model_copy(update={each: profile[each] for each in left_out})
         # Without a selector the digest is the one that versions before selectors stored.
         body = call.model_dump(mode="json", exclude={"selector"} if call.selector is None else None)
         body_digest = digest_of(body)
