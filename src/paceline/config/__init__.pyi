@@ -1,5 +1,10 @@
 from .authority import one_certificate as one_certificate, read_certificate as read_certificate
 from .loading import load_profile as load_profile, profile_directories as profile_directories
+from .remote import (
+    RemoteAccess as RemoteAccess,
+    hub_access as hub_access,
+    oci_access as oci_access,
+)
 from .runtime import (
     DEFAULT_S3 as DEFAULT_S3,
     RUNTIME_FILE as RUNTIME_FILE,
@@ -24,9 +29,11 @@ from .settings import (
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GuardSettings as GuardSettings,
+    HubSettings as HubSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
+    OciSettings as OciSettings,
     Profile as Profile,
     RelaySettings as RelaySettings,
     SecuritySettings as SecuritySettings,

@@ -77,13 +77,13 @@ class Coordinator:
         *,
         progress: Progress,
         audit: Audit,
-        fetch_manifest: Callable[[str], Manifest],
+        resolve_source: Callable[[str], tuple[str, Manifest]],
         patience: CoordinatorSettings | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._coordination, self._progress, self._audit = coordination, progress, audit
-        self._fetch_manifest = fetch_manifest
+        self._resolve_source = resolve_source
         self._patience = patience or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
@@ -247,7 +247,10 @@ class Coordinator:
         self._ticked_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
-        """Create a deployment, or return the one that this idempotency key created."""
+        """Create a deployment, or return the one that this idempotency key created.
+
+        The record names the source as it is resolved now, and never an alias.
+        """
         body_digest = digest_of(call)
         with self._lock:
             self._require_leading()
@@ -259,13 +262,18 @@ class Coordinator:
                 "too many deployments are being created", wanted=f"at most {MAX_CREATIONS}"
             )
         try:
-            manifest = self._fetch_manifest(call.source_url)
+            source_url, manifest = self._resolve_source(call.source_url)
         finally:
             self._creations.release()
+        found = {
+            "source_url": source_url,
+            "model_id": call.model_id or manifest.model_id,
+            "version": call.version or manifest.version,
+        }
         answer = self.handle(
             Create(
                 deployment_id=_new_id(self._wall()),
-                call=call,
+                call=call.model_copy(update=found),
                 manifest=manifest,
                 key=key,
                 body_digest=body_digest,

@@ -121,24 +121,6 @@ class Registry(RunLog):
             return False
         return self._alias(model_id, lineage.CHAMPION) != str(found.version)
 
-    def resolve(self, uri: str) -> tuple[str, str]:
-        """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``."""
-        name, separator, selector = uri.removeprefix("models:/").replace("@", "\0@").partition("\0")
-        if separator:
-            number = self._alias(name, selector[1:])
-            if number is None:
-                raise NotFound(f"{name} has no alias {selector[1:]}", got=uri)
-        else:
-            name, _, number = name.partition("/")
-        if not uri.startswith("models:/") or not name or not number:
-            raise InvalidInput(
-                "not a model's address", got=uri, wanted="models:/name@alias or models:/name/7"
-            )
-        found = self.version(name, number)
-        if not found.manifest_digest:
-            raise NotFound("this version is bound to no manifest", where=uri)
-        return found.source_url, found.manifest_digest
-
     def model_url(self, model_id: str, version: str | None = None) -> str:
         """Return the URL of the page in MLflow of a model or of one version."""
         page = f"{self.tracking_uri}/#/models/{model_id}"

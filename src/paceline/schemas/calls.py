@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import COUNT_MAX, Count, Name, Record, Text
+from paceline.schemas.base import COUNT_MAX, Count, ModelId, Name, Record, Text
 from paceline.schemas.events import Event
 from paceline.schemas.plan import Labels, Topology
 from paceline.schemas.records import (
@@ -33,10 +33,13 @@ SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as ma
 
 
 class CreateDeployment(Record):
-    """Distribute ``version`` of ``model_id`` from ``source_url`` to every target worker."""
+    """Distribute ``version`` of ``model_id`` from ``source_url`` to every target worker.
 
-    model_id: Name
-    version: Name
+    Where the first two are left out they are what the source's manifest says.
+    """
+
+    model_id: ModelId = ""
+    version: Name = ""
     source_url: str = Field(min_length=1, max_length=2048)
     target_workers: tuple[Name, ...] = Field(min_length=1, max_length=20_000)
     topology: Topology = Topology.AUTO

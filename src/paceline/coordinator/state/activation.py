@@ -21,7 +21,7 @@ from paceline.coordinator.state.messages import Effect, EmitEvent, SaveDeploymen
 from paceline.coordinator.state.persisted_state import Switch
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict
-from paceline.manifest import version_key
+from paceline.manifest import is_older, version_key
 from paceline.schemas import (
     DeploymentStatus,
     EventName,
@@ -113,8 +113,7 @@ class ActivationManager:
     def require_not_older(self, version: str, model_id: str, workers: set[str]) -> None:
         """Raise Conflict where a newer version is active on one of ``workers``."""
         active = {each.deployment.version for each in self._book.active(model_id, workers).values()}
-        mine = version_key(version)
-        newer = sorted((each for each in active if version_key(each) > mine), key=version_key)
+        newer = sorted((each for each in active if is_older(version, each)), key=version_key)
         if newer:
             raise Conflict(
                 "a newer version is active",
