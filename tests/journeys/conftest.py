@@ -22,6 +22,12 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hub_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of a host that loads models with Hugging Face's libraries."""
+    return build_software(tmp_path_factory.mktemp("hub"), "base", "hf")
+
+
+@pytest.fixture(scope="session")
 def control_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the software of a coordinator that keeps its state in etcd, Redis, PostgreSQL."""
     return build_software(tmp_path_factory.mktemp("control"), "base", "stores")

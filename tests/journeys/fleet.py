@@ -74,8 +74,9 @@ class Fleet:
         )
 
 
-def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str]) -> Fleet:
-    """Start a coordinator on the site's first host, with ``env``; its other hosts are nodes."""
+def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str], *more: str) -> Fleet:
+    """Start a coordinator on the site's first host, with ``env`` and ``more`` settings; its other
+    hosts are nodes."""
     control, *nodes = site.hosts
     url = f"https://{control.address}:7400"
     settings = [
@@ -84,6 +85,7 @@ def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str]) -> Fle
         "storage.bucket=models",
         "cluster.link_mbit=200",
         f"objects.endpoint_url={s3_url}",
+        *more,
     ]
     control.run(
         *("paceline", "init", "--coordinator", url),

@@ -229,6 +229,11 @@ class ObjectSettings(Settings):
     # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
     parameters: dict[str, str] = {}
 
+    @property
+    def is_named(self) -> bool:
+        """Return whether the profile names a server, so that none of our own has to run."""
+        return bool(self.endpoint_url or self.region or self.profile)
+
     @field_validator("parameters")
     @classmethod
     def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
