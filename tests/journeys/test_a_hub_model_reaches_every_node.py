@@ -70,6 +70,18 @@ def read_from_hub(fleet: Fleet) -> int:
     return int(json.loads(fleet.control.run("curl", "-sS", f"{HUB}/stats").ok().out)["sent_bytes"])
 
 
+def test_a_repository_that_is_not_allowed_is_refused_in_one_line(fleet: Fleet) -> None:
+    made = fleet.control.run("paceline", "tokens", "create", "--name", "x", "--scope", "deploy")
+    body = {"source_url": "hf://other/model", "target_workers": ["node-1"]}
+    refused = fleet.call(made.ok().out.strip(), "/deployments", json.dumps(body))
+    assert "security.source_repositories" in refused.out
+    until(lambda: fleet.control.run("curl", "-sS", HUB).code == 0, "the hub answers")
+    missing = fleet.control.run("paceline", "publish", "hf://acme/no-such", env=ENVIRONMENT)
+    assert missing.code != 0
+    assert missing.err.count("\n") == 1
+    assert "the hub does not have it" in missing.err
+
+
 def test_a_hub_model_is_read_once_and_found_offline_on_every_node(
     fleet: Fleet, repository: Path
 ) -> None:
@@ -87,7 +99,6 @@ def test_a_hub_model_is_read_once_and_found_offline_on_every_node(
     assert early.code != 0
     assert "paceline publish hf://acme/tiny@" in early.out
 
-    until(lambda: control.run("curl", "-sS", f"{HUB}/stats").code == 0, "the hub answers")
     control.run("paceline", "publish", "hf://acme/tiny", env=ENVIRONMENT).ok()
     again = control.run("paceline", "publish", "hf://acme/tiny", "--json", env=ENVIRONMENT).ok()
     commit = json.loads(again.out)["version"]
@@ -111,14 +122,3 @@ def test_a_hub_model_is_read_once_and_found_offline_on_every_node(
             assert digest == hashlib.sha256(each.read_bytes()).hexdigest()
         assert node.run("grep", "-rl", TOKEN, ".").code == 1
     assert control.run("grep", "-rl", TOKEN, ".paceline").code == 1
-
-
-def test_a_repository_that_is_not_allowed_is_refused_in_one_line(fleet: Fleet) -> None:
-    made = fleet.control.run("paceline", "tokens", "create", "--name", "x", "--scope", "deploy")
-    body = {"source_url": "hf://other/model", "target_workers": ["node-1"]}
-    refused = fleet.call(made.ok().out.strip(), "/deployments", json.dumps(body))
-    assert "security.source_repositories" in refused.out
-    missing = fleet.control.run("paceline", "publish", "hf://acme/no-such", env=ENVIRONMENT)
-    assert missing.code != 0
-    assert missing.err.count("\n") == 1
-    assert "the hub does not have it" in missing.err

@@ -125,7 +125,7 @@ def test_an_import_that_failed_goes_on_with_what_arrived(
 def test_bytes_that_are_not_what_the_hub_lists_are_refused(
     hub: Hub, url: str, store: ObjectStore, path: str
 ) -> None:
-    """Large files by their SHA-256, others by git's digest; the good ones are not read again."""
+    """Large files by their SHA-256, others by git's digest; what arrived is not read again."""
     hub.corrupt = path
     with pytest.raises(CorruptData, match="not what its server lists"):
         bring(hub, url, store)
@@ -134,7 +134,7 @@ def test_bytes_that_are_not_what_the_hub_lists_are_refused(
     hub.corrupt = ""
     manifest = bring(hub, url, store)
     assert_complete(hub, url, store, manifest)
-    assert hub.sent["model-1.safetensors"] == BIG
+    assert hub.sent["model-1.safetensors"] < BIG + PART  # a part was in flight
 
 
 def test_all_attempts_together_keep_the_origin_budget(
@@ -152,7 +152,9 @@ def test_all_attempts_together_keep_the_origin_budget(
         except OriginBudgetExceeded as error:
             assert "--extra-origin" in error.one_line()
             break
-    assert total < hub.sent_bytes <= total + 2 * PART
+    else:
+        pytest.fail("the budget never ended")
+    assert hub.sent_bytes <= total + 2 * PART
     hub.fails_after = None
     manifest = bring(hub, url, store, cap=2 * total + 4 * PART)  # the operator allows more
     assert_complete(hub, url, store, manifest)

@@ -160,7 +160,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
                 return None
             time.sleep(hub.block_wait_s)
-            self.wfile.write(body[at : at + BLOCK])
+            try:
+                self.wfile.write(body[at : at + BLOCK])
+            except OSError:  # the reader has gone
+                self.close_connection = True
+                return None
             with hub._lock:
                 hub.sent[path] += len(body[at : at + BLOCK])
         return None

@@ -10,6 +10,7 @@ compared with the remote server's digests.)
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -31,6 +32,7 @@ from paceline.errors import (
     InvalidInput,
     OriginBudgetExceeded,
     PacelineError,
+    SourceChanged,
     SourceMissing,
 )
 from paceline.manifest.build import ScannedFile, check_name, digest, require_model
@@ -236,7 +238,9 @@ class _ImportLedger:
             with self._lock:
                 update = {"beat": self._me.beat + 1, "read_bytes": self._stored}
                 self._me = self._me.model_copy(update=update)
-            self._store.put_bytes(self._where, self._me.model_dump_json().encode())
+            # Another writer's size in its place is found by ``require_ours``.
+            with contextlib.suppress(CorruptData):
+                self._store.put_bytes(self._where, self._me.model_dump_json().encode())
 
     def _load(self) -> ImportRecord | None:
         try:
@@ -245,6 +249,8 @@ class _ImportLedger:
             )
         except SourceMissing:
             return None
+        except SourceChanged:  # rewritten between its head and its bytes
+            return self._load()
         except ValidationError as error:
             raise InvalidInput(
                 "the record of an import cannot be read",
