@@ -78,17 +78,17 @@ class Coordinator:
         progress: Progress,
         audit: Audit,
         resolve_source: Callable[[str], tuple[str, Manifest]],
-        patience: CoordinatorSettings | None = None,
+        settings: CoordinatorSettings | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._coordination, self._progress, self._audit = coordination, progress, audit
         self._resolve_source = resolve_source
-        self._patience = patience or CoordinatorSettings()
+        self._settings = settings or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
         self._creations = threading.BoundedSemaphore(MAX_CREATIONS)
-        self._state = CoordinatorState(self._patience, leader_epoch=0)
+        self._state = CoordinatorState(self._settings, leader_epoch=0)
         self._ring = EventRing()
         self._keeping = threading.Lock()  # held while the ledger changes
         self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
@@ -459,7 +459,7 @@ class Coordinator:
 
     def _state_of(self, kept: LoadedState, epoch: int) -> CoordinatorState:
         now_s = self._monotonic()
-        state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
+        state = CoordinatorState.restore(kept, now_s, self._settings, leader_epoch=epoch)
         state.fleet.merge_progress(self._progress.beats())
         for each in state.deployments():
             if not each.status.is_final:

@@ -123,7 +123,7 @@ class Node:
             progress=progress,
             audit=None,
             resolve_source=lambda url: (url, manifest),
-            patience=CoordinatorSettings(beat_s=0.2),
+            settings=CoordinatorSettings(beat_s=0.2),
             wall=wall,
             monotonic=monotonic,
         )
