@@ -1,10 +1,10 @@
-"""The store's versions as Hugging Face's cache, so that ``from_pretrained`` finds them offline.
+"""The store's versions as Hugging Face's cache, so that its tools find them offline.
 
 A model whose id has a ``/`` (``org/name``) is also at ``hub/models--org--name/``: ``blobs/`` has
 each file under its SHA-256, a hard link to the version's file, so that the directory is whole where
 only it is mounted; ``snapshots/VERSION/`` has links to the blobs by path; ``refs/main`` names the
-active version, or the first one until one is active. ``hub`` is what ``cache_dir`` and
-``HF_HUB_CACHE`` take.
+active version, or the first one until one is active. ``hub`` is what those tools take as the
+directory of their cache.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def hide(store: Path, model_id: str, version: str) -> None:
 
 
 def activate(store: Path, model_id: str, version: str) -> None:
-    """Make ``version`` what ``from_pretrained(model_id)`` loads."""
+    """Make ``version`` what a user gets who names no revision."""
     repository = _repository(store, model_id)
     if repository is not None:
         _refer(repository, MAIN, version)
