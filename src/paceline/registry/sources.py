@@ -19,7 +19,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest import Manifest
-from paceline.registry.lineage import TAG_MANIFEST
+from paceline.registry.lineage import TAG_MANIFEST, registered_name
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.storage import ObjectStore, RemoteModel, is_remote, remote_model
 from paceline.system import Endpoint, HttpServer, basic_authorization
@@ -104,9 +104,10 @@ def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple
         )
     if not mlflow_url:
         raise InvalidInput("no MLflow server is known", got=uri, wanted="endpoints.mlflow_url")
-    call, fields = ("registered-models/alias", {"name": name, "alias": alias})
+    named = {"name": registered_name(name)}
+    call, fields = ("registered-models/alias", named | {"alias": alias})
     if not at:
-        call, fields = ("model-versions/get", {"name": name, "version": number})
+        call, fields = ("model-versions/get", named | {"version": number})
     path = f"{_API}/{call}?{urlencode(fields, quote_via=quote)}"
     server = HttpServer(Endpoint.of(mlflow_url), name="MLflow", do="Check that it runs.")
     answer = server.call(
