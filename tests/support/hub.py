@@ -182,6 +182,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Report nothing: a reader went away."""
+
+
 @contextmanager
 def serving_hub(
     root: Path, host: str = "127.0.0.1", port: int = 0, token: str = ""
@@ -191,8 +198,7 @@ def serving_hub(
     servers = []
     for number, is_cdn in enumerate((False, True)):
         handler = type("Handler", (_Handler,), {"hub": hub, "is_cdn": is_cdn})
-        server = ThreadingHTTPServer((host, port and port + number), handler)
-        server.daemon_threads = True
+        server = _Server((host, port and port + number), handler)
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         servers.append(server)
     hub.url, hub.cdn_url = (f"http://{host}:{each.server_address[1]}" for each in servers)
