@@ -18,7 +18,7 @@ import pytest
 from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
 from tests.journeys.hosts import ROOT, SOFTWARE, Site, site, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 HUB = "http://10.77.200.1:8000"
 TOKEN = "hf_of-the-operator"

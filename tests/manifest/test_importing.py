@@ -100,7 +100,7 @@ def test_an_import_reads_each_byte_once_and_never_again(
     hub: Hub, url: str, store: ObjectStore
 ) -> None:
     seen: list[float] = []
-    manifest = bring(hub, url, store, tell=lambda moved: seen.append(moved.share))
+    manifest = bring(hub, url, store, on_progress=lambda moved: seen.append(moved.share))
     assert_complete(hub, url, store, manifest)
     assert hub.sent_bytes == manifest.total_size
     assert seen[-1] == 1.0

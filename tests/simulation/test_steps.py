@@ -112,8 +112,8 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
 
     def listening(event: Event, now_s: float) -> list[Effect]:
         effects = handle(event, now_s)
-        told = [each for each in effects if isinstance(each, EmitEvent)]
-        lost.extend(str(each) for each in told if each.name is EventName.SOURCE_LOST)
+        reported = [each for each in effects if isinstance(each, EmitEvent)]
+        lost.extend(str(each) for each in reported if each.name is EventName.SOURCE_LOST)
         return effects
 
     monkeypatch.setattr(late.control.state, "handle", listening)

@@ -153,7 +153,7 @@ def publish(
             "chunk_bytes": chunk or 0,
             "piece_hash": piece_hash or settings.security.piece_hash,
             "key": key,
-            "tell": bars.show,
+            "on_progress": bars.show,
         }
         if found is not None:
             cap = origin_cap_bytes(found.total_size) + (extra_origin or 0)

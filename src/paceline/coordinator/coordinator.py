@@ -135,7 +135,7 @@ class Coordinator:
             with self._lock:
                 if self._role.held is not None:
                     return  # the leader was read from the store before this replica was elected
-                self._role.heard(leader)
+                self._role.observed_leader(leader)
                 if state is not None:
                     self._state, self._trouble, self._followed = state, None, revision
                 ring = self._ring
@@ -320,7 +320,7 @@ class Coordinator:
             self._ledger = term, LedgerIndex(self._coordination.ledger())
         return self._ledger
 
-    def tell(self, observed: Sequence[EmitEvent]) -> None:
+    def commit_audit_events(self, observed: Sequence[EmitEvent]) -> None:
         """Commit audit events that change no state, such as a refused attempt."""
         with self._lock:
             self._commit(self._require_leading(), observed)

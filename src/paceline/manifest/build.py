@@ -35,7 +35,7 @@ from paceline.manifest.progress import (
     IMPORT,
     ProgressCallback,
     ProgressCounter,
-    nobody,
+    ignore_progress,
     results,
 )
 from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, chunk_layout, strands
@@ -159,7 +159,7 @@ def digest(
     version: str,
     piece_hash: PieceHash,
     open_file: OpenFile | None = None,
-    tell: ProgressCallback = nobody,
+    on_progress: ProgressCallback = ignore_progress,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
@@ -172,7 +172,7 @@ def digest(
         sizes.piece_bytes,
         piece_hash,
         open_file=open_file,
-        tell=tell,
+        on_progress=on_progress,
         stopping=stopping,
     )
     files, checksums = reading.run(chunk_sizes)
@@ -221,7 +221,7 @@ class Digesting:
         *,
         only_pieces: bool = False,
         open_file: OpenFile | None = None,
-        tell: ProgressCallback = nobody,
+        on_progress: ProgressCallback = ignore_progress,
         stopping: threading.Event | None = None,
     ) -> None:
         self._root, self._found = root, found
@@ -231,7 +231,7 @@ class Digesting:
         self._new_piece_hash = PIECE_HASHES[piece_hash]
         self._new_sha256 = _NoHash if only_pieces else hashlib.sha256
         self._stopping = stopping or threading.Event()
-        self._account = ProgressCounter(stage, sum(f.size for f in found), len(found), tell)
+        self._account = ProgressCounter(stage, sum(f.size for f in found), len(found), on_progress)
         self._aside: ThreadPoolExecutor | None = None  # hashes blocks for the file's SHA-256
 
     def run(self, chunk_sizes: Sequence[int]) -> tuple[list[FileEntry], list[str]]:

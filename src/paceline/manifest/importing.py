@@ -37,7 +37,7 @@ from paceline.errors import (
 )
 from paceline.manifest.build import ScannedFile, check_name, digest, require_model
 from paceline.manifest.model import MANIFEST_FILE, Manifest
-from paceline.manifest.progress import ProgressCallback, nobody
+from paceline.manifest.progress import ProgressCallback, ignore_progress
 from paceline.manifest.publish import fetch_manifest
 from paceline.manifest.signing import sign_manifest
 from paceline.manifest.sizes import MIB, choose_sizes
@@ -71,7 +71,7 @@ def import_model(
     chunk_bytes: int = 0,
     piece_hash: PieceHash | None = None,
     key: Ed25519PrivateKey | None = None,
-    tell: ProgressCallback = nobody,
+    on_progress: ProgressCallback = ignore_progress,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Bring ``source`` below ``url`` and return its manifest; one that is there is not read again.
@@ -104,7 +104,7 @@ def import_model(
                 version=source.version,
                 piece_hash=piece_hash or "blake3",
                 open_file=lambda file: importer.open(remote[file.path]),
-                tell=tell,
+                on_progress=on_progress,
                 stopping=stopping,
             )
             for entry in manifest.files:

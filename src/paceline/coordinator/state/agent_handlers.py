@@ -107,7 +107,7 @@ class AgentHandlers:
             run = self._index.find(each.deployment_id)
             if run is not None and (part := run.parts.get(beat.worker_id)) is not None:
                 validate_heartbeat(run.deployment, run.parts, part, each)
-        worker = self._fleet.hear(beat, event.at, now_s)
+        worker = self._fleet.record_beat(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
             return [self._register_first()]
@@ -128,7 +128,7 @@ class AgentHandlers:
 
     def listen(self, event: AwaitCommands) -> list[Effect]:
         """Return the commands for a worker whose heartbeat was answered and that still waits."""
-        if not self._fleet.knows(event.worker_id, event.incarnation):
+        if not self._fleet.is_known(event.worker_id, event.incarnation):
             return [self._register_first()]
         return [self._answer(event.worker_id, {})]
 

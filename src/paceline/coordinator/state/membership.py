@@ -78,7 +78,7 @@ class Membership:
         """Return every registered worker that was not pruned."""
         return [member.record for member in self._members.values()]
 
-    def heard(self) -> dict[str, float]:
+    def last_beats(self) -> dict[str, float]:
         """Return when each worker's last heartbeat came, in seconds since the Unix epoch."""
         return {worker_id: member.last_heartbeat_at for worker_id, member in self._members.items()}
 
@@ -99,7 +99,7 @@ class Membership:
         member = self._members.get(worker_id)
         return "" if member is None else member.registered.address
 
-    def knows(self, worker_id: str, incarnation: int) -> bool:
+    def is_known(self, worker_id: str, incarnation: int) -> bool:
         """Return whether this incarnation of the worker is registered and alive."""
         member = self._members.get(worker_id)
         return member is not None and member.alive and member.registered.incarnation == incarnation
@@ -155,7 +155,7 @@ class Membership:
             and member.registered.incarnation == beat.incarnation
         )
 
-    def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
+    def record_beat(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
         """Record a heartbeat and return its sender's registration, or None where the worker must
         register (again) first.
         """
