@@ -160,7 +160,10 @@ def test_all_attempts_together_keep_the_origin_budget(
     assert_complete(hub, url, store, manifest)
 
 
-def test_two_importers_read_once(hub: Hub, url: str, store: ObjectStore) -> None:
+def test_two_importers_read_once(
+    hub: Hub, url: str, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importing, "SETTLE_S", 1.0)  # the other one's write may take a while
     hub.block_wait_s = 0.002
     found: list[Manifest] = []
     both = [threading.Thread(target=lambda: found.append(bring(hub, url, store))) for _ in range(2)]
