@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.testbed.bed import why_not
 from tests.journeys.hosts import build_software
+from tests.support.wall_jump import build_shim
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,12 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hub_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the software of a host that loads models with Hugging Face's libraries."""
     return build_software(tmp_path_factory.mktemp("hub"), "base", "hf")
+
+
+@pytest.fixture(scope="session")
+def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the library that moves a host's clock (``hosts.clock_ahead``)."""
+    return build_shim(tmp_path_factory.mktemp("clock"))
 
 
 @pytest.fixture(scope="session")

@@ -249,8 +249,12 @@ class Coordinator:
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
         """Create a deployment, or return the one that this idempotency key created.
 
-        The record names the source as it is resolved now, and never an alias.
+        The record names the source as it is resolved now, and never an alias. What else the caller
+        left out is as the profile says.
         """
+        profile = {"topology": self._settings.topology, "max_failed": self._settings.max_failed}
+        left_out = profile.keys() - call.model_fields_set
+        call = call.model_copy(update={each: profile[each] for each in left_out})
         body_digest = digest_of(call)
         with self._lock:
             self._require_leading()
