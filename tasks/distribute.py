@@ -18,6 +18,7 @@ from prefect.runtime import flow_run
 from paceline.cluster import node_names
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
 from paceline.manifest import Manifest
+from paceline.registry import resolve_source
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
 from paceline.schemas import (
     CreateDeployment,
@@ -27,13 +28,24 @@ from paceline.schemas import (
     digest_of,
     select_workers,
 )
-from paceline.tasks import artifacts, deployment
+from paceline.storage import is_remote
+from paceline.tasks import artifacts, deployment, prepare
 from paceline.tasks.cancelling import stop_if_cancelled
 from paceline.tasks.lineage import log_relay
 from paceline.tasks.run import BRIEFLY_S, Run, StageResult
 
 POLL_S = 0.2
 SWITCH_S = 60.0  # how long the fleet may take to switch
+
+
+def locate(run: Run, source_url: str) -> str:
+    """Return where the model that ``source_url`` names lies: a registry's version or alias is
+    resolved now, and what is at a hub or in a registry of images is imported."""
+    if is_remote(source_url):
+        return str(prepare.import_remote(run, source_url).output["url"])
+    if source_url.startswith("models:/"):
+        return run.patiently(lambda: resolve_source(source_url, run.runtime, run.store)[0])
+    return source_url
 
 
 @task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)

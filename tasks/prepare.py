@@ -32,16 +32,21 @@ from paceline.data import (
 )
 from paceline.errors import InvalidInput, TrainingFailed
 from paceline.manifest import (
-    DIGEST,
+    IMPORT,
+    UPLOAD,
     Manifest,
     ProgressFormatter,
     PublishProgress,
     fetch_manifest,
     format_bytes,
+    import_model,
     publish_model,
 )
+from paceline.plan import origin_cap_bytes
+from paceline.registry import import_place
+from paceline.relay import allowed_source
 from paceline.schemas import canonical_json, digest_of
-from paceline.storage import ObjectStore
+from paceline.storage import ObjectStore, remote_model
 from paceline.tasks import artifacts
 from paceline.tasks.cancelling import noticed, stop_if_cancelled
 from paceline.tasks.run import Run, StageResult
@@ -197,18 +202,39 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
     began = time.monotonic()
     with publish_progress(run, f"{model_id} {version}") as progress:
         manifest = _publish(run, Path(directory), model_id, version, **progress)
-    output = {
-        "model_id": model_id,
-        "version": version,
-        "url": url,
-        "manifest_digest": manifest.digest,
-        "bytes": manifest.total_size,
-        "chunks": len(manifest.chunks),
-        "pieces": manifest.piece_count,
-    }
+    output = _published(manifest, url)
     said = f"{format_bytes(manifest.total_size)} in {len(manifest.files)} files at {url}"
     seconds = run.did("publish", began, said)
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
+
+
+@task(name="import-model", cache_policy=NO_CACHE)
+def import_remote(run: Run, url: str) -> StageResult:
+    """Bring the model of a hub or a registry (``hf://…``, ``oci://…``) into the object store, at
+    the revision that ``url`` names now; one that is there is not read again.
+
+    Raises AccessDenied for a repository that ``security.source_repositories`` does not have, and
+    what ``import_model`` does."""
+    runtime, profile = run.runtime, run.runtime.profile
+    began = time.monotonic()
+    remote = remote_model(allowed_source(url, runtime), profile)
+    place = import_place(remote, runtime)
+    with publish_progress(run, f"{remote.model_id} {remote.version}") as progress:
+        manifest = import_model(
+            remote,
+            place,
+            store=run.store,
+            cap_bytes=origin_cap_bytes(remote.total_size),
+            link_mbit=profile.cluster.link_mbit,
+            piece_bytes=profile.relay.piece_bytes,
+            chunk_bytes=profile.relay.chunk_bytes,
+            piece_hash=profile.security.piece_hash,
+            **progress,
+        )
+    output = _published(manifest, place) | {"source": remote.url}
+    said = f"{format_bytes(manifest.total_size)} of {remote.url} at {place}"
+    seconds = run.did("import", began, said)
+    return StageResult(stage="import", output=output, seconds=seconds, reused=None)
 
 
 def _publish(run: Run, directory: Path, model_id: str, version: str, **more: Any) -> Manifest:
@@ -225,6 +251,18 @@ def _publish(run: Run, directory: Path, model_id: str, version: str, **more: Any
         piece_hash=profile.security.piece_hash,
         **more,
     )
+
+
+def _published(manifest: Manifest, url: str) -> dict[str, Any]:
+    return {
+        "model_id": manifest.model_id,
+        "version": manifest.version,
+        "url": url,
+        "manifest_digest": manifest.digest,
+        "bytes": manifest.total_size,
+        "chunks": len(manifest.chunks),
+        "pieces": manifest.piece_count,
+    }
 
 
 def published_url(run: Run, model_id: str, version: str) -> str:
@@ -349,7 +387,7 @@ def publish_progress(run: Run, name: str) -> Iterator[dict[str, Any]]:
     thread.start()
     try:
         with noticed() as stopping:
-            yield {"tell": shown, "stopping": stopping}
+            yield {"on_progress": shown, "stopping": stopping}
     finally:
         over.set()
         thread.join(10.0)
@@ -379,8 +417,8 @@ class _ShownProgress:
             is_done = is_over or moved.is_over or number + 1 < len(stages)
             text, share = self._format.said(moved, time.monotonic()), moved.share
             self._run.tell(stage, 1.0 if is_done else share, text, done=is_done)
-            before = 0 if stage == DIGEST else 1
-            self._page.show(1.0 if is_over else (before + share) / STAGES, f"{stage}: {text}")
+            whole = share if stage == IMPORT else ((stage == UPLOAD) + share) / STAGES
+            self._page.show(1.0 if is_over else whole, f"{stage}: {text}")
             if is_done:
                 self._done.add(stage)
             elif time.monotonic() - self._logged_s >= LOG_S:

@@ -17,7 +17,13 @@ from prefect.cache_policies import NO_CACHE
 
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
 from paceline.evaluation import EXCEPTED, decide
-from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
+from paceline.manifest import (
+    Manifest,
+    build_manifest,
+    directory_name,
+    fetch_manifest,
+    publish_model,
+)
 from paceline.registry import gate_metrics
 from paceline.schemas import Evaluation, Evidence, GateDecision, TrainResult, digest_of
 from paceline.tasks import artifacts, sealed
@@ -302,7 +308,7 @@ def champion_reference(
 def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
     """Return the copy that ``node`` holds on its own disk as an evaluation input."""
     store = run.runtime.node_dir(node) / "store"
-    path = store / "models" / manifest.model_id / manifest.version
+    path = store / "models" / directory_name(manifest.model_id) / manifest.version
     return {"url": str(path), "digest": manifest.digest}
 
 

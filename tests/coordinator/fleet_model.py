@@ -246,8 +246,9 @@ class Fleet(RuleBasedStateMachine):
             self.store,
             progress=NoProgress(),
             audit=None,
-            fetch_manifest=lambda url: small_manifest(
-                url.rpartition("/")[2], "other" if "other" in url else "m"
+            resolve_source=lambda url: (
+                url,
+                small_manifest(url.rpartition("/")[2], "other" if "other" in url else "m"),
             ),
             settings=PATIENCE,
             monotonic=lambda: self.now_s,

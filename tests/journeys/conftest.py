@@ -23,6 +23,12 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hub_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of a host that loads models with Hugging Face's libraries."""
+    return build_software(tmp_path_factory.mktemp("hub"), "base", "hf")
+
+
+@pytest.fixture(scope="session")
 def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the library that moves a host's clock (``hosts.clock_ahead``)."""
     return build_shim(tmp_path_factory.mktemp("clock"))

@@ -36,7 +36,7 @@ from paceline.coordinator.stores import (
     open_coordination,
     open_progress,
 )
-from paceline.relay import fetch_allowed_manifest
+from paceline.registry import resolve_source
 
 REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
 
@@ -62,7 +62,7 @@ def create_app(
         coordination,
         progress=progress,
         audit=audit,
-        fetch_manifest=lambda url: fetch_allowed_manifest(url, runtime),
+        resolve_source=lambda url: resolve_source(url, runtime),
         settings=settings,
     )
     replica = Replica(

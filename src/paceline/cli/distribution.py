@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,6 +23,7 @@ from paceline.cli.options import (
     read_profile,
     say_only_defects,
     show,
+    state_directory,
     state_option,
     to_option,
 )
@@ -41,10 +42,10 @@ directory_type = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("directory", type=directory_type)
+@click.argument("source", metavar="DIRECTORY | SOURCE")
 @click.argument("url", required=False)
-@click.option("--model", "model_id", required=True, help="Name of the model.")
-@click.option("--version", required=True, help="Version to publish it as.")
+@click.option("--model", "model_id", default="", help="Name of the model (of a directory).")
+@click.option("--version", default="", help="Version to publish it as (of a directory).")
 @click.option("--sign", type=directory_type, default=None, help="Private key (paceline keys new).")
 @click.option("--piece", **SIZE, help="Piece size (default: from the model's).")
 @click.option("--chunk", **SIZE, help="Chunk size (default: from model and link).")
@@ -60,12 +61,15 @@ directory_type = click.Path(path_type=Path)
     is_flag=True,
     help="Drop what earlier attempts left: parts of files, their claim to the version.",
 )
+@click.option(
+    "--extra-origin", **SIZE, help="Read so much more of a hub or registry than its fuse allows."
+)
 @profile_options
 @run_id_option
 @state_option
 @json_option
 def publish(
-    directory: Path,
+    source: str,
     url: str | None,
     model_id: str,
     version: str,
@@ -76,6 +80,7 @@ def publish(
     link: float | None,
     allow_older: bool,
     discard_unfinished: bool,
+    extra_origin: int | None,
     profile: str,
     overrides: tuple[str, ...],
     run_id: str | None,
@@ -86,11 +91,23 @@ def publish(
 
     The manifest's place is URL/manifest.json. Without URL, it is the installation's bucket: as a
     run where the installation is up here, with a login from here, with your own S3 credentials.
+
+    SOURCE is hf://org/name[@revision] or oci://host/repository:tag: it is imported, once, under its
+    own name and its commit or digest (without URL: into the installation's bucket).
     """
-    remote = _of_login(state) if url is None else None
-    if remote is not None:
-        url = f"{remote.models_url}/{model_id}/{version}"
-    if url is None:
+    from paceline.storage import is_remote
+
+    foreign, directory = is_remote(source), Path(source)
+    if foreign == bool(model_id or version) or (not foreign and not (model_id and version)):
+        raise InvalidInput(
+            "a directory is published under a name, and a remote model has its own",
+            got=f"{source}, --model {model_id or '(none)'}, --version {version or '(none)'}",
+            wanted="DIRECTORY --model NAME --version VERSION, or hf://org/name@revision",
+        )
+    login = _of_login(state) if url is None else None
+    if login is not None and not foreign:
+        url = f"{login.models_url}/{model_id}/{version}"
+    if url is None and not foreign:
         direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
         if any(value not in (None, False) for value in direct):
             raise InvalidInput(
@@ -103,15 +120,27 @@ def publish(
         where = str(directory.absolute())
         flow = "publish.publish_model"
         return call.run(flow, directory=where, model_id=model_id, version=version)
-    from paceline.manifest import discard_unfinished as discard, load_key, publish_model
+    from paceline.manifest import (
+        discard_unfinished as discard,
+        import_model,
+        load_key,
+        publish_model,
+    )
+    from paceline.plan import origin_cap_bytes
+    from paceline.registry import import_place
     from paceline.schemas import Published
-    from paceline.storage import ObjectStore, parse_url
+    from paceline.storage import ObjectStore, parse_url, remote_model
 
+    if login is not None:
+        settings, store = login.profile, ObjectStore.from_runtime(login)
+    else:
+        settings, store = _objects(state, read_profile(profile, overrides))
+    found = remote_model(source, settings) if foreign else None
+    if url is None:
+        assert found is not None
+        url = import_place(found, login or load_runtime(state_directory(state)))
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
-    settings, store = _objects(state, read_profile(profile, overrides))
-    if remote is not None:
-        settings, store = remote.profile, ObjectStore.from_runtime(remote)
     if settings.security.fips and piece_hash == "blake3":
         raise InvalidInput(
             "this installation publishes only SHA-256 (security.fips)",
@@ -124,20 +153,27 @@ def publish(
     if discard_unfinished:
         discard(url, store)
     with ends_in_order(), PublishBars() as bars:
-        manifest = publish_model(
-            directory,
-            url,
-            model_id=model_id,
-            version=version,
-            store=store,
-            link_mbit=link or settings.cluster.link_mbit,
-            piece_bytes=piece or 0,
-            chunk_bytes=chunk or 0,
-            piece_hash=piece_hash or settings.security.piece_hash,
-            key=key,
-            allow_older=allow_older,
-            on_progress=bars.show,
-        )
+        common: dict[str, Any] = {
+            "store": store,
+            "link_mbit": link or settings.cluster.link_mbit,
+            "piece_bytes": piece or 0,
+            "chunk_bytes": chunk or 0,
+            "piece_hash": piece_hash or settings.security.piece_hash,
+            "key": key,
+            "on_progress": bars.show,
+        }
+        if found is not None:
+            cap = origin_cap_bytes(found.total_size) + (extra_origin or 0)
+            manifest = import_model(found, url, cap_bytes=cap, **common)
+        else:
+            manifest = publish_model(
+                directory,
+                url,
+                model_id=model_id,
+                version=version,
+                allow_older=allow_older,
+                **common,
+            )
     if store.has_conditional_writes is False:
         click.echo(
             f"! {store.endpoint_url} has no conditional writes (If-None-Match): another publish of "
@@ -145,8 +181,8 @@ def publish(
             err=True,
         )
     done = Published(
-        model_id=model_id,
-        version=version,
+        model_id=manifest.model_id,
+        version=manifest.version,
         url=url.rstrip("/"),
         manifest_digest=manifest.digest,
         bytes=manifest.total_size,
@@ -164,8 +200,8 @@ def publish(
     show(
         done,
         as_json,
-        f"{model_id} {version} at {done.url}: {done.bytes:,} bytes in {done.files} files, "
-        f"{done.pieces} pieces ({done.piece_hash}), {done.uploaded_files} uploaded in "
+        f"{done.model_id} {done.version} at {done.url}: {done.bytes:,} bytes in {done.files} "
+        f"files, {done.pieces} pieces ({done.piece_hash}), {done.uploaded_files} uploaded in "
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
@@ -256,14 +292,17 @@ def distribute(
 ) -> int:
     """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it.
 
-    With --into: relay the model at SOURCE to that many workers on this machine.
+    Or what SOURCE names: s3://bucket/prefix, models:/name@alias, models:/name/7,
+    hf://org/name@revision or oci://host/repository:tag. With --into: relay the model at SOURCE to
+    that many workers on this machine.
     """
     if into is None:
-        if version is None:
+        named_here = "://" in model_id or model_id.startswith("models:/")
+        if (version is None) != named_here:
             raise InvalidInput(
-                "no version",
-                got=model_id,
-                wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
+                "no version" if version is None else "a source has its own version",
+                got=f"{model_id} {version or ''}".strip(),
+                wanted="paceline distribute MODEL_ID VERSION, SOURCE, or SOURCE --into DIRECTORY",
             )
         selector = ";".join(targets)
         if (runtime := find_installation(state)).is_login:
@@ -280,11 +319,12 @@ def distribute(
                 as_json=as_json,
             )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)
+        what = {"source_url": model_id} if named_here else {"model_id": model_id}
         return call.run(
             "distribute.distribute_model",
             cancels=cancel_on_interrupt,
-            model_id=model_id,
-            version=version,
+            **what,
+            version=version or "",
             selector=selector or None,
             activate=not stage_only,
         )
@@ -293,10 +333,21 @@ def distribute(
             "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
         )
     from paceline.manifest import TrustPolicy
+    from paceline.registry import resolve_source
     from paceline.relay.store import StorePolicy
     from paceline.standalone import distribute as bring
+    from paceline.storage import is_remote
 
     settings, objects = read_profile(profile, overrides), None
+    if is_remote(model_id):
+        raise InvalidInput(
+            "a remote model is imported first",
+            got=model_id,
+            wanted="a directory, s3://bucket/prefix or models:/name@alias",
+            do=f"Run `paceline publish {model_id} s3://bucket/prefix`, then distribute that.",
+        )
+    if model_id.startswith("models:/"):
+        model_id = resolve_source(model_id, load_runtime(state_directory(state)))[0]
     if model_id.startswith("s3://"):
         settings, objects = _objects(state, settings)
     say_only_defects()

@@ -34,6 +34,7 @@ from paceline.schemas import (
     DeploymentStatus,
     FlowRunView,
     StartFlow,
+    digest_of,
     flow_result_key,
     new_run_id,
 )
@@ -66,8 +67,8 @@ def with_settings(runtime: Runtime) -> Runtime:
 
 def distribute(
     runtime: Runtime,
-    model_id: str,
-    version: str,
+    model: str,
+    version: str | None,
     selector: str,
     *,
     activate: bool,
@@ -75,19 +76,22 @@ def distribute(
     run_id: str | None,
     as_json: bool,
 ) -> int:
-    """Bring a published version to the selected workers, follow it to its end, and switch to it."""
+    """Bring a published version to the selected workers, follow it to its end, and switch to it.
+
+    ``model`` is its id, or without ``version`` a source's URL, which the coordinator resolves.
+    """
     runtime, run_id = with_settings(runtime), run_id or new_run_id()
     client = CoordinatorClient.of(runtime)
-    url = f"{runtime.models_url}/{model_id}/{version}"
     call = CreateDeployment(
-        model_id=model_id,
-        version=version,
-        source_url=url,
+        model_id=model if version else "",
+        version=version or "",
+        source_url=f"{runtime.models_url}/{model}/{version}" if version else model,
         selector=selector,
         allow_older=not activate,
         run_id=run_id,
     )
-    deployment_id = client.create(call, f"{run_id}-{model_id}-{version}").deployment_id
+    key = digest_of([run_id, call.source_url])
+    deployment_id = client.create(call, key).deployment_id
     try:
         ended = follow(runtime, deployment_id, quiet=as_json)
     except BaseException as error:
@@ -114,9 +118,9 @@ def distribute(
         "status": "complete",
         "run_id": run_id,
         "notes": [],
-        "model_id": model_id,
-        "version": version,
-        "url": url,
+        "model_id": view.deployment.model_id,
+        "version": view.deployment.version,
+        "url": view.deployment.source_url,
         "targets": targets,
         "relay": {
             "deployment_id": deployment_id,
@@ -132,8 +136,8 @@ def distribute(
     show(
         answer,
         as_json,
-        f"{model_id} {version} on {len(view.workers_complete)} of {len(targets)} workers{without}, "
-        f"{then}",
+        f"{view.deployment.model_id} {view.deployment.version} on {len(view.workers_complete)} of "
+        f"{len(targets)} workers{without}, {then}",
         f"done: run {run_id}, deployment {deployment_id}",
     )
     return 0

@@ -29,7 +29,7 @@ CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has
 def embedded_services(runtime: Runtime) -> tuple[ServiceSpec, ...]:
     """Return the services of ``runtime``, whose endpoints are already decided."""
     return (
-        _s3(runtime),
+        *([_s3(runtime)] if runtime.secrets.s3_access_key else []),
         _prefect_server(runtime),
         _mlflow(runtime),
         _dask(runtime),

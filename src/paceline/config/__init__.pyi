@@ -15,6 +15,11 @@ from .login import (
     require_here as require_here,
     save_login as save_login,
 )
+from .remote import (
+    RemoteAccess as RemoteAccess,
+    hub_access as hub_access,
+    oci_access as oci_access,
+)
 from .runtime import (
     DEFAULT_S3 as DEFAULT_S3,
     RUNTIME_FILE as RUNTIME_FILE,
@@ -39,9 +44,11 @@ from .settings import (
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GuardSettings as GuardSettings,
+    HubSettings as HubSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
+    OciSettings as OciSettings,
     Profile as Profile,
     RelaySettings as RelaySettings,
     SecuritySettings as SecuritySettings,

@@ -229,6 +229,11 @@ class ObjectSettings(Settings):
     # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
     parameters: dict[str, str] = {}
 
+    @property
+    def is_named(self) -> bool:
+        """Return whether the profile names a server, so that none of our own has to run."""
+        return bool(self.endpoint_url or self.region or self.profile)
+
     @field_validator("parameters")
     @classmethod
     def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
@@ -237,9 +242,35 @@ class ObjectSettings(Settings):
         return value
 
 
+class HubSettings(Settings):
+    """The Hugging Face hub that ``hf://org/name@revision`` names.
+
+    Its token is the user's own, as Hugging Face's tools have it: a variable or a file.
+    """
+
+    endpoint: str = ""  # "": $HF_ENDPOINT, else https://huggingface.co
+    # Hosts (or host:port) that it may redirect a download to; * stands for any part.
+    redirect_hosts: tuple[str, ...] = ("*.huggingface.co", "*.hf.co")
+
+
+class OciSettings(Settings):
+    """Registries that ``oci://host/repository:tag`` names; credentials are those of `docker login`.
+
+    Both are hosts, or host:port; * stands for any part.
+    """
+
+    redirect_hosts: tuple[str, ...] = ()  # where blobs and tokens may come from, besides the host
+    plain_http: tuple[str, ...] = ()  # registries that are reached without TLS
+
+
 BucketPlace = Annotated[
     str,
     StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*/?$", max_length=1100),
+]
+
+
+RepositoryPlace = Annotated[
+    str, StringConstraints(pattern=r"^(hf|oci)://[A-Za-z0-9][^@\s]*$", max_length=512)
 ]
 
 
@@ -252,6 +283,8 @@ class SecuritySettings(Settings):
     source_roots: tuple[str, ...] = ()  # local directories models may come from
     # Buckets, or "bucket/prefix", that models may come from, besides storage.bucket.
     source_buckets: tuple[BucketPlace, ...] = ()
+    # What flows and REST may import: "hf://org/name", "hf://org/", "oci://host/repository"…
+    source_repositories: tuple[RepositoryPlace, ...] = ()
     # Allowed sources of `training.code_ref`: a module (with submodules), an absolute directory
     # (with everything below), or a prefix of an https:// or file:// URL that ends in "/".
     code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
@@ -373,6 +406,8 @@ class Profile(Settings):
     services: ServiceSettings = ServiceSettings()
     storage: StorageSettings = StorageSettings()
     objects: ObjectSettings = ObjectSettings()
+    hub: HubSettings = HubSettings()
+    oci: OciSettings = OciSettings()
     security: SecuritySettings = SecuritySettings()
     control: ControlSettings = ControlSettings()
     store: StoreSettings = StoreSettings()

@@ -78,13 +78,13 @@ class Coordinator:
         *,
         progress: Progress,
         audit: Audit,
-        fetch_manifest: Callable[[str], Manifest],
+        resolve_source: Callable[[str], tuple[str, Manifest]],
         settings: CoordinatorSettings | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._coordination, self._progress, self._audit = coordination, progress, audit
-        self._fetch_manifest = fetch_manifest
+        self._resolve_source = resolve_source
         self._settings = settings or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
@@ -250,7 +250,8 @@ class Coordinator:
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
         """Create a deployment, or return the one that this idempotency key created.
 
-        What the caller left out is as the profile says.
+        The record names the source as it is resolved now, and never an alias. What else the caller
+        left out is as the profile says.
         """
         profile = {"topology": self._settings.topology, "max_failed": self._settings.max_failed}
         left_out = profile.keys() - call.model_fields_set
@@ -271,13 +272,18 @@ class Coordinator:
                 "too many deployments are being created", wanted=f"at most {MAX_CREATIONS}"
             )
         try:
-            manifest = self._fetch_manifest(call.source_url)
+            source_url, manifest = self._resolve_source(call.source_url)
         finally:
             self._creations.release()
+        found = {
+            "source_url": source_url,
+            "model_id": call.model_id or manifest.model_id,
+            "version": call.version or manifest.version,
+        }
         answer = self.handle(
             Create(
                 deployment_id=_new_id(self._wall()),
-                call=call,
+                call=call.model_copy(update=found),
                 manifest=manifest,
                 key=key,
                 body_digest=body_digest,

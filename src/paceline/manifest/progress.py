@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from paceline.errors import Cancelled
 
-DIGEST, UPLOAD = "digest", "upload"
+DIGEST, UPLOAD, IMPORT = "digest", "upload", "import"
 REPORT_INTERVAL_S = 0.2
 RATE_WINDOW_S = 5.0
 

@@ -29,7 +29,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest.build import ScannedFile, check_name, digest, scan_model
-from paceline.manifest.model import MANIFEST_FILE, Manifest, version_key
+from paceline.manifest.model import MANIFEST_FILE, Manifest, is_older, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.progress import (
     UPLOAD,
@@ -225,9 +225,7 @@ def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
     if name != version or not parse_url(f"{parent}/")[1]:
         return  # not a directory of versions: there is nothing to compare with
     for other in sorted(store.directories(parent), key=version_key, reverse=True):
-        if version_key(other) <= version_key(version):
-            return
-        if store.exists(join_url(parent, other, MANIFEST_FILE)):
+        if is_older(version, other) and store.exists(join_url(parent, other, MANIFEST_FILE)):
             raise Conflict(
                 "a newer version is published",
                 got=version,

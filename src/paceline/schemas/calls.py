@@ -12,7 +12,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from paceline.schemas.base import COUNT_MAX, Count, Name, Record, Text
+from paceline.schemas.base import COUNT_MAX, Count, ModelId, Name, Record, Text
 from paceline.schemas.events import Event
 from paceline.schemas.plan import Labels, Topology
 from paceline.schemas.records import (
@@ -36,10 +36,12 @@ SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as ma
 class CreateDeployment(Record):
     """Distribute ``version`` of ``model_id`` from ``source_url`` to the target workers: those of
     ``target_workers``, or those that ``selector`` selects when the call arrives.
+
+    Where the first two are left out they are what the source's manifest says.
     """
 
-    model_id: Name
-    version: Name
+    model_id: ModelId = ""
+    version: Name = ""
     source_url: str = Field(min_length=1, max_length=2048)
     target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
     selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, RootModel
 
-from paceline.schemas.base import Name, Record, Text
+from paceline.schemas.base import ModelId, Name, Record, Text
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import DeploymentStatus, Failure, Findings, WorkerStatus
 
@@ -97,7 +97,7 @@ class DeploymentMoment(Record):
     """One deployment's figures, and the parts of workers that changed."""
 
     deployment_id: str
-    model_id: Name
+    model_id: ModelId
     version: Name
     status: DeploymentStatus
     topology: Topology

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from paceline.schemas.base import Count, Name, Record, Sha256, Text
+from paceline.schemas.base import Count, ModelId, Name, Record, Sha256, Text
 from paceline.schemas.plan import Labels, Topology
 
 
@@ -57,7 +57,7 @@ class Receipt(Record):
     deployment_id: str
     worker_id: Name
     incarnation: int
-    model_id: Name
+    model_id: ModelId
     version: Name
     manifest_digest: Sha256
     path: Text = Field(max_length=4096)
@@ -92,7 +92,7 @@ class Deployment(Record):
     """Distribution of one model version to a set of workers."""
 
     deployment_id: str
-    model_id: Name
+    model_id: ModelId
     version: Name
     status: DeploymentStatus
     source_url: Text

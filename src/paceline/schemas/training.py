@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import DataSettings, EvaluationSettings, TrainingSettings
-from paceline.schemas.base import Name, Record, Sha256
+from paceline.schemas.base import ModelId, Name, Record, Sha256
 
 
 def _unset(value: object) -> bool:
@@ -28,7 +28,7 @@ class TrainJob(Record):
     job_id: Name
     run_id: str
     state_dir: str  # contains runtime.json
-    model_id: Name
+    model_id: ModelId
     version: Name  # the base: loaded from the rank's own node, <store>/models/<model_id>/<version>
     manifest_digest: Sha256
     snapshot_url: str
@@ -227,7 +227,7 @@ class EvaluationReport(Record):
 class Evaluation(Record):
     """A recorded evaluation: its report and the inputs of the report."""
 
-    model_id: Name
+    model_id: ModelId
     base_version: str
     base_manifest_digest: Sha256
     training_digest: Sha256  # of the recorded training result
@@ -269,7 +269,7 @@ class Evidence(Record):
     """Evidence bound to a registered version: what is needed to trust or reproduce it."""
 
     run_id: str
-    model_id: Name
+    model_id: ModelId
     manifest_digest: Sha256  # of the published candidate
     weights_digest: Sha256
     base_version: str

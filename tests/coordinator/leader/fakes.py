@@ -122,7 +122,7 @@ class Node:
             self.link,
             progress=progress,
             audit=None,
-            fetch_manifest=lambda _: manifest,
+            resolve_source=lambda url: (url, manifest),
             settings=CoordinatorSettings(beat_s=0.2),
             wall=wall,
             monotonic=monotonic,

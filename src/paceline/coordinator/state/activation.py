@@ -21,7 +21,7 @@ from paceline.coordinator.state.messages import Effect, EmitEvent, SaveDeploymen
 from paceline.coordinator.state.persisted_state import Switch
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict
-from paceline.manifest import version_key
+from paceline.manifest import is_older, version_key
 from paceline.schemas import (
     DeploymentStatus,
     EventName,
@@ -115,8 +115,7 @@ class ActivationManager:
         active = {
             each.deployment.version for each in self._index.active(model_id, workers).values()
         }
-        mine = version_key(version)
-        newer = sorted((each for each in active if version_key(each) > mine), key=version_key)
+        newer = sorted((each for each in active if is_older(version, each)), key=version_key)
         if newer:
             raise Conflict(
                 "a newer version is active",

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from paceline.config import load_runtime
 from paceline.errors import CorruptData
-from paceline.manifest import FileEntry, parse_manifest, verify_directory
+from paceline.manifest import FileEntry, directory_name, parse_manifest, verify_directory
+from paceline.relay.store import hub_cache
 from paceline.relay.store.disk_space import DiskSpace, missing_bytes, reclaimable_bytes
 from paceline.system import process_holding
 
@@ -54,18 +55,19 @@ def verify_copy(
             directory, manifest, full=full or load_runtime(state_dir).profile.relay.full_sha256
         )
     except CorruptData:
-        _unpublish_corrupt(load_runtime(state_dir).node_dir(worker_id), directory)
+        _unpublish_corrupt(load_runtime(state_dir).node_dir(worker_id), model_id, directory)
         raise
     return manifest.digest
 
 
-def _unpublish_corrupt(node_dir: Path, directory: Path) -> None:
+def _unpublish_corrupt(node_dir: Path, model_id: str, directory: Path) -> None:
     """Unpublish a corrupt copy, and stop the agent, which holds its files open.
 
     The agent's supervisor restarts it; it then loads what the disk has.
     """
     rotten = node_dir / "store" / "rotten"  # the same filesystem: a rename, not a copy
     rotten.mkdir(exist_ok=True)
+    hub_cache.hide(node_dir / "store", model_id, directory.name)
     directory.rename(rotten / f"{directory.parent.name}-{directory.name}-{time.time_ns()}")
     try:
         pid = int(json.loads((node_dir / "agent.json").read_bytes())["pid"])
@@ -102,4 +104,5 @@ def missing_bytes_on_node(
 
 
 def _model_directory(state_dir: str, worker_id: str, model_id: str) -> Path:
-    return load_runtime(state_dir).node_dir(worker_id) / "store" / "models" / model_id
+    store = load_runtime(state_dir).node_dir(worker_id) / "store"
+    return store / "models" / directory_name(model_id)
