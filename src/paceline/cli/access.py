@@ -25,7 +25,7 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import AccessClient
-from paceline.cluster import SECRETS_FILE
+from paceline.cluster import SECRETS_FILE, make_dask_tls
 from paceline.config import (
     DEFAULT_S3,
     RUNTIME_FILE,
@@ -269,7 +269,12 @@ MADE = (RUNTIME_FILE, SECRETS_FILE)
     "--prefect", default="", metavar="URL", help="Prefect's API, for [control] flow_starter."
 )
 @click.option("--mlflow", default="", metavar="URL", help="MLflow, where flows run from here.")
-@click.option("--scheduler", default="", metavar="URL", help="Dask's scheduler, for the same.")
+@click.option(
+    "--scheduler",
+    default="",
+    metavar="tls://HOST:PORT",
+    help="Dask's scheduler, for flows that use nodes; makes the TLS files for it and for workers.",
+)
 @json_option
 def init(
     state: Path | None,
@@ -286,6 +291,8 @@ def init(
     Run it once, and copy the directory to each machine that runs a replica; nodes get what they
     need when they join. Where `paceline up` starts everything on one machine, it is not needed.
     """
+    if scheduler:
+        overrides = (*overrides, "cluster.kind=address", f"cluster.scheduler={scheduler}")
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
     taken = next((each for each in MADE if (directory / each).exists()), None)
@@ -311,10 +318,12 @@ def init(
             prefect_api_url=prefect,
             prefect_ui_url=prefect.removesuffix("/api"),
             mlflow_url=mlflow,
-            scheduler_address=scheduler,
+            scheduler_address=settings.cluster.scheduler,
         ),
         secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
     )
+    if settings.cluster.scheduler:
+        make_dask_tls(directory)
     save_runtime(runtime)  # last: this file makes the directory an installation
     made = FleetInitialised(
         state=str(directory),

@@ -1,4 +1,4 @@
-"""`paceline up`, `down`, `where`, `agent` and `coordinator`.
+"""`paceline up`, `down`, `where`, `agent`, `worker` and `coordinator`.
 
 The first three start, stop and describe the embedded installation; the others are its long-running
 processes.
@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from paceline.cli.options import (
     state_directory,
     state_option,
 )
-from paceline.config import Runtime, load_runtime
+from paceline.config import Runtime, ThisNode, load_runtime
+from paceline.errors import InvalidInput
+from paceline.extras import require_extras
 
 
 @click.command()
@@ -188,6 +191,54 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
 
 @click.command()
 @STATE
+@click.option("--worker-id", default="", help="This node's name; default: the one it joined as.")
+@click.option(
+    "--scheduler",
+    default="",
+    metavar="tls://HOST:PORT",
+    help="Dask's scheduler; default: the one of the profile that the node received as it joined.",
+)
+@click.option("--host", default="", help="Label: the machine's name. Default: its host name.")
+@click.option("--rack", default="", help="Label: the rack it stands in.")
+@click.option("--zone", default="", help="Label: the zone it stands in.")
+@click.option(
+    "--listen",
+    default="",
+    metavar="HOST",
+    help="Address at which other nodes reach this one. Default: the one on the way to the"
+    " scheduler.",
+)
+def worker(state: Path, worker_id: str, scheduler: str, listen: str, **labels: str) -> int:
+    """Run this node's Dask worker until SIGTERM or SIGINT: flows start agents and ranks through it.
+
+    It reports the node's labels, cores, memory and accelerators, and is started again where it
+    dies. `tls` of the directory that `paceline init --scheduler` made lies in --state: whoever has
+    these files can run code on every node that has them. Exit code 75: no scheduler answers.
+    """
+    from paceline.cluster import run, serve_nodes
+    from paceline.relay import joined_worker_id
+
+    require_extras("flows")
+    runtime = load_runtime(state.absolute())
+    if not (address := scheduler or runtime.profile.cluster.scheduler):
+        raise InvalidInput(
+            "this node's profile names no scheduler",
+            wanted="--scheduler tls://HOST:PORT",
+            do="Or name it to `paceline init --scheduler`, and let nodes join after that.",
+        )
+    endpoints = runtime.endpoints.model_copy(update={"scheduler_address": address})
+    labels["host"] = labels["host"] or socket.gethostname()
+    node = ThisNode(
+        worker_id=joined_worker_id(runtime.state_dir, worker_id),
+        state_dir=runtime.state_dir,
+        labels={name: value for name, value in labels.items() if value},
+    )
+    run(serve_nodes(runtime.model_copy(update={"endpoints": endpoints}), [node], listen))
+    return 0
+
+
+@click.command()
+@STATE
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), required=True, help="Port to listen on.")
 @click.option(
@@ -209,6 +260,5 @@ def coordinator(state: Path, host: str, port: int, replica_id: str, advertise: s
     replica that is asked to stop makes way at once.
     """
     from paceline.api import serve
-    from paceline.config import load_runtime
 
     return serve(load_runtime(state), host, port, replica_id=replica_id, advertise=advertise)

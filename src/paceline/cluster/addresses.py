@@ -1,4 +1,4 @@
-"""Port reservations, and the names and labels of a profile's nodes.
+"""Port reservations, and nodes: names, labels, machines.
 
 A reservation is a socket that is bound but never listens, with SO_REUSEADDR. The kernel then does
 not assign the port to a process that binds port 0, but a server that names the port (and sets
@@ -73,12 +73,41 @@ def _holder(port: int) -> str:
 CONTROL_THREADS = 4  # threads of a Dask worker that only start, watch and stop processes
 
 
+class Accelerator(Record):
+    """Accelerators of one kind in a machine."""
+
+    kind: str
+    count: int
+    memory_bytes: int  # of each
+
+
+class Machine(Record):
+    """What a node's worker reports about its machine."""
+
+    version: str  # of Paceline
+    labels: Labels
+    cores: int
+    memory_bytes: int
+    shared_memory_bytes: int
+    accelerators: tuple[Accelerator, ...] = ()
+
+
 class Node(Record):
     """One machine of the fleet that can be reached now."""
 
     worker_id: str
     address: str  # of its Dask worker; changes when the worker restarts
-    labels: Labels
+    machine: Machine
+
+    @property
+    def labels(self) -> Labels:
+        """Return where it is."""
+        return self.machine.labels
+
+    @property
+    def accelerator_count(self) -> int:
+        """Return how many accelerators it has, of any kind."""
+        return sum(each.count for each in self.machine.accelerators)
 
 
 class AgentInfo(Record):
@@ -91,8 +120,14 @@ class AgentInfo(Record):
     adopted: bool  # it ran already; the installation must not stop it
 
 
+def by_number(name: str) -> tuple[str, int]:
+    """Return a sort key that puts node-2 before node-10."""
+    head, _, tail = name.rpartition("-")
+    return (head, int(tail)) if tail.isdigit() else (name, 0)
+
+
 def node_names(profile: Profile) -> list[str]:
-    """Return the worker ids of a profile's nodes."""
+    """Return the worker ids of the nodes that ``kind = "local"`` starts."""
     return [f"node-{index}" for index in range(profile.cluster.nodes)]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from paceline.config import load_runtime
+from paceline.config import load_runtime, this_node
 from paceline.data import (
     ShardCache,
     Snapshot,
@@ -175,6 +175,8 @@ def main() -> int:
 
 def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
     """Return a local directory with the model; downloads it from object storage if needed."""
+    if where.startswith("node:"):
+        return this_node().directory / "store" / "models" / where.removeprefix("node:")
     if not where.startswith("s3://"):
         return Path(where)
     directory = scratch / name

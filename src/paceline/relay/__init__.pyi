@@ -6,6 +6,7 @@ from .joining import (
     JOINING_FILE as JOINING_FILE,
     Renewal as Renewal,
     join as join,
+    joined_worker_id as joined_worker_id,
 )
 from .node import RelayDriver as RelayDriver
 from .origin import (

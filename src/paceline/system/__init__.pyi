@@ -19,4 +19,8 @@ from .http import (
     fetch as fetch,
     is_loopback as is_loopback,
 )
-from .processes import process_holding as process_holding
+from .processes import (
+    PYTHON as PYTHON,
+    own_program as own_program,
+    process_holding as process_holding,
+)
