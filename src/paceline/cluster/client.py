@@ -100,7 +100,7 @@ class Fleet:
     def nodes(self) -> list[Node]:
         """Return the nodes whose workers are registered now, by name.
 
-        Raises Conflict where two of them have one name, or one runs another version of Paceline.
+        Dask refuses a second worker of one name. Raises Conflict for another version of Paceline.
         """
         found: dict[str, Node] = {}
         for address, worker in self._workers().items():
@@ -109,13 +109,6 @@ class Fleet:
                 continue
             name = str(worker["name"])
             node = Node(worker_id=name, address=address, machine=Machine.model_validate(report))
-            if name in found:
-                raise Conflict(
-                    "two nodes have one name",
-                    got=f"{name} at {found[name].address} and {address}",
-                    wanted="one worker each",
-                    do="End one of them, or let it join under another name.",
-                )
             if node.machine.version != __version__:
                 raise Conflict(
                     "a node runs another version of Paceline",

@@ -221,6 +221,8 @@ def run(serving: Coroutine[Any, Any, None]) -> None:
     import dask
 
     dask.config.set(dask_settings())
+    import distributed  # noqa: F401 - it sets the level of its logger
+
     log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
     logging.getLogger("distributed").setLevel(logging.WARNING)
     asyncio.run(serving)

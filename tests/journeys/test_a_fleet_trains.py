@@ -1,0 +1,158 @@
+"""Journey (b): hosts with workers that their operators start train a model, and a host is cut off.
+
+Types the blocks of docs/how-to/train-on-a-fleet.md: the scheduler is Dask's own, S3 is somebody
+else's, checkpoints go there. Two ranks run on each of two hosts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.journeys.docs import commands
+from tests.journeys.fleet import ENVIRONMENT, KEY, SECRET, rclone_s3
+from tests.journeys.hosts import Ended, Host, Site, site, until
+
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
+
+TYPED = commands("how-to/train-on-a-fleet.md")
+# A model that is trained in seconds; the page does not say how large its reader's is.
+SMALL = [
+    *("--profile", "ci"),
+    *("--set", "training.steps=60"),
+    *("--set", "training.checkpoints.every_steps=5"),
+    *("--set", "data.max_bytes=1000000"),
+]
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """A control host with its servers, nodes with agent and worker."""
+
+    control: Host
+    nodes: tuple[Host, ...]
+    bed: Site
+    env: dict[str, str]
+    logs: Path
+
+    def type(self, block: str, host: Host | None = None, **more: str) -> Ended:
+        """Type a block of the page on a host (the control host), in its home."""
+        on = host or self.control
+        env = {**self.env, **more}
+        return on.run("bash", "-euc", TYPED[block], env=env, timeout_s=400).ok()
+
+    def stays(self, block: str, host: Host | None = None, **more: str) -> subprocess.Popen[Any]:
+        """Start a block of the page that goes on."""
+        on = host or self.control
+        log = self.logs / f"{block}-{on.index}"
+        return on.start("bash", "-euc", f"exec {TYPED[block]}", env={**self.env, **more}, log=log)
+
+    def node(self, host: Host) -> dict[str, str]:
+        return {"NODE": host.address, "NAME": name_of(host)}
+
+    def answer(self, file: str) -> Any:
+        return json.loads(self.control.run("cat", file).ok().out)
+
+
+def name_of(host: Host) -> str:
+    return f"node-{host.index}"
+
+
+@pytest.fixture(scope="module")
+def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+    logs = tmp_path_factory.mktemp("logs")
+    with site(training_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
+        control, *nodes = bed.hosts
+        env = {**ENVIRONMENT, "CONTROL": control.address, "S3": s3_url, "BUCKET": "models"}
+        made = Trainers(control, tuple(nodes), bed, env, logs)
+        yield bring_up(made)
+
+
+def bring_up(fleet: Trainers) -> Trainers:
+    control = fleet.control
+    small = " ".join(f"'{each}'" for each in SMALL)
+    baselines = """--set 'gate.except_baselines=["ngram", "gzip", "xz"]'"""
+    init = TYPED["init"].rstrip() + f" {small} {baselines}"
+    control.run("bash", "-euc", init, env=fleet.env).ok()
+    for each in ("coordinator", "scheduler", "prefect", "mlflow"):
+        fleet.stays(each)
+    for url in (
+        f"https://{control.address}:7400/readyz",
+        "http://127.0.0.1:4200/api/health",
+        "http://127.0.0.1:5000/health",
+    ):
+        until(lambda at=url: control.run("curl", "-skf", at).code == 0, url, timeout_s=120)
+    for host in fleet.nodes:
+        token = fleet.type("token", **fleet.node(host)).out
+        host.write("token", token)
+        control.copy(".paceline/tls", host)  # as `scp -pr`, without an sshd
+        host.run("sh", "-c", "mkdir -p state && mv .paceline/tls state/ && rmdir .paceline").ok()
+        fleet.stays("agent", host, **fleet.node(host))
+        until(
+            lambda at=host: at.run("test", "-f", "state/runtime.json").code == 0,
+            f"{name_of(host)} joins",
+        )
+        fleet.stays("worker", host, **fleet.node(host))
+    control.run("mkdir", "texts").ok()
+    for number in range(40):
+        lines = "".join(f"line {n} of text {number} says {n * number}\n" for n in range(400))
+        control.write(f"texts/{number}.txt", lines)
+    first = (
+        "paceline train --text texts --output made --steps 5 --ranks 1"
+        " --set model.parameters=100000 --set model.context=64 --mlflow '' --json"
+    )
+    control.run("bash", "-euc", f"{first} && mv made/checkpoints/*/export base").ok()
+    return fleet
+
+
+def listeners(host: Host) -> set[str]:
+    """Return the addresses at which anything on the host listens."""
+    found = host.run("ss", "-Hltn").ok().out.splitlines()
+    return {line.split()[3].rpartition(":")[0] for line in found}
+
+
+def started_train(fleet: Trainers) -> subprocess.Popen[Any]:
+    """Type the page's training; it goes on."""
+    return fleet.control.start(
+        "bash", "-euc", TYPED["train"], env=fleet.env, log=fleet.logs / "train"
+    )
+
+
+def checkpoints(fleet: Trainers) -> int:
+    """Return how many generations were committed, as the S3 server's disk shows."""
+    return len(list((fleet.logs / "s3/models/checkpoints").glob("*/*/commit.json")))
+
+
+def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers) -> None:
+    fleet.type("publish")
+    training = started_train(fleet)
+    until(lambda: checkpoints(fleet) or training.poll() is not None, "a checkpoint", 180)
+    heard = {host.index: listeners(host) for host in fleet.nodes}
+    ranks = {
+        host.index: host.run("pgrep", "-fc", "training.launcher.forkserver").out.strip()
+        for host in fleet.nodes
+    }
+    assert training.wait(300) == 0, (fleet.logs / "train").read_text()
+    for host in fleet.nodes:
+        assert heard[host.index] <= {host.address, "127.0.0.1"}, "gloo, the store, Dask, the agent"
+        assert int(ranks[host.index]) >= 3, "a launcher and two ranks"
+    trained = fleet.answer("trained.json")
+    assert trained["ranks"] == 4 and not trained["restarts"]
+    fleet.type("promote")
+    fleet.type("roll-out")
+    for host in fleet.nodes:
+        store = f"state/nodes/{name_of(host)}/store/models/tiny"
+        assert host.run("readlink", f"{store}/active").ok().out.strip().endswith("2")
+        sums = host.run("sh", "-c", f"cd {store}/2 && sha256sum *.safetensors").ok().out
+        assert sums == fleet.nodes[0].run(
+            "sh", "-c", f"cd state/nodes/{name_of(fleet.nodes[0])}/store/models/tiny/2"
+            " && sha256sum *.safetensors"
+        ).ok().out  # fmt: skip
+        assert host.run("grep", "-rlE", f"{KEY}|{SECRET}", "state").code == 1
+        assert host.run("grep", "-rl", "/home/user/.paceline", "state/nodes").code == 1
