@@ -160,6 +160,38 @@ with cache.making("half", 2048) as part:
 """
 
 
+@pytest.mark.parametrize("waiting", [1, 3])
+def test_a_file_is_had_by_those_that_waited_for_it_while_its_writer_uses_it(
+    tmp_path: Path, waiting: int
+) -> None:
+    """Ranks of a node use a shard for many steps, and each step waits for all ranks."""
+    cache = DiskCache(tmp_path, 8 * KIB)
+    got: list[object] = []
+
+    def have() -> None:
+        with cache.making("a", KIB) as found:
+            got.append(found)
+
+    threads = [threading.Thread(target=have, daemon=True) for _ in range(waiting)]
+    with cache.making("a", KIB) as part:
+        assert isinstance(part, PartialFile)
+        inode = f":{part.path.stat().st_ino} "
+        for each in threads:
+            each.start()
+        while sum(
+            "->" in each and inode in each for each in Path("/proc/locks").read_text().splitlines()
+        ) < len(threads):
+            time.sleep(0.01)
+        part.write(0, memoryview(b"a" * KIB))
+        mapped = part.map()
+        used = part.commit()
+    for each in threads:
+        each.join(20)
+    assert [type(each) for each in got] == [CachedFile] * waiting
+    assert bytes(mapped[:1]) == b"a"
+    used.close()
+
+
 def test_what_a_killed_process_left_is_neither_room_nor_in_use(tmp_path: Path) -> None:
     cache = DiskCache(tmp_path, 4 * KIB)
     put(cache, "kept", b"k" * KIB).close()

@@ -247,10 +247,9 @@ def build_software(directory: Path, *locks: str) -> Path:
     python = str(software / "bin/python")
     do(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
     for script in (software / "bin").iterdir():  # they name the place where hosts have them
-        if script.is_file() and not script.is_symlink():
-            script.write_bytes(
-                script.read_bytes().replace(os.fsencode(software), os.fsencode(SOFTWARE), 1)
-            )
+        content = b"" if script.is_symlink() or not script.is_file() else script.read_bytes()
+        if (place := os.fsencode(software)) in content:  # others share inodes with uv's cache
+            script.write_bytes(content.replace(place, os.fsencode(SOFTWARE), 1))
     return software
 
 

@@ -156,3 +156,35 @@ def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers) -> None
         ).ok().out  # fmt: skip
         assert host.run("grep", "-rlE", f"{KEY}|{SECRET}", "state").code == 1
         assert host.run("grep", "-rl", "/home/user/.paceline", "state/nodes").code == 1
+
+
+def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -> None:
+    """The same job at another seed; a node's network swallows everything after a checkpoint."""
+    lost = fleet.nodes[1]
+    before = checkpoints(fleet)
+    longer = TYPED["train"].replace("paceline train", "paceline train --steps 400")
+    training = fleet.control.start(
+        *("bash", "-euc", longer), env=fleet.env, log=fleet.logs / "train-cut"
+    )
+    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
+    fleet.bed.bed.cut(lost.index)
+    try:
+        assert training.wait(400) == 0, (fleet.logs / "train-cut").read_text()
+    finally:
+        fleet.bed.bed.mend(lost.index)
+    trained = fleet.answer("trained.json")
+    assert trained["steps"] == 400
+    assert trained["ranks"] == 2, "with those that are left"
+    first = trained["restarts"][0]
+    assert first["worker_id"] == name_of(lost) or name_of(lost) in first["reason"], first
+    assert first["resumed_step"] > 0
+    until(
+        lambda: (
+            fleet.control.run(
+                *("bash", "-euc", "paceline distribute tiny 2 --json"), env=fleet.env
+            ).code
+            == 0
+        ),
+        "the host is a node again",
+        timeout_s=180,
+    )

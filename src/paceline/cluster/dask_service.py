@@ -138,8 +138,11 @@ async def serve_nodes(
     whose scheduler is away, is replaced. Raises ServiceUnavailable where a first start fails.
     """
     from distributed import Nanny
+    from distributed.comm import get_address_host
+    from distributed.utils import get_ip
 
     address = runtime.endpoints.scheduler_address
+    host = host or get_ip(get_address_host(address))  # a worker without one listens everywhere
     security = security_of(runtime)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -208,7 +211,7 @@ def _node_options(runtime: Runtime, node: ThisNode, security: Any, host: str) ->
         "resources": {"slot": cluster.threads_per_node},
         "memory_limit": cluster.node_memory_mb * 1_000_000 or None,
         "local_directory": str(directory),
-        "host": host or None,
+        "host": host,
         "protocol": "tls",
         "security": security,
         "dashboard": False,

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from paceline.errors import InvalidInput, StorageFailed, StorageFull
 Mapped = mmap.mmap | bytes
 
 LOCK_FILE = ".lock"
+RETRY_S = 0.01
 
 
 class CachedFile:
@@ -163,9 +165,15 @@ class DiskCache:
         while True:
             with _translated(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            # Shared: a finished file is locked so as long as its readers use it, and a wait for an
+            # exclusive lock would last as long. Two ranks of one gang would wait for each other.
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
             if _is_at(descriptor, path):
-                return descriptor
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if _is_at(descriptor, path):
+                        return descriptor
+                time.sleep(RETRY_S)  # another process waited for the same file
             os.close(descriptor)  # finished since
 
     def _make_room(self, descriptor: int, size: int) -> bool:
