@@ -1,4 +1,4 @@
-"""Supervision of a node's agent: a thread in the node's Dask worker starts and restarts it.
+"""What a node's Dask worker does besides calls: it reports its machine and keeps an agent running.
 
 The thread adopts an agent that already runs (a resident one), otherwise starts one, and restarts it
 when it dies. An agent is found by ``<node_dir>/agent.json`` {pid, address, incarnation} and must
@@ -19,8 +19,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from paceline.cluster.addresses import AgentInfo, accepts
+from paceline.cluster.addresses import AgentInfo, accepts, machine
 from paceline.cluster.processes import dying_with_us, last_line, node_environment
 from paceline.config import this_node
 from paceline.errors import NotReady
@@ -29,6 +30,7 @@ from paceline.system import own_program, write_private
 log = logging.getLogger(__name__)
 
 AGENT_FILE = "agent.json"
+REPORT = "paceline"  # the machine, in the scheduler's information on a worker
 WANTED_FILE = "agent-wanted.json"  # the order, read by the worker that replaces a dead one
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 WATCH_S = 0.1
@@ -175,8 +177,15 @@ def ensure_agent(agent_argv: Sequence[str], timeout_s: float) -> AgentInfo:
     return keeper.wait(timeout_s)
 
 
-def restore_agent() -> None:
-    """Restart the agent that a dead worker of this node had."""
+def dask_setup(worker: Any) -> None:
+    """Add the machine to what ``worker`` reports when it registers, and restart the agent that a
+    dead worker of this node had (Dask calls this as a preload)."""
+    found = machine().model_dump(mode="json")
+
+    async def report(_worker: Any) -> dict[str, Any]:
+        return found
+
+    worker.startup_information[REPORT] = report
     if (wanted := this_node().directory / WANTED_FILE).is_file():
         raw = json.loads(wanted.read_bytes())
         order = AgentOrder(

@@ -20,9 +20,8 @@ from typing import Any, Literal
 
 from paceline import __version__
 from paceline.cluster.addresses import AgentInfo, Machine, Node, by_number
-from paceline.cluster.agents import ensure_agent
+from paceline.cluster.agents import REPORT, ensure_agent
 from paceline.cluster.held_nodes import LAUNCH_DEADLINE_S, HeldNodes, events_in
-from paceline.cluster.node import REPORT
 from paceline.cluster.pinned_calls import Calls, Crew, Member, check_cancel, claimed
 from paceline.cluster.worker_processes import Order
 from paceline.config import Runtime

@@ -40,7 +40,7 @@ def dask_settings() -> dict[str, Any]:
     """Return the Dask configuration that a fleet needs, for scheduler, workers and clients."""
     return {
         # the worker reports its machine and restarts its agent
-        "distributed.worker.preload": ["paceline.cluster.node"],
+        "distributed.worker.preload": ["paceline.cluster.agents"],
         "distributed.worker.daemon": False,  # ranks are children of workers
         "distributed.worker.multiprocessing-method": "spawn",
         "distributed.scheduler.allowed-failures": 0,  # a pinned task must fail with its worker
