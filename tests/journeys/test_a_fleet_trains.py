@@ -6,92 +6,36 @@ else's, checkpoints go there. Two ranks run on each of two hosts.
 
 from __future__ import annotations
 
-import json
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.journeys.docs import commands
-from tests.journeys.fleet import ENVIRONMENT, KEY, SECRET, rclone_s3
-from tests.journeys.hosts import Ended, Host, Site, site, until
+from tests.journeys.fleet import KEY, SECRET, rclone_s3
+from tests.journeys.hosts import Host, site, until
+from tests.journeys.trainers import TYPED, Trainers, make_base, name_of, start_control
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
-
-TYPED = commands("how-to/train-on-a-fleet.md")
-# A model that is trained in seconds; the page does not say how large its reader's is.
-SMALL = [
-    *("--profile", "ci"),
-    *("--set", "training.steps=60"),
-    *("--set", "training.checkpoints.every_steps=5"),
-    *("--set", "data.max_bytes=1000000"),
-]
-
-
-@dataclass(frozen=True)
-class Trainers:
-    """A control host with its servers, nodes with agent and worker."""
-
-    control: Host
-    nodes: tuple[Host, ...]
-    bed: Site
-    env: dict[str, str]
-    logs: Path
-
-    def type(self, block: str, host: Host | None = None, **more: str) -> Ended:
-        """Type a block of the page on a host (the control host), in its home."""
-        on = host or self.control
-        env = {**self.env, **more}
-        return on.run("bash", "-euc", TYPED[block], env=env, timeout_s=400).ok()
-
-    def stays(self, block: str, host: Host | None = None, **more: str) -> subprocess.Popen[Any]:
-        """Start a block of the page that goes on."""
-        on = host or self.control
-        log = self.logs / f"{block}-{on.index}"
-        return on.start("bash", "-euc", f"exec {TYPED[block]}", env={**self.env, **more}, log=log)
-
-    def node(self, host: Host) -> dict[str, str]:
-        return {"NODE": host.address, "NAME": name_of(host)}
-
-    def answer(self, file: str) -> Any:
-        return json.loads(self.control.run("cat", file).ok().out)
-
-
-def name_of(host: Host) -> str:
-    return f"node-{host.index}"
 
 
 @pytest.fixture(scope="module")
 def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
     with site(training_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
-        control, *nodes = bed.hosts
-        env = {**ENVIRONMENT, "CONTROL": control.address, "S3": s3_url, "BUCKET": "models"}
-        made = Trainers(control, tuple(nodes), bed, env, logs)
-        yield bring_up(made)
+        made = start_control(bed, logs, s3_url, "scheduler", init="init")
+        add_nodes(made)
+        make_base(made)
+        yield made
 
 
-def bring_up(fleet: Trainers) -> Trainers:
-    control = fleet.control
-    small = " ".join(f"'{each}'" for each in SMALL)
-    baselines = """--set 'gate.except_baselines=["ngram", "gzip", "xz"]'"""
-    init = TYPED["init"].rstrip() + f" {small} {baselines}"
-    control.run("bash", "-euc", init, env=fleet.env).ok()
-    for each in ("coordinator", "scheduler", "prefect", "mlflow"):
-        fleet.stays(each)
-    for url in (
-        f"https://{control.address}:7400/readyz",
-        "http://127.0.0.1:4200/api/health",
-        "http://127.0.0.1:5000/health",
-    ):
-        until(lambda at=url: control.run("curl", "-skf", at).code == 0, url, timeout_s=120)
+def add_nodes(fleet: Trainers) -> None:
+    """Let every node join, with an agent and a worker."""
     for host in fleet.nodes:
         token = fleet.type("token", **fleet.node(host)).out
         host.write("token", token)
-        control.copy(".paceline/tls", host)  # as `scp -pr`, without an sshd
+        fleet.control.copy(".paceline/tls", host)  # as `scp -pr`, without an sshd
         host.run("sh", "-c", "mkdir -p state && mv .paceline/tls state/ && rmdir .paceline").ok()
         fleet.stays("agent", host, **fleet.node(host))
         until(
@@ -99,16 +43,6 @@ def bring_up(fleet: Trainers) -> Trainers:
             f"{name_of(host)} joins",
         )
         fleet.stays("worker", host, **fleet.node(host))
-    control.run("mkdir", "texts").ok()
-    for number in range(40):
-        lines = "".join(f"line {n} of text {number} says {n * number}\n" for n in range(400))
-        control.write(f"texts/{number}.txt", lines)
-    first = (
-        "paceline train --text texts --output made --steps 5 --ranks 1"
-        " --set model.parameters=100000 --set model.context=64 --mlflow '' --json"
-    )
-    control.run("bash", "-euc", f"{first} && mv made/checkpoints/*/export base").ok()
-    return fleet
 
 
 def listeners(host: Host) -> set[str]:

@@ -292,7 +292,9 @@ def init(
     need when they join. Where `paceline up` starts everything on one machine, it is not needed.
     """
     if scheduler:
-        overrides = (*overrides, "cluster.kind=address", f"cluster.scheduler={scheduler}")
+        overrides = (*overrides, f"cluster.scheduler={scheduler}")
+        if read_profile(profile, overrides).cluster.kind == "local":
+            overrides = (*overrides, "cluster.kind=address")
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
     taken = next((each for each in MADE if (directory / each).exists()), None)

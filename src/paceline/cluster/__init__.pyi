@@ -8,7 +8,12 @@ from .addresses import (
 )
 from .agents import AgentKeeper as AgentKeeper, AgentOrder as AgentOrder
 from .client import Fleet as Fleet, ProcessResult as ProcessResult
-from .dask_service import run as run, security_of as security_of, serve_nodes as serve_nodes
+from .dask_service import (
+    run as run,
+    security_of as security_of,
+    serve as serve,
+    serve_nodes as serve_nodes,
+)
 from .embedded import (
     PLAIN as PLAIN,
     SECRETS_FILE as SECRETS_FILE,

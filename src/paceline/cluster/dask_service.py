@@ -1,10 +1,10 @@
 """Dask's processes: a scheduler, and per node a nanny with one worker process.
 
-``serve`` is the cluster of a profile with ``kind = "local"``, as the embedded installation runs it:
-a scheduler and all nodes. With ``kind = "address"`` scheduler and nodes are started elsewhere, each
-node by ``serve_nodes`` (`paceline worker`). Dask only places and watches processes: workers carry
-the names and resources of nodes. All connections use TLS with the installation's own certificates,
-because a scheduler runs any client's code.
+``serve`` is the cluster of a profile: a scheduler, and as ``kind`` says all nodes on this machine
+(the embedded installation), a worker on each host over SSH (ssh.py), or none. A node of its own
+machine runs ``serve_nodes`` (`paceline worker`). Dask only places and watches processes: workers
+carry the names and resources of nodes. All connections use TLS with the installation's own
+certificates, because a scheduler runs any client's code.
 
 Scheduler and nannies are driven directly rather than through SpecCluster, which drops a node for
 good when its worker is missing for ``lost-worker-timeout``; here a lost worker is always restarted.
@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any
 from paceline.cluster.addresses import CONTROL_THREADS, labels_of, node_names
 from paceline.cluster.agents import WANTED_FILE
 from paceline.cluster.embedded import CLUSTER_FILE, TLS_DIRECTORY, port_of
+from paceline.cluster.ssh import serve_hosts
 from paceline.config import Runtime, ThisNode, load_runtime, read_certificate
 from paceline.errors import NotReady, ServiceUnavailable
 from paceline.system import write_private
@@ -86,21 +88,44 @@ def security_of(runtime: Runtime) -> Any:
 
 
 async def serve(runtime: Runtime) -> None:
-    """Run a scheduler and the profile's nodes, all on this machine, until SIGTERM or SIGINT."""
-    from distributed import Scheduler
+    """Run the cluster of a profile until SIGTERM or SIGINT: a scheduler here, and its nodes.
 
-    host = runtime.profile.services.host
-    ready_file = runtime.state_dir / "dask" / CLUSTER_FILE
-    ready_file.unlink(missing_ok=True)
+    The nodes are here (``local``), on hosts over SSH, or started by others (``address``).
+    """
+    from distributed import Scheduler
+    from distributed.comm import get_address_host
+
+    address = runtime.endpoints.scheduler_address
     scheduler = Scheduler(
-        host=host,
-        port=port_of(runtime.endpoints.scheduler_address),
+        host=get_address_host(address),
+        port=port_of(address),
         protocol="tls",
         security=security_of(runtime),
         dashboard=False,
         http_prefix="",
     )
-    await scheduler
+    try:
+        await scheduler
+    except (OSError, RuntimeError) as error:
+        raise ServiceUnavailable(
+            "the scheduler cannot listen", got=error.__cause__ or error, where=address
+        ) from error
+    try:
+        if runtime.profile.cluster.kind == "local":
+            await _serve_local(runtime)
+        else:
+            log.info("scheduler ready address=%s", scheduler.address)
+            await serve_hosts(runtime, stop_event())
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await scheduler.close(reason="installation stops")
+
+
+async def _serve_local(runtime: Runtime) -> None:
+    ready_file = runtime.state_dir / "dask" / CLUSTER_FILE
+    ready_file.unlink(missing_ok=True)
+    address = runtime.endpoints.scheduler_address
     nodes = [
         ThisNode(
             worker_id=each,
@@ -112,18 +137,30 @@ async def serve(runtime: Runtime) -> None:
 
     def ready() -> None:
         names = [each.worker_id for each in nodes]
-        write_private(
-            ready_file, json.dumps({"address": scheduler.address, "nodes": names}).encode()
-        )
-        log.info("cluster ready nodes=%d address=%s", len(names), scheduler.address)
+        write_private(ready_file, json.dumps({"address": address, "nodes": names}).encode())
+        log.info("cluster ready nodes=%d address=%s", len(names), address)
 
     try:
-        await serve_nodes(runtime, nodes, host, ready)
+        await serve_nodes(runtime, nodes, runtime.profile.services.host, ready)
     finally:
         ready_file.unlink(missing_ok=True)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await scheduler.close(reason="installation stops")
+
+
+def stop_event(*, at_eof: bool = False) -> asyncio.Event:
+    """Return an event that SIGTERM, SIGINT and, with ``at_eof``, the end of standard input set."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if at_eof:
+
+        def read() -> None:
+            if not os.read(0, 4096):
+                loop.remove_reader(0)
+                stop.set()
+
+        loop.add_reader(0, read)
+    return stop
 
 
 async def serve_nodes(
@@ -131,8 +168,10 @@ async def serve_nodes(
     nodes: Sequence[ThisNode],
     host: str = "",
     on_ready: Callable[[], None] = lambda: None,
+    *,
+    until_eof: bool = False,
 ) -> None:
-    """Run the workers of ``nodes`` here, each under a nanny, until SIGTERM or SIGINT.
+    """Run the workers of ``nodes`` here, each under a nanny, until ``stop_event``.
 
     They listen at ``host`` ("": the address on the way to the scheduler). A nanny that gives up, or
     whose scheduler is away, is replaced. Raises ServiceUnavailable where a first start fails.
@@ -144,10 +183,7 @@ async def serve_nodes(
     address = runtime.endpoints.scheduler_address
     host = host or get_ip(get_address_host(address))  # a worker without one listens everywhere
     security = security_of(runtime)
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+    stop = stop_event(at_eof=until_eof)
 
     named = {each.worker_id: each for each in nodes}
 

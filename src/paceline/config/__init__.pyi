@@ -26,6 +26,7 @@ from .settings import (
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GuardSettings as GuardSettings,
+    HostSettings as HostSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,

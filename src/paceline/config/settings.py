@@ -179,13 +179,26 @@ class TrainingSettings(Settings):
     guard: GuardSettings = GuardSettings()
 
 
+class HostSettings(Settings):
+    """A machine on which `paceline cluster` starts a worker over SSH."""
+
+    ssh: Annotated[str, StringConstraints(pattern=r"^[^-\s]\S*$")]  # as ssh takes it: [USER@]HOST
+    worker_id: str
+    rack: str = ""
+    zone: str = ""
+    state: str = "paceline-state"  # its state directory, from its user's home
+    program: str = "paceline"  # where its PATH does not have it: the path
+
+
 class ClusterSettings(Settings):
     """The machines: where Dask's scheduler is; and of ``local`` number, racks, links, memory."""
 
     # local: `paceline up` starts the nodes below on this machine; address: workers that their own
-    # operators start register with the Dask scheduler at ``scheduler``.
-    kind: Literal["local", "address"] = "local"
+    # operators start register with the Dask scheduler at ``scheduler``; ssh: `paceline cluster`
+    # starts that scheduler and a worker on each of ``hosts``.
+    kind: Literal["local", "address", "ssh"] = "local"
     scheduler: Annotated[str, StringConstraints(pattern=r"^(tls://[^/]+:[0-9]+)?$")] = ""
+    hosts: tuple[HostSettings, ...] = ()
     nodes: int = Field(default=4, ge=1, le=10_000)
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)
