@@ -53,11 +53,11 @@ class Site:
         return process
 
     def scheduler(self) -> subprocess.Popen[bytes]:
-        files = self.driver.state_dir / "tls"
+        files = self.driver.state_dir / "dask-tls"
         return self.start(
             "scheduler.log",
             *("dask", "scheduler", "--host", "127.0.0.1", "--port", self.address.split(":")[-1]),
-            *("--protocol", "tls", "--no-dashboard", "--tls-ca-file", str(files / "ca.pem")),
+            *("--protocol", "dask-tls", "--no-dashboard", "--tls-ca-file", str(files / "ca.pem")),
             *("--tls-cert", str(files / "server.pem"), "--tls-key", str(files / "server-key.pem")),
         )
 
@@ -69,7 +69,7 @@ class Site:
         if not state.exists():
             state.parent.mkdir(exist_ok=True)
             prepared(state, Profile())
-            (state / "tls").symlink_to(self.driver.state_dir / "tls")
+            (state / "dask-tls").symlink_to(self.driver.state_dir / "dask-tls")
         return self.start(
             f"{at or name}.log",
             *("paceline.cli.main", "worker", "--state", str(state), "--worker-id", name),

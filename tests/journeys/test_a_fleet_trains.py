@@ -35,8 +35,8 @@ def add_nodes(fleet: Trainers) -> None:
     for host in fleet.nodes:
         token = fleet.type("token", **fleet.node(host)).out
         host.write("token", token)
-        fleet.control.copy(".paceline/tls", host)  # as `scp -pr`, without an sshd
-        host.run("sh", "-c", "mkdir -p state && mv .paceline/tls state/ && rmdir .paceline").ok()
+        fleet.control.copy(".paceline/dask-tls", host)  # as `scp -pr`, without an sshd
+        host.run("sh", "-c", "mkdir state && mv .paceline/dask-tls state && rmdir .paceline").ok()
         fleet.stays("agent", host, **fleet.node(host))
         until(
             lambda at=host: at.run("test", "-f", "state/runtime.json").code == 0,

@@ -6,8 +6,10 @@ nothing of it is left.
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,12 @@ def workers(host: Host) -> list[str]:
     return host.run("pgrep", "-f", "paceline worker").out.split()
 
 
+def stop(fleet: Trainers, running: subprocess.Popen[Any]) -> None:
+    """End the command as systemd does; it closes its connections."""
+    fleet.control.run("pkill", "-TERM", "-f", "bin/paceline cluster").ok()
+    assert running.wait(60) == 0, (fleet.logs / "cluster-0").read_text()[-2000:]
+
+
 def test_one_command_starts_every_host_and_trains_on_them(fleet: Trainers) -> None:
     running = fleet.stays("cluster")
     log = fleet.logs / "cluster-0"
@@ -86,8 +94,7 @@ def test_one_command_starts_every_host_and_trains_on_them(fleet: Trainers) -> No
     for host in fleet.nodes:
         work = f"paceline-state/nodes/{name_of(host)}/work/{trained['job_id']}"
         assert host.run("ls", work).ok().out.count("rank-") == 2
-    running.terminate()
-    assert running.wait(60) == 0, log.read_text()[-2000:]
+    stop(fleet, running)
     for host in fleet.nodes:
         until(lambda at=host: not at.run("pgrep", "-f", "paceline").out, "nothing is left there")
 
@@ -106,5 +113,4 @@ def test_a_host_that_refuses_the_login_is_named_with_what_to_try(fleet: Trainers
         "it is used once it lets us in",
         timeout_s=90,
     )
-    running.terminate()
-    assert running.wait(60) == 0
+    stop(fleet, running)

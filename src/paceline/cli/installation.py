@@ -238,8 +238,8 @@ def worker(
     """Run this node's Dask worker until SIGTERM or SIGINT: flows start agents and ranks through it.
 
     It reports the node's labels, cores, memory and accelerators, and is started again where it
-    dies. `tls` of the directory that `paceline init --scheduler` made lies in --state: whoever has
-    these files can run code on every node that has them. Exit code 75: no scheduler answers.
+    dies. `dask-tls` of the directory that `paceline init --scheduler` made lies in --state: these
+    files allow to run code on every node that has them. Exit code 75: no scheduler answers.
     """
     from paceline.cluster import run, serve_nodes
     from paceline.relay import joined_worker_id

@@ -61,8 +61,8 @@ def dask_settings() -> dict[str, Any]:
 def security_of(runtime: Runtime) -> Any:
     """Return the TLS settings with which scheduler, workers and clients authenticate.
 
-    One certificate for all of them, in ``<state>/tls`` where the secrets name none. Raises NotReady
-    where it is missing.
+    One certificate for all of them, in ``<state>/dask-tls`` where the secrets name none. Raises
+    NotReady where it is missing.
     """
     from distributed.security import Security
 

@@ -23,7 +23,7 @@ from paceline.system import ensure_own_directory, is_loopback, write_private
 
 WORK_POOL = "paceline"
 PLAIN = ("s3", "prefect", "mlflow")  # servers without TLS
-TLS_DIRECTORY = "tls"
+TLS_DIRECTORY = "dask-tls"  # apart from the coordinator's: it is copied to nodes
 CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined
 
 
@@ -314,7 +314,7 @@ def ensure_secrets(state_dir: Path) -> Secrets:
 
 
 def make_dask_tls(state_dir: Path) -> tuple[Path, Path, Path]:
-    """Make Dask's TLS files in ``<state>/tls`` and return them: CA, certificate, key.
+    """Make Dask's TLS files in ``<state>/dask-tls`` and return them: CA, certificate, key.
 
     One certificate for scheduler, workers and clients: each must present one of this CA to Dask.
     Its owner can run code on every node.
