@@ -96,7 +96,7 @@ def test_one_command_starts_every_host_and_trains_on_them(fleet: Trainers) -> No
         assert host.run("ls", work).ok().out.count("rank-") == 2
     stop(fleet, running)
     for host in fleet.nodes:
-        until(lambda at=host: not at.run("pgrep", "-f", "paceline").out, "nothing is left there")
+        until(lambda at=host: not at.run("pgrep", "-f", "bin/python").out, "nothing is left")
 
 
 def test_a_host_that_refuses_the_login_is_named_with_what_to_try(fleet: Trainers) -> None:
