@@ -7,6 +7,7 @@ packages=(
   etcd-server etcd-client redis-server postgresql prometheus
   openssh-server openssh-client # hosts that workers are started on
   ceph-mon ceph-osd radosgw uuid-runtime # an S3 server beside rclone's: Ceph's object gateway
+  buildah mmdebstrap # images from the Containerfile, on a base made here
 )
 missing=()
 for each in "${packages[@]}"; do

@@ -59,8 +59,9 @@ def end(processes):
 def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     port, state = free_port(), tmp_path / "coordinator"
     url = f"https://localhost:{port}"
-    made = command("init", *TLS, "--coordinator", url, "--json", state=state)
+    made = command("init", *TLS, "--coordinator", url, "--json", state=tmp_path / "first")
     assert made.returncode == 0, made.stderr
+    (tmp_path / "first").rename(state)  # as on another machine, where the copy has another path
     jsonschema.validate(json.loads(made.stdout), json.loads(schema_text("init")))
     assert stat.S_IMODE((state / "runtime.json").stat().st_mode) == 0o600
     assert stat.S_IMODE((state / "authority" / "ca-key.pem").stat().st_mode) == 0o600
@@ -86,6 +87,7 @@ def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     finally:
         end(running)
     assert list((state / "authority").iterdir()), "the authority outlives its coordinator"
+    assert not (tmp_path / "first").exists(), "nothing is written where it was made"
 
 
 @pytest.mark.parametrize(

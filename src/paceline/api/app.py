@@ -45,7 +45,7 @@ def create_app(
     *,
     url: str = "",
     replica_id: str = REPLICA_ID,
-    patience: CoordinatorSettings | None = None,
+    settings: CoordinatorSettings | None = None,
     names: tuple[str, ...] = (),
 ) -> FastAPI:
     """Return the app of ``runtime``; its coordinator runs from the app's start-up to its shutdown.
@@ -54,15 +54,15 @@ def create_app(
     the Host header may carry, besides those of loopback and of the profile.
     """
     coordination = open_coordination(runtime)
-    patience = patience or CoordinatorSettings.of(runtime.profile)
-    keep_events = patience.kept_audit_events
+    settings = settings or CoordinatorSettings.of(runtime.profile)
+    keep_events = settings.kept_audit_events
     progress, audit = open_progress(runtime), open_audit(runtime)
     coordinator = Coordinator(
         coordination,
         progress=progress,
         audit=audit,
         fetch_manifest=lambda url: fetch_allowed_manifest(url, runtime),
-        patience=patience,
+        settings=settings,
     )
     replica = Replica(
         coordinator,

@@ -131,7 +131,7 @@ def publish(
             piece_hash=piece_hash or settings.security.piece_hash,
             key=key,
             allow_older=allow_older,
-            tell=bars.show,
+            on_progress=bars.show,
         )
     if store.has_conditional_writes is False:
         click.echo(

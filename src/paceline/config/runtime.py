@@ -257,7 +257,9 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
     directory = Path(state_dir) if state_dir else default_state_dir()
     path = directory / RUNTIME_FILE
     try:
-        return Runtime.model_validate_json(path.read_bytes())
+        found = Runtime.model_validate_json(path.read_bytes())
+        # Not the directory in the file: replicas run on copies, on other machines and paths.
+        return found.model_copy(update={"state_dir": directory.absolute()})
     except FileNotFoundError as error:
         raise NotReady(
             "nothing runs here",

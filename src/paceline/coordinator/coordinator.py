@@ -78,17 +78,17 @@ class Coordinator:
         progress: Progress,
         audit: Audit,
         fetch_manifest: Callable[[str], Manifest],
-        patience: CoordinatorSettings | None = None,
+        settings: CoordinatorSettings | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._coordination, self._progress, self._audit = coordination, progress, audit
         self._fetch_manifest = fetch_manifest
-        self._patience = patience or CoordinatorSettings()
+        self._settings = settings or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
         self._creations = threading.BoundedSemaphore(MAX_CREATIONS)
-        self._state = CoordinatorState(self._patience, leader_epoch=0)
+        self._state = CoordinatorState(self._settings, leader_epoch=0)
         self._ring = EventRing()
         self._keeping = threading.Lock()  # held while the ledger changes
         self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
@@ -135,7 +135,7 @@ class Coordinator:
             with self._lock:
                 if self._role.held is not None:
                     return  # the leader was read from the store before this replica was elected
-                self._role.heard(leader)
+                self._role.observed_leader(leader)
                 if state is not None:
                     self._state, self._trouble, self._followed = state, None, revision
                 ring = self._ring
@@ -312,7 +312,7 @@ class Coordinator:
             self._ledger = term, LedgerIndex(self._coordination.ledger())
         return self._ledger
 
-    def tell(self, observed: Sequence[EmitEvent]) -> None:
+    def commit_audit_events(self, observed: Sequence[EmitEvent]) -> None:
         """Commit audit events that change no state, such as a refused attempt."""
         with self._lock:
             self._commit(self._require_leading(), observed)
@@ -451,7 +451,7 @@ class Coordinator:
 
     def _state_of(self, kept: LoadedState, epoch: int) -> CoordinatorState:
         now_s = self._monotonic()
-        state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
+        state = CoordinatorState.restore(kept, now_s, self._settings, leader_epoch=epoch)
         state.fleet.merge_progress(self._progress.beats())
         for each in state.deployments():
             if not each.status.is_final:

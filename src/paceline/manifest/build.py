@@ -29,7 +29,13 @@ from paceline.manifest.model import (
     Manifest,
     check_paths,
 )
-from paceline.manifest.progress import DIGEST, ProgressCallback, ProgressCounter, nobody, results
+from paceline.manifest.progress import (
+    DIGEST,
+    ProgressCallback,
+    ProgressCounter,
+    ignore_progress,
+    results,
+)
 from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, chunk_layout, strands
 from paceline.schemas import NAME, PieceHash
 
@@ -141,14 +147,16 @@ def digest(
     model_id: str,
     version: str,
     piece_hash: PieceHash,
-    tell: ProgressCallback = nobody,
+    on_progress: ProgressCallback = ignore_progress,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
     set, and the error of a file at once.
     """
     chunk_sizes = chunk_layout([file.size for file in found], *sizes)
-    reading = Digesting(root, found, sizes.piece_bytes, piece_hash, tell=tell, stopping=stopping)
+    reading = Digesting(
+        root, found, sizes.piece_bytes, piece_hash, on_progress=on_progress, stopping=stopping
+    )
     files, checksums = reading.run(chunk_sizes)
     chunks: list[Chunk] = []
     offset = 0
@@ -179,7 +187,7 @@ class Digesting:
         piece_hash: PieceHash,
         *,
         only_pieces: bool = False,
-        tell: ProgressCallback = nobody,
+        on_progress: ProgressCallback = ignore_progress,
         stopping: threading.Event | None = None,
     ) -> None:
         self._root, self._found = root, found
@@ -187,7 +195,7 @@ class Digesting:
         self._new_piece_hash = PIECE_HASHES[piece_hash]
         self._new_sha256 = _NoHash if only_pieces else hashlib.sha256
         self._stopping = stopping or threading.Event()
-        self._account = ProgressCounter(DIGEST, sum(f.size for f in found), len(found), tell)
+        self._account = ProgressCounter(DIGEST, sum(f.size for f in found), len(found), on_progress)
         self._aside: ThreadPoolExecutor | None = None  # hashes blocks for the file's SHA-256
 
     def run(self, chunk_sizes: Sequence[int]) -> tuple[list[FileEntry], list[str]]:

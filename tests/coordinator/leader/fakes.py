@@ -123,7 +123,7 @@ class Node:
             progress=progress,
             audit=None,
             fetch_manifest=lambda _: manifest,
-            patience=CoordinatorSettings(beat_s=0.2),
+            settings=CoordinatorSettings(beat_s=0.2),
             wall=wall,
             monotonic=monotonic,
         )

@@ -19,7 +19,6 @@ import errno
 import fcntl
 import mmap
 import os
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,6 @@ from paceline.errors import InvalidInput, StorageFailed, StorageFull
 Mapped = mmap.mmap | bytes
 
 LOCK_FILE = ".lock"
-RETRY_S = 0.01
 
 
 class CachedFile:
@@ -165,15 +163,15 @@ class DiskCache:
         while True:
             with _translated(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            # Shared: a finished file is locked so as long as its readers use it, and a wait for an
-            # exclusive lock would last as long. Two ranks of one gang would wait for each other.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if _is_at(descriptor, path):
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    if _is_at(descriptor, path):
-                        return descriptor
-                time.sleep(RETRY_S)  # another process waited for the same file
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Shared: a committed file keeps a shared lock while its rank uses it, and that rank
+                # may wait for this one in an all-reduce.
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            else:
+                if _is_at(descriptor, path):
+                    return descriptor
             os.close(descriptor)  # finished since
 
     def _make_room(self, descriptor: int, size: int) -> bool:

@@ -106,10 +106,10 @@ def metrics_of(
     group: Group,
     device: torch.device,
     rank: int,
-    voice: EventWriter,
+    events: EventWriter,
 ) -> StepMetrics:
     """Return this rank's step metrics, with a profiler (``tracer_of``)."""
-    tracer = tracer_of(its, device, rank, uploaded_traces(its, voice))
+    tracer = tracer_of(its, device, rank, uploaded_traces(its, events))
     seen = tokens_seen(its.job.data, its.snapshot.of_split("train"), its.context)
     return StepMetrics.of(
         its.job.settings, parallel, group, device, config=its.config, seen=seen, tracer=tracer
@@ -131,10 +131,10 @@ def tracer_of(
     )
 
 
-def uploaded_traces(its: RankContext, voice: EventWriter) -> TraceUploader:
+def uploaded_traces(its: RankContext, events: EventWriter) -> TraceUploader:
     """Return a callback that uploads traces beside the checkpoints and emits "trace" events."""
     url = join_url(its.job.checkpoint_url, its.job.job_id, "traces")
-    return TraceUploader(its.store, url, lambda step, where: voice.say("trace", step, url=where))
+    return TraceUploader(its.store, url, lambda step, where: events.emit("trace", step, url=where))
 
 
 def exporter_of(its: RankContext, rank: int) -> Exporter:
@@ -148,7 +148,7 @@ def exporter_of(its: RankContext, rank: int) -> Exporter:
 
 
 def restore_checkpoint(
-    its: RankContext, state: TrainState, voice: EventWriter
+    its: RankContext, state: TrainState, events: EventWriter
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Restore the newest healthy checkpoint, if any; return progress and data position.
 
@@ -159,7 +159,7 @@ def restore_checkpoint(
         state,
         config_digest=its.config_digest,
         work_dir=its.work_dir,
-        on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
+        on_rejected=lambda step, why: events.emit("checkpoint", step, rejected=True, why=why),
     )
     if restored is None:
         return Progress(), None
@@ -186,12 +186,12 @@ def checkpointer_of(
     )
 
 
-def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: EventWriter) -> int:
+def save_last(saver: Any, progress: Progress, position: dict[str, Any], events: EventWriter) -> int:
     """Save the final state; return 0, or the error's exit code where a stop was requested.
 
     That code is never 143, which means "state saved". Without a stop request the error is raised.
     """
-    with voice.phase("saving"):
+    with events.phase("saving"):
         try:
             saver.save_last(progress.step, position, progress.metrics())
         except PacelineError as error:
@@ -199,7 +199,7 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: E
                 raise
             lost = "stopped as asked, but the steps since the last checkpoint are lost"
             message = f"{lost}: {error.one_line()}"
-            voice.say("failed", progress.step, code=error.code, message=message, stopped=True)
+            events.emit("failed", progress.step, code=error.code, message=message, stopped=True)
             sys.stderr.write(f"{message}\n")  # the launcher keeps the end of standard error
             return error.exit_code
     return 0
