@@ -14,7 +14,15 @@ import psutil
 import pytest
 
 from paceline.cluster import Fleet, make_dask_tls, reserve_port
-from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
+from paceline.config import (
+    ClusterSettings,
+    Endpoints,
+    HostSettings,
+    Profile,
+    Runtime,
+    Secrets,
+    save_runtime,
+)
 from tests.cluster.conftest import eventually, processes_of
 
 
@@ -28,7 +36,7 @@ def prepared(state: Path, profile: Profile, address: str = "") -> Runtime:
     made = Runtime(
         profile=profile,
         state_dir=state,
-        endpoints=Endpoints(scheduler_address=address),
+        endpoints=Endpoints(scheduler_address=address, coordinator_url="https://127.0.0.1:1"),
         secrets=Secrets(),
     )
     save_runtime(made)
@@ -151,6 +159,56 @@ def test_two_workers_of_one_name_are_named(site: Site) -> None:
         eventually(lambda: second.poll() is not None)
         assert [each.worker_id for each in connection.nodes()] == ["left", "right"]
     assert "left" in (site.root / "impostor.log").read_text()
+
+
+FAKE_SSH = """#!/bin/sh
+while [ "$1" != -- ]; do shift; done
+cd "$(dirname "$0")/$2" && exec sh -c "$3"
+"""
+
+
+def test_a_worker_over_ssh_is_started_again_and_ends_with_its_connection(tmp_path: Path) -> None:
+    """``ssh`` is a program that runs the command in the host's directory; sshd is in a journey."""
+    ssh = tmp_path / "ssh"
+    ssh.write_text(FAKE_SSH)
+    ssh.chmod(0o755)
+    address = f"tls://127.0.0.1:{free_port()}"
+    host = HostSettings(ssh="there", worker_id="far", rack="r7", program="./paceline")
+    cluster = ClusterSettings(kind="ssh", scheduler=address, hosts=(host,))
+    driver = prepared(tmp_path / "driver", Profile(cluster=cluster), address)
+    make_dask_tls(driver.state_dir)
+    (tmp_path / "there").mkdir()
+    program = tmp_path / "there" / "paceline"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline.cli.main "$@"\n')
+    program.chmod(0o755)
+    prepared(tmp_path / "there" / host.state, Profile())
+    identity = tmp_path / "there" / host.state / "identity"
+    identity.mkdir()
+    (identity / "identity.json").write_text('{"worker_id": "far"}')  # it joined before
+    with (tmp_path / "log").open("wb") as log:
+        running = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli.main", "cluster", "--state", driver.state_dir],
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        with Fleet.connect(driver, timeout_s=60) as connection:
+            eventually(lambda: [each.labels.rack for each in connection.nodes()] == ["r7"])
+            (first,) = connection.nodes()
+            (worker,) = (
+                each
+                for each in psutil.Process(running.pid).children(recursive=True)
+                if "--until-eof" in each.cmdline()
+            )
+            worker.kill()
+            eventually(lambda: [e.address for e in connection.nodes()] not in ([], [first.address]))
+        files = (tmp_path / "there" / host.state / "dask-tls").iterdir()
+        assert {each.stat().st_mode & 0o777 for each in files} == {0o600}
+    finally:
+        running.terminate()
+        assert running.wait(30) == 0, (tmp_path / "log").read_text()
+    eventually(lambda: processes_of(tmp_path) == [])
 
 
 def test_what_a_worker_lacks_is_one_line(tmp_path: Path) -> None:
