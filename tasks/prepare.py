@@ -348,7 +348,7 @@ def publish_progress(run: Run, name: str) -> Iterator[dict[str, Any]]:
     thread.start()
     try:
         with noticed() as stopping:
-            yield {"tell": shown, "stopping": stopping}
+            yield {"on_progress": shown, "stopping": stopping}
     finally:
         over.set()
         thread.join(10.0)

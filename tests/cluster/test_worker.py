@@ -65,7 +65,7 @@ class Site:
         return self.start(
             "scheduler.log",
             *("dask", "scheduler", "--host", "127.0.0.1", "--port", self.address.split(":")[-1]),
-            *("--protocol", "dask-tls", "--no-dashboard", "--tls-ca-file", str(files / "ca.pem")),
+            *("--protocol", "tls", "--no-dashboard", "--tls-ca-file", str(files / "ca.pem")),
             *("--tls-cert", str(files / "server.pem"), "--tls-key", str(files / "server-key.pem")),
         )
 

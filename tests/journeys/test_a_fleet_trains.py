@@ -6,6 +6,7 @@ else's, checkpoints go there. Two ranks run on each of two hosts.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,13 +113,10 @@ def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -
     first = trained["restarts"][0]
     assert first["worker_id"] == name_of(lost) or name_of(lost) in first["reason"], first
     assert first["resumed_step"] > 0
-    until(
-        lambda: (
-            fleet.control.run(
-                *("bash", "-euc", "paceline distribute tiny 2 --json"), env=fleet.env
-            ).code
-            == 0
-        ),
-        "the host is a node again",
-        timeout_s=180,
-    )
+
+    def verified() -> bool:
+        """Every node reads its copy again: the host is one of them."""
+        done = fleet.control.run("paceline", "verify", "tiny", "1", "--json", env=fleet.env)
+        return done.code == 0 and json.loads(done.out)["verified"] == len(fleet.nodes)
+
+    until(verified, "the host is a node again", timeout_s=120)
