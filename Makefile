@@ -41,7 +41,7 @@ test-nightly: setup ## the tests that show a promise again on slower, larger or 
 	$(BIN)/python -m pytest -m 'nightly and not chaos' $(ARGS)
 
 journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
-	$(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
+	PACELINE_JOURNEY_MB=400 $(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
 
 check: setup ## what CI checks before the tests: format, lint, types, import layers
 	$(BIN)/ruff format --check .

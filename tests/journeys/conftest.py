@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks.testbed.bed import why_not
 from tests.journeys.hosts import build_software
+from tests.support.wall_jump import build_shim
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +20,12 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.fail(f"required but missing: {reason}")
         pytest.skip(reason)
     return build_software(tmp_path_factory.mktemp("software"), "base")
+
+
+@pytest.fixture(scope="session")
+def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the library that moves a host's clock (``hosts.clock_ahead``)."""
+    return build_shim(tmp_path_factory.mktemp("clock"))
 
 
 @pytest.fixture(scope="session")

@@ -48,7 +48,7 @@ def test_no_more_deployments_are_kept_than_can_be_forgotten(make_world: Any) -> 
 def test_deployments_take_so_many_bytes_in_all(make_world: Any) -> None:  # noqa: F811
     probe = make_world()
     probe.create("node-0", "node-1")
-    one = kept_bytes(list(probe.state._book))
+    one = kept_bytes(list(probe.state._index))
     world = make_world(settings=CoordinatorSettings(kept_bytes_at_most=6 * one))
     for _ in range(5):
         world.cancel(world.create("node-0", "node-1"))

@@ -99,14 +99,16 @@ def create_app(
         responses=PROBLEM,
     )
     app.state.coordinator, app.state.replica = coordinator, replica
-    app.include_router(make_router(coordinator))
+    app.include_router(make_router(coordinator, admission.is_outdated))
     add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)
     # The middleware added last runs first.
-    app.add_middleware(HeartbeatMiddleware, coordinator=coordinator)
+    app.add_middleware(
+        HeartbeatMiddleware, coordinator=coordinator, is_outdated=admission.is_outdated
+    )
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(
         Guard,

@@ -40,6 +40,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "plan": ("forecast", "plan", "Forecast what each topology would take, before a byte moves."),
     "simulate": ("forecast", "simulating", "Simulate a deployment, failures included."),
     "tokens": ("access", "tokens", "Make, list and revoke tokens; let a node join."),
+    "authority": (
+        "authority",
+        "authority",
+        "Replace the fleet's certificate authority, step by step.",
+    ),
     "audit": ("access", "audit", "Show who changed what, from where, and what was refused."),
     "keys": ("access", "keys", "Make the keys that sign manifests."),
     "verify": ("flows", "verify", "Have every node check every byte of its copy."),

@@ -1,4 +1,9 @@
-from .authority import one_certificate as one_certificate, read_certificate as read_certificate
+from .authority import (
+    one_certificate as one_certificate,
+    other_file as other_file,
+    read_certificate as read_certificate,
+    read_other as read_other,
+)
 from .loading import load_profile as load_profile, profile_directories as profile_directories
 from .runtime import (
     DEFAULT_S3 as DEFAULT_S3,

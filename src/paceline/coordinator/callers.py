@@ -36,6 +36,7 @@ class Caller:
     worker_id: str | None = None  # the only worker that it may act for
     admission: str = ""  # the token that its chain of renewals began with
     begins: bool = False  # its first use, which ends the token that it was issued to replace
+    authority: str | None = None  # digest of the authorities that came with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

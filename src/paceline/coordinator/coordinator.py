@@ -247,7 +247,13 @@ class Coordinator:
         self._ticked_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
-        """Create a deployment, or return the one that this idempotency key created."""
+        """Create a deployment, or return the one that this idempotency key created.
+
+        What the caller left out is as the profile says.
+        """
+        profile = {"topology": self._settings.topology, "max_failed": self._settings.max_failed}
+        left_out = profile.keys() - call.model_fields_set
+        call = call.model_copy(update={each: profile[each] for each in left_out})
         body_digest = digest_of(call)
         with self._lock:
             self._require_leading()

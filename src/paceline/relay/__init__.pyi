@@ -21,6 +21,14 @@ from .process import (
     SignalEvent as SignalEvent,
     advertised_address as advertised_address,
 )
+from .rotation import (
+    add_authority as add_authority,
+    endorse as endorse,
+    require_trusted as require_trusted,
+    retire_authority as retire_authority,
+    switch_authority as switch_authority,
+    trusted_set as trusted_set,
+)
 from .sources import (
     DirectoryReader as DirectoryReader,
     OnSocket as OnSocket,

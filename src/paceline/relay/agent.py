@@ -207,6 +207,7 @@ class Agent:
             trust=TrustPolicy.of(self._runtime.profile.security),
             stored=self._stored,
             on_barred=self._transport.barred.replace,
+            on_outdated=self._renewal.hasten if self._renewal else lambda: None,
         )
 
     def _heartbeat_loop(self, control: ControlLoop) -> None:
@@ -239,7 +240,7 @@ class Agent:
 
     def _use_renewed_identity(self, renewed: Runtime) -> None:
         """Use the renewed token and certificate for new connections."""
-        self._client.use_token(renewed.secrets.agents_token)
+        self._client.use(renewed.secrets.agents_token, renewed.coordinator_ca)
         if not self._transport.reload():
             log.warning("restart this agent before its old certificate expires: gRPC keeps it")
 

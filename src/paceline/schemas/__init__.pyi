@@ -1,5 +1,6 @@
 from .access import (
     AuditShown as AuditShown,
+    AuthorityShown as AuthorityShown,
     CreatedToken as CreatedToken,
     CreateJoinToken as CreateJoinToken,
     CreateToken as CreateToken,

@@ -212,6 +212,9 @@ class HeartbeatAnswer(Record):
     commands: tuple[Command, ...] = ()
     # Workers with a revoked identity, which agents do not serve; the newest ones if there are many.
     barred: tuple[Name, ...] = Field(default=(), max_length=1000)
+    # The worker's identity was issued before the authorities changed: renew it now. Left out where
+    # false, because agents of the release before do not take it.
+    renew: bool = Field(default=False, exclude_if=lambda value: not value)
 
 
 class WorkerList(Record):

@@ -35,6 +35,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "tokens": access.TokensShown,
     "token-revoked": access.TokenRevoked,
     "audit": access.AuditShown,
+    "authority": access.AuthorityShown,
     "init": access.FleetInitialised,
     "reproduce": command_results.Reproduction,
     "checkpoints": command_results.CheckpointsShown,
