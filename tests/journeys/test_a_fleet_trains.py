@@ -36,8 +36,8 @@ def add_nodes(fleet: Trainers) -> None:
     for host in fleet.nodes:
         token = fleet.type("token", **fleet.node(host)).out
         host.write("token", token)
-        fleet.control.copy(".paceline/dask-tls", host)  # as `scp -pr`, without an sshd
-        host.run("sh", "-c", "mkdir state && mv .paceline/dask-tls state && rmdir .paceline").ok()
+        host.run("mkdir", "state").ok()
+        fleet.control.copy(".paceline/dask-tls", host, into="state")  # the page's `scp -pr`
         fleet.stays("agent", host, **fleet.node(host))
         until(
             lambda at=host: at.run("test", "-f", "state/runtime.json").code == 0,
