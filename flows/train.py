@@ -35,5 +35,5 @@ def train_model(
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
         snapshot = snapshot_reference(run, snapshot_url)
         validate_data(run, snapshot)
-        nodes = distribute.start_agents(run, on_dask=True)
+        nodes = distribute.start_agents(run)
         return train(run, manifest, snapshot, nodes, labels=labels, steps=steps).output

@@ -15,7 +15,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
-from paceline.cluster import node_names
+from paceline.cluster import by_number
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
 from paceline.manifest import Manifest
 from paceline.registry import resolve_source
@@ -68,43 +68,36 @@ def start_agents(
     deadline_s: float = 60.0,
     *,
     selector: str | None = None,
-    on_dask: bool = False,
 ) -> list[str]:
-    """Return ``nodes``, or those that ``selector`` selects, once their agents run and have
-    registered; start what is missing. Default: every node that Dask reaches or that is registered
-    and alive; ``on_dask``: only the former, for work other than relaying. An agent that is resident
-    is taken as it is, whether Dask reaches its node or not.
+    """Return ``nodes``, or those that ``selector`` selects (default: all, see ``Run.nodes``), once
+    their agents run and have registered; start what is missing. An agent that is resident is taken
+    as it is, whether Dask reaches its node or not.
 
     Raises NotFound for a node that neither Dask nor the coordinator knows, InvalidInput for an
-    unknown label, NotReady where agents do not register in time.
+    unknown label, NotReady where there is none or agents do not register in time.
     """
-    dask = run.reachable(node_names(run.runtime.profile))
     if nodes is None and selector:
+        dask = run.reachable(run.patiently(run.nodes, BRIEFLY_S))
         if dask and "=" in selector:
             start_agents.fn(run, dask, deadline_s)  # their labels are known once they registered
         nodes = _selected(run, selector, dask)
-    if on_dask:
-        nodes = dask
-        if not dask:
-            raise NotReady(
-                "no node can run this",
-                got="no Dask scheduler",
-                wanted="endpoints.scheduler_address",
-                do="Name it where the installation is made: `paceline init --scheduler URL`.",
-            )
-    if nodes is None:
-        every = run.patiently(run.coordinator.workers, BRIEFLY_S)
-        nodes = [*dask, *(each.worker_id for each in every if each.alive)]
-    wanted = set(nodes)
-    ours = run.reachable(sorted(wanted, key=_natural))
+    wanted = set(run.patiently(run.nodes, BRIEFLY_S) if nodes is None else nodes)
+    if not wanted:
+        raise NotReady(
+            "no node is there",
+            got="no worker and no agent has registered",
+            where=run.runtime.endpoints.coordinator_url,
+            do="Start them on the nodes (`paceline agent`, `paceline worker`).",
+        )
+    ours = run.reachable(sorted(wanted, key=by_number))
     if resident := wanted - set(ours):
         known = {each.worker_id for each in run.patiently(run.coordinator.workers, BRIEFLY_S)}
-        if strangers := sorted(resident - known, key=_natural):
+        if strangers := sorted(resident - known, key=by_number):
             raise NotFound(
                 "no such node",
                 got=", ".join(strangers),
-                wanted="a node of the profile, or one whose resident agent has registered",
-                do="Start its agent (deployments/systemd, deployments/kubernetes).",
+                wanted="a node whose worker or resident agent has registered",
+                do="Start them (`paceline worker`, `paceline agent`).",
             )
     if ours:
         with run.fleet() as fleet:
@@ -113,14 +106,14 @@ def start_agents(
     while True:
         alive = {each.worker_id for each in run.coordinator.workers() if each.alive}
         if wanted <= alive:
-            return sorted(wanted, key=_natural)
+            return sorted(wanted, key=by_number)
         if time.monotonic() > deadline:
             raise NotReady(
                 "agents did not register",
                 got=f"{', '.join(sorted(wanted & alive)) or 'none'}",
                 wanted=", ".join(sorted(wanted)),
                 where=run.runtime.endpoints.coordinator_url,
-                do=f"Read agent.log under {run.runtime.state_dir / 'nodes'}.",
+                do="Read agent.log in the node's state directory.",
             )
         time.sleep(POLL_S)
 
@@ -366,8 +359,3 @@ def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
         has_published, targets, manifest.model_id, manifest.version, manifest.digest, timeout_s=60.0
     )
     return all(answers.get(node) is True for node in targets)
-
-
-def _natural(name: str) -> tuple[str, int]:
-    head, _, tail = name.rpartition("-")
-    return (head, int(tail)) if tail.isdigit() else (name, 0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import shutil
 import sys
 import threading
 import time
@@ -47,6 +46,7 @@ from paceline.registry import import_place
 from paceline.relay import allowed_source
 from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore, remote_model
+from paceline.system import PYTHON
 from paceline.tasks import artifacts
 from paceline.tasks.cancelling import noticed, stop_if_cancelled
 from paceline.tasks.run import Run, StageResult
@@ -167,14 +167,13 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
 
     def work() -> dict[str, Any]:
-        directory: Path = run.work_dir / "base"
-        shutil.rmtree(directory, ignore_errors=True)  # what an attempt that died left of another
-        trained = _train_base(run, snapshot, directory)
-        manifest = _publish(run, directory, model_id, "1")
+        url = published_url(run, model_id, "1")
+        trained = _train_base(run, snapshot, url)
+        manifest = run.manifest(url)
         return {
             "model_id": model_id,
             "version": "1",
-            "url": published_url(run, model_id, "1"),
+            "url": url,
             "manifest_digest": manifest.digest,
             "parameters": trained.parameters,
             "steps": trained.steps,
@@ -310,12 +309,11 @@ def _state(source: str, store: ObjectStore) -> list[Any]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResult:
-    """Train the base in a process of its own: torch's threads and a busy flow do not mix."""
+def _train_base(run: Run, snapshot: dict[str, Any], url: str) -> BaseResult:
+    """Train the base in a process on a node, which publishes it at ``url``."""
     profile = run.runtime.profile
     spec = BaseSpec(
-        state_dir=run.state_dir,
-        directory=str(directory),
+        publish_url=url,
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
         purpose=profile.data.purpose,
@@ -328,10 +326,11 @@ def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResu
             step, total = int(line["step"]), max(profile.model.base_steps, 1)
             run.tell("base", step / total, f"step {step}/{total}, loss {line['data']['loss']:.3f}")
 
+    node = run.trainers(run.nodes())[0].worker_id
     with run.fleet() as fleet:
         ended = fleet.run_process(
-            fleet.nodes()[0].worker_id,
-            argv=[sys.executable, "-m", "paceline.training.base"],
+            node,
+            argv=[PYTHON, "-m", "paceline.training.base"],
             input_json=spec.model_dump_json(),
             on_event=on_event,
             deadline_s=BASE_DEADLINE_S,
@@ -341,8 +340,8 @@ def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResu
             "the base model could not be trained",
             got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
             wanted="a model",
-            where=directory,
-            do="Run the same command again; read the log of Dask if it fails the same way.",
+            where=node,
+            do="Run the same command again; read the log of its worker if it fails the same way.",
         )
     return BaseResult.model_validate_json(ended.last_line)
 

@@ -20,7 +20,6 @@ from paceline.evaluation import EXCEPTED, decide
 from paceline.manifest import (
     Manifest,
     build_manifest,
-    directory_name,
     fetch_manifest,
     publish_model,
 )
@@ -305,11 +304,9 @@ def champion_reference(
     return {"champion": {"url": champion.source_url, "digest": champion.manifest_digest}}
 
 
-def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
-    """Return the copy that ``node`` holds on its own disk as an evaluation input."""
-    store = run.runtime.node_dir(node) / "store"
-    path = store / "models" / directory_name(manifest.model_id) / manifest.version
-    return {"url": str(path), "digest": manifest.digest}
+def node_copy(manifest: Manifest) -> dict[str, str]:
+    """Return the copy that the evaluating node holds on its own disk as an evaluation input."""
+    return {"url": f"node:{manifest.model_id}/{manifest.version}", "digest": manifest.digest}
 
 
 @task(name="restore-previous-champion", cache_policy=NO_CACHE)

@@ -38,3 +38,9 @@ def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def control_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the software of a coordinator that keeps its state in etcd, Redis, PostgreSQL."""
     return build_software(tmp_path_factory.mktemp("control"), "base", "stores")
+
+
+@pytest.fixture(scope="session")
+def training_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of hosts that run flows and ranks."""
+    return build_software(tmp_path_factory.mktemp("training"), "base", "flows", "train", "torch")

@@ -25,7 +25,7 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import AccessClient
-from paceline.cluster import SECRETS_FILE
+from paceline.cluster import SECRETS_FILE, make_dask_tls
 from paceline.config import (
     CLIENT_FILE,
     DEFAULT_S3,
@@ -277,7 +277,12 @@ PREFECT_WORKER_FILE = "prefect-worker.env"
     "--prefect", default="", metavar="URL", help="Prefect's API, for [control] flow_starter."
 )
 @click.option("--mlflow", default="", metavar="URL", help="MLflow, where flows run from here.")
-@click.option("--scheduler", default="", metavar="URL", help="Dask's scheduler, for the same.")
+@click.option(
+    "--scheduler",
+    default="",
+    metavar="tls://HOST:PORT",
+    help="Dask's scheduler, for flows that use nodes; makes the TLS files for it and for workers.",
+)
 @json_option
 def init(
     state: Path | None,
@@ -294,6 +299,10 @@ def init(
     Run it once, and copy the directory to each machine that runs a replica; nodes get what they
     need when they join. Where `paceline up` starts everything on one machine, it is not needed.
     """
+    if scheduler:
+        overrides = (*overrides, f"cluster.scheduler={scheduler}")
+        if read_profile(profile, overrides).cluster.kind == "local":
+            overrides = (*overrides, "cluster.kind=address")
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
     taken = next((each for each in MADE if (directory / each).exists()), None)
@@ -319,10 +328,12 @@ def init(
             prefect_api_url=prefect,
             prefect_ui_url=prefect.removesuffix("/api"),
             mlflow_url=mlflow,
-            scheduler_address=scheduler,
+            scheduler_address=settings.cluster.scheduler,
         ),
         secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
     )
+    if settings.cluster.scheduler:
+        make_dask_tls(directory)
     made = FleetInitialised(
         state=str(directory),
         coordinators=urls,

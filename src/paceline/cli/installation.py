@@ -1,4 +1,4 @@
-"""`paceline up`, `down`, `where`, `agent` and `coordinator`.
+"""`paceline up`, `down`, `where`, `agent`, `worker` and `coordinator`.
 
 The first three start, stop and describe the embedded installation; the others are its long-running
 processes.
@@ -6,11 +6,13 @@ processes.
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -24,7 +26,15 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import CoordinatorClient
-from paceline.config import Runtime, find_installation, load_runtime, require_here
+from paceline.config import (
+    Runtime,
+    ThisNode,
+    find_installation,
+    load_runtime,
+    require_here,
+)
+from paceline.errors import InvalidInput
+from paceline.extras import require_extras
 
 
 @click.command()
@@ -119,6 +129,34 @@ STATE = click.option(
 )
 
 
+JOIN_OPTIONS = (
+    click.option(
+        "--join",
+        "join_token",
+        default="",
+        metavar="TOKEN",
+        help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
+        " starts need it no more, and spend nothing.",
+    ),
+    click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask."),
+    click.option(
+        "--ca",
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        default=None,
+        help="With --join: what the coordinator's certificate is checked against, if not the"
+        " authority that the token names.",
+    ),
+)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def join_options(command: F) -> F:
+    """Add --join, --coordinator and --ca."""
+    for option in reversed(JOIN_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command()
 @STATE
 @click.option("--worker-id", required=True, help="This node's name in the fleet.")
@@ -155,22 +193,7 @@ STATE = click.option(
 )
 @click.option("--warm", is_flag=True, help="Load the S3 client at the start: 25 MB, 0.4 s sooner.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the process that started it dies.")
-@click.option(
-    "--join",
-    "join_token",
-    default="",
-    metavar="TOKEN",
-    help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
-    " starts need it no more, and spend nothing.",
-)
-@click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask.")
-@click.option(
-    "--ca",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    default=None,
-    help="With --join: what the coordinator's certificate is checked against, if not the authority"
-    " that the token names.",
-)
+@join_options
 def agent(
     state: Path, join_token: str, coordinator_url: str, ca: Path | None, **options: Any
 ) -> int:
@@ -221,6 +244,92 @@ def _findings(state_dir: Path) -> tuple[str, ...]:
     from paceline.cli.doctor import findings_of
 
     return findings_of(state_dir)
+
+
+@click.command()
+@STATE
+@click.option("--worker-id", default="", help="This node's name; default: the one it joined as.")
+@click.option(
+    "--scheduler",
+    default="",
+    metavar="tls://HOST:PORT",
+    help="Dask's scheduler; default: the one of the profile that the node received as it joined.",
+)
+@click.option("--host", default="", help="Label: the machine's name. Default: its host name.")
+@click.option("--rack", default="", help="Label: the rack it stands in.")
+@click.option("--zone", default="", help="Label: the zone it stands in.")
+@click.option(
+    "--listen",
+    default="",
+    metavar="HOST",
+    help="Address at which other nodes reach this one. Default: the one on the way to the"
+    " scheduler.",
+)
+@click.option("--until-eof", is_flag=True, help="End when standard input does (over SSH).")
+@join_options
+def worker(
+    state: Path,
+    worker_id: str,
+    scheduler: str,
+    listen: str,
+    until_eof: bool,
+    join_token: str,
+    coordinator_url: str,
+    ca: Path | None,
+    **labels: str,
+) -> int:
+    """Run this node's Dask worker until SIGTERM or SIGINT: flows start agents and ranks through it.
+
+    It reports the node's labels, cores, memory and accelerators, and is started again where it
+    dies. `dask-tls` of the directory that `paceline init --scheduler` made lies in --state: these
+    files allow to run code on every node that has them. Exit code 75: no scheduler answers.
+    """
+    from paceline.cluster import run, serve_nodes
+    from paceline.relay import joined_worker_id
+
+    require_extras("flows")
+    if join_token or coordinator_url:
+        _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
+    runtime = load_runtime(state.absolute())
+    if not (address := scheduler or runtime.profile.cluster.scheduler):
+        raise InvalidInput(
+            "this node's profile names no scheduler",
+            wanted="--scheduler tls://HOST:PORT",
+            do="Or name it to `paceline init --scheduler`, and let nodes join after that.",
+        )
+    endpoints = runtime.endpoints.model_copy(update={"scheduler_address": address})
+    labels["host"] = labels["host"] or socket.gethostname()
+    node = ThisNode(
+        worker_id=joined_worker_id(runtime.state_dir, worker_id),
+        state_dir=runtime.state_dir,
+        labels={name: value for name, value in labels.items() if value},
+    )
+    moved = runtime.model_copy(update={"endpoints": endpoints})
+    run(serve_nodes(moved, [node], listen, until_eof=until_eof))
+    return 0
+
+
+@click.command()
+@state_option
+def cluster(state: Path | None) -> int:
+    """Run Dask's scheduler, and with [cluster] kind = "ssh" a worker on each host, until SIGTERM.
+
+    A host needs Paceline and a login without a password: the TLS files and a join token are copied
+    there, and the worker starts the node's agent. A worker that ends is started again.
+    """
+    from paceline.cluster import run, serve
+
+    require_extras("flows")
+    runtime = load_runtime(state_directory(state))
+    if runtime.profile.cluster.kind == "local" or not runtime.endpoints.scheduler_address:
+        raise InvalidInput(
+            "this profile's nodes are started by `paceline up`",
+            got=f'[cluster] kind = "{runtime.profile.cluster.kind}"',
+            wanted='"ssh" or "address", and a scheduler',
+            do="Make the directory with `paceline init --scheduler tls://HOST:PORT`.",
+        )
+    run(serve(runtime))
+    return 0
 
 
 @click.command()

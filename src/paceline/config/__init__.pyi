@@ -27,6 +27,7 @@ from .runtime import (
     ObjectAccess as ObjectAccess,
     Runtime as Runtime,
     Secrets as Secrets,
+    ThisNode as ThisNode,
     aws_variables as aws_variables,
     default_state_dir as default_state_dir,
     derived_token as derived_token,
@@ -35,6 +36,7 @@ from .runtime import (
     object_access as object_access,
     require_unused as require_unused,
     save_runtime as save_runtime,
+    this_node as this_node,
 )
 from .settings import (
     CheckpointSettings as CheckpointSettings,
@@ -44,6 +46,7 @@ from .settings import (
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GuardSettings as GuardSettings,
+    HostSettings as HostSettings,
     HubSettings as HubSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,

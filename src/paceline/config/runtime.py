@@ -10,6 +10,8 @@ import hashlib
 import hmac
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -197,6 +199,39 @@ def named_secret(variable: str, needed_by: str | None = None) -> str:
 def default_state_dir() -> Path:
     """Return ``$PACELINE_STATE``, or ``.paceline`` in the working directory."""
     return Path(os.environ.get("PACELINE_STATE") or ".paceline").absolute()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThisNode:
+    """The node that this process runs on, as its Dask worker was started."""
+
+    worker_id: str
+    state_dir: Path
+    labels: Mapping[str, str]  # host, rack, zone
+
+    @property
+    def directory(self) -> Path:
+        """Return the node's directory, as ``Runtime.node_dir``."""
+        return self.state_dir / "nodes" / self.worker_id
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables from which ``this_node`` reads it."""
+        return {
+            "PACELINE_STATE": str(self.state_dir),
+            "PACELINE_WORKER_ID": self.worker_id,
+            "PACELINE_LABELS": json.dumps(dict(self.labels)),
+        }
+
+
+def this_node() -> ThisNode:
+    """Return this process's node; raises NotReady outside of a worker."""
+    if not (worker_id := os.environ.get("PACELINE_WORKER_ID", "")):
+        raise NotReady("no worker runs here", got="$PACELINE_WORKER_ID is not set")
+    return ThisNode(
+        worker_id=worker_id,
+        state_dir=default_state_dir(),
+        labels=json.loads(os.environ.get("PACELINE_LABELS", "{}")),
+    )
 
 
 def save_runtime(runtime: Runtime) -> Path:

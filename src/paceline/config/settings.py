@@ -22,7 +22,7 @@ _KEPT = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
     r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
     r"|(OMP|MKL|KMP|OPENBLAS|GLOO|NCCL|TORCH|TORCHINDUCTOR|CUDA|NVIDIA|CUBLAS|ATEN|ONEDNN)_\w+"
-    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|PACELINE_(ATTEMPT|WORKER_ID)"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE)
@@ -151,6 +151,8 @@ class TrainingSettings(Settings):
     """The training job."""
 
     ranks: int = Field(default=2, ge=1)
+    # Consecutive ranks on each node of a fleet; 0: one for each of its accelerators, else one.
+    ranks_per_node: int = Field(default=0, ge=0)
     steps: int = Field(default=120, ge=0)
     batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
@@ -177,10 +179,26 @@ class TrainingSettings(Settings):
     guard: GuardSettings = GuardSettings()
 
 
-class ClusterSettings(Settings):
-    """The machines: number, racks, links and memory."""
+class HostSettings(Settings):
+    """A machine on which `paceline cluster` starts a worker over SSH."""
 
-    kind: Literal["local"] = "local"
+    ssh: Annotated[str, StringConstraints(pattern=r"^[^-\s]\S*$")]  # as ssh takes it: [USER@]HOST
+    worker_id: str
+    rack: str = ""
+    zone: str = ""
+    state: str = "paceline-state"  # its state directory, from its user's home
+    program: str = "paceline"  # where its PATH does not have it: the path
+
+
+class ClusterSettings(Settings):
+    """The machines: where Dask's scheduler is; and of ``local`` number, racks, links, memory."""
+
+    # local: `paceline up` starts the nodes below on this machine; address: workers that their own
+    # operators start register with the Dask scheduler at ``scheduler``; ssh: `paceline cluster`
+    # starts that scheduler and a worker on each of ``hosts``.
+    kind: Literal["local", "address", "ssh"] = "local"
+    scheduler: Annotated[str, StringConstraints(pattern=r"^(tls://[^/]+:[0-9]+)?$")] = ""
+    hosts: tuple[HostSettings, ...] = ()
     nodes: int = Field(default=4, ge=1, le=10_000)
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)

@@ -7,6 +7,7 @@ from .joining import (
     Renewal as Renewal,
     fetch_authority as fetch_authority,
     join as join,
+    joined_worker_id as joined_worker_id,
 )
 from .node import RelayDriver as RelayDriver
 from .origin import (

@@ -333,6 +333,24 @@ def _joined_as(state_dir: Path) -> dict[str, Any] | None:
     return about
 
 
+def joined_worker_id(state_dir: Path, worker_id: str = "") -> str:
+    """Return the name that the node of ``state_dir`` joined under, or else ``worker_id``.
+
+    Raises Conflict where they differ, InvalidInput where there is none.
+    """
+    about = _joined_as(state_dir) or {}
+    if worker_id:
+        _require_same(state_dir, worker_id)
+    elif not about:
+        raise InvalidInput(
+            "this node has no name",
+            wanted="a directory of a node that joined, or --worker-id",
+            where=state_dir,
+            do="Let it join: `paceline agent --join`.",
+        )
+    return worker_id or str(about["worker_id"])
+
+
 def _require_same(state_dir: Path, worker_id: str) -> None:
     about = _joined_as(state_dir)
     if about is not None and about["worker_id"] != worker_id:

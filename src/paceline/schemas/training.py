@@ -27,7 +27,7 @@ class TrainJob(Record):
 
     job_id: Name
     run_id: str
-    state_dir: str  # contains runtime.json
+    state_dir: str = ""  # contains runtime.json; "": each node's own
     model_id: ModelId
     version: Name  # the base: loaded from the rank's own node, <store>/models/<model_id>/<version>
     manifest_digest: Sha256
@@ -167,10 +167,12 @@ class EvaluationSpec(Record):
     """Input of an evaluation process."""
 
     run_id: str
-    state_dir: str
+    state_dir: str = ""  # "": the node's own
     snapshot_url: str
     snapshot_digest: Sha256
-    models: dict[str, str]  # name → directory or s3://…: "candidate", "base", "champion"
+    # name ("candidate", "base", "champion") → directory, s3://…, or node:MODEL/VERSION: the copy
+    # that the evaluating node holds
+    models: dict[str, str]
     settings: EvaluationSettings
     trained_on: tuple[TrainingData, ...] = ()
 

@@ -25,4 +25,8 @@ from .machine import (
     interface_to as interface_to,
     write_bytes_s as write_bytes_s,
 )
-from .processes import process_holding as process_holding
+from .processes import (
+    PYTHON as PYTHON,
+    own_program as own_program,
+    process_holding as process_holding,
+)

@@ -22,7 +22,6 @@ from paceline.system import process_holding
 
 
 def verify_copy(
-    state_dir: str,
     model_id: str,
     version: str,
     manifest_digest: str,
@@ -36,7 +35,8 @@ def verify_copy(
     Raises CorruptData where there is none, where it is another model, or where a byte is wrong; a
     copy with a wrong byte is then unpublished, and the next relay fetches another.
     """
-    directory = _model_directory(state_dir, worker_id, model_id) / version
+    runtime = load_runtime()
+    directory = _model_directory(worker_id, model_id) / version
     try:
         manifest = parse_manifest((directory / "manifest.json").read_bytes())
     except FileNotFoundError as error:
@@ -51,11 +51,9 @@ def verify_copy(
             where=directory,
         )
     try:
-        verify_directory(
-            directory, manifest, full=full or load_runtime(state_dir).profile.relay.full_sha256
-        )
+        verify_directory(directory, manifest, full=full or runtime.profile.relay.full_sha256)
     except CorruptData:
-        _unpublish_corrupt(load_runtime(state_dir).node_dir(worker_id), model_id, directory)
+        _unpublish_corrupt(runtime.node_dir(worker_id), model_id, directory)
         raise
     return manifest.digest
 
@@ -80,29 +78,27 @@ def _unpublish_corrupt(node_dir: Path, model_id: str, directory: Path) -> None:
             agent.send(signal.SIGTERM)
 
 
-def has_published(
-    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
-) -> bool:
+def has_published(model_id: str, version: str, manifest_digest: str, *, worker_id: str) -> bool:
     """Return whether ``worker_id`` has published this version with this digest (names, not
     bytes).
     """
-    path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
+    path = _model_directory(worker_id, model_id) / version / "manifest.json"
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
 
 
 def missing_bytes_on_node(
-    state_dir: str, manifest_digest: str, files: Sequence[FileEntry], *, worker_id: str
+    manifest_digest: str, files: Sequence[FileEntry], *, worker_id: str
 ) -> int:
     """Return how many bytes ``worker_id``'s disk lacks for a model of these ``files`` (their pieces
     may be left out), even if versions and leftovers are removed; 0 where it fits.
     """
-    store = load_runtime(state_dir).node_dir(worker_id) / "store"
+    store = load_runtime().node_dir(worker_id) / "store"
     store.mkdir(parents=True, exist_ok=True)
     missing = missing_bytes(store, manifest_digest, files)
     free = DiskSpace.at(store).free + reclaimable_bytes(store, manifest_digest)
     return max(0, missing - free)
 
 
-def _model_directory(state_dir: str, worker_id: str, model_id: str) -> Path:
-    store = load_runtime(state_dir).node_dir(worker_id) / "store"
+def _model_directory(worker_id: str, model_id: str) -> Path:
+    store = load_runtime().node_dir(worker_id) / "store"
     return store / "models" / directory_name(model_id)

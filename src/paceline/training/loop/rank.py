@@ -152,7 +152,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         state.extra = progress.extra
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(setup.exporter_of(job, place.rank))
+        exporter = stack.enter_context(setup.exporter_of(its, place.rank))
         events.emit("resumed", progress.step, position=position, metrics_port=exporter.port)
 
         checkpointer = setup.checkpointer_of(its, state, environment)

@@ -19,7 +19,6 @@ from paceline.data import PlannedStream
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError
 from paceline.models import weights_digest
-from paceline.schemas import TrainJob
 from paceline.storage import join_url
 from paceline.training.checkpoint import Checkpointer, TrainState, export, resume_newest_healthy
 from paceline.training.identity import code_version
@@ -128,7 +127,7 @@ def tracer_of(
         rank,
         on_trace,
         cuda=device.type == "cuda",
-        request=Path(its.job.state_dir) / TRACE_REQUEST,
+        request=its.runtime.state_dir / TRACE_REQUEST,
     )
 
 
@@ -138,9 +137,9 @@ def uploaded_traces(its: RankContext, events: EventWriter) -> TraceUploader:
     return TraceUploader(its.store, url, lambda step, where: events.emit("trace", step, url=where))
 
 
-def exporter_of(job: TrainJob, rank: int) -> Exporter:
+def exporter_of(its: RankContext, rank: int) -> Exporter:
     """Return this rank's Prometheus exporter, with its target file below the state directory."""
-    targets = Path(job.state_dir) / "metrics" / "targets"
+    job, targets = its.job, its.runtime.state_dir / "metrics" / "targets"
     return Exporter(
         {"job_id": job.job_id, "rank": str(rank)},
         targets,

@@ -299,7 +299,7 @@ class _ServingRank:
         progress, learner = policy.progress, server.learner
         environment = current_environment(its.job.settings.threads_per_rank)
         with contextlib.ExitStack() as stack:
-            exporter = stack.enter_context(exporter_of(its.job, 0))
+            exporter = stack.enter_context(exporter_of(its, 0))
             resumed_from = progress.step
             self._state.extra = progress.extra
             saver = checkpointer_of(its, self._state, environment)
@@ -400,7 +400,7 @@ def _work(
     its: RankContext, place: RankIdentity, events: EventWriter, meeting: Rendezvous, terms: Terms
 ) -> int:
     """Compute gradients of one share until it is complete."""
-    job, settings = its.job, its.job.settings
+    settings = its.job.settings
 
     def open_share(task: Task) -> PlannedStream:
         if task.sequence > 1 and task.position is None:
@@ -410,7 +410,7 @@ def _work(
     device, share = device_of(), place.rank - SERVING
     compute = GradientComputer(its.model, its.workload, settings, terms.workers, open_share, device)
     with contextlib.ExitStack() as stack:
-        exporter = stack.enter_context(exporter_of(job, place.rank))
+        exporter = stack.enter_context(exporter_of(its, place.rank))
         stack.callback(compute.close)
         uploaded = stack.enter_context(BackgroundUpload(uploaded_traces(its, events)))
         tracer = tracer_of(its, device, place.rank, uploaded)
