@@ -104,9 +104,9 @@ def publish(
             got=f"{source}, --model {model_id or '(none)'}, --version {version or '(none)'}",
             wanted="DIRECTORY --model NAME --version VERSION, or hf://org/name@revision",
         )
-    login = _of_login(state) if url is None else None
-    if login is not None and not foreign:
-        url = f"{login.models_url}/{model_id}/{version}"
+    runtime = _of_login(state) if url is None else None
+    if runtime is not None and not foreign:
+        url = f"{runtime.models_url}/{model_id}/{version}"
     if url is None and not foreign:
         direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
         if any(value not in (None, False) for value in direct):
@@ -131,14 +131,14 @@ def publish(
     from paceline.schemas import Published
     from paceline.storage import ObjectStore, parse_url, remote_model
 
-    if login is not None:
-        settings, store = login.profile, ObjectStore.from_runtime(login)
+    if runtime is not None:
+        settings, store = runtime.profile, ObjectStore.from_runtime(runtime)
     else:
         settings, store = _objects(state, read_profile(profile, overrides))
     found = remote_model(source, settings) if foreign else None
     if url is None:
         assert found is not None
-        url = import_place(found, login or load_runtime(state_directory(state)))
+        url = import_place(found, runtime or load_runtime(state_directory(state)))
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
     if settings.security.fips and piece_hash == "blake3":

@@ -192,11 +192,12 @@ def s3(runtime: Runtime, source: str = "") -> Iterator[Check]:
     """A real ranged read of what is published, with this process's own credentials."""
     from paceline.storage import ObjectStore
 
-    access = runtime.object_access if not runtime.is_login else object_access(runtime.profile)
     if runtime.endpoints.s3_url == "" and not runtime.is_login:
         yield ok("s3", "none: this installation keeps models on its machine's disk")
         return
-    store = ObjectStore(access)
+    store = ObjectStore(
+        object_access(runtime.profile) if runtime.is_login else runtime.object_access
+    )
     place = source or runtime.models_url
     found = store.list(source) if source else []
     for _ in range(3):  # MODEL, VERSION, and a directory of files at most
