@@ -26,5 +26,7 @@ def test_only_the_embedded_server_and_the_runtime_know_its_keys() -> None:
         assert "s3_access_key" not in text or name in KEYS, name
         for given in re.findall(r"\bObjectStore(?:\.from_runtime)?\(([^)]*)", text):
             opened += 1
-            assert re.match(r"object_access\(|self\.\w*runtime|runtime|load_runtime\(", given), name
+            assert re.match(
+                r"object_access\(|self\.\w*runtime|runtime|load_runtime\(", given.strip()
+            ), name
     assert opened >= 6
