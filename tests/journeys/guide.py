@@ -1,6 +1,6 @@
-"""The commands of docs/how-to/bring-up-a-fleet.md, as journeys type them.
+"""The commands of the how-to pages, as journeys type them.
 
-A journey names a heading and what the words in capitals stand for; what it types is the page's.
+A journey names a block and what the words in capitals stand for; what it types is the page's.
 """
 
 from __future__ import annotations
@@ -61,3 +61,27 @@ def type_on(
         machine, _, into = where.partition(":")
         host.copy(what, (machines or {})[machine], into)
     return done
+
+
+def commands(page: str) -> dict[str, str]:
+    """Return the blocks of ``docs/PAGE`` that have a name (```` ```sh NAME ````)."""
+    text = (ROOT / "docs" / page).read_text()
+    return dict(re.findall(r"^```sh (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+
+
+def commands_under(page: str, heading: str, **values: str) -> list[str]:
+    """Return the lines of the ``sh`` blocks below ``heading`` of ``docs/PAGE``; ``values`` replace
+    the words in capitals.
+    """
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL))
+    lines = [line for each in _FENCE.findall(sections[heading]) for line in each.splitlines()]
+    assert lines, f"{page} shows no commands under {heading!r}"
+    return [filled(line, values) for line in lines if line.strip()]
+
+
+def filled(line: str, values: Mapping[str, str]) -> str:
+    """Return ``line`` with each placeholder's value."""
+    for name, value in values.items():
+        line = re.sub(rf"\b{name}\b", value, line)
+    return line

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
+from tests.journeys.guide import commands_under
 from tests.journeys.hosts import Ended, Host, site, until
-from tests.journeys.pages import commands_under
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 

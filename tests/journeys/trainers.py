@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.journeys.docs import commands
 from tests.journeys.fleet import ENVIRONMENT
+from tests.journeys.guide import commands
 from tests.journeys.hosts import Ended, Host, Site, until
 
 TYPED = commands("how-to/train-on-a-fleet.md")
