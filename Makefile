@@ -12,7 +12,7 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test test-nightly journeys check format bench bench-links peers chaos schemas lock wheel clean distclean
+.PHONY: help setup setup-services demo test test-nightly journeys check format bench bench-links peers chaos schemas lock wheel release clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -41,7 +41,7 @@ test-nightly: setup ## the tests that show a promise again on slower, larger or 
 	$(BIN)/python -m pytest -m 'nightly and not chaos' $(ARGS)
 
 journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
-	$(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
+	PACELINE_JOURNEY_MB=400 $(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
 
 check: setup ## what CI checks before the tests: format, lint, types, import layers
 	$(BIN)/ruff format --check .
@@ -79,6 +79,9 @@ lock: setup ## write requirements/*.lock anew: today's versions, or the newest w
 
 wheel: setup ## build dist/paceline-*.whl, what nodes and container images install
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --no-index --wheel-dir dist .
+
+release: setup ## from a tag vX.Y.Z: dist/ with wheel, sdist, SBOM and their SHA-256
+	$(BIN)/python deployments/release.py
 
 clean: ## remove caches and results
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist benchmarks/results

@@ -5,7 +5,10 @@ set -euo pipefail
 packages=(
   strace iproute2 iptables aria2 chromium chromium-driver
   etcd-server etcd-client redis-server postgresql prometheus
+  docker-registry # models as artefacts of a registry
+  openssh-server openssh-client # hosts that workers are started on
   ceph-mon ceph-osd radosgw uuid-runtime # an S3 server beside rclone's: Ceph's object gateway
+  buildah mmdebstrap # images from the Containerfile, on a base made here
 )
 missing=()
 for each in "${packages[@]}"; do
@@ -23,8 +26,9 @@ export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}"
 for each in "${missing[@]}"; do # a server that was here before keeps its setting
-  case "$each" in etcd-server | redis-server | postgresql | prometheus | radosgw)
+  case "$each" in etcd-server | redis-server | postgresql | prometheus | docker-registry | radosgw | openssh-server)
     service=${each/etcd-server/etcd}
+    service=${service/openssh-server/ssh}
     if [ -d /run/systemd/system ]; then service=${service/radosgw/ceph.target}; fi
     if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
     ;;

@@ -16,8 +16,8 @@ from paceline.tasks.run import Run
 @flow(name="distribute-model")
 @cancellable
 def distribute_model(
-    model_id: str,
-    version: str,
+    model_id: str = "",
+    version: str = "",
     source_url: str | None = None,
     target_workers: list[str] | None = None,
     activate: bool = True,
@@ -26,18 +26,22 @@ def distribute_model(
     run_id: str | None = None,
     deployment_id: str | None = None,
     allow_older: bool = False,
+    selector: str | None = None,
 ) -> dict[str, Any]:
-    """Fetch the manifest, relay to ``target_workers`` (default: every node), verify on every
-    node, and activate. Run twice, it moves nothing twice.
+    """Fetch the manifest, relay to ``target_workers`` or those that ``selector`` selects (default:
+    every node), verify on every node, and activate. Run twice, it moves nothing twice.
+
+    ``source_url`` is s3://bucket/prefix, models:/name@alias, hf://org/name@revision or
+    oci://host/repository:tag; without one it is where ``version`` of ``model_id`` was published.
 
     The coordinator starts it with the ``deployment_id`` of the record that it is to drive; without
     one it makes its own. ``allow_older`` lets it bring what is older than the active version.
     """
     run = Run.open(state_dir, run_id)
     with recorded(run, "distribute-model"):
-        url = source_url or published_url(run, model_id, version)
+        url = stages.locate(run, source_url or published_url(run, model_id, version))
         manifest = stages.fetch_model_manifest(run, url)
-        targets = stages.start_agents(run, target_workers or None)
+        targets = stages.start_agents(run, target_workers or None, selector=selector)
         relayed = stages.relay(
             run,
             manifest,
@@ -62,8 +66,8 @@ def distribute_model(
             else None
         )
         return {
-            "model_id": model_id,
-            "version": version,
+            "model_id": manifest.model_id,
+            "version": manifest.version,
             "manifest_digest": manifest.digest,
             "url": url,
             "targets": targets,

@@ -33,10 +33,10 @@ def evaluate_model(
         result = sealed.find(run, trained, "training", TrainResult)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
         data = trained_on(run, base, result)
-        node = distribute.start_agents(run)[-1]
+        node = run.trainers(distribute.start_agents(run))[-1].worker_id
         models = {
             "candidate": {"url": result.export_url, "digest": result.weights_digest},
-            "base": node_copy(run, node, base),
+            "base": node_copy(base),
         } | champion_reference(run, base, result.weights_digest)
         return evaluate(
             run,

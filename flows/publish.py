@@ -6,9 +6,15 @@ from typing import Any
 
 from prefect import flow
 
+from paceline.storage import is_remote
 from paceline.tasks.cancelling import cancellable
 from paceline.tasks.lineage import recorded
-from paceline.tasks.prepare import build_data_snapshot, publish_base_model, publish_directory
+from paceline.tasks.prepare import (
+    build_data_snapshot,
+    import_remote,
+    publish_base_model,
+    publish_directory,
+)
 from paceline.tasks.run import Run
 
 
@@ -16,14 +22,17 @@ from paceline.tasks.run import Run
 @cancellable
 def publish_model(
     directory: str,
-    model_id: str,
-    version: str,
+    model_id: str = "",
+    version: str = "",
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Digest ``directory`` and upload it with its manifest as ``version`` of ``model_id``."""
+    """Digest ``directory`` and upload it with its manifest as ``version`` of ``model_id``; or
+    import what hf://org/name@revision or oci://host/repository:tag names, under its own name."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "publish-model"):
+        if is_remote(directory):
+            return import_remote(run, directory).output
         return publish_directory(run, directory, model_id, version).output
 
 

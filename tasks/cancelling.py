@@ -11,16 +11,19 @@ import inspect
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
-from prefect.runtime import flow_run
+from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled as CancelledState
 
-from paceline.errors import Cancelled
+from paceline.errors import Cancelled, PacelineError
+from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, digest_of, flow_result_key
+from paceline.tasks.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -33,18 +36,57 @@ R = TypeVar("R")
 
 def cancellable(body: Callable[P, R]) -> Callable[P, R]:
     """Have a flow's run end as CANCELLED where ``body`` raises Cancelled: Prefect would say FAILED,
-    or leave it CANCELLING for ever. Whoever called the flow gets the same Cancelled."""
+    or leave it CANCELLING for ever. Whoever called the flow gets the same Cancelled.
+
+    The result of a run that a client started is recorded for it (``schemas.clients``).
+    """
+
+    signature = inspect.signature(body, eval_str=True)
 
     @functools.wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
-        try:
-            return body(*args, **kwargs)
-        except Cancelled as error:
-            return CancelledState(message=error.one_line(), data=error)
+        given = signature.bind(*args, **kwargs).arguments  # Prefect passes them by position
+        with _recorded_for_client(given) as record:
+            try:
+                result = body(*args, **kwargs)
+            except Cancelled as error:
+                return CancelledState(message=error.one_line(), data=error)
+            record(result)
+            return result
 
     # Prefect would look for the annotations' names in this module, where `run` is from.
-    run.__signature__ = inspect.signature(body, eval_str=True)  # type: ignore[attr-defined]
+    run.__signature__ = signature  # type: ignore[attr-defined]
     return run
+
+
+@contextlib.contextmanager
+def _recorded_for_client(parameters: Mapping[str, Any]) -> Iterator[Callable[[Any], None]]:
+    """Yield what records the result of this flow run, where a client may have started it."""
+    flow_run_id, run_id = flow_run.get_id(), parameters.get("run_id")
+    started = flow_run.get_flow_name() in FLOW_PARAMETERS and deployment.get_id()
+    if not (flow_run_id and run_id and started) or flow_run.get_parent_flow_run_id():
+        yield lambda _result: None
+        return
+    run = Run.open(parameters.get("state_dir"), run_id)  # the flow opens the same, with its notes
+    began = time.monotonic()
+
+    def record(result: Any) -> None:
+        output = {"result": result, "notes": list(run.summary.notes)}
+        kept = StageRecord(
+            stage=FLOW_RESULT,
+            input_digest=flow_result_key(str(flow_run_id)),
+            output=output,
+            output_digest=digest_of(output),
+            run_id=run.run_id,
+            seconds=time.monotonic() - began,
+            finished_at=time.time(),
+        )
+        try:
+            run.patiently(lambda: run.coordinator.ledger_put(kept))
+        except PacelineError as error:  # too large, or the ledger is full: the run itself is done
+            logger.warning("the result is not recorded for the client: %s", error)
+
+    yield record
 
 
 def stop_if_cancelled() -> None:

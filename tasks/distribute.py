@@ -15,18 +15,37 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
-from paceline.cluster import node_names
+from paceline.cluster import by_number
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
 from paceline.manifest import Manifest
+from paceline.registry import resolve_source
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
-from paceline.schemas import CreateDeployment, DeploymentView, Topology, WorkerProgress, digest_of
-from paceline.tasks import artifacts, deployment
+from paceline.schemas import (
+    CreateDeployment,
+    DeploymentView,
+    Topology,
+    WorkerProgress,
+    digest_of,
+    select_workers,
+)
+from paceline.storage import is_remote
+from paceline.tasks import artifacts, deployment, prepare
 from paceline.tasks.cancelling import stop_if_cancelled
 from paceline.tasks.lineage import log_relay
 from paceline.tasks.run import BRIEFLY_S, Run, StageResult
 
 POLL_S = 0.2
 SWITCH_S = 60.0  # how long the fleet may take to switch
+
+
+def locate(run: Run, source_url: str) -> str:
+    """Return where the model that ``source_url`` names lies: a registry's version or alias is
+    resolved now, and what is at a hub or in a registry of images is imported."""
+    if is_remote(source_url):
+        return str(prepare.import_remote(run, source_url).output["url"])
+    if source_url.startswith("models:/"):
+        return run.patiently(lambda: resolve_source(source_url, run.runtime, run.store)[0])
+    return source_url
 
 
 @task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)
@@ -43,20 +62,42 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
 
 
 @task(name="start-agents", cache_policy=NO_CACHE)
-def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 60.0) -> list[str]:
-    """Return ``nodes`` (default: all) once their agents run and have registered; start what is
-    missing. An agent that is resident is taken as it is, whether Dask reaches its node or not.
-    Raises NotFound for a node that neither Dask nor the coordinator knows."""
-    wanted = set(node_names(run.runtime.profile) if nodes is None else nodes)
-    ours = run.reachable(sorted(wanted, key=_natural))
+def start_agents(
+    run: Run,
+    nodes: list[str] | None = None,
+    deadline_s: float = 60.0,
+    *,
+    selector: str | None = None,
+) -> list[str]:
+    """Return ``nodes``, or those that ``selector`` selects (default: all, see ``Run.nodes``), once
+    their agents run and have registered; start what is missing. An agent that is resident is taken
+    as it is, whether Dask reaches its node or not.
+
+    Raises NotFound for a node that neither Dask nor the coordinator knows, InvalidInput for an
+    unknown label, NotReady where there is none or agents do not register in time.
+    """
+    if nodes is None and selector:
+        dask = run.reachable(run.patiently(run.nodes, BRIEFLY_S))
+        if dask and "=" in selector:
+            start_agents.fn(run, dask, deadline_s)  # their labels are known once they registered
+        nodes = _selected(run, selector, dask)
+    wanted = set(run.patiently(run.nodes, BRIEFLY_S) if nodes is None else nodes)
+    if not wanted:
+        raise NotReady(
+            "no node is there",
+            got="no worker and no agent has registered",
+            where=run.runtime.endpoints.coordinator_url,
+            do="Start them on the nodes (`paceline agent`, `paceline worker`).",
+        )
+    ours = run.reachable(sorted(wanted, key=by_number))
     if resident := wanted - set(ours):
         known = {each.worker_id for each in run.patiently(run.coordinator.workers, BRIEFLY_S)}
-        if strangers := sorted(resident - known, key=_natural):
+        if strangers := sorted(resident - known, key=by_number):
             raise NotFound(
                 "no such node",
                 got=", ".join(strangers),
-                wanted="a node of the profile, or one whose resident agent has registered",
-                do="Start its agent (deployments/systemd, deployments/kubernetes).",
+                wanted="a node whose worker or resident agent has registered",
+                do="Start them (`paceline worker`, `paceline agent`).",
             )
     if ours:
         with run.fleet() as fleet:
@@ -65,16 +106,26 @@ def start_agents(run: Run, nodes: list[str] | None = None, deadline_s: float = 6
     while True:
         alive = {each.worker_id for each in run.coordinator.workers() if each.alive}
         if wanted <= alive:
-            return sorted(wanted, key=_natural)
+            return sorted(wanted, key=by_number)
         if time.monotonic() > deadline:
             raise NotReady(
                 "agents did not register",
                 got=f"{', '.join(sorted(wanted & alive)) or 'none'}",
                 wanted=", ".join(sorted(wanted)),
                 where=run.runtime.endpoints.coordinator_url,
-                do=f"Read agent.log under {run.runtime.state_dir / 'nodes'}.",
+                do="Read agent.log in the node's state directory.",
             )
         time.sleep(POLL_S)
+
+
+def _selected(run: Run, selector: str, dask: list[str]) -> list[str]:
+    """Return the selected nodes; one of Dask's may be named before its agent has registered."""
+    parts = [part for each in selector.split(";") for part in each.split(",")]
+    if all("=" not in part for part in parts):
+        names = [part.strip() for part in parts if part.strip()]
+        if set(names) <= set(dask):
+            return names
+    return list(select_workers(selector, run.patiently(run.coordinator.workers, BRIEFLY_S)))
 
 
 @task(name="relay", cache_policy=NO_CACHE)
@@ -308,8 +359,3 @@ def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
         has_published, targets, manifest.model_id, manifest.version, manifest.digest, timeout_s=60.0
     )
     return all(answers.get(node) is True for node in targets)
-
-
-def _natural(name: str) -> tuple[str, int]:
-    head, _, tail = name.rpartition("-")
-    return (head, int(tail)) if tail.isdigit() else (name, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from prefect import task
@@ -21,6 +20,7 @@ from paceline.schemas import (
     TrainingData,
     TrainResult,
 )
+from paceline.system import PYTHON
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.run import Run, StageResult
 
@@ -93,7 +93,6 @@ def evaluate(
     profile = run.runtime.profile
     spec = EvaluationSpec(
         run_id=run.run_id,
-        state_dir=run.state_dir,
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
         models={name: each["url"] for name, each in models.items()},
@@ -120,7 +119,7 @@ def evaluate(
         with run.fleet() as fleet, cancelling.noticed() as cancel:
             ended = fleet.run_process(
                 node,
-                argv=[sys.executable, "-m", "paceline.evaluation.run"],
+                argv=[PYTHON, "-m", "paceline.evaluation.run"],
                 env={},
                 input_json=spec.model_dump_json(),
                 on_event=on_event,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import shutil
 import sys
 import threading
 import time
@@ -32,16 +31,22 @@ from paceline.data import (
 )
 from paceline.errors import InvalidInput, TrainingFailed
 from paceline.manifest import (
-    DIGEST,
+    IMPORT,
+    UPLOAD,
     Manifest,
     ProgressFormatter,
     PublishProgress,
     fetch_manifest,
     format_bytes,
+    import_model,
     publish_model,
 )
+from paceline.plan import origin_cap_bytes
+from paceline.registry import import_place
+from paceline.relay import allowed_source
 from paceline.schemas import canonical_json, digest_of
-from paceline.storage import ObjectStore
+from paceline.storage import ObjectStore, remote_model
+from paceline.system import PYTHON
 from paceline.tasks import artifacts
 from paceline.tasks.cancelling import noticed, stop_if_cancelled
 from paceline.tasks.run import Run, StageResult
@@ -162,14 +167,13 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
 
     def work() -> dict[str, Any]:
-        directory: Path = run.work_dir / "base"
-        shutil.rmtree(directory, ignore_errors=True)  # what an attempt that died left of another
-        trained = _train_base(run, snapshot, directory)
-        manifest = _publish(run, directory, model_id, "1")
+        url = published_url(run, model_id, "1")
+        trained = _train_base(run, snapshot, url)
+        manifest = run.manifest(url)
         return {
             "model_id": model_id,
             "version": "1",
-            "url": published_url(run, model_id, "1"),
+            "url": url,
             "manifest_digest": manifest.digest,
             "parameters": trained.parameters,
             "steps": trained.steps,
@@ -197,18 +201,39 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
     began = time.monotonic()
     with publish_progress(run, f"{model_id} {version}") as progress:
         manifest = _publish(run, Path(directory), model_id, version, **progress)
-    output = {
-        "model_id": model_id,
-        "version": version,
-        "url": url,
-        "manifest_digest": manifest.digest,
-        "bytes": manifest.total_size,
-        "chunks": len(manifest.chunks),
-        "pieces": manifest.piece_count,
-    }
+    output = _published(manifest, url)
     said = f"{format_bytes(manifest.total_size)} in {len(manifest.files)} files at {url}"
     seconds = run.did("publish", began, said)
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
+
+
+@task(name="import-model", cache_policy=NO_CACHE)
+def import_remote(run: Run, url: str) -> StageResult:
+    """Bring the model of a hub or a registry (``hf://…``, ``oci://…``) into the object store, at
+    the revision that ``url`` names now; one that is there is not read again.
+
+    Raises AccessDenied for a repository that ``security.source_repositories`` does not have, and
+    what ``import_model`` does."""
+    runtime, profile = run.runtime, run.runtime.profile
+    began = time.monotonic()
+    remote = remote_model(allowed_source(url, runtime), profile)
+    place = import_place(remote, runtime)
+    with publish_progress(run, f"{remote.model_id} {remote.version}") as progress:
+        manifest = import_model(
+            remote,
+            place,
+            store=run.store,
+            cap_bytes=origin_cap_bytes(remote.total_size),
+            link_mbit=profile.cluster.link_mbit,
+            piece_bytes=profile.relay.piece_bytes,
+            chunk_bytes=profile.relay.chunk_bytes,
+            piece_hash=profile.security.piece_hash,
+            **progress,
+        )
+    output = _published(manifest, place) | {"source": remote.url}
+    said = f"{format_bytes(manifest.total_size)} of {remote.url} at {place}"
+    seconds = run.did("import", began, said)
+    return StageResult(stage="import", output=output, seconds=seconds, reused=None)
 
 
 def _publish(run: Run, directory: Path, model_id: str, version: str, **more: Any) -> Manifest:
@@ -225,6 +250,18 @@ def _publish(run: Run, directory: Path, model_id: str, version: str, **more: Any
         piece_hash=profile.security.piece_hash,
         **more,
     )
+
+
+def _published(manifest: Manifest, url: str) -> dict[str, Any]:
+    return {
+        "model_id": manifest.model_id,
+        "version": manifest.version,
+        "url": url,
+        "manifest_digest": manifest.digest,
+        "bytes": manifest.total_size,
+        "chunks": len(manifest.chunks),
+        "pieces": manifest.piece_count,
+    }
 
 
 def published_url(run: Run, model_id: str, version: str) -> str:
@@ -272,12 +309,11 @@ def _state(source: str, store: ObjectStore) -> list[Any]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResult:
-    """Train the base in a process of its own: torch's threads and a busy flow do not mix."""
+def _train_base(run: Run, snapshot: dict[str, Any], url: str) -> BaseResult:
+    """Train the base in a process on a node, which publishes it at ``url``."""
     profile = run.runtime.profile
     spec = BaseSpec(
-        state_dir=run.state_dir,
-        directory=str(directory),
+        publish_url=url,
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
         purpose=profile.data.purpose,
@@ -290,10 +326,11 @@ def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResu
             step, total = int(line["step"]), max(profile.model.base_steps, 1)
             run.tell("base", step / total, f"step {step}/{total}, loss {line['data']['loss']:.3f}")
 
+    node = run.trainers(run.nodes())[0].worker_id
     with run.fleet() as fleet:
         ended = fleet.run_process(
-            fleet.nodes()[0].worker_id,
-            argv=[sys.executable, "-m", "paceline.training.base"],
+            node,
+            argv=[PYTHON, "-m", "paceline.training.base"],
             input_json=spec.model_dump_json(),
             on_event=on_event,
             deadline_s=BASE_DEADLINE_S,
@@ -303,8 +340,8 @@ def _train_base(run: Run, snapshot: dict[str, Any], directory: Path) -> BaseResu
             "the base model could not be trained",
             got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
             wanted="a model",
-            where=directory,
-            do="Run the same command again; read the log of Dask if it fails the same way.",
+            where=node,
+            do="Run the same command again; read the log of its worker if it fails the same way.",
         )
     return BaseResult.model_validate_json(ended.last_line)
 
@@ -349,7 +386,7 @@ def publish_progress(run: Run, name: str) -> Iterator[dict[str, Any]]:
     thread.start()
     try:
         with noticed() as stopping:
-            yield {"tell": shown, "stopping": stopping}
+            yield {"on_progress": shown, "stopping": stopping}
     finally:
         over.set()
         thread.join(10.0)
@@ -379,8 +416,8 @@ class _ShownProgress:
             is_done = is_over or moved.is_over or number + 1 < len(stages)
             text, share = self._format.said(moved, time.monotonic()), moved.share
             self._run.tell(stage, 1.0 if is_done else share, text, done=is_done)
-            before = 0 if stage == DIGEST else 1
-            self._page.show(1.0 if is_over else (before + share) / STAGES, f"{stage}: {text}")
+            whole = share if stage == IMPORT else ((stage == UPLOAD) + share) / STAGES
+            self._page.show(1.0 if is_over else whole, f"{stage}: {text}")
             if is_done:
                 self._done.add(stage)
             elif time.monotonic() - self._logged_s >= LOG_S:

@@ -17,7 +17,12 @@ from prefect.cache_policies import NO_CACHE
 
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
 from paceline.evaluation import EXCEPTED, decide
-from paceline.manifest import Manifest, build_manifest, fetch_manifest, publish_model
+from paceline.manifest import (
+    Manifest,
+    build_manifest,
+    fetch_manifest,
+    publish_model,
+)
 from paceline.registry import gate_metrics
 from paceline.schemas import Evaluation, Evidence, GateDecision, TrainResult, digest_of
 from paceline.tasks import artifacts, sealed
@@ -299,11 +304,9 @@ def champion_reference(
     return {"champion": {"url": champion.source_url, "digest": champion.manifest_digest}}
 
 
-def node_copy(run: Run, node: str, manifest: Manifest) -> dict[str, str]:
-    """Return the copy that ``node`` holds on its own disk as an evaluation input."""
-    store = run.runtime.node_dir(node) / "store"
-    path = store / "models" / manifest.model_id / manifest.version
-    return {"url": str(path), "digest": manifest.digest}
+def node_copy(manifest: Manifest) -> dict[str, str]:
+    """Return the copy that the evaluating node holds on its own disk as an evaluation input."""
+    return {"url": f"node:{manifest.model_id}/{manifest.version}", "digest": manifest.digest}
 
 
 @task(name="restore-previous-champion", cache_policy=NO_CACHE)

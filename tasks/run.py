@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.client import CoordinatorClient
-from paceline.cluster import Fleet, node_names
+from paceline.cluster import Fleet, Node, by_number
 from paceline.config import Runtime, load_runtime
-from paceline.errors import Conflict, InvalidInput, PacelineError, TemporaryError
+from paceline.errors import Conflict, InvalidInput, NotReady, PacelineError, TemporaryError
 from paceline.manifest import Manifest
 from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import RUN_ID, StageRecord, digest_of, new_run_id
@@ -95,6 +95,7 @@ class Run:
         self.driving: list[str] = []  # deployments under way because of this run
         self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
+        self._registered: set[str] = set()
 
     @classmethod
     def open(cls, state_dir: str | Path | None = None, run_id: str | None = None) -> Run:
@@ -166,12 +167,39 @@ class Run:
         """Return a connection to the machines; use it in a ``with``."""
         return Fleet.connect(self.runtime)
 
+    def nodes(self) -> list[str]:
+        """Return every node: those with a living agent, and those with a registered worker."""
+        alive = {each.worker_id for each in self.coordinator.workers() if each.alive}
+        return sorted(alive | self._on_dask(), key=by_number)
+
     def reachable(self, nodes: list[str]) -> list[str]:
         """Return those of ``nodes`` that Dask reaches; others have a resident agent or nothing."""
-        if not self.runtime.endpoints.scheduler_address:
-            return []
-        known = set(node_names(self.runtime.profile))
+        known = self._on_dask()
         return [each for each in nodes if each in known]
+
+    def _on_dask(self) -> set[str]:
+        """Return the nodes whose workers were registered at any time of this run: one that is lost
+        is an error of what needs it, not a node without a worker."""
+        if self.runtime.endpoints.scheduler_address:
+            with self.fleet() as fleet:
+                self._registered |= {each.worker_id for each in fleet.nodes()}
+        return self._registered
+
+    def trainers(self, nodes: list[str]) -> list[Node]:
+        """Return those of ``nodes`` that can run processes: with a worker. Raises NotReady."""
+        found: list[Node] = []
+        if self.runtime.endpoints.scheduler_address:
+            with self.fleet() as fleet:
+                found = [each for each in fleet.nodes() if each.worker_id in nodes]
+        if not found:
+            raise NotReady(
+                "no node can run a process",
+                got=f"no worker on {', '.join(nodes)}",
+                wanted="a worker registered with Dask's scheduler",
+                where=self.runtime.endpoints.scheduler_address or "no scheduler in the profile",
+                do="Start workers on the nodes (`paceline worker`).",
+            )
+        return found
 
     def map_nodes(
         self, call: Callable[..., Any], nodes: list[str], *args: Any, timeout_s: float
@@ -180,7 +208,7 @@ class Run:
         if not nodes:
             return {}
         with self.fleet() as fleet:
-            return fleet.map_nodes(call, nodes, self.state_dir, *args, timeout_s=timeout_s)
+            return fleet.map_nodes(call, nodes, *args, timeout_s=timeout_s)
 
     def manifest(self, url: str) -> Manifest:
         """Return the manifest published at ``url``, read once in this run."""

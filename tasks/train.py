@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
+from paceline.cluster import Node
+from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.schemas import RankEvent, TrainJob, TrainResult
@@ -45,17 +47,11 @@ def train(
     settings = profile.training
     if steps is not None:
         settings = settings.model_copy(update={"steps": steps})
-    if settings.ranks > len(nodes):
-        raise InvalidInput(
-            "not enough nodes for the gang",
-            got=f"{len(nodes)} nodes",
-            wanted=f"{settings.ranks} ranks, one a node",
-            do="Lower training.ranks or raise cluster.nodes in the profile.",
-        )
+    settings, nodes = place_ranks(settings, run.trainers(nodes))
     inputs = {
         "manifest": manifest.digest,
         "snapshot": snapshot["digest"],
-        "settings": settings.model_dump(mode="json", exclude={"guard"}),
+        "settings": settings.model_dump(mode="json", exclude={"guard", "ranks_per_node"}),
         "labels": labels,
         "data": result_data_settings(profile.data),
     }
@@ -64,7 +60,6 @@ def train(
     job = TrainJob(
         job_id="job",
         run_id=run.run_id,
-        state_dir=run.state_dir,
         model_id=manifest.model_id,
         version=manifest.version,
         manifest_digest=manifest.digest,
@@ -86,12 +81,13 @@ def train(
         with run.fleet() as fleet, cancelling.noticed() as cancel, sending as figures:
             result = run_job(
                 job,
-                nodes[: settings.ranks + settings.guard.spares],
+                nodes,
                 fleet,
                 on_event=_follow(run, settings.steps, figures),
                 store=run.store,
                 cancel=cancel,
                 on_wait=run.note,
+                state_dir=run.state_dir,
             )
         _report(run, result)
         record_result(run.registry, run.mlflow_run, result)
@@ -110,6 +106,28 @@ def train(
             f"{o['steps']} steps, loss {o['final_loss'] or float('nan'):.3f}, "
             f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
         ),
+    )
+
+
+def place_ranks(
+    settings: TrainingSettings, nodes: Sequence[Node]
+) -> tuple[TrainingSettings, list[str]]:
+    """Return ``settings`` with the ranks of each node decided, and the nodes to hold: those with
+    the most accelerators, and ``guard.spares`` more. Raises InvalidInput where there are too few.
+    """
+    best = sorted(nodes, key=lambda node: -node.accelerator_count)
+    if best[0].accelerator_count:
+        best = [node for node in best if node.accelerator_count]
+    for used, last in enumerate(best, start=1):
+        each = settings.ranks_per_node or max(1, last.accelerator_count)
+        if used * each >= settings.ranks:
+            held = [node.worker_id for node in best[: used + settings.guard.spares]]
+            return settings.model_copy(update={"ranks_per_node": each}), held
+    raise InvalidInput(
+        "not enough nodes for the gang",
+        got=f"{len(best)} nodes, {each} ranks on each",
+        wanted=f"{settings.ranks} ranks",
+        do="Lower training.ranks, raise training.ranks_per_node, or start more workers.",
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.support import reaper, servers
 from tests.support.rclone import RcloneS3, rclone_s3
+from tests.support.rgw import rgw  # noqa: F401 - a fixture
 from tests.support.shared import (  # noqa: F401 - fixtures
     demonstrated,
     lifecycle,

@@ -66,6 +66,15 @@ def require_extras(*names: str) -> None:
         raise missing(lacking, got=f"no module {absent[lacking[0]][0]}")
 
 
+def installed_extras() -> list[str]:
+    """Return the extras whose libraries are all installed."""
+    return [
+        extra
+        for extra, modules in EXTRAS.items()
+        if all(importlib.util.find_spec(each) is not None for each in modules)
+    ]
+
+
 def missing(extras: list[str], *, got: str, where: str | None = None) -> MissingExtra:
     """Return the error that names the extras to install."""
     needed = ", ".join(extras)

@@ -148,7 +148,7 @@ class FullBooks:
     def __init__(self):
         self.tokens, self.kept, self.away = TokenRegistry(), [], False
 
-    def tell(self, observed):
+    def commit_audit_events(self, observed):
         assert len(observed) <= BATCH
         if self.away:
             raise ServiceUnavailable("away")

@@ -22,7 +22,7 @@ class Kept:
     """A coordinator without threads; ``refuse`` makes its next commits fail."""
 
     def __init__(self) -> None:
-        self.world = World(patience=CoordinatorSettings(starts_flows=True))
+        self.world = World(settings=CoordinatorSettings(starts_flows=True))
         self.world.register("node-0")
         self.refuse = 0
 

@@ -226,7 +226,7 @@ def test_joining_is_refused_before_anything_is_left_behind(served, admin, tmp_pa
         join(tmp_path / "node", worker_id, url, token)
     assert caught.value.do or caught.value.wanted
     if case == "other authority":  # noticed before the token was shown to whoever answers there
-        assert "not the coordinator that made the token" in caught.value.what
+        assert "not the coordinator that the fingerprint is of" in caught.value.what
     assert not (tmp_path / "node" / "runtime.json").exists()
     assert not (tmp_path / "node" / "identity" / "identity.json").exists()
 
@@ -281,7 +281,7 @@ def test_an_unbound_token_cannot_take_an_identity(served, admin):
 
 def test_an_identity_is_renewed_in_time_and_the_previous_one_is_revoked(served, admin, tmp_path):
     node = tmp_path / "node"
-    join(node, "node-9", served.url, join_token(admin, "node-9"))
+    join(node, "node-14", served.url, join_token(admin, "node-14"))
     first = load_runtime(node)
     renewed = []
     ahead_s = 0.0
@@ -297,12 +297,27 @@ def test_an_identity_is_renewed_in_time_and_the_previous_one_is_revoked(served, 
     assert (node / "identity" / "node.pem").read_bytes() != old_certificate
     # Both work: the answer might have been lost. The next renewal ends the first.
     for each in (first, second):
-        assert register(CoordinatorClient.of(each, worker=True), "node-9").registered
+        assert register(CoordinatorClient.of(each, worker=True), "node-14").registered
     ahead_s += about["renew_at"] - time.time() + 1
     assert renewal.renew_if_due() is True
     with pytest.raises(AccessDenied):
-        register(CoordinatorClient.of(first, worker=True), "node-9")
-    assert register(CoordinatorClient.of(load_runtime(node), worker=True), "node-9").registered
+        register(CoordinatorClient.of(first, worker=True), "node-14")
+    assert register(CoordinatorClient.of(load_runtime(node), worker=True), "node-14").registered
+
+
+def test_a_second_host_under_the_name_of_a_living_worker_is_refused(served, admin, tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    join(first, "node-15", served.url, join_token(admin, "node-15"))
+    client = CoordinatorClient.of(load_runtime(first), worker=True)
+    beat = Heartbeat(worker_id="node-15", status=WorkerStatus.IDLE, incarnation=1)
+    register(client, "node-15")
+    token = join_token(admin, "node-15")
+    with pytest.raises(Conflict):
+        join(second, "node-15", served.url, token)
+    assert not second.exists()
+    assert client.heartbeat(beat).go_on, "the first works on"
+    admin.revoke_worker("node-15")
+    assert join(second, "node-15", served.url, join_token(admin, "node-15"))
 
 
 def test_joining_again_ends_what_the_worker_had(served, admin, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.api import OPEN_PATHS
 from paceline.schemas import Problem
-from tests.api.conftest import bearer
+from tests.api.conftest import app_client, bearer, call, make_model, make_runtime
 
 DIGEST = "0" * 64
 FILL = {
@@ -250,3 +250,20 @@ def test_an_audit_store_that_is_away_is_503_and_nothing_else_minds(rest):
         finally:
             db.execute("ALTER TABLE away RENAME TO audit")
     assert rest.get("/audit").status_code == 200
+
+
+def test_what_a_creation_leaves_out_is_as_the_profile_says(tmp_path):
+    state = tmp_path / "state"
+    with app_client(make_runtime(state, max_failed=0.25, topology="chain")) as client:
+        url, _ = make_model(state)
+
+        def created(**more):
+            body = {"model_id": "m", "version": "v1", "source_url": url, "target_workers": ["w"]}
+            made = call(client, "POST", "/deployments", client.owner, json=body | more)
+            assert made.status_code == 201, made.text
+            path = f"/deployments/{made.json()['deployment_id']}"
+            found = call(client, "GET", path, client.owner).json()["deployment"]
+            return found["topology"], found["max_failed"]
+
+        assert created() == ("chain", 0.25)
+        assert created(max_failed=0.0, topology="mesh") == ("mesh", 0.0)

@@ -55,7 +55,7 @@ SLOWER = (
 def fleets() -> list[Scenario]:
     """Return chains of five, each with corrupt pieces or one fault."""
     kill, silence = (Fault(at_s=2.0, worker="node-2", kind=kind) for kind in ("kill", "silence"))
-    alone = {"topology": Topology.CHAIN, "patience": AWAY}
+    alone = {"topology": Topology.CHAIN, "settings": AWAY}
     return [
         scenario(5, 60, corrupt=0.2, seed=1, topology=Topology.CHAIN),
         *(scenario(5, 60, faults=(fault,), **alone) for fault in (kill, silence)),

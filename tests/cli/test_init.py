@@ -59,8 +59,9 @@ def end(processes):
 def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     port, state = free_port(), tmp_path / "coordinator"
     url = f"https://localhost:{port}"
-    made = command("init", *TLS, "--coordinator", url, "--json", state=state)
+    made = command("init", *TLS, "--coordinator", url, "--json", state=tmp_path / "first")
     assert made.returncode == 0, made.stderr
+    (tmp_path / "first").rename(state)  # as on another machine, where the copy has another path
     jsonschema.validate(json.loads(made.stdout), json.loads(schema_text("init")))
     assert stat.S_IMODE((state / "runtime.json").stat().st_mode) == 0o600
     assert stat.S_IMODE((state / "authority" / "ca-key.pem").stat().st_mode) == 0o600
@@ -86,6 +87,7 @@ def test_a_fleet_begins_with_init_and_its_first_node_joins_over_tls(tmp_path):
     finally:
         end(running)
     assert list((state / "authority").iterdir()), "the authority outlives its coordinator"
+    assert not (tmp_path / "first").exists(), "nothing is written where it was made"
 
 
 @pytest.mark.parametrize(
@@ -116,3 +118,25 @@ def test_the_thousand_machines_profile_names_every_replica(tmp_path):
     assert runtime.endpoints.coordinator_urls == tuple(urls)
     assert runtime.profile.security.rest_hosts == tuple(f"c{n}.example" for n in range(3))
     assert runtime.secrets.coordinator_token not in done.stdout
+
+
+def test_a_scheduler_gets_tls_files_of_its_own_and_up_starts_no_fleet(tmp_path):
+    state, scheduler = tmp_path / "state", "tls://10.0.0.1:8786"
+    words = ("--coordinator", "https://10.0.0.1:7400", "--scheduler", scheduler)
+    assert command("init", *TLS, *words, state=state).returncode == 0
+    cluster = load_runtime(state).profile.cluster
+    assert (cluster.kind, cluster.scheduler) == ("address", scheduler)
+    files = {
+        each.name: stat.S_IMODE(each.stat().st_mode) for each in (state / "dask-tls").iterdir()
+    }
+    assert files == dict.fromkeys(("ca.pem", "server.pem", "server-key.pem"), 0o600)
+    over_ssh = tmp_path / "ssh"
+    assert command("init", "--profile", "hosts", *words, state=over_ssh).returncode == 0
+    assert load_runtime(over_ssh).profile.cluster.kind == "ssh"
+    refused = command("up", "--profile", "hosts", state=tmp_path / "up")
+    assert refused.returncode == 2
+    assert "one machine's nodes" in refused.stderr
+    bad = command("init", *TLS, *words[:2], "--scheduler", "10.0.0.1", state=tmp_path / "bad")
+    assert bad.returncode == 2
+    assert "cluster.scheduler" in bad.stderr
+    assert not (tmp_path / "bad").exists() and not (tmp_path / "up").exists()

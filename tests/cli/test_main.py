@@ -78,7 +78,8 @@ def test_down_where_nothing_runs_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "needles"),
     [
-        (("plan", "--size", "1GB"), ("Missing option", "paceline plan --help")),
+        (("simulate", "--size", "1GB"), ("Missing option", "paceline simulate --help")),
+        (("plan", "--size", "1GB"), ("no fleet to plan for", "--workers N --link SPEED")),
         (("plan", "--size", "1GB", "--workers", "many"), ("many", "paceline plan --help")),
         (("simulate", "--seed", "-1"), ("-1", "paceline simulate --help")),
         (("publsh",), ("Did you mean 'publish'?", "paceline --help")),

@@ -35,7 +35,7 @@ def test_agents_are_kept_adopted_and_die_with_their_node(
     with subprocess.Popen(
         [sys.executable, "-S", str(AGENT), "--state", str(cluster.state_dir),
          "--worker-id", "node-2",
-         "--host", "node-2", "--rack", "rack-1", "--link-mbit", "8"],
+         "--host", "node-2", "--rack", "rack-1", "--listen", "127.0.0.1:0"],
     ) as resident:  # fmt: skip
         try:
             _story(cluster, connected, resident)

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cluster import Fleet
 from paceline.config import Endpoints, Runtime
-from paceline.errors import InvalidInput, NotFound, ServiceUnavailable, WorkerLost
+from paceline.errors import InvalidInput, ServiceUnavailable, WorkerLost
 from tests.cluster.conftest import eventually, run_on
 
 
@@ -45,9 +45,9 @@ def test_a_call_past_its_deadline_is_given_up(connected: Fleet) -> None:
         run_on(connected, "node-2", time.sleep, 3, timeout_s=0.5)
 
 
-def test_an_unknown_node_is_named(connected: Fleet) -> None:
-    with pytest.raises(NotFound, match="node-9"):
-        run_on(connected, "node-9", os.getpid, timeout_s=5)
+def test_a_node_without_a_worker_is_named_with_those_that_have_one(connected: Fleet) -> None:
+    with pytest.raises(WorkerLost, match=r"got workers node-0, node-1, node-2.*at node-9"):
+        run_on(connected, "node-9", os.getpid, timeout_s=2)
 
 
 def test_a_dead_worker_ends_its_call_and_its_node_comes_back(connected: Fleet) -> None:

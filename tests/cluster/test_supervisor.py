@@ -83,7 +83,7 @@ def test_an_installation_starts_reports_and_stops_in_order(tmp_path: Path) -> No
         states = {each.name: each.state for each in status.services}
         assert states == {"late": "ready", "early": "ready", "once": "done"}
         assert all(each.rss_bytes > 0 and each.processes == 2 for each in status.services[:2])
-        for private in ("runtime.json", "secrets.json", "tls/server-key.pem"):
+        for private in ("runtime.json", "secrets.json", "dask-tls/server-key.pem"):
             assert stat.S_IMODE((tmp_path / private).stat().st_mode) == 0o600
         assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
         with pytest.raises(StateLocked, match=f"pid {status.pid}"):

@@ -89,7 +89,7 @@ def receipt_of(made, deployment_id: str, worker_id: str, incarnation: int, **mor
 class World:
     """Drives one CoordinatorState; remembers what it told and kept."""
 
-    patience: CoordinatorSettings = field(
+    settings: CoordinatorSettings = field(
         default_factory=lambda: CoordinatorSettings(
             beat_s=0.5, return_grace_s=60.0, deadline_s=600.0
         )
@@ -98,7 +98,7 @@ class World:
     made: int = 0
 
     def __post_init__(self) -> None:
-        self.state = CoordinatorState(self.patience)
+        self.state = CoordinatorState(self.settings)
         self.told: list[EmitEvent] = []
         self.kept: list[object] = []
         self.incarnations: dict[str, int] = {}

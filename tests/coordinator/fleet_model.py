@@ -246,10 +246,11 @@ class Fleet(RuleBasedStateMachine):
             self.store,
             progress=NoProgress(),
             audit=None,
-            fetch_manifest=lambda url: small_manifest(
-                url.rpartition("/")[2], "other" if "other" in url else "m"
+            resolve_source=lambda url: (
+                url,
+                small_manifest(url.rpartition("/")[2], "other" if "other" in url else "m"),
             ),
-            patience=PATIENCE,
+            settings=PATIENCE,
             monotonic=lambda: self.now_s,
             wall=lambda: self.now_s,
         )
@@ -707,7 +708,7 @@ class Fleet(RuleBasedStateMachine):
         needed = {d for stack in self.history.values() for d in stack[-2:]}
         # Forgetting looks once a minute, and one at a time may have closed since.
         assert len(final) - len(needed) <= PATIENCE.kept_at_most + 3 + self.closed_lately()
-        assert len(state._book.keys) <= len(state.deployments())
+        assert len(state._index.keys) <= len(state.deployments())
         for each in state.deployments():
             run = state.run(each.deployment_id)
             began_s = self.began_s.setdefault(each.deployment_id, self.now_s)

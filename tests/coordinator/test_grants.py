@@ -29,8 +29,8 @@ class Readers(World):
     """Agents that read from the origin what they were granted and not a byte more."""
 
     def begin(self, topology: str) -> None:
-        self.patience = PATIENCE
-        self.state = CoordinatorState(self.patience)
+        self.settings = PATIENCE
+        self.state = CoordinatorState(self.settings)
         self.fleet = [f"n{number}" for number in range(WORKERS)]
         self.extra = 0
         self.pieces = dict.fromkeys(self.fleet, 0)
@@ -138,7 +138,7 @@ class Readers(World):
     def restart(self, _name: str, _share: float) -> None:
         """The coordinator dies, and another one reads what it kept."""
         kept = expected(self.kept)
-        self.state = CoordinatorState.restore(kept, self.now_s, self.patience, leader_epoch=2)
+        self.state = CoordinatorState.restore(kept, self.now_s, self.settings, leader_epoch=2)
 
     def operate(self, _name: str, share: float) -> None:
         extra = 1 + int(64 * MIB * share)

@@ -98,8 +98,8 @@ def leader_of_an_older_epoch_answers(patch):
 def receipts_are_lost_with_the_leader(patch):
     original = state._restored
 
-    def restored(kept, patience):
-        return original(replace(kept, receipts=()), patience)
+    def restored(kept, settings):
+        return original(replace(kept, receipts=()), settings)
 
     patch.setattr(state, "_restored", restored)
 

@@ -16,7 +16,7 @@ from tests.coordinator.stores.effects import expected
 def test_long_lost_workers_are_forgotten_unless_a_deployment_names_them(make_world):
     """Where each start of an agent has a name of its own, the dead do not pile up."""
     world = make_world(
-        patience=CoordinatorSettings(
+        settings=CoordinatorSettings(
             kept_lost_s=3600.0, kept_closed=0, kept_closed_s=0.0, deadline_s=1e6
         )
     )
@@ -47,7 +47,7 @@ def test_long_lost_workers_are_forgotten_unless_a_deployment_names_them(make_wor
 
 
 def test_the_dead_do_not_slow_down_the_beats_of_the_living(make_world):
-    world = make_world(patience=CoordinatorSettings(beat_s=0.5, beats_per_second=10.0))
+    world = make_world(settings=CoordinatorSettings(beat_s=0.5, beats_per_second=10.0))
     names = [f"node-{number}" for number in range(30)]
     world.register(*names)
     assert world.state.fleet.beat_interval_s() == 3.0
@@ -56,7 +56,7 @@ def test_the_dead_do_not_slow_down_the_beats_of_the_living(make_world):
     assert world.state.fleet.beat_interval_s() == 0.5
     world.register(*names[:10])
     assert world.state.fleet.beat_interval_s() == 1.0
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     assert world.state.fleet.beat_interval_s() == 1.0, "also after a change of leaders"
 
 
@@ -105,7 +105,7 @@ def workers(world) -> set[str]:
 
 def test_there_are_so_many_workers_and_no_more(make_world):
     """A token of the whole fleet may be as many workers as it likes: not for ever."""
-    world = make_world(patience=CoordinatorSettings(workers_at_most=3))
+    world = make_world(settings=CoordinatorSettings(workers_at_most=3))
     world.register("node-0", "node-1", "node-2")
     with pytest.raises(Conflict, match="too many workers"):
         world.register("node-3")
@@ -115,7 +115,7 @@ def test_there_are_so_many_workers_and_no_more(make_world):
 
 
 def test_there_are_so_many_deployments_under_way_and_no_more(make_world):
-    world = make_world(patience=CoordinatorSettings(open_at_most=2))
+    world = make_world(settings=CoordinatorSettings(open_at_most=2))
     first = world.create("node-0", key="k")
     world.create("node-0")
     with pytest.raises(ServiceUnavailable, match="too many deployments"):
@@ -128,12 +128,12 @@ def test_there_are_so_many_deployments_under_way_and_no_more(make_world):
 
 def test_cancels_from_before_a_change_of_leaders_are_forgotten_too(make_world):
     """Whether a worker stopped is not kept: a new leader has to hear it again, of each of them."""
-    world = make_world(patience=CoordinatorSettings(kept_closed=0, kept_closed_s=0.0))
+    world = make_world(settings=CoordinatorSettings(kept_closed=0, kept_closed_s=0.0))
     world.register("node-0", "node-1")
     made = [world.create("node-0", "node-1", version=f"v{n}") for n in range(30)]
     world.wait(1.0)
     for d in made:
         world.cancel(d)
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     world.wait(8 * 61)
     assert world.state.deployments() == []

@@ -90,8 +90,8 @@ def test_a_worker_with_unchanged_lanes_counts_as_ready_in_the_old_epoch(line: Li
 
 
 def test_a_burst_of_deaths_makes_one_more_plan_at_most(line: Line) -> None:
-    line.patience = CoordinatorSettings(replan_s=2.0)
-    line.state = CoordinatorState(line.patience)
+    line.settings = CoordinatorSettings(replan_s=2.0)
+    line.state = CoordinatorState(line.settings)
     line.begin(40)
     line.silent |= {f"n{number:02d}" for number in range(3, 40, 6)}
     for _ in range(8):  # their silence is noticed one after the other
@@ -183,16 +183,16 @@ def test_the_places_of_the_dead_survive_a_restart_of_the_coordinator(line: Line)
     line.hold(40)
     line.lose("n07")
     kept = expected(line.kept)
-    again = CoordinatorState.restore(kept, line.now_s, line.patience)
+    again = CoordinatorState.restore(kept, line.now_s, line.settings)
     assert again.run("d").order == line.run.order
     assert again.run("d").deployment == line.run.deployment
     assert again.run("d").memo == line.run.memo
 
 
 def test_a_large_model_is_not_failed_at_a_small_models_deadline() -> None:
-    patience = CoordinatorSettings(deadline_s=600, deadline_factor=3)
-    assert patience.deadline_of(10) == 600
-    assert patience.deadline_of(403) == 1209
+    settings = CoordinatorSettings(deadline_s=600, deadline_factor=3)
+    assert settings.deadline_of(10) == 600
+    assert settings.deadline_of(403) == 1209
 
 
 def test_a_slow_worker_is_reported_moved_to_the_tail_and_remembered(line: Line) -> None:
@@ -215,7 +215,7 @@ def test_a_slow_worker_is_reported_moved_to_the_tail_and_remembered(line: Line) 
     assert line.standing(slow) == "tail"
     plan = line.state.plan("d")
     assert not any(lane.source.worker_id == slow for e in plan.workers for lane in e.lanes)
-    again = CoordinatorState.restore(expected(line.kept), line.now_s, line.patience)
+    again = CoordinatorState.restore(expected(line.kept), line.now_s, line.settings)
     assert again.run("d").standing_of(slow) == "tail"
 
 

@@ -400,7 +400,7 @@ def test_worker_that_stays_out_of_origin_budget_stalls_until_it_is_fed(world):
 
 
 def test_deadline_fails_and_stops_the_workers(make_world):
-    world = make_world(patience=CoordinatorSettings(deadline_s=30.0))
+    world = make_world(settings=CoordinatorSettings(deadline_s=30.0))
     d = started(world, "node-0", "node-1")
     world.finish(d, "node-0")
     world.wait(30)
@@ -466,7 +466,7 @@ def test_frozen_coordinator_does_not_lose_the_fleet_when_it_thaws(world):
 
 
 def test_large_fleet_is_asked_to_beat_more_slowly(make_world):
-    world = make_world(patience=CoordinatorSettings(beat_s=0.5, beats_per_second=10))
+    world = make_world(settings=CoordinatorSettings(beat_s=0.5, beats_per_second=10))
     world.register(*(f"w{index}" for index in range(50)))
     assert world.beat("w0").next_beat_s == 5.0
     world.silent |= {f"w{index}" for index in range(50)}

@@ -246,7 +246,7 @@ def test_switch_survives_a_change_of_leaders(world, moment):
     if moment == "back":
         world.roll_back(d)
         goal = first
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     if moment == "missing":
         world.register("node-19")
         obey(world, d, "node-19")
@@ -265,7 +265,7 @@ def test_new_leader_restarts_nothing_and_waits_for_what_the_workers_say(world):
     world.tick()
     assert world.status(d) == "distributing"
     plan, told = world.state.plan(d), len(world.told)
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     world.tick()
     assert world.status(d) == "distributing", "it did not fall back before anybody was heard"
     for worker_id in nodes:
@@ -282,7 +282,7 @@ def test_new_leader_plans_for_who_returned_when_the_last_one_died(world):
     nodes = ("node-0", "node-1", "node-2")
     d = started(world, *nodes, topology="chain")
     world.register("node-1")
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     for worker_id in nodes:
         world.beat(worker_id)
     world.tick()
@@ -304,7 +304,7 @@ def test_raised_budget_sets_a_stalled_deployment_going_again(world):
     assert world.lanes(d, "node-0").origin_budget_bytes > total
     (told,) = world.names(EventName.BUDGET_RAISED)
     assert told.data["extra_bytes"] == 10 * total
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     world.receive(d, "node-0", 3, origin_bytes=over)
     world.receive(d, "node-1", 3)
     world.tick()
@@ -315,8 +315,8 @@ def test_raised_budget_sets_a_stalled_deployment_going_again(world):
 
 
 def test_closed_deployments_are_forgotten_but_active_and_previous_stay(make_world):
-    patience = CoordinatorSettings(kept_closed=3, kept_closed_s=100.0, kept_at_most=6)
-    world: World = make_world(patience=patience)
+    settings = CoordinatorSettings(kept_closed=3, kept_closed_s=100.0, kept_at_most=6)
+    world: World = make_world(settings=settings)
     under = active(world, "node-0", version="v1")
     top = active(world, "node-0", version="v2", key="top")
     old = active(world, "other", version="v0")
@@ -341,8 +341,8 @@ def test_closed_deployments_are_forgotten_but_active_and_previous_stay(make_worl
 
 
 def test_a_cancel_that_is_not_confirmed_is_not_forgotten(make_world):
-    patience = CoordinatorSettings(kept_closed=0, kept_closed_s=0.0)
-    world = make_world(patience=patience)
+    settings = CoordinatorSettings(kept_closed=0, kept_closed_s=0.0)
+    world = make_world(settings=settings)
     d = started(world, "node-0")
     world.cancel(d)
     world.now_s += 100
@@ -364,7 +364,7 @@ def test_a_new_leader_still_stops_deployments_cancelled_long_before(world):
     world.wait(1.0)
     for d in made:
         world.cancel(d)
-    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.patience)
+    world.state = CoordinatorState.restore(expected(world.kept), world.now_s, world.settings)
     oldest = made[0]
     assert world.state.unstopped(oldest) == ["node-0", "node-1"]
     for _ in range(3):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,30 @@ def test_processes_share_the_cache_and_never_see_half_a_file(tmp_path: Path) -> 
     assert sum(wrong for _, wrong in found) == 0
     assert sum(made for made, _ in found) > 12, "the cache is too small, so files are made again"
     assert DiskCache(tmp_path, 6 * KIB).used_bytes() <= 6 * KIB
+
+
+def test_a_waiting_process_does_not_wait_until_the_writer_closes_its_file(tmp_path: Path) -> None:
+    """Two ranks of a node: the one that wrote a shard uses it while it waits for the other."""
+    writer, waiter = DiskCache(tmp_path, 8 * KIB), DiskCache(tmp_path, 8 * KIB)
+    with ThreadPoolExecutor(1) as pool:
+
+        def read() -> bytes:
+            with waiter.making("a", KIB) as found:
+                assert isinstance(found, CachedFile)
+                return bytes(found.map())
+
+        with writer.making("a", KIB) as part:
+            assert isinstance(part, PartialFile)
+            blocked = re.compile(rf"-> FLOCK .*:{part.path.stat().st_ino} ")
+            waiting = pool.submit(read)
+            while not blocked.search(Path("/proc/locks").read_text()):
+                time.sleep(0.01)
+            part.write(0, memoryview(b"a" * KIB))
+            held = part.commit()
+        try:
+            assert waiting.result(timeout=20) == b"a" * KIB
+        finally:
+            held.close()
 
 
 DYING = """

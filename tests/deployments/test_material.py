@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -60,7 +61,11 @@ def test_the_material_is_there() -> None:
         "paceline-agent@.service",
         "paceline-coordinator.service",
     ]
-    assert [each.name for each in MANIFESTS] == ["agent.yaml", "coordinator.yaml"]
+    assert [each.name for each in MANIFESTS] == [
+        "agent.yaml",
+        "coordinator.yaml",
+        "network.yaml",
+    ]
 
 
 @pytest.mark.parametrize("path", UNITS, ids=lambda each: each.name)
@@ -123,6 +128,28 @@ def test_systemd_finds_nothing_wrong_with_a_unit(path: Path, tmp_path: Path) -> 
         [tool, "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda each: each.name)
+def test_kubernetes_accepts_a_manifest(path: Path, version: str) -> None:
+    for each in yaml.safe_load_all(path.read_text()):
+        kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_a_policy_opens_the_coordinators_port_and_no_other() -> None:
+    policies = {
+        each["metadata"]["name"]: each["spec"]
+        for each in documents()
+        if each["kind"] == "NetworkPolicy"
+    }
+    assert policies["paceline-deny"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    opened = policies["paceline-coordinator"]
+    pod = workload("coordinator")["spec"]["template"]
+    assert opened["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
+    (rule,) = opened["ingress"]
+    (port,) = rule["ports"]
+    assert port["port"] in {each["name"] for each in pod["spec"]["containers"][0]["ports"]}
 
 
 @pytest.mark.parametrize("component", ["coordinator", "agent"])

@@ -96,6 +96,7 @@ def test_a_full_disk_is_told_before_a_byte_moves(
     assert paceline("status", state=stack.state_dir).code == 0
 
 
+@pytest.mark.nightly  # tests/relay/test_origin.py shows it without the flow
 def test_a_flipped_byte_in_the_bucket_is_named_and_nothing_is_published(
     stack: Runtime, tmp_path: Path
 ) -> None:

@@ -1,26 +1,30 @@
-"""A coordinator and nodes, brought up by what docs/operations.md has an operator type."""
+"""A coordinator and nodes, brought up by what docs/how-to/bring-up-a-fleet.md has a user type."""
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Ended, Host, Site, until
 
 KEY, SECRET = "operatorskey", "operatorssecret"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+BUCKET, MODEL = "models", "acme-7b"
 
 
 @contextmanager
 def rclone_s3(site: Site, logs: Path) -> Iterator[str]:
     """Run an S3 server with a bucket ``models`` outside of the hosts; yield its URL."""
-    (logs / "s3/models").mkdir(parents=True)
+    (logs / "s3" / BUCKET).mkdir(parents=True)
     rclone = shutil.which("rclone") or str(Path(sys.executable).with_name("rclone"))
     address = "10.77.200.1:9000"
     options = ["--etag-hash", "XXH128", "--vfs-cache-mode", "off", "--dir-cache-time", "1s"]
@@ -38,62 +42,128 @@ def rclone_s3(site: Site, logs: Path) -> Iterator[str]:
         server.wait(20)
 
 
+def name_of(node: Host) -> str:
+    """Return a node's name in the fleet."""
+    return f"node-{node.index}"
+
+
 @dataclass(frozen=True)
 class Fleet:
-    """A coordinator's host, two nodes, and where the coordinator is."""
+    """The host where the operator types, the nodes, and the coordinators."""
 
     control: Host
     nodes: tuple[Host, ...]
-    url: str
     logs: Path
+    replicas: tuple[Host, ...] = ()
+
+    @property
+    def url(self) -> str:
+        return f"https://{self.control.address}:7400"
 
     def log(self, name: str) -> str:
         path = self.logs / name
         return path.read_text() if path.exists() else ""
 
+    def make_token(self, node: Host) -> None:
+        """Give a node a token with which it may join."""
+        name = name_of(node)
+        type_on(self.control, block("Nodes", 1, NODE=name))
+        node.write("token", self.control.run("cat", f"{name}.token").ok().out)
+
+    def agent(self, node: Host, *options: str, rack: str = "r1", **env: str) -> None:
+        """Have a node join, and start its agent, with ``options`` beside those of the page."""
+        self.make_token(node)
+        name, at = name_of(node), self.control.address
+        text = block("Nodes", 2, NODE=name, RACK=rack, COORDINATOR_1=at)
+        line = f"exec {text.strip()} {shlex.join(options)}"
+        node.start("bash", "-c", line, log=self.logs / name, env=env)
+
+    def publish(self, version: str, megabytes: float, env: Mapping[str, str]) -> str:
+        """Publish a new model of one file ``w``; return the SHA-256 of the file."""
+        script = f"mkdir -p v{version}; head -c {megabytes * 1e6:.0f} /dev/urandom > v{version}/w"
+        self.control.run("sh", "-c", script).ok()
+        names = {"DIRECTORY": f"v{version}", "MODEL": MODEL, "VERSION": version, "BUCKET": BUCKET}
+        type_on(self.control, block("Publish", **names), env=env)
+        return self.control.run("sha256sum", f"v{version}/w").ok().out.split()[0]
+
+    def ci_token(self, ci: Host) -> str:
+        """Return a token for the CI host, and give that the authority's certificate."""
+        made = type_on(self.control, block("Distribute from CI", 1)).out.strip()
+        trusted = self.control.run("cat", "ca.pem").ok().out
+        assert "PRIVATE" not in trusted
+        ci.write("ca.pem", trusted)
+        return made
+
+    def distribute(self, ci: Host, token: str, version: str, nodes: Sequence[Host]) -> Ended:
+        """Start a deployment from the CI host; the first replica that answers takes it."""
+        values = {
+            "TOKEN": token,
+            "MODEL": MODEL,
+            "VERSION": version,
+            "BUCKET": BUCKET,
+            "WORKERS": ", ".join(f'"{name_of(each)}"' for each in nodes),
+        }
+        for each in self.replicas or (self.control,):
+            text = block("Distribute from CI", 2, COORDINATOR_1=each.address, **values)
+            done = ci.run("bash", "-ec", text)
+            if done.code == 0:
+                break
+        return done
+
+    def holds(self, node: Host, version: str) -> str:
+        """Return the SHA-256 of a node's copy of ``w``."""
+        path = f"state/nodes/{name_of(node)}/store/models/{MODEL}/{version}/w"
+        return node.run("sha256sum", path).ok().out.split()[0]
+
+    def alive(self, token: str) -> int:
+        """Return how many nodes the coordinator counts as alive."""
+        return self.call(token, "/workers").out.count('"alive":true')
+
     def call(self, token: str, path: str, body: str = "") -> Ended:
         """Call the coordinator's REST as a program would."""
         content = ("-H", "Content-Type: application/json", "-H", "Idempotency-Key: journey")
+        trusting = 'exec curl --cacert <(cat .paceline/authority/ca.*pem) "$@"'
         return self.control.run(
-            *("curl", "-sS", "--fail-with-body", "--cacert", ".paceline/authority/ca.pem"),
+            *("bash", "-c", trusting, "curl", "-sS", "--fail-with-body"),
             *("-H", f"Authorization: Bearer {token}", f"{self.url}{path}"),
             *((*content, "-d", body) if body else ()),
         )
 
-    def agent(self, node: Host, *options: str, **env: str) -> None:
-        """Join a node as the guide says, and start its agent."""
-        name = f"node-{node.index}"
-        made = self.control.run("paceline", "tokens", "join", "--worker-id", name).ok()
-        node.write("token", made.out.strip())
-        node.start(
-            *("paceline", "agent", "--state", "state", "--worker-id", name),
-            *("--listen", f"{node.address}:7700", "--coordinator", self.url, "--join", "@token"),
-            *options,
-            log=self.logs / name,
-            env=env,
-        )
+    def ended(self, ci: Host, token: str, deployment: str) -> dict[str, object] | None:
+        """Return a deployment as some replica shows it to the CI host, None while none answers."""
+        for each in self.replicas or (self.control,):
+            values = {"TOKEN": token, "COORDINATOR_1": each.address, "DEPLOYMENT": deployment}
+            done = ci.run("bash", "-ec", block("Distribute from CI", 3, **values))
+            if done.code == 0:
+                return dict(json.loads(done.out))
+        return None
 
 
-def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str]) -> Fleet:
-    """Start a coordinator on the site's first host, with ``env``; its other hosts are nodes."""
+def write_profile(host: Host, s3_url: str, link_mbit: float) -> None:
+    """Write ``fleet.toml``, as the page has it."""
+    values = {"BUCKET": BUCKET, "S3_URL": s3_url, "LINK_MBIT": f"{link_mbit:g}"}
+    type_on(host, block("Write a profile", **values))
+
+
+def wait_ready(host: Host) -> None:
+    """Wait until the coordinator on ``host`` is ready."""
+    text = block("Is it ready?", ADDRESS=host.address)
+    until(lambda: host.run("bash", "-ec", text).code == 0, f"{host.address} is ready")
+
+
+def start_coordinator(host: Host, logs: Path, env: Mapping[str, str]) -> None:
+    """Start the only coordinator and wait until it is ready."""
+    text = block("One coordinator", 2, ADDRESS=host.address)
+    host.start("bash", "-c", f"exec {text}", log=logs / "coordinator", env=env)
+    wait_ready(host)
+
+
+def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str], *more: str) -> Fleet:
+    """Start a coordinator on the site's first host, with ``env`` and ``more`` settings; its other
+    hosts are nodes."""
     control, *nodes = site.hosts
-    url = f"https://{control.address}:7400"
-    settings = [
-        "security.rest_tls=installation",
-        "security.peer_tls=mtls",
-        "storage.bucket=models",
-        "cluster.link_mbit=200",
-        f"objects.endpoint_url={s3_url}",
-    ]
-    control.run(
-        *("paceline", "init", "--coordinator", url),
-        *(word for each in settings for word in ("--set", each)),
-    ).ok()
-    control.start(
-        *("paceline", "coordinator", "--state", ".paceline", "--host", control.address),
-        *("--port", "7400", "--advertise", url),
-        log=logs / "coordinator",
-        env=env,
-    )
-    until(lambda: control.run("curl", "-sk", f"{url}/readyz").code == 0, "the coordinator listens")
-    return Fleet(control, tuple(nodes), url, logs)
+    write_profile(control, s3_url, 200)
+    init = block("One coordinator", 1, COORDINATOR_1=control.address).strip()
+    type_on(control, shlex.join([*shlex.split(init), *(w for m in more for w in ("--set", m))]))
+    start_coordinator(control, logs, env)
+    return Fleet(control, tuple(nodes), logs)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.testbed import Testbed, start
+from tests.support.wall_jump import jump, preloaded
 
 ROOT = Path(__file__).parents[2]
 SOFTWARE = Path("/opt/paceline")
@@ -158,22 +159,26 @@ class Host:
         self._started.append(process)
         return process
 
-    def write(self, path: str, text: str) -> None:
+    def write(self, path: str, content: str | bytes) -> None:
         """Write a file as the host's user, mode 0600."""
         script = 'umask 077; mkdir -p "$(dirname "$1")"; cat > "$1"'
         subprocess.run(
             self._inside(["sh", "-c", script, "write", path], {}, root=False),
-            input=text,
-            text=True,
+            input=content.encode() if isinstance(content, str) else content,
             check=True,
             timeout=COMMAND_S,
         )
 
-    def copy(self, path: str, to: Host) -> None:
-        """Copy a directory below the user's home to another host, as ``scp -pr`` does."""
-        packed = self.run("sh", "-c", f"tar -cf - {shlex.quote(path)} | base64 -w0").ok()
-        to.write("copied", packed.out)
-        to.run("sh", "-c", "base64 -d copied | tar -xpf -; rm copied").ok()
+    def copy(self, path: str, to: Host, into: str = "") -> None:
+        """Copy what is below the home to another host, as ``scp -pr PATH HOST:INTO`` does."""
+        where, _, name = path.rpartition("/")
+        packed = self.run(
+            "sh", "-c", 'tar -C "$1" -cf - "$2" | base64 -w0', "tar", where or ".", name
+        )
+        to.write("copied", packed.ok().out)
+        to.run(
+            "sh", "-c", 'base64 -d copied | tar -C "$1" -xpf -; rm copied', "tar", into or "."
+        ).ok()
 
     def power_off(self) -> None:
         """End every process of the host at once."""
@@ -229,10 +234,13 @@ def site(
 
 
 def build_software(directory: Path, *locks: str) -> Path:
-    """Build the wheel and install it, with the wheels of ``locks``, into a fresh environment.
+    """Build the wheel and install it, with the wheels of lock files, into a fresh environment.
 
-    Returns the directory that hosts see as ``/opt/paceline``.
+    Types what the guide has under "Install". Returns the directory that hosts see as
+    ``/opt/paceline``.
     """
+    from tests.journeys.guide import block  # which imports this module
+
     wheels, software = directory / "wheels", directory / "software"
 
     def do(*argv: str) -> None:
@@ -242,16 +250,26 @@ def build_software(directory: Path, *locks: str) -> Path:
         assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}\n{done.stderr}"
 
     do(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels))
-    do("requirements/install.sh", str(software), *(f"requirements/{each}.lock" for each in locks))
-    (wheel,) = wheels.glob("*.whl")
-    python = str(software / "bin/python")
-    do(python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    typed = block("Install").replace(str(SOFTWARE), str(software)).replace("dist/", f"{wheels}/")
+    do(
+        "bash",
+        "-ec",
+        typed.replace(
+            "requirements/base.lock", " ".join(f"requirements/{each}.lock" for each in locks)
+        ),
+    )
     for script in (software / "bin").iterdir():  # they name the place where hosts have them
-        if script.is_file() and not script.is_symlink():
-            script.write_bytes(
-                script.read_bytes().replace(os.fsencode(software), os.fsencode(SOFTWARE), 1)
-            )
+        content = b"" if script.is_symlink() or not script.is_file() else script.read_bytes()
+        if (place := os.fsencode(software)) in content:  # others share inodes with uv's cache
+            script.write_bytes(content.replace(place, os.fsencode(SOFTWARE), 1))
     return software
+
+
+def clock_ahead(host: Host, shim: Path, seconds: int) -> dict[str, str]:
+    """Return the environment of processes on ``host`` whose wall clock is ``seconds`` ahead."""
+    host.write("clock.so", shim.read_bytes())
+    host.write("clock", jump(seconds))
+    return preloaded("/home/user/clock.so", "/home/user/clock")
 
 
 def until(what: Callable[[], object], why: str, timeout_s: float = 30.0) -> None:

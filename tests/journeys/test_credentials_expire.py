@@ -26,7 +26,7 @@ pytestmark = [
 ROLES = Path(__file__).with_name("roles.py")
 TOKEN_S = 6
 LOCAL = "http://127.0.0.1:8888"
-MODEL_BYTES = 12_000_000
+MEGABYTES = 12
 ORIGIN_MBIT = 16.0  # four nodes read 48 MB in about 25 s, so that every token ends meanwhile
 SOURCE = "s3://models/released/acme-7b/1"
 
@@ -90,20 +90,11 @@ def test_tokens_that_end_midway_are_renewed_in_every_way(
         ".create_bucket(Bucket='models')",
         env=keys(s3),
     ).ok()
-    control.run("sh", "-c", f"mkdir -p acme; head -c {MODEL_BYTES} /dev/urandom > acme/w").ok()
-    wanted = control.run("sha256sum", "acme/w").ok().out.split()[0]
-    control.run(
-        *("paceline", "publish", "acme", SOURCE, "--model", "acme-7b", "--version", "1"),
-        env=WAYS["container"],
-    ).ok()
+    wanted = fleet.publish("1", MEGABYTES, WAYS["container"])
     for node, way in zip(fleet.nodes, WAYS, strict=True):
         fleet.agent(node, **WAYS[way])
-    made = control.run("paceline", "tokens", "create", "--name", "ci", "--scope", "deploy").ok()
-    token = made.out.strip()
-    until(
-        lambda: fleet.call(token, "/workers").out.count('"alive":true') == len(WAYS),
-        "every node registers",
-    )
+    token = fleet.ci_token(control)
+    until(lambda: fleet.alive(token) == len(WAYS), "every node registers")
     body = {
         "model_id": "acme-7b",
         "version": "1",
@@ -115,6 +106,5 @@ def test_tokens_that_end_midway_are_renewed_in_every_way(
     ended = control.run("paceline", "watch", timeout_s=180).ok()
     assert "4 of 4 workers" in ended.out
     for node in fleet.nodes:
-        path = f"state/nodes/node-{node.index}/store/models/acme-7b/1/w"
-        assert node.run("sha256sum", path).ok().out.split()[0] == wanted
+        assert fleet.holds(node, "1") == wanted
         assert node.run("grep", "-rlE", s3.secret_key, "state").code == 1

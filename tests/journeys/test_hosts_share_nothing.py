@@ -1,7 +1,7 @@
 """An operator brings up hosts that share nothing, with an S3 server of somebody else's.
 
-What docs/operations.md describes ("Nodes join", "Models and fleets beyond the demo"): init, a
-coordinator, join tokens, agents with mutual TLS, publish, a deployment over REST, watch.
+What docs/how-to/bring-up-a-fleet.md has a user type: init, a coordinator, join tokens, agents with
+mutual TLS, publish, a deployment over REST, watch.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.fleet import ENVIRONMENT, KEY, SECRET, Fleet, bring_up, rclone_s3
+from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Site, site, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
 SOURCE = "s3://models/released/acme-7b/1"
-MODEL_BYTES = 12_000_000
+MEGABYTES = 12
 
 
 @pytest.fixture(scope="module")
@@ -48,38 +49,21 @@ def test_hosts_see_no_file_of_another(bed: Site, tmp_path: Path) -> None:
 
 def test_a_model_reaches_every_node_by_its_own_credentials(fleet: Fleet) -> None:
     """One node has AWS's variables, the other a file: neither's key is in a file of ours."""
-    control, (first, second, _) = fleet.control, fleet.nodes
+    control, (first, second, ci) = fleet.control, fleet.nodes
     second.write(
         ".aws/credentials",
         f"[default]\naws_access_key_id={KEY}\naws_secret_access_key={SECRET}\n",
     )
     fleet.agent(first, **ENVIRONMENT)
     fleet.agent(second)
-    control.run("sh", "-c", f"mkdir -p acme; head -c {MODEL_BYTES} /dev/urandom > acme/w").ok()
-    wanted = control.run("sha256sum", "acme/w").ok().out.split()[0]
-    control.run(
-        *("paceline", "publish", "acme", SOURCE, "--model", "acme-7b", "--version", "1"),
-        env=ENVIRONMENT,
-    ).ok()
-    made = control.run("paceline", "tokens", "create", "--name", "ci", "--scope", "deploy").ok()
-    token = made.out.strip()
-    body = {
-        "model_id": "acme-7b",
-        "version": "1",
-        "source_url": SOURCE,
-        "target_workers": ["node-1", "node-2"],
-    }
-    until(
-        lambda: fleet.call(token, "/workers").out.count('"alive":true') == 2,
-        "both nodes register",
-    )
-    answer = fleet.call(token, "/deployments", json.dumps(body)).ok()
+    wanted = fleet.publish("1", MEGABYTES, ENVIRONMENT)
+    token = fleet.ci_token(ci)
+    until(lambda: fleet.alive(token) == 2, "both nodes register")
+    answer = fleet.distribute(ci, token, "1", (first, second)).ok()
     assert json.loads(answer.out)["status"] in ("init", "downloading")
-    ended = control.run("paceline", "watch").ok()
-    assert "2 of 2 workers" in ended.out
+    assert "2 of 2 workers" in type_on(control, block("Distribute from CI", 4)).out
     for each in (first, second):
-        path = f"state/nodes/node-{each.index}/store/models/acme-7b/1/w"
-        assert each.run("sha256sum", path).ok().out.split()[0] == wanted
+        assert fleet.holds(each, "1") == wanted
         assert each.run("grep", "-rlE", f"{KEY}|{SECRET}", "state").code == 1
     assert control.run("grep", "-rlE", f"{KEY}|{SECRET}", ".paceline").code == 1
 

@@ -42,7 +42,7 @@ def test_bytes_and_files_of_both_stages_are_reported_up_to_the_last(
 ) -> None:
     monkeypatch.setattr(account, "REPORT_INTERVAL_S", 0.0)
     told: list[PublishProgress] = []
-    publish_model(model, AT, store=store, tell=told.append, **NAMES)
+    publish_model(model, AT, store=store, on_progress=told.append, **NAMES)
     stages = list(dict.fromkeys(each.stage for each in told))
     assert stages == ["digest", "upload"]
     for stage in stages:
@@ -52,7 +52,7 @@ def test_bytes_and_files_of_both_stages_are_reported_up_to_the_last(
         assert mine[-1] == PublishProgress(stage, TOTAL, TOTAL, 3, 3)
         assert [each.is_over for each in mine] == [False] * (len(mine) - 1) + [True]
     told.clear()
-    publish_model(model, AT, store=store, tell=told.append, **NAMES)
+    publish_model(model, AT, store=store, on_progress=told.append, **NAMES)
     assert {each.stage for each in told} == {"digest"}, "nothing was left to upload"
 
 

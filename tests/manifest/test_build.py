@@ -20,6 +20,8 @@ from paceline.manifest import (
     build_manifest,
     choose_sizes,
     chunk_layout,
+    directory_name,
+    is_older,
     parse_manifest,
     strands,
     verify_directory,
@@ -263,7 +265,7 @@ def test_a_missing_directory_and_a_file_are_named(tmp_path: Path) -> None:
 
 
 def test_a_bad_model_name_is_refused(model: Path) -> None:
-    for name in ("", "../x", "a/b", "a\n", "é", "x" * 200):
+    for name in ("", "../x", "a//b", "/a", "a/", "a/..", "a/b/c/d/e", "a\n", "é", "x" * 129):
         with pytest.raises(InvalidManifest, match="model_id"):
             build_manifest(model, model_id=name, version="1", link_mbit=1)
 
@@ -361,3 +363,14 @@ def test_digesting_that_is_stopped_ends_within_a_block(
             chunk_bytes=4096,
         )  # fmt: skip
     assert len(hashed) < 100  # of 147 blocks: other threads may be within theirs
+
+
+def test_a_name_as_hubs_have_it_is_one_directory_and_its_commits_have_no_order() -> None:
+    assert building.check_name("model_id", "meta-llama/Llama-3.1-8B") == "meta-llama/Llama-3.1-8B"
+    with pytest.raises(InvalidManifest, match="version"):
+        building.check_name("version", "a/b")
+    assert directory_name("meta-llama/Llama-3.1-8B") == "meta-llama+Llama-3.1-8B"
+    assert is_older("v2", "v10")
+    assert not is_older("v10", "v2")
+    assert not is_older("a" * 40, "b" * 40)
+    assert not is_older("1" * 64, "v2")

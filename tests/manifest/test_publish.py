@@ -270,7 +270,7 @@ def test_a_publish_that_is_stopped_shows_no_version(model: Path, url: str, store
             stopping.set()
 
     with pytest.raises(Cancelled):
-        publish(model, url, store, stopping=stopping, tell=stop_at_upload)
+        publish(model, url, store, stopping=stopping, on_progress=stop_at_upload)
     assert not store.exists(join_url(url, MANIFEST_FILE))
     stopping.set()
     with pytest.raises(Cancelled):
@@ -313,5 +313,5 @@ def test_who_was_quicker_with_other_files_is_not_overwritten(
             theirs.append(publish(other, url, s3.store()))
 
     with pytest.raises(Conflict, match="never changes"):
-        publish(model, url, store, tell=meanwhile)
+        publish(model, url, store, on_progress=meanwhile)
     assert fetch_manifest(url, store) == theirs[0]

@@ -37,9 +37,14 @@ def test_every_make_target_that_the_readme_names_exists() -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets
 
 
-def test_every_command_that_the_readme_names_exists_with_its_options() -> None:
-    readme = (ROOT / "README.md").read_text()
-    for line in re.findall(r"^paceline (.+?)(?:\s+#.*)?$", readme, re.MULTILINE):
+@pytest.mark.parametrize(
+    "document",
+    [ROOT / "README.md", *sorted((ROOT / "docs/how-to").glob("*.md"))],
+    ids=lambda path: path.name,
+)
+def test_every_command_that_a_page_names_exists_with_its_options(document: Path) -> None:
+    text = document.read_text()
+    for line in re.findall(r"^paceline (.+?)(?:\s+#.*)?$", text, re.MULTILINE):
         name, *words = line.split()
         assert name in COMMANDS, line
         command = cli.get_command(None, name)  # type: ignore[arg-type]

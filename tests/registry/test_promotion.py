@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from paceline.errors import Cancelled, Conflict, GateRefused, InvalidInput, NotFound
-from paceline.registry import TAG_MANIFEST, Registry, evidence_path
+from paceline.errors import (
+    Cancelled,
+    Conflict,
+    GateRefused,
+    InvalidInput,
+    NotFound,
+    ServiceUnavailable,
+)
+from paceline.registry import TAG_MANIFEST, Registry, evidence_path, resolve_version
 from paceline.schemas import Evidence, GateDecision, digest_of
 from tests.registry.bundles import digest, make_evidence
 
@@ -46,9 +53,9 @@ class CrashingClient:
 class Story:
     """A model of its own in the registry, with ``count`` registered candidates."""
 
-    def __init__(self, registry: Registry, count: int) -> None:
+    def __init__(self, registry: Registry, count: int, owner: str = "") -> None:
         self.registry = registry
-        self.model_id = f"bytelm-{next(_names)}"
+        self.model_id = f"{owner}bytelm-{next(_names)}"
         self.evidence: dict[str, Evidence] = {}
         run = registry.ensure_run(f"run of {self.model_id}", experiment="promotion tests")
         for number in range(1, count + 1):
@@ -286,12 +293,15 @@ def test_registering_again_finds_the_same_version(registry: Registry) -> None:
         registry.register_candidate("elsewhere", url, story.evidence["1"], run)
 
 
-def test_addresses_resolve_to_published_bytes(registry: Registry) -> None:
-    story = Story(registry, 1)
+@pytest.mark.parametrize("owner", ["", "acme/"])
+def test_addresses_resolve_to_published_bytes(registry: Registry, owner: str) -> None:
+    """By the model's own id, although MLflow's names have no slash."""
+    story = Story(registry, 1, owner)
     story.promote("1")
     url, wanted = f"s3://paceline/models/{story.model_id}/v1", story.evidence["1"].manifest_digest
     for selector in ("@champion", "@candidate", "/1"):
-        assert registry.resolve(f"models:/{story.model_id}{selector}") == (url, wanted)
+        uri = f"models:/{story.model_id}{selector}"
+        assert resolve_version(uri, registry.tracking_uri) == (url, wanted)
     found = registry.by_manifest(story.model_id, wanted)
     assert found is not None
     assert found.version == "1"
@@ -302,12 +312,16 @@ def test_addresses_resolve_to_published_bytes(registry: Registry) -> None:
         "models:/no-such@champion",
     ):
         with pytest.raises(NotFound):
-            registry.resolve(missing)
+            resolve_version(missing, registry.tracking_uri)
     for malformed in (
         story.model_id,
         f"models:/{story.model_id}",
         "runs:/abc@x",
         "models:/@champion",
     ):
-        with pytest.raises((InvalidInput, NotFound)):
-            registry.resolve(malformed)
+        with pytest.raises(InvalidInput):
+            resolve_version(malformed, registry.tracking_uri)
+    with pytest.raises(InvalidInput, match="no MLflow server"):
+        resolve_version(f"models:/{story.model_id}@champion", "")
+    with pytest.raises(ServiceUnavailable):
+        resolve_version(f"models:/{story.model_id}@champion", "http://127.0.0.1:9")

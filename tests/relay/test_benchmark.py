@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks/cpu_bound.py"
 OURS = ("floor", "tcp", "grpc", "tls-floor", "tcp+mtls", "grpc+mtls")
 
@@ -37,6 +39,7 @@ def test_every_transport_and_its_floor_are_measured(tmp_path: Path) -> None:
     assert all(summary[name]["of_floor"] > 0 for name in OURS if "floor" not in name)
 
 
+@pytest.mark.nightly
 def test_peers_are_measured_beside_it(tmp_path: Path) -> None:
     # Dask and gloo take ten seconds to start; the benchmark itself runs them.
     assert set(measured(tmp_path, "libtorrent", "tcp")) == {"libtorrent", "tcp"}

@@ -20,7 +20,7 @@ from tests.support.kills import Point
 
 PROGRAM = Path(__file__).with_name("store_work.py")
 SEED = 20
-SAMPLE = 30
+SAMPLE = 15
 
 
 @pytest.fixture(scope="module")

@@ -192,7 +192,7 @@ def hurt(topology: Topology, victim: str, monkeypatch: pytest.MonkeyPatch, *, ba
         if not back:
             patch.setattr(Failback, "is_due", lambda *_: False)
         report = simulate(
-            scenario(8, 400, topology=topology, patience=slow_to_notice, faults=(fault,))
+            scenario(8, 400, topology=topology, settings=slow_to_notice, faults=(fault,))
         )
     assert report.violations == ()
     assert report.survivors_complete

@@ -39,6 +39,11 @@ RECORDS: dict[str, dict[str, Any]] = {
     },
     "/workers/join": {"worker_id": "w", "csr": PEM},
     "/workers/renew": {"worker_id": "w", "csr": PEM},
+    "/flows": {
+        "flow": "build-snapshot",
+        "run_id": "run-20260101-000000-abcdef",
+        "parameters": {"data": "s3://paceline/x", "reading": {"features": ["s3://paceline/y"]}},
+    },
     "/tokens": {"name": "n", "scopes": ["read"]},
     "/tokens/join": {"worker_id": "w"},
     "/ledger/{stage}/{input_digest}": {

@@ -178,6 +178,6 @@ def test_a_node_whose_answer_was_lost_joins_at_its_next_start(tmp_path: Path) ->
         assert tls is not None
         tls.context(server=True)  # the certificate is of the key that is kept
         agent = FakeAgent(server.client(), "node-1")
-        agent.client.use_token(runtime.secrets.agents_token)
+        agent.client.use(runtime.secrets.agents_token, runtime.coordinator_ca)
         agent.register()
         assert json.loads((node / DIRECTORY / "identity.json").read_text())["worker_id"] == "node-1"

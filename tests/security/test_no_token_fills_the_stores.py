@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 
 def test_closed_deployments_are_forgotten_as_fast_as_they_are_made(make_world: Any) -> None:  # noqa: F811
-    world = make_world(patience=CoordinatorSettings(kept_closed=2, kept_at_most=4, open_at_most=4))
+    world = make_world(settings=CoordinatorSettings(kept_closed=2, kept_at_most=4, open_at_most=4))
     for _ in range(40):  # in twenty seconds: a look a minute forgot eight of them
         world.cancel(world.create("node-0", "node-1"))
         world.wait(0.5)
@@ -36,7 +36,7 @@ def test_closed_deployments_are_forgotten_as_fast_as_they_are_made(make_world: A
 
 
 def test_no_more_deployments_are_kept_than_can_be_forgotten(make_world: Any) -> None:  # noqa: F811
-    world = make_world(patience=CoordinatorSettings(kept_closed=2, kept_at_most=4, open_at_most=4))
+    world = make_world(settings=CoordinatorSettings(kept_closed=2, kept_at_most=4, open_at_most=4))
     with pytest.raises(ServiceUnavailable, match="too many deployments are kept"):
         for _ in range(20):  # and no time passes
             world.cancel(world.create("node-0", "node-1"))
@@ -48,8 +48,8 @@ def test_no_more_deployments_are_kept_than_can_be_forgotten(make_world: Any) -> 
 def test_deployments_take_so_many_bytes_in_all(make_world: Any) -> None:  # noqa: F811
     probe = make_world()
     probe.create("node-0", "node-1")
-    one = kept_bytes(list(probe.state._book))
-    world = make_world(patience=CoordinatorSettings(kept_bytes_at_most=6 * one))
+    one = kept_bytes(list(probe.state._index))
+    world = make_world(settings=CoordinatorSettings(kept_bytes_at_most=6 * one))
     for _ in range(5):
         world.cancel(world.create("node-0", "node-1"))
     world.wait(1)
@@ -109,7 +109,7 @@ def test_the_processes_of_a_worker_are_kept_as_a_few(make_world: Any) -> None:  
     assert len(run.memo.spent) <= 17
     assert run.origin_bytes == 3 * 500 == sum(run.memo.spent.values())
     assert run.parts["node-0"].spent_bytes == 3 * 500
-    again = type(run)(run.deployment, run.manifest, replace(run.memo), world.state.patience)
+    again = type(run)(run.deployment, run.manifest, replace(run.memo), world.state.settings)
     assert again.parts["node-0"].spent_bytes == again.origin_bytes == 3 * 500
     again._spend(again.parts["node-0"], f"node-0 {499:064d}", 5)
     assert again.origin_bytes == 3 * 500 + 2, "the newest one goes on where it was"

@@ -22,7 +22,14 @@ HANG_S = 100
 PARSERS = dict.fromkeys(name.partition(":")[0] for name in parsers.CASES if "REST:" not in name)
 
 
-@pytest.mark.parametrize("parser", [*PARSERS, "REST"])
+@pytest.mark.parametrize(
+    "parser",
+    [
+        # Parquet takes as long as all others together.
+        pytest.param(each, marks=pytest.mark.nightly if each == "Parquet" else ())
+        for each in (*PARSERS, "REST")
+    ],
+)
 def test_a_byte_of_a_large_input_costs_as_much_as_of_a_small_one(parser: str) -> None:
     names = [name for name in parsers.CASES if name.startswith(f"{parser}:")]
     rows = parsers.in_a_process(names, [], stall=False, timeout_s=HANG_S)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from paceline.api.access import _node_profile
 from paceline.config import Endpoints, Profile, Runtime, Secrets, load_profile
@@ -174,3 +175,31 @@ def test_an_answer_that_is_not_s3s_is_named(tmp_path: Path) -> None:
             with translate_s3_errors("http://h", "s3://b/k"):
                 raise error
         assert not isinstance(caught.value, ServiceUnavailable)
+
+
+def test_a_repository_is_imported_only_where_the_profile_names_it(tmp_path: Path) -> None:
+    """By its name, up to a slash; a revision or a tag changes nothing."""
+    places = ("hf://acme/", "hf://other/one", "oci://registry:5000/team")
+    profile = Profile.model_validate({"security": {"source_repositories": places}})
+    runtime = a_runtime(tmp_path).model_copy(update={"profile": profile})
+    for url in (
+        "hf://acme/tiny",
+        "hf://acme/tiny@main",
+        "hf://other/one@refs/pr/1",
+        "oci://registry:5000/team/llama:v1",
+    ):
+        assert allowed_source(url, runtime) == url
+    for url in (
+        "hf://acme2/tiny",
+        "hf://other/one2",
+        "hf://tiny",
+        "oci://registry:5000/teams/llama:v1",
+        "oci://registry/team/llama:v1",
+    ):
+        with pytest.raises(AccessDenied, match="this repository is not a source"):
+            allowed_source(url, runtime)
+        with pytest.raises(AccessDenied):
+            allowed_source(url, a_runtime(tmp_path))  # the default: none
+    for place in ("acme/", "hf://", "s3://acme", "hf://acme@main"):
+        with pytest.raises(ValidationError):
+            Profile.model_validate({"security": {"source_repositories": (place,)}})

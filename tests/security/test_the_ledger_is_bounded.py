@@ -178,7 +178,7 @@ def leader(
             store,
             progress=MemoryProgress(),
             audit=audits[-1],
-            fetch_manifest=lambda _url: pytest.fail("no deployment is made"),
+            resolve_source=lambda _url: pytest.fail("no deployment is made"),
             wall=clock,
         )
         coordinator.lead(term)

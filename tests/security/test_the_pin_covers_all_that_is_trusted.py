@@ -234,3 +234,37 @@ def test_a_renewal_does_not_exchange_the_authority(two: Two, tmp_path: Path) -> 
         assert {each: each.read_bytes() for each in (node / "identity").iterdir()} == before
         cas.reverse()
         assert renewal.renew_if_due()
+
+
+@pytest.mark.parametrize("leader", ["ours", "theirs", "plain"])
+def test_a_join_at_a_follower_follows_only_to_a_leader_of_the_pinned_authority(
+    two: Two, tmp_path: Path, leader: str
+) -> None:
+    """The leader's URL is not listed on a node that has yet to join: its certificate decides."""
+    token = new_token(fingerprint(two.ours.cert.read_bytes())).text
+    ca = two.ours.cert.read_bytes()
+    by = two.theirs if leader == "theirs" else two.ours
+    tls = [
+        issue_server(each, ["127.0.0.1"], tmp_path / name, valid_days=1)
+        for each, name in ((two.ours, "follower"), (by, "leader"))
+    ]
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(*tls[0])
+    answers = {
+        "/workers/join": lambda asked: identity(ca, two.ours, asked).model_dump_json().encode()
+    }
+    with coordinator(answers, None if leader == "plain" else tls[1]) as leads:
+
+        def follow(call: Call) -> tuple[int, bytes, dict[str, str]]:
+            if call.path == "/ca.pem":
+                return 200, ca, {}
+            return 307, b"", {"Location": leads.url + call.path}
+
+        with serving(follow, context) as follower:
+            node = tmp_path / "node"
+            if leader == "ours":
+                assert join(node, "node-1", follower.url, token)
+                return
+            with pytest.raises(ServiceUnavailable):
+                join(node, "node-1", follower.url, token)
+        assert not leads.calls, "the token goes to no other server"

@@ -25,8 +25,8 @@ from paceline.manifest import (
 from paceline.storage import DiskStore, ObjectStore, join_url
 from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3
-from tests.support.rgw import rgw
 
+pytestmark = pytest.mark.xdist_group("rgw")
 BUCKET = "publishers"
 
 
@@ -37,9 +37,9 @@ BUCKET = "publishers"
 def store(request: pytest.FixtureRequest, s3: RcloneS3) -> Iterator[ObjectStore]:
     """A store of a server with conditional writes."""
     if request.param == "rgw":
-        with rgw() as made:
-            made.ensure_bucket(BUCKET)
-            yield made
+        made = request.getfixturevalue("rgw")
+        made.ensure_bucket(BUCKET)
+        yield made
     else:
         with conditional_s3(s3) as server:
             made = server.store()

@@ -36,7 +36,7 @@ def scenario(workers: int, pieces: int, **options: Any) -> Scenario:
             "piece_bytes": PIECE,
             "chunk_bytes": 4 * PIECE,
             "link_mbit": LINK,
-            "patience": PATIENCE,
+            "settings": PATIENCE,
             "racks": 1,
             "coalesce_pieces": 1,
             "step_s": 0.0,

@@ -125,8 +125,8 @@ def test_a_bad_scenario_is_refused(wrong: dict[str, object]) -> None:
 def test_a_lost_source_is_told_of_before_the_next_beat_is_due() -> None:
     """As real agents do (``relay/share.news``); a large fleet's beats are seconds apart."""
     fault = Fault(at_s=seconds(100), worker="node-2", kind="kill")
-    patience = replace(PATIENCE, beat_s=5.0)
-    line = scenario(6, 200, topology=Topology.CHAIN, faults=(fault,), patience=patience)
+    settings = replace(PATIENCE, beat_s=5.0)
+    line = scenario(6, 200, topology=Topology.CHAIN, faults=(fault,), settings=settings)
     simulation = Simulation(line)
     suspected: list[bool] = []
     fleet = simulation.control.state.fleet

@@ -44,7 +44,7 @@ def test_an_oversubscribed_uplink_is_the_bound() -> None:
 
 
 def test_the_coordinator_s_plans_count_on_the_network_that_is_simulated() -> None:
-    known = {"patience": None, "topology": Topology.CHAIN}
+    known = {"settings": None, "topology": Topology.CHAIN}
     slow = simulate(scenario(4, 100, external_mbit=LINK / 4, **known))
     assert slow.predicted_seconds == pytest.approx(seconds(400), rel=0.05)
     shared = simulate(scenario(8, 100, racks=2, oversubscription=16.0, **known))

@@ -94,7 +94,7 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
     """Ten thousand agents are told one after the other; nobody gives up a source that has not
     heard yet, and nobody counts as lost.
     """
-    patience = CoordinatorSettings(beat_s=8.0, deadline_s=1e6)
+    settings = CoordinatorSettings(beat_s=8.0, deadline_s=1e6)
     slow = replace(Timing(), calls_per_second=2.0)
     late = Simulation(
         Scenario(
@@ -104,7 +104,7 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
             topology=Topology.MESH,
             coalesce_pieces=32,
             timing=slow,
-            patience=patience,
+            settings=settings,
         )
     )
     lost: list[str] = []
@@ -112,8 +112,8 @@ def test_a_fleet_that_hears_of_its_plan_slowly_keeps_it(monkeypatch: pytest.Monk
 
     def listening(event: Event, now_s: float) -> list[Effect]:
         effects = handle(event, now_s)
-        told = [each for each in effects if isinstance(each, EmitEvent)]
-        lost.extend(str(each) for each in told if each.name is EventName.SOURCE_LOST)
+        reported = [each for each in effects if isinstance(each, EmitEvent)]
+        lost.extend(str(each) for each in reported if each.name is EventName.SOURCE_LOST)
         return effects
 
     monkeypatch.setattr(late.control.state, "handle", listening)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,15 @@ from paceline.manifest import fetch_manifest, publish_model, verify_directory
 from paceline.standalone import distribute
 from paceline.storage import ObjectStore, uploads
 from tests.relay.kit import write_model
-from tests.support.rgw import rgw
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("rgw")]  # one server
 URL = "s3://real/object"
 
 
 @pytest.fixture(scope="module")
-def store() -> Iterator[ObjectStore]:
-    with rgw() as made:
-        made.ensure_bucket("real")
-        yield made
+def store(rgw: ObjectStore) -> ObjectStore:
+    rgw.ensure_bucket("real")
+    return rgw
 
 
 def read(store: ObjectStore, etag: str, version_id: str | None = None) -> bytes:

@@ -128,14 +128,14 @@ def test_an_upload_ended_from_outside_begins_anew(
 ) -> None:
     die_after(store, 1, file, monkeypatch)
     again = s3.store()
-    resume = uploads.Uploader._resume
+    resume = uploads.Uploader.resume
 
     def too_late(self: uploads.Uploader, where: Any, url: str, lengths: Any) -> Any:
         found = resume(self, where, url, lengths)
         store.abort_uploads("s3://uploads/model")
         return found
 
-    monkeypatch.setattr(uploads.Uploader, "_resume", too_late)
+    monkeypatch.setattr(uploads.Uploader, "resume", too_late)
     again.upload_file(file, URL)
     assert read(again) == file.read_bytes()
 

@@ -30,9 +30,12 @@ class Gateway:
     secret_key: str
 
 
-@contextmanager
+@pytest.fixture(scope="session")
 def rgw() -> Iterator[ObjectStore]:
-    """Start a gateway on loopback and yield a store on it; skips where it is not installed."""
+    """Start a gateway on loopback and yield a store on it; skips where it is not installed.
+
+    Tests that use it belong in the group "rgw": the gateway takes 20 s to start.
+    """
     with gateway() as made:
         yield ObjectStore(
             endpoint_url=made.url, access_key=made.access_key, secret_key=made.secret_key

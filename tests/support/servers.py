@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+PORT_PARTS, PART_PORTS = 4, 5_000  # at most four processes run tests (pyproject.toml)
 READY_S = 60.0  # on a machine that is busy with something else
 DEBIAN = (Path("/usr/bin"), Path("/usr/sbin"), *sorted(Path("/usr/lib/postgresql").glob("*/bin")))
 
@@ -36,11 +37,20 @@ def program(name: str) -> str:
     pytest.skip(reason)
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """Return a port without a listener, below the range that the kernel gives out by itself: a
-    server may start a minute later, and no other process receives the port meanwhile by chance."""
+    """Return a port without a listener that no other call returns, in any process of this run.
+
+    It lies below the range that the kernel gives out by itself: a server may start a minute later.
+    """
+    part = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PORT_PARTS
     while True:
-        port = secrets.SystemRandom().randrange(12_000, 32_000)
+        port = 12_000 + part * PART_PORTS + secrets.SystemRandom().randrange(PART_PORTS)
+        if port in _given:
+            continue
+        _given.add(port)
         try:
             with socket.create_server(("127.0.0.1", port)):
                 return port

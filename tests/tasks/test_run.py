@@ -69,7 +69,7 @@ class FakeCoordinator:
                 total_pieces=1,
                 epoch=1,
                 started_at=0.0,
-                **call.model_dump(exclude={"seed", "allow_older"}),
+                **call.model_dump(exclude={"seed", "allow_older", "selector"}),
             ),
         )
         self._answer()  # written, but the caller may see a timeout

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from paceline.schemas import RankEvent
+from typing import Any
+
+import pytest
+
+from paceline.cluster import Accelerator, Machine, Node
+from paceline.config import TrainingSettings
+from paceline.errors import InvalidInput
+from paceline.schemas import Labels, RankEvent
 from paceline.tasks.figures import Figures
-from paceline.tasks.train import _follow, alerts_of, checkpoint_alerts_of, stragglers_of
+from paceline.tasks.train import (
+    _follow,
+    alerts_of,
+    checkpoint_alerts_of,
+    place_ranks,
+    stragglers_of,
+)
 
 
 def step(**data: object) -> RankEvent:
@@ -33,6 +46,40 @@ def test_a_save_that_failed_is_told_once_for_the_whole_gang() -> None:
 def test_a_step_without_them_says_nothing() -> None:
     assert alerts_of(step(loss=2.0)) == checkpoint_alerts_of(step(loss=2.0)) == []
     assert stragglers_of(step(loss=2.0)) == {}
+
+
+def node(name: str, gpus: int = 0) -> Node:
+    found = Accelerator(kind="H100", count=gpus, memory_bytes=80 * 2**30)
+    machine = Machine(
+        version="1", labels=Labels(host=name), cores=8, memory_bytes=2**35,
+        shared_memory_bytes=2**33, accelerators=(found,) if gpus else (),
+    )  # fmt: skip
+    return Node(worker_id=name, address=f"tls://{name}:1", machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nodes", "placed"),
+    [
+        ({"ranks": 2}, "a b c", (1, "a b")),
+        ({"ranks": 4, "ranks_per_node": 2}, "a b c", (2, "a b")),
+        ({"ranks": 4, "ranks_per_node": 2, "guard": {"spares": 1}}, "a b c", (2, "a b c")),
+        ({"ranks": 4}, "a b8 c8", (8, "b8")),  # one for each accelerator, and none on a CPU
+        ({"ranks": 5}, "a4 b1 c", (1, "")),
+        ({"ranks": 5}, "a4 b4 c", (4, "a4 b4")),
+        ({"ranks": 4}, "a b c", (1, "")),
+    ],
+)
+def test_ranks_go_to_the_nodes_with_the_most_accelerators(
+    asked: dict[str, Any], nodes: str, placed: tuple[int, str]
+) -> None:
+    settings = TrainingSettings.model_validate(asked)
+    fleet = [node(each, int(each[1:] or 0)) for each in nodes.split()]
+    if not placed[1]:
+        with pytest.raises(InvalidInput, match=r"not enough nodes.*wanted [45] ranks"):
+            place_ranks(settings, fleet)
+        return
+    decided, held = place_ranks(settings, fleet)
+    assert (decided.ranks_per_node, " ".join(held)) == placed
 
 
 class Notes:

@@ -16,6 +16,7 @@ from benchmarks.race.rows import ROWS
 SCRIPT = Path(__file__).parents[2] / "benchmarks/link_bound.py"
 
 
+@pytest.mark.nightly
 @pytest.mark.netns
 def test_the_link_bound_benchmark_runs_tiny(tmp_path: Path) -> None:
     out = tmp_path / "result.json"

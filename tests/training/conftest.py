@@ -55,7 +55,7 @@ class Listener(EventWriter):
     def __init__(self) -> None:
         self.events: list[RankEvent] = []
 
-    def say(self, event, step=0, **data):
+    def emit(self, event, step=0, **data):
         self.events.append(RankEvent(event=event, rank=0, attempt=1, step=step, data=data))
 
     def of(self, kind: str) -> list[RankEvent]:

@@ -86,8 +86,8 @@ class Following(Listener):
         super().__init__()
         self._follow = follow
 
-    def say(self, event, step=0, **data):
-        super().say(event, step, **data)
+    def emit(self, event, step=0, **data):
+        super().emit(event, step, **data)
         self._follow(self.events[-1])
 
 

@@ -247,7 +247,9 @@ def test_of_ranks_that_look_alike_the_one_outside_a_collective_hung(
     nodes: Nodes, first: str, second: str, guilty: int
 ) -> None:
     def stacks(top: str) -> str:
-        others = 'Thread 0x00aa (most recent call first):\n  File "/x/voice.py", line 1 in _pulse\n'
+        others = (
+            'Thread 0x00aa (most recent call first):\n  File "/x/writer.py", line 1 in _pulse\n'
+        )
         return f"{others}\nCurrent thread 0x00bb (most recent call first):\n  {top}\n  {MAIN}\n"
 
     nodes.stderr = {"a": stacks(first), "b": stacks(second)}

@@ -25,6 +25,15 @@ def test_ranks_go_round_the_nodes() -> None:
     assert not roster(6).assignment({}).reduced
 
 
+def test_consecutive_ranks_share_a_node_where_the_settings_say_so() -> None:
+    settings = TrainingSettings(ranks=6, ranks_per_node=2)
+    assert places(NodePool(NODES, settings)) == ["a", "a", "b", "b", "c", "c"]
+    two = NodePool(NODES[:2], settings)
+    assert places(two) == ["a", "a", "b", "b", "a", "a"]
+    two.failed("b", lost=True)
+    assert places(two) == ["a"] * 6
+
+
 def test_a_lost_nodes_ranks_go_to_others_and_back_when_it_returns() -> None:
     found = roster()
     found.failed("b", lost=True)

@@ -10,20 +10,30 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.guard import Authenticator
 from paceline.config import Profile, Runtime, read_certificate
-from paceline.coordinator import Coordinator, current_caller, new_token
+from paceline.coordinator import (
+    Coordinator,
+    CoordinatorState,
+    current_call,
+    current_caller,
+    new_token,
+)
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
 from paceline.coordinator.stores import EventQuery
-from paceline.errors import AccessDenied, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.relay import endorse, trusted_set
 from paceline.relay.transport import (
     Authority,
+    authorities,
     ensure_authority,
     fingerprint,
     issue_for_key,
@@ -46,6 +56,7 @@ from paceline.schemas import (
 
 log = logging.getLogger(__name__)
 
+AUTHORITIES_S = 2.0  # how often the authority's directory is looked at for the next heartbeat
 RENEW_AT = 2 / 3  # share of an identity's lifetime after which a worker renews it
 DAY_S = 86_400.0
 # Sections of a profile that agents do not need.
@@ -63,6 +74,8 @@ class IdentityIssuer:
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._runtime, self._coordinator, self._wall = runtime, coordinator, wall
+        self._trusted: str | None = None
+        self._looked_s = -math.inf
 
     def ca_pem(self) -> bytes:
         """Return the authority's certificate (PEM); create the authority if there is none yet.
@@ -76,12 +89,33 @@ class IdentityIssuer:
         """Return the SHA-256 fingerprint of the authority's certificate."""
         return fingerprint(self.ca_pem())
 
+    def rest_ca_sha256(self) -> str | None:
+        """Return the fingerprint of the authority that signed the REST port's certificate, if it is
+        the installation's own.
+        """
+        own = self._runtime.profile.security.rest_tls == "installation"
+        return self.ca_sha256() if own else None
+
+    def is_outdated(self) -> bool:
+        """Return whether the caller's identity came with other authorities than those of now."""
+        call = current_call.get()
+        if call is None or call.caller is None or call.caller.worker_id is None:
+            return False
+        if (now_s := time.monotonic()) > self._looked_s + AUTHORITIES_S:
+            self._looked_s = now_s
+            try:
+                self._trusted = trusted_set(self._directory)
+            except (InvalidInput, OSError) as error:  # it is being copied: looked at again
+                log.warning("the installation's own files: %s", error)
+        return call.caller.authority != self._trusted
+
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
         """Return the caller's next identity; this spends a join token for the request's key.
 
         Raises AccessDenied if the caller's token is not bound to that worker or was spent for
-        another key, InvalidInput if the certificate request is malformed, ServiceUnavailable if
-        this installation's own files cannot be read.
+        another key, Conflict if a living worker has that id already, InvalidInput if the
+        certificate request is malformed, ServiceUnavailable if this installation's own files cannot
+        be read.
         """
         who = current_caller()
         if who.worker_id != asked.worker_id:
@@ -91,13 +125,20 @@ class IdentityIssuer:
                 wanted=who.worker_id or "a token that is bound to a worker",
                 do="Make a join token for this worker: `paceline tokens join --worker-id ID`.",
             )
+        self._require_free(who.token_id, asked.worker_id)
         known = self._runtime.endpoints
         key, now = requested_key(asked.csr.encode()), self._wall()
         days = self._runtime.profile.security.identity_days
         with _unavailable_on_file_error():
-            ca, rest_ca = self.ca_pem(), self._rest_ca()
+            authority, rest_ca = self._authority(), self._rest_ca()
+            ca, other = read_certificate(authority.cert), authorities(self._directory)[1]
+            beside = read_certificate(other.cert) if other else None
+            signatures = (
+                (endorse(ca, other), endorse(beside, authority)) if other and beside else ()
+            )
+            trusted = trusted_set(self._directory)
             certificate = issue_for_key(
-                self._authority(),
+                authority,
                 asked.worker_id,
                 key,
                 valid_days=days,
@@ -112,6 +153,7 @@ class IdentityIssuer:
                 sha256=token.sha256,
                 expires_at=expires_at,
                 key_sha256=key_sha256(key),
+                authority=trusted,
                 at=now,
             )
         )
@@ -125,9 +167,32 @@ class IdentityIssuer:
             renew_at=now + days * DAY_S * RENEW_AT,
             peer_token=self._runtime.secrets.peers_token,
             rest_ca=rest_ca,
+            other_ca=beside.decode() if beside else None,
+            endorsements=signatures,
             coordinator_urls=known.coordinator_urls or tuple(filter(None, [known.coordinator_url])),
             profile=_node_profile(self._runtime.profile),
         )
+
+    def _require_free(self, token_id: str, worker_id: str) -> None:
+        """Raise Conflict if this first use of a join token would end a living worker's identity."""
+
+        def is_taken(state: CoordinatorState) -> bool:
+            shown = state.tokens.find(token_id)
+            joins = shown is not None and shown.kind == "join" and shown.used_at is None
+            return (
+                joins
+                and state.fleet.alive(worker_id)
+                and state.tokens.is_in_use(worker_id, self._wall())
+            )
+
+        if self._coordinator.read(is_taken):
+            raise Conflict(
+                "another host is this worker, and alive",
+                got=worker_id,
+                wanted="a name of its own for each host",
+                do=f"Join under another --worker-id. If this host replaces it: `paceline tokens "
+                f"revoke --worker-id {worker_id}`, then join with a new token.",
+            )
 
     def _rest_ca(self) -> str | None:
         """Return the CA (PEM) of the REST certificate; None: plain, or the system's CAs."""
@@ -138,8 +203,12 @@ class IdentityIssuer:
             return read_certificate(self._runtime.state_dir / security.rest_ca).decode()
         return None
 
+    @property
+    def _directory(self) -> Path:
+        return self._runtime.state_dir / self._runtime.profile.security.authority
+
     def _authority(self) -> Authority:
-        return ensure_authority(self._runtime.state_dir / self._runtime.profile.security.authority)
+        return ensure_authority(self._directory)
 
 
 @contextlib.contextmanager
@@ -173,8 +242,9 @@ def make_access_router(
     """Return the routes for tokens, joining and the audit history."""
     router = APIRouter()
 
-    def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None = None) -> CreatedToken:
-        drawn = new_token(ca_sha256)
+    def issue(call: CreateToken | CreateJoinToken, ca_sha256: str | None) -> CreatedToken:
+        # A join token carries the fingerprint; of others callers get it beside the token.
+        drawn = new_token(ca_sha256 if isinstance(call, CreateJoinToken) else None)
         event = IssueToken(
             token_id=drawn.token_id, sha256=drawn.sha256, call=call, at=coordinator.now()
         )
@@ -185,7 +255,7 @@ def make_access_router(
     @router.post("/tokens", status_code=201, tags=["access"])
     def create_token(call: CreateToken) -> CreatedToken:
         """Create a bearer token; only this response contains the secret."""
-        return issue(call)
+        return issue(call, admission.rest_ca_sha256())
 
     @router.post("/tokens/join", status_code=201, tags=["access"])
     def create_join_token(call: CreateJoinToken) -> CreatedToken:

@@ -17,6 +17,7 @@ from paceline import __version__
 from paceline.api.access import IdentityIssuer, make_access_router
 from paceline.api.audit_writer import AuditWriter
 from paceline.api.deployments import make_router
+from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
 from paceline.api.guard import Authenticator, Guard, LeaderGate
 from paceline.api.heartbeats import HeartbeatMiddleware
@@ -35,7 +36,7 @@ from paceline.coordinator.stores import (
     open_coordination,
     open_progress,
 )
-from paceline.relay import fetch_allowed_manifest
+from paceline.registry import resolve_source
 
 REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
 
@@ -45,7 +46,7 @@ def create_app(
     *,
     url: str = "",
     replica_id: str = REPLICA_ID,
-    patience: CoordinatorSettings | None = None,
+    settings: CoordinatorSettings | None = None,
     names: tuple[str, ...] = (),
 ) -> FastAPI:
     """Return the app of ``runtime``; its coordinator runs from the app's start-up to its shutdown.
@@ -54,15 +55,15 @@ def create_app(
     the Host header may carry, besides those of loopback and of the profile.
     """
     coordination = open_coordination(runtime)
-    patience = patience or CoordinatorSettings.of(runtime.profile)
-    keep_events = patience.kept_audit_events
+    settings = settings or CoordinatorSettings.of(runtime.profile)
+    keep_events = settings.kept_audit_events
     progress, audit = open_progress(runtime), open_audit(runtime)
     coordinator = Coordinator(
         coordination,
         progress=progress,
         audit=audit,
-        fetch_manifest=lambda url: fetch_allowed_manifest(url, runtime),
-        patience=patience,
+        resolve_source=lambda url: resolve_source(url, runtime),
+        settings=settings,
     )
     replica = Replica(
         coordinator,
@@ -99,14 +100,17 @@ def create_app(
         responses=PROBLEM,
     )
     app.state.coordinator, app.state.replica = coordinator, replica
-    app.include_router(make_router(coordinator))
+    app.include_router(make_router(coordinator, admission.is_outdated))
     add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
+    app.include_router(make_flow_router(runtime, coordinator))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)
     # The middleware added last runs first.
-    app.add_middleware(HeartbeatMiddleware, coordinator=coordinator)
+    app.add_middleware(
+        HeartbeatMiddleware, coordinator=coordinator, is_outdated=admission.is_outdated
+    )
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(
         Guard,

@@ -81,7 +81,7 @@ class AuditWriter:
         while self._rows:
             batch = [self._rows.popleft() for _ in range(min(BATCH, len(self._rows)))]
             try:
-                self._coordinator.tell(batch)
+                self._coordinator.commit_audit_events(batch)
             except PacelineError as error:
                 for row in batch:
                     log.warning("refused, not in the audit history (%s): %s", error.what, row.data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query, Response
@@ -54,11 +55,11 @@ Digest = Annotated[Sha256, PathParameter()]
 Known = TypeVar("Known", bound=BaseModel)
 
 
-def make_router(coordinator: Coordinator) -> APIRouter:
+def make_router(coordinator: Coordinator, is_outdated: Callable[[], bool]) -> APIRouter:
     """Return the routes of ``coordinator``."""
     router = APIRouter()
     _add_deployments(router, coordinator)
-    _add_workers(router, coordinator)
+    _add_workers(router, coordinator, is_outdated)
     _add_ledger(router, coordinator)
     _add_observation(router, coordinator)
     return router
@@ -153,7 +154,9 @@ def _add_switching(router: APIRouter, coordinator: Coordinator) -> None:
         return _handle_as(coordinator, event, Success)
 
 
-def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
+def _add_workers(
+    router: APIRouter, coordinator: Coordinator, is_outdated: Callable[[], bool]
+) -> None:
     @router.post("/workers/register", tags=["workers"])
     def register_worker(call: RegisterWorker) -> Registered:
         """Register a worker, or its next incarnation."""
@@ -167,7 +170,7 @@ def _add_workers(router: APIRouter, coordinator: Coordinator) -> None:
     ) -> HeartbeatAnswer:
         """Receive a worker's heartbeat and return its commands, waiting for the first one."""
         require_worker(beat.worker_id)
-        return await answer_beat(coordinator, beat, wait_s)
+        return await answer_beat(coordinator, beat, wait_s, is_outdated)
 
     @router.get("/workers", tags=["workers"])
     def list_workers() -> WorkerList:

@@ -1,4 +1,4 @@
-"""Start, follow and cancel the Prefect flow run that drives a deployment.
+"""Start, follow and cancel Prefect flow runs: those that drive a deployment, and a client's.
 
 If the profile enables it, a deployment that was created without a flow run is driven by the
 Prefect deployment ``distribute-model``. The request is part of the deployment's durable record
@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -24,18 +24,31 @@ from paceline.coordinator import Coordinator
 from paceline.coordinator.state import Cancel, FlowReported
 from paceline.errors import (
     AccessDenied,
+    Conflict,
     InvalidInput,
     InvalidProfile,
     NotFound,
     PacelineError,
     ServiceUnavailable,
 )
-from paceline.schemas import Deployment, DeploymentStatus, EventName, new_run_id
+from paceline.schemas import (
+    FLOW_PARAMETERS,
+    Deployment,
+    DeploymentStatus,
+    EventName,
+    FlowRunView,
+    digest_of,
+    new_run_id,
+)
 from paceline.system import Endpoint, HttpServer, basic_authorization
 
 log = logging.getLogger(__name__)
 
 FLOW = "distribute-model/distribute-model"  # as prefect.yaml registers it
+TAG = "paceline"  # of every flow run that is started here
+ATTEMPTS = 100  # of one client's run, each after one that ended badly
+LINES = 200  # records of a log, in one answer
+MESSAGE_CHARS = 4000
 CALL_TIMEOUT_S = 5.0
 CHECK_INTERVAL_S = 0.5
 STATES_S = 2.0  # between two reads of the flow runs' states
@@ -65,11 +78,12 @@ class PrefectStarter:
         self._server = HttpServer(endpoint, name="Prefect's server")
         self._headers = {"Content-Type": "application/json", **basic_authorization(authorization)}
         self._flow_id = ""
+        self._ui_url = api_url.rstrip("/").removesuffix("/api")
 
     @classmethod
     def of(cls, runtime: Runtime) -> PrefectStarter:
         """Return a starter at ``runtime``'s Prefect server."""
-        return cls(runtime.endpoints.prefect_api_url, runtime.secrets.prefect_auth)
+        return cls(runtime.endpoints.prefect_api_url, runtime.prefect_authorization)
 
     def start(self, deployment: Deployment) -> str:
         """Return the id of the flow run that drives ``deployment``; idempotent."""
@@ -78,7 +92,7 @@ class PrefectStarter:
         body = {
             "name": deployment.deployment_id,
             "idempotency_key": deployment.deployment_id,
-            "tags": ["paceline", deployment.deployment_id],
+            "tags": [TAG, deployment.deployment_id],
             "parameters": {
                 "model_id": deployment.model_id,
                 "version": deployment.version,
@@ -95,6 +109,61 @@ class PrefectStarter:
             self._flow_id = ""  # it was registered again, under another id
             raise
         return str(made["id"])
+
+    def run(self, flow: str, run_id: str, parameters: Mapping[str, object]) -> FlowRunView:
+        """Return the flow run of ``flow`` for a client's run; started where there is none, and
+        again where the last one ended badly.
+
+        Raises InvalidInput for parameters that the flow refuses, NotFound where it is not
+        registered.
+        """
+        given = dict(parameters) | {"run_id": run_id}
+        deployment_id = self._call("GET", f"/deployments/name/{flow}/{flow}")["id"]
+        key = digest_of({"flow": flow, "parameters": given})
+        for _ in range(ATTEMPTS):
+            body = {
+                "name": run_id,
+                "idempotency_key": key,
+                "tags": [TAG, run_id, flow],
+                "parameters": given,
+            }
+            made = self._call("POST", f"/deployments/{deployment_id}/create_flow_run", body)
+            if made["state_type"] not in ENDED - {"COMPLETED"}:
+                return self._view_of(made)
+            key = digest_of({"after": made["id"], "key": key})
+        raise Conflict("this run failed too often", got=f"{ATTEMPTS} flow runs", where=run_id)
+
+    def view(self, flow_run_id: str, after: int = 0) -> FlowRunView:
+        """Return a flow run's state and the lines of its log after the first ``after``.
+
+        Raises NotFound for a flow run that was not started for Paceline.
+        """
+        found = self._call("GET", f"/flow_runs/{quote(flow_run_id, safe='')}")
+        if TAG not in found["tags"]:
+            raise NotFound("no such flow run of this installation", got=flow_run_id)
+        logs = self._call(
+            "POST",
+            "/logs/filter",
+            {
+                "logs": {"flow_run_id": {"any_": [flow_run_id]}},
+                "sort": "TIMESTAMP_ASC",
+                "offset": after,
+                "limit": LINES,
+            },
+        )
+        return self._view_of(found, [each["message"] for each in logs])
+
+    def _view_of(self, found: Mapping[str, Any], lines: Sequence[str] = ()) -> FlowRunView:
+        state = found.get("state") or {}
+        return FlowRunView(
+            flow_run_id=str(found["id"]),
+            flow=next((each for each in found["tags"] if each in FLOW_PARAMETERS), ""),
+            run_id=str(found.get("parameters", {}).get("run_id", "")),
+            state=str(found["state_type"]),
+            message=str(state.get("message") or "")[:MESSAGE_CHARS],
+            page=f"{self._ui_url}/runs/flow-run/{found['id']}",
+            lines=tuple((each.splitlines() or [""])[0][:MESSAGE_CHARS] for each in lines),
+        )
 
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
         """Return the states (Prefect's types) of those flow runs that exist."""
@@ -270,4 +339,6 @@ def _refused(status: int, answer: bytes, where: str) -> PacelineError:
             where=where,
             do="Register the deployments: `python -m paceline.flows.register`.",
         )
+    if status in (409, 422) and where.endswith("/create_flow_run"):
+        return InvalidInput("Prefect refuses these parameters", got=got, where=where)
     return ServiceUnavailable("Prefect cannot do it now", got=got, where=where)

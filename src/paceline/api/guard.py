@@ -114,6 +114,7 @@ class Authenticator:
             worker_id=record.worker_id,
             admission=record.admission or record.token_id,
             begins=record.admission is not None and record.begun_at is None,
+            authority=record.authority,
         )
 
 

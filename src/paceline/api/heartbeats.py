@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 
 from fastapi import HTTPException
 from starlette.concurrency import run_in_threadpool
@@ -31,8 +32,14 @@ JSON = (b"content-type", b"application/json")
 class HeartbeatMiddleware:
     """ASGI middleware that answers ``POST /workers/heartbeat`` and passes on everything else."""
 
-    def __init__(self, app: ASGIApp, *, coordinator: Coordinator) -> None:
-        self._app, self._coordinator = app, coordinator
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        coordinator: Coordinator,
+        is_outdated: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._app, self._coordinator, self._is_outdated = app, coordinator, is_outdated
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         asked = (
@@ -52,7 +59,7 @@ class HeartbeatMiddleware:
             return
         try:
             require_worker(beat.worker_id)
-            answer = await answer_beat(self._coordinator, beat, wait_s)
+            answer = await answer_beat(self._coordinator, beat, wait_s, self._is_outdated)
         except PacelineError as error:
             await problem_response(error)(scope, receive, send)
             return
@@ -62,11 +69,24 @@ class HeartbeatMiddleware:
         await send({"type": "http.response.body", "body": body})
 
 
-async def answer_beat(coordinator: Coordinator, beat: Heartbeat, wait_s: float) -> HeartbeatAnswer:
+async def answer_beat(
+    coordinator: Coordinator,
+    beat: Heartbeat,
+    wait_s: float,
+    is_outdated: Callable[[], bool] = lambda: False,
+) -> HeartbeatAnswer:
     """Process a heartbeat and return its answer, waiting up to ``wait_s`` seconds for a command.
 
-    Raises the coordinator's errors.
+    Where the caller's identity ``is_outdated``, the answer has it renewed. Raises the coordinator's
+    errors.
     """
+    answer = await _await_commands(coordinator, beat, wait_s)
+    return answer.model_copy(update={"renew": True}) if is_outdated() else answer
+
+
+async def _await_commands(
+    coordinator: Coordinator, beat: Heartbeat, wait_s: float
+) -> HeartbeatAnswer:
     answer = await _decide(coordinator, HeartbeatReceived(beat=beat, at=coordinator.now()))
     if wait_s <= 0 or not answer.go_on or answer.commands:
         return answer

@@ -69,6 +69,10 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/tokens"): ADMIN_CHANGE,
     ("POST", "/tokens/join"): ADMIN_CHANGE,
     ("DELETE", "/tokens/{token_id}"): ADMIN_CHANGE,
+    ("GET", "/installation"): READ,
+    ("POST", "/flows"): DEPLOY,
+    ("GET", "/flows/{flow_run_id}"): READ,
+    ("DELETE", "/flows/{flow_run_id}"): DEPLOY,
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.

@@ -25,7 +25,7 @@ from fastapi import FastAPI
 
 from paceline.api.limits import LOOPBACK_NAMES, HttpProtocol
 from paceline.config import Runtime
-from paceline.errors import InvalidProfile, PortInUse
+from paceline.errors import InvalidProfile, PortInUse, StorageFailed
 from paceline.relay.transport import ensure_authority, issue_server
 from paceline.system import PRIVATE_DIRECTORY, ensure_private, is_loopback, make_directories
 from paceline.text import OneLine
@@ -194,7 +194,15 @@ def port_protection(runtime: Runtime, host: str) -> PortProtection:
         authority = ensure_authority(runtime.state_dir / security.authority)
         directory = runtime.state_dir / SERVER_DIRECTORY
         hosts = (*LOOPBACK_NAMES, *names)
-        cert, key = issue_server(authority, hosts, directory, valid_days=SERVER_DAYS)
+        try:
+            cert, key = issue_server(authority, hosts, directory, valid_days=SERVER_DAYS)
+        except OSError as error:
+            raise StorageFailed(
+                "the certificate of this port cannot be written",
+                got=error.strerror,
+                where=directory,
+                do='Make it writable, or set [security] rest_tls = "files".',
+            ) from error
     return PortProtection(_context(cert, key), names)
 
 

@@ -25,15 +25,18 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import AccessClient
-from paceline.cluster import SECRETS_FILE
+from paceline.cluster import SECRETS_FILE, make_dask_tls
 from paceline.config import (
+    CLIENT_FILE,
     DEFAULT_S3,
     RUNTIME_FILE,
     Endpoints,
+    Login,
     Profile,
     Runtime,
     Secrets,
-    load_runtime,
+    find_installation,
+    read_certificate,
     save_runtime,
 )
 from paceline.errors import Conflict, InvalidInput
@@ -50,7 +53,7 @@ from paceline.schemas import (
     TokensShown,
     TokenView,
 )
-from paceline.system import Endpoint, ensure_own_directory
+from paceline.system import Endpoint, ensure_own_directory, write_private
 
 SCOPES = ("read", "deploy", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
@@ -98,8 +101,12 @@ def create(
 ) -> int:
     """Make a bearer token and print it, this once; only its hash is kept."""
     given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
-    made = _client(state).create_token(_checked(CreateToken, given))
+    client = _client(state)
+    made = client.create_token(_checked(CreateToken, given))
     _say_made(made, as_json)
+    if not as_json and "worker" not in scopes:
+        pin = f" --authority {made.ca_sha256}" if made.ca_sha256 else ""
+        click.echo(f"use it with: paceline login {client.base_url}{pin}", err=True)
     return 0
 
 
@@ -204,7 +211,7 @@ def audit(
 
 
 def _client(state: Path | None) -> AccessClient:
-    return AccessClient.of(load_runtime(state_directory(state)))
+    return AccessClient.of(find_installation(state))
 
 
 def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
@@ -252,6 +259,7 @@ def _line(event: Event) -> str:
 
 # Written by `init` or a join, and by `up`: each holds secrets that have no other copy.
 MADE = (RUNTIME_FILE, SECRETS_FILE)
+PREFECT_WORKER_FILE = "prefect-worker.env"
 
 
 @click.command()
@@ -269,7 +277,12 @@ MADE = (RUNTIME_FILE, SECRETS_FILE)
     "--prefect", default="", metavar="URL", help="Prefect's API, for [control] flow_starter."
 )
 @click.option("--mlflow", default="", metavar="URL", help="MLflow, where flows run from here.")
-@click.option("--scheduler", default="", metavar="URL", help="Dask's scheduler, for the same.")
+@click.option(
+    "--scheduler",
+    default="",
+    metavar="tls://HOST:PORT",
+    help="Dask's scheduler, for flows that use nodes; makes the TLS files for it and for workers.",
+)
 @json_option
 def init(
     state: Path | None,
@@ -286,6 +299,10 @@ def init(
     Run it once, and copy the directory to each machine that runs a replica; nodes get what they
     need when they join. Where `paceline up` starts everything on one machine, it is not needed.
     """
+    if scheduler:
+        overrides = (*overrides, f"cluster.scheduler={scheduler}")
+        if read_profile(profile, overrides).cluster.kind == "local":
+            overrides = (*overrides, "cluster.kind=address")
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
     taken = next((each for each in MADE if (directory / each).exists()), None)
@@ -311,18 +328,49 @@ def init(
             prefect_api_url=prefect,
             prefect_ui_url=prefect.removesuffix("/api"),
             mlflow_url=mlflow,
-            scheduler_address=scheduler,
+            scheduler_address=settings.cluster.scheduler,
         ),
         secrets=Secrets(coordinator_token=secrets.token_urlsafe(32)),
     )
-    save_runtime(runtime)  # last: this file makes the directory an installation
+    if settings.cluster.scheduler:
+        make_dask_tls(directory)
     made = FleetInitialised(
         state=str(directory),
         coordinators=urls,
         authority=fingerprint(authority.cert.read_bytes()),
+        client=str(_write_client_file(runtime)),
+        prefect_worker=str(_write_worker_file(runtime)) if prefect else "",
     )
+    save_runtime(runtime)  # last: this file makes the directory an installation
     show(made, as_json, _next_steps(made, kept=kept))
     return 0
+
+
+def _write_client_file(runtime: Runtime) -> Path:
+    """Write what a laptop and a CI runner need, beside a token; it holds no secret."""
+    ca = runtime.state_dir / (runtime.endpoints.coordinator_ca or ".")
+    pem = read_certificate(ca).decode() if ca.is_file() else ""
+    made = Login(coordinators=runtime.endpoints.coordinator_urls, ca=pem)
+    path = runtime.state_dir / CLIENT_FILE
+    write_private(path, made.model_dump_json(indent=2, exclude={"token"}).encode() + b"\n")
+    return path
+
+
+def _write_worker_file(runtime: Runtime) -> Path:
+    """Write the variables of a Prefect worker, for `EnvironmentFile=` and `set -a; . FILE`."""
+    path = runtime.state_dir / PREFECT_WORKER_FILE
+    lines = [
+        "# A Prefect worker of this installation: prefect worker start --pool paceline",
+        "# It needs a copy of this directory (mode 0700); PACELINE_STATE says where it lies. Where",
+        "# Prefect's API wants a password, set PREFECT_API_AUTH_STRING=user:password beside these.",
+        f"PACELINE_STATE={runtime.state_dir}",
+        f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
+        "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",
+        "PREFECT_SERVER_ANALYTICS_ENABLED=false",
+        "DO_NOT_TRACK=1",
+    ]
+    write_private(path, "\n".join([*lines, ""]).encode())
+    return path
 
 
 def _with_names(profile: Profile, endpoints: list[Endpoint]) -> Profile:
@@ -379,7 +427,15 @@ def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
         f"  paceline tokens join --worker-id NODE --state {made.state}",
         "  paceline agent --state DIR --worker-id NODE --listen 0.0.0.0:7700"
         f" --coordinator {replicas[0].url} --join TOKEN",
+        f"for a laptop or a CI runner a token, and there, with a copy of {made.client} (no secret)",
+        f"  paceline tokens create --name WHO --scope deploy --state {made.state}",
+        "  paceline login client.json      # the token comes from $PACELINE_TOKEN or a prompt",
     ]
+    if made.prefect_worker:
+        lines += [
+            "and for a Prefect worker, with a copy of that directory and these variables:",
+            f"  {made.prefect_worker}",
+        ]
     return "\n".join(lines)
 
 

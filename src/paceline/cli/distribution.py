@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,9 +25,10 @@ from paceline.cli.options import (
     show,
     state_directory,
     state_option,
+    to_option,
 )
 from paceline.cli.progress import StageBars
-from paceline.config import Profile, load_runtime
+from paceline.config import Profile, Runtime, default_state_dir, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
 from paceline.manifest import ProgressFormatter, PublishProgress
 from paceline.tasks.run import StageUpdate
@@ -41,10 +42,10 @@ directory_type = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("directory", type=directory_type)
+@click.argument("source", metavar="DIRECTORY | SOURCE")
 @click.argument("url", required=False)
-@click.option("--model", "model_id", required=True, help="Name of the model.")
-@click.option("--version", required=True, help="Version to publish it as.")
+@click.option("--model", "model_id", default="", help="Name of the model (of a directory).")
+@click.option("--version", default="", help="Version to publish it as (of a directory).")
 @click.option("--sign", type=directory_type, default=None, help="Private key (paceline keys new).")
 @click.option("--piece", **SIZE, help="Piece size (default: from the model's).")
 @click.option("--chunk", **SIZE, help="Chunk size (default: from model and link).")
@@ -60,12 +61,15 @@ directory_type = click.Path(path_type=Path)
     is_flag=True,
     help="Drop what earlier attempts left: parts of files, their claim to the version.",
 )
+@click.option(
+    "--extra-origin", **SIZE, help="Read so much more of a hub or registry than its fuse allows."
+)
 @profile_options
 @run_id_option
 @state_option
 @json_option
 def publish(
-    directory: Path,
+    source: str,
     url: str | None,
     model_id: str,
     version: str,
@@ -76,6 +80,7 @@ def publish(
     link: float | None,
     allow_older: bool,
     discard_unfinished: bool,
+    extra_origin: int | None,
     profile: str,
     overrides: tuple[str, ...],
     run_id: str | None,
@@ -84,10 +89,25 @@ def publish(
 ) -> int:
     """Digest DIRECTORY and upload it with its manifest below URL (s3://bucket/prefix).
 
-    The manifest's place is URL/manifest.json. Without URL, the installation that is up publishes
-    it in its own bucket, as a run.
+    The manifest's place is URL/manifest.json. Without URL, it is the installation's bucket: as a
+    run where the installation is up here, with a login from here, with your own S3 credentials.
+
+    SOURCE is hf://org/name[@revision] or oci://host/repository:tag: it is imported, once, under its
+    own name and its commit or digest (without URL: into the installation's bucket).
     """
-    if url is None:
+    from paceline.storage import is_remote
+
+    foreign, directory = is_remote(source), Path(source)
+    if foreign == bool(model_id or version) or (not foreign and not (model_id and version)):
+        raise InvalidInput(
+            "a directory is published under a name, and a remote model has its own",
+            got=f"{source}, --model {model_id or '(none)'}, --version {version or '(none)'}",
+            wanted="DIRECTORY --model NAME --version VERSION, or hf://org/name@revision",
+        )
+    runtime = _of_login(state) if url is None else None
+    if runtime is not None and not foreign:
+        url = f"{runtime.models_url}/{model_id}/{version}"
+    if url is None and not foreign:
         direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
         if any(value not in (None, False) for value in direct):
             raise InvalidInput(
@@ -100,13 +120,27 @@ def publish(
         where = str(directory.absolute())
         flow = "publish.publish_model"
         return call.run(flow, directory=where, model_id=model_id, version=version)
-    from paceline.manifest import discard_unfinished as discard, load_key, publish_model
+    from paceline.manifest import (
+        discard_unfinished as discard,
+        import_model,
+        load_key,
+        publish_model,
+    )
+    from paceline.plan import origin_cap_bytes
+    from paceline.registry import import_place
     from paceline.schemas import Published
-    from paceline.storage import parse_url
+    from paceline.storage import ObjectStore, parse_url, remote_model
 
+    if runtime is not None:
+        settings, store = runtime.profile, ObjectStore.from_runtime(runtime)
+    else:
+        settings, store = _objects(state, read_profile(profile, overrides))
+    found = remote_model(source, settings) if foreign else None
+    if url is None:
+        assert found is not None
+        url = import_place(found, runtime or load_runtime(state_directory(state)))
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
-    settings, store = _objects(state, read_profile(profile, overrides))
     if settings.security.fips and piece_hash == "blake3":
         raise InvalidInput(
             "this installation publishes only SHA-256 (security.fips)",
@@ -119,20 +153,27 @@ def publish(
     if discard_unfinished:
         discard(url, store)
     with ends_in_order(), PublishBars() as bars:
-        manifest = publish_model(
-            directory,
-            url,
-            model_id=model_id,
-            version=version,
-            store=store,
-            link_mbit=link or settings.cluster.link_mbit,
-            piece_bytes=piece or 0,
-            chunk_bytes=chunk or 0,
-            piece_hash=piece_hash or settings.security.piece_hash,
-            key=key,
-            allow_older=allow_older,
-            tell=bars.show,
-        )
+        common: dict[str, Any] = {
+            "store": store,
+            "link_mbit": link or settings.cluster.link_mbit,
+            "piece_bytes": piece or 0,
+            "chunk_bytes": chunk or 0,
+            "piece_hash": piece_hash or settings.security.piece_hash,
+            "key": key,
+            "on_progress": bars.show,
+        }
+        if found is not None:
+            cap = origin_cap_bytes(found.total_size) + (extra_origin or 0)
+            manifest = import_model(found, url, cap_bytes=cap, **common)
+        else:
+            manifest = publish_model(
+                directory,
+                url,
+                model_id=model_id,
+                version=version,
+                allow_older=allow_older,
+                **common,
+            )
     if store.has_conditional_writes is False:
         click.echo(
             f"! {store.endpoint_url} has no conditional writes (If-None-Match): another publish of "
@@ -140,8 +181,8 @@ def publish(
             err=True,
         )
     done = Published(
-        model_id=model_id,
-        version=version,
+        model_id=manifest.model_id,
+        version=manifest.version,
         url=url.rstrip("/"),
         manifest_digest=manifest.digest,
         bytes=manifest.total_size,
@@ -159,8 +200,8 @@ def publish(
     show(
         done,
         as_json,
-        f"{model_id} {version} at {done.url}: {done.bytes:,} bytes in {done.files} files, "
-        f"{done.pieces} pieces ({done.piece_hash}), {done.uploaded_files} uploaded in "
+        f"{done.model_id} {done.version} at {done.url}: {done.bytes:,} bytes in {done.files} "
+        f"files, {done.pieces} pieces ({done.piece_hash}), {done.uploaded_files} uploaded in "
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
@@ -168,13 +209,24 @@ def publish(
     return 0
 
 
+def _of_login(state: Path | None) -> Runtime | None:
+    """Return the installation of this user's login with its settings, None where none is used."""
+    try:
+        found = find_installation(state)
+    except NotReady:
+        return None
+    from paceline.cli.remote import with_settings
+
+    return with_settings(found) if found.is_login else None
+
+
 def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
-    """Return the running installation's profile and store, else those of ``profile``."""
+    """Return the profile and store of the installation that runs here, else of ``profile``."""
     from paceline.config import object_access
     from paceline.storage import ObjectStore
 
     try:
-        runtime = load_runtime(state_directory(state))
+        runtime = load_runtime(state or default_state_dir())
     except NotReady:
         if state is not None:  # the user named an installation that does not exist
             raise
@@ -185,7 +237,7 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.command()
 @click.argument("model_id", metavar="MODEL_ID | SOURCE")
 @click.argument("version", required=False)
-@click.option("--to", "targets", multiple=True, help="Node to bring it to (default: every node).")
+@to_option
 @click.option("--stage-only", is_flag=True, help="Do not activate it.")
 @click.option(
     "--cancel-on-interrupt",
@@ -240,22 +292,40 @@ def distribute(
 ) -> int:
     """Relay VERSION of MODEL_ID to the nodes, verify it there, and switch to it.
 
-    With --into: relay the model at SOURCE to that many workers on this machine.
+    Or what SOURCE names: s3://bucket/prefix, models:/name@alias, models:/name/7,
+    hf://org/name@revision or oci://host/repository:tag. With --into: relay the model at SOURCE to
+    that many workers on this machine.
     """
     if into is None:
-        if version is None:
+        named_here = "://" in model_id or model_id.startswith("models:/")
+        if (version is None) != named_here:
             raise InvalidInput(
-                "no version",
-                got=model_id,
-                wanted="paceline distribute MODEL_ID VERSION, or SOURCE --into DIRECTORY",
+                "no version" if version is None else "a source has its own version",
+                got=f"{model_id} {version or ''}".strip(),
+                wanted="paceline distribute MODEL_ID VERSION, SOURCE, or SOURCE --into DIRECTORY",
+            )
+        selector = ";".join(targets)
+        if (runtime := find_installation(state)).is_login:
+            from paceline.cli import remote
+
+            return remote.distribute(
+                runtime,
+                model_id,
+                version,
+                selector,
+                activate=not stage_only,
+                cancels=cancel_on_interrupt,
+                run_id=run_id,
+                as_json=as_json,
             )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)
+        what = {"source_url": model_id} if named_here else {"model_id": model_id}
         return call.run(
             "distribute.distribute_model",
             cancels=cancel_on_interrupt,
-            model_id=model_id,
-            version=version,
-            target_workers=list(targets) or None,
+            **what,
+            version=version or "",
+            selector=selector or None,
             activate=not stage_only,
         )
     if version is not None:
@@ -263,10 +333,21 @@ def distribute(
             "one source at a time", got=f"{model_id} {version}", wanted="SOURCE --into DIRECTORY"
         )
     from paceline.manifest import TrustPolicy
+    from paceline.registry import resolve_source
     from paceline.relay.store import StorePolicy
     from paceline.standalone import distribute as bring
+    from paceline.storage import is_remote
 
     settings, objects = read_profile(profile, overrides), None
+    if is_remote(model_id):
+        raise InvalidInput(
+            "a remote model is imported first",
+            got=model_id,
+            wanted="a directory, s3://bucket/prefix or models:/name@alias",
+            do=f"Run `paceline publish {model_id} s3://bucket/prefix`, then distribute that.",
+        )
+    if model_id.startswith("models:/"):
+        model_id = resolve_source(model_id, load_runtime(state_directory(state)))[0]
     if model_id.startswith("s3://"):
         settings, objects = _objects(state, settings)
     say_only_defects()
@@ -275,7 +356,7 @@ def distribute(
             model_id,
             into,
             workers,
-            targets=targets or None,
+            targets=[name for each in targets for name in each.split(",")] or None,
             topology=topology,
             racks=racks,
             link_mbit=link,

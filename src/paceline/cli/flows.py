@@ -1,4 +1,4 @@
-"""Commands that run one flow each, in this process, against the running installation."""
+"""Commands that run one flow each: in this process, or with a login on the installation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from paceline.cli.options import (
     json_option,
     point_prefect_at,
     show,
-    state_directory,
     state_option,
 )
 from paceline.client import CoordinatorClient
-from paceline.config import load_runtime
+from paceline.config import find_installation
 from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas import SHA256_HEX, new_run_id
 
@@ -41,14 +40,18 @@ class FlowCall:
     as_json: bool
 
     def run(self, name: str, *, cancels: bool = False, **parameters: Any) -> int:
-        """Run the flow ``module.function`` below paceline.flows here, and print its result.
+        """Run the flow ``module.function`` below paceline.flows, and print its result.
 
-        When interrupted, it reports the deployments that continue, or with ``cancels`` cancels
-        them.
+        It runs in this process, or with a login where the installation has its Prefect worker. When
+        interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
         """
         from paceline.cli.progress import StageBars
 
-        runtime = load_runtime(state_directory(self.state))
+        runtime = find_installation(self.state)
+        if runtime.is_login:
+            from paceline.cli.remote import run_flow
+
+            return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.tasks.run import Run, listening
 
@@ -61,7 +64,7 @@ class FlowCall:
             except BaseException as error:
                 if not isinstance(error, Exception):
                     for deployment_id in run.driving:
-                        bars.say(_left_behind(run.coordinator, deployment_id, cancels=cancels))
+                        bars.say(left_behind(run.coordinator, deployment_id, cancels=cancels))
                 raise
         notes = list(run.summary.notes)
         answer = {"status": "complete", "run_id": run.run_id, "notes": notes} | result
@@ -82,7 +85,7 @@ def flow_options(command: F) -> F:
     return cast(F, wrapped)
 
 
-def _left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
+def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
     """Return a line on a deployment whose flow was interrupted; never raises PacelineError."""
     try:
         if client.deployment(deployment_id).status.is_final:

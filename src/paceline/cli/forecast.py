@@ -1,7 +1,7 @@
 """`paceline plan` and `paceline simulate`: what a deployment to a described fleet would take.
 
-`plan` predicts each topology's duration; `simulate` runs one deployment under a virtual clock and
-network, with failures. Neither needs a server or moves a byte.
+`plan` predicts each topology's duration, for a described fleet or the registered one; `simulate`
+runs one deployment under a virtual clock and network, with failures. Neither moves a byte.
 """
 
 from __future__ import annotations
@@ -12,17 +12,25 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import LINK, SIZE, json_option, size
+from paceline.cli.options import LINK, SIZE, json_option, size, state_option, to_option
+from paceline.client import CoordinatorClient
+from paceline.config import find_installation
+from paceline.errors import InvalidInput, NotReady
 from paceline.plan import FleetDescription, plan_table
-from paceline.schemas import COUNT_MAX, PlanRow, PlanTable, SimulationReport, Topology
+from paceline.schemas import (
+    COUNT_MAX,
+    PlanRow,
+    PlanTable,
+    SimulationReport,
+    Topology,
+    select_workers,
+)
 
 _COLUMNS = ("topology", "seconds", "× bound", "cross-rack", "source", "depth", "limit")
 _FLEET = (
     click.option("--size", "size_bytes", **SIZE, required=True, help="The model's size: 500GB."),
-    click.option("--workers", type=int, required=True, help="How many workers are to have it."),
-    click.option(
-        "--link", "link_mbit", **LINK, required=True, help="Each worker's link, e.g. 10Gbps."
-    ),
+    click.option("--workers", type=int, help="How many workers are to have it."),
+    click.option("--link", "link_mbit", **LINK, help="Each worker's link, e.g. 10Gbps."),
     click.option(
         "--external",
         "external_mbit",
@@ -69,9 +77,22 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 @click.command()
 @fleet_options
-def plan(topology: str, as_json: bool, **fleet: Any) -> int:
-    """Forecast what each topology would take. Needs no server and moves nothing."""
-    table = plan_table(FleetDescription(**_given(fleet)), Topology(topology))
+@to_option
+@state_option
+def plan(
+    topology: str, as_json: bool, targets: tuple[str, ...], state: Path | None, **fleet: Any
+) -> int:
+    """Forecast what each topology would take. Moves nothing, and needs no server with --workers.
+
+    Without --workers it is for the registered workers of the installation, or those that --to
+    selects, with their slowest link and their racks.
+    """
+    if targets and fleet["workers"] is not None:
+        raise InvalidInput("two fleets", got="--to and --workers", wanted="one of them")
+    if fleet["workers"] is None:
+        known = _registered(targets, state)
+        fleet |= {key: value for key, value in known.items() if not fleet[key]}
+    table = plan_table(FleetDescription(**_described(fleet)), Topology(topology))
     if as_json:
         click.echo(table.model_dump_json(indent=1))
     else:
@@ -108,7 +129,8 @@ def simulating(topology: str, as_json: bool, faults: Path | None, **scenario: An
     from paceline.simulation import Scenario, read_faults, simulate
 
     observed = () if faults is None else read_faults(faults)
-    report = simulate(Scenario(topology=Topology(topology), faults=observed, **_given(scenario)))
+    described = _described(scenario)
+    report = simulate(Scenario(topology=Topology(topology), faults=observed, **described))
     if as_json:
         click.echo(report.model_dump_json(indent=1))
     else:
@@ -116,8 +138,33 @@ def simulating(topology: str, as_json: bool, faults: Path | None, **scenario: An
     return 1 if report.violations else 0
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _described(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options that were given; raises UsageError where the fleet is not described."""
+    for option, name in (("--workers", "workers"), ("--link", "link_mbit")):
+        if options[name] is None:
+            raise click.UsageError(f"Missing option '{option}'.")
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _registered(targets: tuple[str, ...], state: Path | None) -> dict[str, Any]:
+    """Return number, slowest link and racks of the selected workers of the installation."""
+    try:
+        runtime = find_installation(state)
+    except NotReady as error:
+        raise InvalidInput(
+            "no fleet to plan for",
+            got="neither --workers nor an installation",
+            wanted="--workers N --link SPEED",
+            do="Describe the fleet, or log in to one: `paceline login URL`.",
+        ) from error
+    every = CoordinatorClient.of(runtime).workers()
+    chosen = set(select_workers(";".join(targets), every))
+    found = [each for each in every if each.worker_id in chosen]
+    return {
+        "workers": len(found),
+        "link_mbit": min(each.link_mbit for each in found),
+        "racks": len({(each.labels.zone, each.labels.rack) for each in found}),
+    }
 
 
 def _show_plan(forecast: PlanTable) -> None:

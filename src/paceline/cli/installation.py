@@ -1,4 +1,4 @@
-"""`paceline up`, `down`, `where`, `agent` and `coordinator`.
+"""`paceline up`, `down`, `where`, `agent`, `worker` and `coordinator`.
 
 The first three start, stop and describe the embedded installation; the others are its long-running
 processes.
@@ -6,8 +6,13 @@ processes.
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -20,7 +25,16 @@ from paceline.cli.options import (
     state_directory,
     state_option,
 )
-from paceline.config import Runtime, load_runtime
+from paceline.client import CoordinatorClient
+from paceline.config import (
+    Runtime,
+    ThisNode,
+    find_installation,
+    load_runtime,
+    require_here,
+)
+from paceline.errors import InvalidInput
+from paceline.extras import require_extras
 
 
 @click.command()
@@ -71,8 +85,13 @@ def down(state: Path | None, as_json: bool) -> int:
 @json_option
 def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
     """Print every link of RUN_ID (default: of the installation): pages, logs, credentials."""
-    runtime = load_runtime(state_directory(state))
-    found = pages(runtime)
+    runtime = find_installation(state)
+    if run_id:
+        require_here(runtime, "`paceline where RUN`")
+    if runtime.is_login:
+        found = CoordinatorClient.of(runtime).installation().pages
+    else:
+        found = pages(runtime)
     if run_id:
         point_prefect_at(runtime)
         from paceline.tasks.lineage import links
@@ -101,6 +120,7 @@ def _lines(links: dict[str, str]) -> list[str]:
     return [f"{name:<14} {target}" for name, target in links.items()]
 
 
+JOIN_CHECK_S = 15.0
 STATE = click.option(
     "--state",
     type=click.Path(path_type=Path),
@@ -109,12 +129,47 @@ STATE = click.option(
 )
 
 
+JOIN_OPTIONS = (
+    click.option(
+        "--join",
+        "join_token",
+        default="",
+        metavar="TOKEN",
+        help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
+        " starts need it no more, and spend nothing.",
+    ),
+    click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask."),
+    click.option(
+        "--ca",
+        type=click.Path(path_type=Path, dir_okay=False, exists=True),
+        default=None,
+        help="With --join: what the coordinator's certificate is checked against, if not the"
+        " authority that the token names.",
+    ),
+)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def join_options(command: F) -> F:
+    """Add --join, --coordinator and --ca."""
+    for option in reversed(JOIN_OPTIONS):
+        command = option(command)
+    return command
+
+
 @click.command()
 @STATE
 @click.option("--worker-id", required=True, help="This node's name in the fleet.")
 @click.option("--host", default="", help="Label: the machine's name.")
 @click.option("--rack", default="", help="Label: the rack it stands in.")
 @click.option("--zone", default="", help="Label: the zone it stands in.")
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Another label, e.g. pool=a100, by which `--to` selects this node (repeatable).",
+)
 @click.option(
     "--link-mbit",
     type=click.FloatRange(min=0, min_open=True),
@@ -138,22 +193,7 @@ STATE = click.option(
 )
 @click.option("--warm", is_flag=True, help="Load the S3 client at the start: 25 MB, 0.4 s sooner.")
 @click.option("--die-with-parent", is_flag=True, help="Exit when the process that started it dies.")
-@click.option(
-    "--join",
-    "join_token",
-    default="",
-    metavar="TOKEN",
-    help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
-    " starts need it no more, and spend nothing.",
-)
-@click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask.")
-@click.option(
-    "--ca",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    default=None,
-    help="With --join: what the coordinator's certificate is checked against, if not the authority"
-    " that the token names.",
-)
+@join_options
 def agent(
     state: Path, join_token: str, coordinator_url: str, ca: Path | None, **options: Any
 ) -> int:
@@ -170,7 +210,7 @@ def agent(
     config = AgentConfig(state_dir=state.absolute(), **options)
     if join_token or coordinator_url:
         _join(state.absolute(), config.worker_id, coordinator_url, join_token, ca)
-    return run_agent(config)
+    return run_agent(replace(config, findings=_findings(config.state_dir)))
 
 
 def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:
@@ -183,7 +223,113 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
             token = Path(token[1:]).read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
-    join(state, worker_id, url, token, ca=ca)
+    if join(state, worker_id, url, token, ca=ca):
+        _check_node(state)
+
+
+def _check_node(state: Path) -> None:
+    """Run `paceline doctor` on this node, in a process of its own: S3's client costs 25 MB."""
+    argv = [sys.executable, "-m", "paceline.cli.main", "doctor", "--state", str(state)]
+    try:
+        subprocess.run(argv, stdout=sys.stderr, timeout=JOIN_CHECK_S, check=False)
+    except subprocess.TimeoutExpired:
+        said = f"the check takes longer than {JOIN_CHECK_S:.0f} s; the agent starts without it"
+        click.echo(f"{said}: see `paceline doctor --state {state}`", err=True)
+
+
+def _findings(state_dir: Path) -> tuple[str, ...]:
+    """Return what `paceline doctor` found on this node, at join or since."""
+    if not (state_dir / "identity").is_dir():
+        return ()
+    from paceline.cli.doctor import findings_of
+
+    return findings_of(state_dir)
+
+
+@click.command()
+@STATE
+@click.option("--worker-id", default="", help="This node's name; default: the one it joined as.")
+@click.option(
+    "--scheduler",
+    default="",
+    metavar="tls://HOST:PORT",
+    help="Dask's scheduler; default: the one of the profile that the node received as it joined.",
+)
+@click.option("--host", default="", help="Label: the machine's name. Default: its host name.")
+@click.option("--rack", default="", help="Label: the rack it stands in.")
+@click.option("--zone", default="", help="Label: the zone it stands in.")
+@click.option(
+    "--listen",
+    default="",
+    metavar="HOST",
+    help="Address at which other nodes reach this one. Default: the one on the way to the"
+    " scheduler.",
+)
+@click.option("--until-eof", is_flag=True, help="End when standard input does (over SSH).")
+@join_options
+def worker(
+    state: Path,
+    worker_id: str,
+    scheduler: str,
+    listen: str,
+    until_eof: bool,
+    join_token: str,
+    coordinator_url: str,
+    ca: Path | None,
+    **labels: str,
+) -> int:
+    """Run this node's Dask worker until SIGTERM or SIGINT: flows start agents and ranks through it.
+
+    It reports the node's labels, cores, memory and accelerators, and is started again where it
+    dies. `dask-tls` of the directory that `paceline init --scheduler` made lies in --state: these
+    files allow to run code on every node that has them. Exit code 75: no scheduler answers.
+    """
+    from paceline.cluster import run, serve_nodes
+    from paceline.relay import joined_worker_id
+
+    require_extras("flows")
+    if join_token or coordinator_url:
+        _join(state.absolute(), worker_id, coordinator_url, join_token, ca)
+    runtime = load_runtime(state.absolute())
+    if not (address := scheduler or runtime.profile.cluster.scheduler):
+        raise InvalidInput(
+            "this node's profile names no scheduler",
+            wanted="--scheduler tls://HOST:PORT",
+            do="Or name it to `paceline init --scheduler`, and let nodes join after that.",
+        )
+    endpoints = runtime.endpoints.model_copy(update={"scheduler_address": address})
+    labels["host"] = labels["host"] or socket.gethostname()
+    node = ThisNode(
+        worker_id=joined_worker_id(runtime.state_dir, worker_id),
+        state_dir=runtime.state_dir,
+        labels={name: value for name, value in labels.items() if value},
+    )
+    moved = runtime.model_copy(update={"endpoints": endpoints})
+    run(serve_nodes(moved, [node], listen, until_eof=until_eof))
+    return 0
+
+
+@click.command()
+@state_option
+def cluster(state: Path | None) -> int:
+    """Run Dask's scheduler, and with [cluster] kind = "ssh" a worker on each host, until SIGTERM.
+
+    A host needs Paceline and a login without a password: the TLS files and a join token are copied
+    there, and the worker starts the node's agent. A worker that ends is started again.
+    """
+    from paceline.cluster import run, serve
+
+    require_extras("flows")
+    runtime = load_runtime(state_directory(state))
+    if runtime.profile.cluster.kind == "local" or not runtime.endpoints.scheduler_address:
+        raise InvalidInput(
+            "this profile's nodes are started by `paceline up`",
+            got=f'[cluster] kind = "{runtime.profile.cluster.kind}"',
+            wanted='"ssh" or "address", and a scheduler',
+            do="Make the directory with `paceline init --scheduler tls://HOST:PORT`.",
+        )
+    run(serve(runtime))
+    return 0
 
 
 @click.command()
@@ -209,6 +355,5 @@ def coordinator(state: Path, host: str, port: int, replica_id: str, advertise: s
     replica that is asked to stop makes way at once.
     """
     from paceline.api import serve
-    from paceline.config import load_runtime
 
     return serve(load_runtime(state), host, port, replica_id=replica_id, advertise=advertise)

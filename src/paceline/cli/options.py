@@ -30,7 +30,15 @@ state_option = click.option(
     "--state",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="State directory (default: $PACELINE_STATE or ./.paceline).",
+    help="State directory (default: $PACELINE_STATE or ./.paceline, else this user's login).",
+)
+to_option = click.option(
+    "--to",
+    "targets",
+    multiple=True,
+    metavar="SELECTOR",
+    help="Workers by label (rack=r1 or rack=r1,pool=a100) or by name (node-3,node-4); repeatable. "
+    "Default: every worker that is registered and alive.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 

@@ -1,10 +1,11 @@
-"""`paceline watch`, `status`, `activate`, `cancel`: observe and control deployments and the fleet.
+"""`paceline watch`, `status`, `workers`, `activate`, `cancel`: observe and control the fleet.
 
 Each command calls the coordinator only, whichever replica leads; none needs Prefect or Dask.
 """
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,21 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.cli.board import Board, View, figures, is_bad, render, told
-from paceline.cli.options import duration, json_option, show, state_directory, state_option
+from paceline.cli.options import (
+    duration,
+    json_option,
+    show,
+    size,
+    state_directory,
+    state_option,
+    to_option,
+)
 from paceline.client import CoordinatorClient, Follower, Item, Lost
-from paceline.config import Runtime, load_runtime
+from paceline.config import Runtime, find_installation
 from paceline.errors import (
     Cancelled,
     DeploymentFailed,
+    InvalidInput,
     NotFound,
     NotReady,
     PacelineError,
@@ -27,6 +37,7 @@ from paceline.errors import (
 )
 from paceline.schemas import (
     Changed,
+    CreateDeployment,
     DeploymentMoment,
     DeploymentStatus,
     EventItem,
@@ -35,9 +46,12 @@ from paceline.schemas import (
     Outcome,
     ReplicaStatus,
     StatusReport,
+    WorkersShown,
+    select_workers,
 )
 from paceline.text import printable, shortened
 
+POLL_S = 0.2
 LINE_EVERY_S = 5.0  # without a terminal
 
 deployment_argument = click.argument("deployment_id", metavar="ID")
@@ -61,23 +75,34 @@ def watch(deployment_id: str | None, patience: float, state: Path | None, as_jso
     for so long. The coordinator may fail over meanwhile. Watching changes nothing: to end the
     deployment use `paceline cancel ID`.
     """
-    runtime = load_runtime(state_directory(state))
+    runtime = find_installation(state)
     chosen = deployment_id or _newest(runtime)
     follower = Follower.of(runtime, deployment_id=chosen, after=0, patience_s=patience)
-    board = Board()
-    console = Console()
-    if as_json:
-        ended = _lines_of_json(follower, board)
-    elif console.is_terminal:
-        ended = _live(follower, board, console)
-    else:
-        ended = _lines(follower, board)
-    outcome = _outcome(ended)
-    if as_json:
-        click.echo(outcome.model_dump_json())
-    elif not console.is_terminal:
-        click.echo(_said(ended))
+    if not as_json:
+        return _outcome(_shown_until_ended(follower)).exit_code
+    outcome = _outcome(_lines_of_json(follower, Board()))
+    click.echo(outcome.model_dump_json())
     return outcome.exit_code
+
+
+def follow(runtime: Runtime, deployment_id: str, *, quiet: bool = False) -> DeploymentMoment:
+    """Show a deployment until it has ended, as `watch` does (``quiet``: not); return its end."""
+    follower = Follower.of(runtime, deployment_id=deployment_id, after=0)
+    if not quiet:
+        return _shown_until_ended(follower)
+    board = Board()
+    for _ in _until_ended(follower, board):
+        pass
+    return _shown(board)
+
+
+def _shown_until_ended(follower: Follower) -> DeploymentMoment:
+    board, console = Board(), Console()
+    if console.is_terminal:
+        return _live(follower, board, console)
+    ended = _lines(follower, board)
+    click.echo(_said(ended))
+    return ended
 
 
 @click.command()
@@ -86,27 +111,67 @@ def watch(deployment_id: str | None, patience: float, state: Path | None, as_jso
 def status(state: Path | None, as_json: bool) -> int:
     """Say what runs here, who leads, and how the fleet and its deployments stand.
 
-    Exit code 75 if nothing runs here and no coordinator answers.
+    With a login: of the installation elsewhere. Exit code 75 if nothing runs here and no
+    coordinator answers.
     """
     from paceline import cluster as fleet
 
-    directory = state_directory(state)
-    found = fleet.status(directory)
     try:
-        runtime = load_runtime(directory)
+        runtime = find_installation(state)
     except NotReady:
-        report = StatusReport(**found.model_dump())
-    else:
-        report = _report(StatusReport(**found.model_dump()), runtime)
+        runtime = None
+    report = StatusReport(running=False)
+    if runtime is None or not runtime.is_login:
+        report = StatusReport(**fleet.status(state_directory(state)).model_dump())
+    if runtime is not None:
+        report = _report(report, runtime)
     if as_json:
         click.echo(report.model_dump_json())
     else:
-        _show(report, directory)
+        directory = state_directory(state)
+        is_login = runtime is not None and runtime.is_login
+        _show(
+            report,
+            "no coordinator answers"
+            if is_login
+            else f"nothing runs in {directory}; start it with `paceline up`",
+        )
     return 0 if report.running or any(each.answers for each in report.replicas) else 75
 
 
 @click.command()
+@to_option
+@state_option
+@json_option
+def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
+    """List the registered workers with their labels; with --to, those that it selects."""
+    found = CoordinatorClient.of(find_installation(state)).workers()
+    if targets:
+        chosen = set(select_workers(";".join(targets), found))
+        found = [each for each in found if each.worker_id in chosen]
+    if as_json:
+        click.echo(WorkersShown(workers=tuple(found)).model_dump_json())
+        return 0
+    from rich.table import Table
+
+    table = Table("worker", "state", "labels", "link", "free", "address")
+    for each in found:
+        labels = " ".join(f"{key}={value}" for key, value in each.labels.named.items())
+        table.add_row(
+            each.worker_id,
+            "alive" if each.alive else "lost",
+            labels,
+            f"{each.link_mbit:g} Mbit/s",
+            size(each.available_storage),
+            each.address,
+        )
+    Console(width=None if Console().is_terminal else 200).print(table)
+    return 0
+
+
+@click.command()
 @deployment_argument
+@to_option
 @click.option("--allow-older", is_flag=True, help="Although a newer version is active.")
 @click.option(
     "--deadline", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Seconds."
@@ -114,22 +179,75 @@ def status(state: Path | None, as_json: bool) -> int:
 @state_option
 @json_option
 def activate(
-    deployment_id: str, allow_older: bool, deadline: float, state: Path | None, as_json: bool
+    deployment_id: str,
+    targets: tuple[str, ...],
+    allow_older: bool,
+    deadline: float,
+    state: Path | None,
+    as_json: bool,
 ) -> int:
     """Have the fleet switch to deployment ID's version: all together, once a quorum is ready.
 
-    Exit code 75 if not everybody has switched in time; who is away switches when it returns.
+    With --to only the selected ones of its workers, as a deployment of their own that moves nothing
+    and that `rollback` takes back. Exit code 75 if not everybody has switched in time; who is away
+    switches when it returns.
     """
-    client = CoordinatorClient.of(load_runtime(state_directory(state)))
+    client = CoordinatorClient.of(find_installation(state))
     began = time.monotonic()
+    if targets:
+        deployment_id = _part_of(client, deployment_id, ";".join(targets), deadline)
     client.activate(deployment_id, allow_older=allow_older)
     _switched(client, deployment_id, began, deadline, as_json)
     return 0
 
 
+def _part_of(
+    client: CoordinatorClient, deployment_id: str, selector: str, deadline_s: float
+) -> str:
+    """Return a complete deployment of the same version to the selected ones of its workers.
+
+    Raises InvalidInput for a selected worker that is none of them.
+    """
+    whole = client.deployment(deployment_id).deployment
+    chosen = select_workers(selector, client.workers())
+    if strangers := [each for each in chosen if each not in whole.target_workers]:
+        raise InvalidInput(
+            "not every selected worker is part of this deployment",
+            got=shortened(strangers),
+            wanted=f"some of {shortened(whole.target_workers)}",
+            where=deployment_id,
+            do="Bring it the version first: `paceline distribute`.",
+        )
+    if set(chosen) == set(whole.target_workers):
+        return deployment_id
+    call = CreateDeployment(
+        model_id=whole.model_id,
+        version=whole.version,
+        source_url=whole.source_url,
+        target_workers=chosen,
+        max_failed=whole.max_failed,
+        allow_older=True,  # activation is what may be refused
+    )
+    part = client.create(call, secrets.token_hex(16)).deployment_id
+    until_s = time.monotonic() + deadline_s
+    while not (found := client.deployment(part).deployment).status.is_final:
+        if time.monotonic() > until_s:
+            break
+        time.sleep(POLL_S)
+    if found.status is not DeploymentStatus.COMPLETE:
+        raise NotReady(
+            "the selected workers have not confirmed the version",
+            got=f"{found.status.value}{f': {found.failure.message}' if found.failure else ''}",
+            wanted=DeploymentStatus.COMPLETE.value,
+            where=f"deployment {part}",
+            do=f"See `paceline watch {part}`; then activate that one.",
+        )
+    return part
+
+
 def roll_back(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
     """Switch the fleet from deployment ID's version back to the one before it."""
-    client = CoordinatorClient.of(load_runtime(state_directory(state)))
+    client = CoordinatorClient.of(find_installation(state))
     began = time.monotonic()
     client.rollback(deployment_id)
     _switched(client, deployment_id, began, deadline, as_json)
@@ -145,7 +263,7 @@ def cancel(deployment_id: str, state: Path | None, as_json: bool) -> int:
 
     What was verified stays on the disks: a later deployment of the same version goes on from there.
     """
-    client = CoordinatorClient.of(load_runtime(state_directory(state)))
+    client = CoordinatorClient.of(find_installation(state))
     began = time.monotonic()
     client.cancel(deployment_id)
     done = Changed(
@@ -334,12 +452,12 @@ def _moment(runtime: Runtime, url: str) -> Moment:
     raise ServiceUnavailable("no answer", where=url)
 
 
-def _show(report: StatusReport, directory: Path) -> None:
+def _show(report: StatusReport, nothing: str) -> None:
     for each in report.services:
         memory = f"{each.rss_bytes / 1e6:.0f} MB" if each.rss_bytes else ""
         click.echo(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}".rstrip())
     if not report.running and not any(each.answers for each in report.replicas):
-        click.echo(f"nothing runs in {directory}; start it with `paceline up`")
+        click.echo(nothing)
     for replica in report.replicas:
         role = "leads" if replica.leads else "stands by" if replica.answers else "does not answer"
         epoch = f"epoch {replica.epoch}" if replica.answers else replica.problem

@@ -24,13 +24,16 @@ from paceline.schemas import (
     DeploymentView,
     Event,
     EventList,
+    FlowRunView,
     Heartbeat,
     HeartbeatAnswer,
+    InstallationView,
     JoinWorker,
     Plan,
     Registered,
     RegisterWorker,
     StageRecord,
+    StartFlow,
     Success,
     SwitchPhase,
     SwitchView,
@@ -46,6 +49,7 @@ from paceline.schemas import (
 from paceline.text import shortened
 
 POLL_S = 0.2
+FLOW_START_S = 30.0  # Prefect answers in its own time
 FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
 
 
@@ -199,6 +203,23 @@ class CoordinatorClient(FailoverClient):
         """Record that a stage finished; a newer record for the same inputs replaces the older."""
         path = _ledger_path(record.stage, record.input_digest)
         return self._call(StageRecord, "PUT", path, record)
+
+    def installation(self) -> InstallationView:
+        """Return what a client needs to know of the installation, and what this token opens."""
+        return self._call(InstallationView, "GET", "/installation")
+
+    def start_flow(self, call: StartFlow) -> FlowRunView:
+        """Start one of the installation's flows; raises NotFound where it has no Prefect."""
+        return self._call(FlowRunView, "POST", "/flows", call, timeout_s=FLOW_START_S)
+
+    def flow_run(self, flow_run_id: str, after: int = 0) -> FlowRunView:
+        """Return a flow run, with the lines of its log after the first ``after``."""
+        path = f"/flows/{quote(flow_run_id, safe='')}?after={after}"
+        return self._call(FlowRunView, "GET", path)
+
+    def cancel_flow(self, flow_run_id: str) -> None:
+        """Request the cancellation of a flow run."""
+        self._call(Success, "DELETE", f"/flows/{quote(flow_run_id, safe='')}")
 
     def events(self, after: int = 0, wait_s: float = 0.0) -> EventList:
         """Return the events after number ``after``, waiting up to ``wait_s`` for the first.

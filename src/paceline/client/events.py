@@ -50,7 +50,7 @@ class Follower:
         deployment_id: str | None = None,
         after: int | None = None,
         patience_s: float = 60.0,
-        ca: str = "",
+        ca: str | bytes = "",
     ) -> None:
         endpoints = [Endpoint.of(each) for each in urls]
         self._servers = list(servers_of(endpoints, tls_context_of(ca) if ca else None).values())

@@ -18,12 +18,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from urllib.parse import urljoin
 
 from pydantic import BaseModel, ValidationError
 from urllib3.exceptions import ReadTimeoutError
 
 from paceline import errors
-from paceline.config import one_certificate, read_certificate
+from paceline.config import one_certificate, read_certificate, read_other
 from paceline.errors import (
     AccessDenied,
     Conflict,
@@ -111,6 +112,11 @@ class Replicas:
         """Return the endpoint of ``url``, or None; the token is sent only to known endpoints."""
         return next((each for each in self.endpoints if url and each.serves(url)), None)
 
+    def add(self, endpoint: Endpoint) -> None:
+        """Make ``endpoint`` a known one."""
+        with self._lock:
+            self.endpoints = tuple(dict.fromkeys((*self.endpoints, endpoint)))
+
     def accept_epoch(self, epoch: int | None) -> bool:
         """Return whether ``epoch`` is not older than the highest seen, and store it if so."""
         if epoch is None:
@@ -151,17 +157,27 @@ class FailoverClient:
         *,
         patience_s: float = 0.0,
         ca: str | Path | bytes = "",
+        follows: bool = False,
     ) -> None:
-        """``ca`` is one certificate (PEM, or its file) to trust instead of the system's CAs."""
+        """``ca`` is one certificate (PEM, or its file) to trust instead of the system's CAs.
+
+        With ``follows`` the leader that an https:// replica names gets the token, too, although it
+        is not listed, where its certificate is one that is trusted.
+        """
         self._replicas = Replicas([url] if isinstance(url, str) else url)
-        self.use_token(token)
         self._timeout_s = timeout_s
         self._patience_s = patience_s
-        self._servers = servers_of(self._replicas.endpoints, tls_context_of(ca) if ca else None)
+        self._follows = follows
+        self._servers: dict[Endpoint, HttpServer] = {}
+        self.use(token, ca)
 
-    def use_token(self, token: str) -> None:
-        """Use ``token`` from the next call on."""
+    def use(self, token: str, ca: str | Path | bytes = "") -> None:
+        """Use ``token``, and trust ``ca``, from the next call on."""
         self._headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        earlier, self._tls = self._servers, tls_context_of(ca) if ca else None
+        self._servers = servers_of(self._replicas.endpoints, self._tls)
+        for each in earlier.values():
+            each.close()
 
     @property
     def base_url(self) -> str:
@@ -172,6 +188,12 @@ class FailoverClient:
     def epoch(self) -> int:
         """Return the highest epoch seen in an answer, 0 before the first."""
         return self._replicas.epoch
+
+    def date(self) -> str:
+        """Return the Date header of the first replica; needs no token."""
+        server = self._servers[self._replicas.first]
+        answer = server.call("GET", "/healthz", timeout_s=self._timeout_s)
+        return answer.headers.get("Date", "")
 
     def close(self) -> None:
         """Close idle connections; the next call opens another."""
@@ -248,7 +270,7 @@ class FailoverClient:
                 problem = _outdated(answer, self._replicas.epoch, where)
                 continue
             if answer.status == http.HTTPStatus.TEMPORARY_REDIRECT:
-                leader = self._leader_at(answer, where)
+                leader = self._leader_at(answer, endpoint, where)
                 if leader not in asked or problem is None:
                     problem = _not_leading(endpoint, leader, where)
                 if leader not in asked and not self._replicas.suspect(leader):
@@ -280,9 +302,16 @@ class FailoverClient:
                     raise
                 server.call("GET", "/healthz", timeout_s=HEALTH_S)
 
-    def _leader_at(self, answer: Response, where: str) -> Endpoint:
+    def _leader_at(self, answer: Response, by: Endpoint, where: str) -> Endpoint:
         named = answer.headers.get("Location")
         leader = self._replicas.find(named)
+        if leader is None and named and self._follows and by.secure:
+            leader = Endpoint.of(urljoin(named, "/"))
+            if leader.secure:
+                self._replicas.add(leader)
+                self._servers = self._servers | servers_of([leader], self._tls)
+                return leader
+            leader = None
         if leader is None:
             raise ServiceUnavailable(
                 "the leader is none of the known replicas, and the token goes to those only",
@@ -313,15 +342,20 @@ def servers_of(
 def tls_context_of(ca: str | Path | bytes) -> ssl.SSLContext:
     """Return a TLS context that trusts only the certificate ``ca`` (PEM, or its file).
 
-    Raises InvalidInput if it is not exactly one certificate.
+    While an authority is replaced, the one in the file beside it is trusted too. Raises
+    InvalidInput if a file holds not exactly one certificate.
     """
-    pem = one_certificate(ca) if isinstance(ca, bytes) else read_certificate(ca)
+    pem = one_certificate(ca) if isinstance(ca, bytes) else _from_file(ca)
     try:
         return ssl.create_default_context(cadata=pem.decode())
     except ssl.SSLError as error:
         raise InvalidInput(
             "the coordinator's certificate authority is not usable", got=error, where=ca
         ) from error
+
+
+def _from_file(ca: str | Path) -> bytes:
+    return read_certificate(ca) + read_other(ca)
 
 
 def _epoch_of(answer: Response) -> int | None:

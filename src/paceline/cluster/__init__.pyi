@@ -1,18 +1,25 @@
 from .addresses import (
+    Accelerator as Accelerator,
     AgentInfo as AgentInfo,
+    Machine as Machine,
     Node as Node,
-    labels_of as labels_of,
-    node_names as node_names,
+    by_number as by_number,
     reserve_port as reserve_port,
 )
 from .agents import AgentKeeper as AgentKeeper, AgentOrder as AgentOrder
 from .client import Fleet as Fleet, ProcessResult as ProcessResult
-from .dask_service import security_of as security_of
+from .dask_service import (
+    run as run,
+    security_of as security_of,
+    serve as serve,
+    serve_nodes as serve_nodes,
+)
 from .embedded import (
     PLAIN as PLAIN,
     SECRETS_FILE as SECRETS_FILE,
     embedded_services as embedded_services,
     ensure_secrets as ensure_secrets,
+    make_dask_tls as make_dask_tls,
     require_protected as require_protected,
 )
 from .held_nodes import (

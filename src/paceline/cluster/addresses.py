@@ -1,4 +1,4 @@
-"""Port reservations, and the names and labels of a profile's nodes.
+"""Port reservations, and nodes: names, labels, machines.
 
 A reservation is a socket that is bound but never listens, with SO_REUSEADDR. The kernel then does
 not assign the port to a process that binds port 0, but a server that names the port (and sets
@@ -9,10 +9,16 @@ a restarted server gets its port again.
 from __future__ import annotations
 
 import contextlib
+import csv
 import errno
+import os
 import socket
+import subprocess
+from collections import Counter
+from pathlib import Path
 
-from paceline.config import Profile
+from paceline import __version__
+from paceline.config import Profile, this_node
 from paceline.errors import PortInUse
 from paceline.schemas import Labels, Record
 
@@ -70,7 +76,31 @@ def _holder(port: int) -> str:
     return "another process listening"
 
 
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+NVIDIA_SMI_S = 30.0
+_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read
+
 CONTROL_THREADS = 4  # threads of a Dask worker that only start, watch and stop processes
+
+
+class Accelerator(Record):
+    """Accelerators of one kind in a machine."""
+
+    kind: str
+    count: int
+    memory_bytes: int  # of each
+
+
+class Machine(Record):
+    """What a node's worker reports about its machine."""
+
+    version: str  # of Paceline
+    labels: Labels
+    cores: int
+    memory_bytes: int
+    shared_memory_bytes: int
+    accelerators: tuple[Accelerator, ...] = ()
 
 
 class Node(Record):
@@ -78,7 +108,17 @@ class Node(Record):
 
     worker_id: str
     address: str  # of its Dask worker; changes when the worker restarts
-    labels: Labels
+    machine: Machine
+
+    @property
+    def labels(self) -> Labels:
+        """Return where it is."""
+        return self.machine.labels
+
+    @property
+    def accelerator_count(self) -> int:
+        """Return how many accelerators it has, of any kind."""
+        return sum(each.count for each in self.machine.accelerators)
 
 
 class AgentInfo(Record):
@@ -91,8 +131,14 @@ class AgentInfo(Record):
     adopted: bool  # it ran already; the installation must not stop it
 
 
+def by_number(name: str) -> tuple[str, int]:
+    """Return a sort key that puts node-2 before node-10."""
+    head, _, tail = name.rpartition("-")
+    return (head, int(tail)) if tail.isdigit() else (name, 0)
+
+
 def node_names(profile: Profile) -> list[str]:
-    """Return the worker ids of a profile's nodes."""
+    """Return the worker ids of the nodes that ``kind = "local"`` starts."""
     return [f"node-{index}" for index in range(profile.cluster.nodes)]
 
 
@@ -102,3 +148,46 @@ def labels_of(profile: Profile, worker_id: str) -> Labels:
     index = node_names(profile).index(worker_id)
     racks = min(cluster.racks, cluster.nodes)
     return Labels(host=worker_id, rack=f"rack-{index * racks // cluster.nodes}")
+
+
+def machine() -> Machine:
+    """Return this machine, within the limits of this process's cgroup."""
+    shared = os.statvfs(_SHARED_MEMORY)
+    return Machine(
+        version=__version__,
+        labels=Labels.model_validate(dict(this_node().labels)),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(),
+        shared_memory_bytes=shared.f_frsize * shared.f_blocks,
+        accelerators=accelerators(),
+    )
+
+
+def accelerators() -> tuple[Accelerator, ...]:
+    """Return the NVIDIA GPUs that ranks of this process may use, by kind; () without a driver."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        answer = subprocess.run(
+            NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = [
+        (name, int(mib) * 2**20 if mib.strip().isdigit() else 0)  # "[N/A]": memory of the host
+        for name, mib in csv.reader(answer.splitlines())
+    ]
+    if visible is not None:
+        named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
+        found = [found[int(each)] if each.strip().isdigit() else found[0] for each in named]
+    return tuple(
+        Accelerator(kind=name, count=count, memory_bytes=size)
+        for (name, size), count in Counter(found).items()
+    )
+
+
+def _memory_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(_CGROUP_MEMORY.read_text()))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return total

@@ -1,4 +1,4 @@
-"""Supervision of a node's agent: a thread in the node's Dask worker starts and restarts it.
+"""What a node's Dask worker does besides calls: it reports its machine and keeps an agent running.
 
 The thread adopts an agent that already runs (a resident one), otherwise starts one, and restarts it
 when it dies. An agent is found by ``<node_dir>/agent.json`` {pid, address, incarnation} and must
@@ -16,18 +16,21 @@ import random
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.addresses import AgentInfo, accepts
+from paceline.cluster.addresses import AgentInfo, accepts, machine
 from paceline.cluster.processes import dying_with_us, last_line, node_environment
+from paceline.config import this_node
 from paceline.errors import NotReady
-from paceline.system import write_private
+from paceline.system import own_program, write_private
 
 log = logging.getLogger(__name__)
 
 AGENT_FILE = "agent.json"
+REPORT = "paceline"  # the machine, in the scheduler's information on a worker
 WANTED_FILE = "agent-wanted.json"  # the order, read by the worker that replaces a dead one
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
 WATCH_S = 0.1
@@ -45,6 +48,16 @@ class AgentOrder:
     worker_id: str
     node_dir: str
     argv: tuple[str, ...]
+
+    @classmethod
+    def of_this_node(cls, agent_argv: Sequence[str], host: str) -> AgentOrder:
+        """Return the order for the node of this process; the agent listens at ``host``."""
+        node = this_node()
+        argv = [*own_program(agent_argv), "--state", str(node.state_dir)]
+        argv += ["--worker-id", node.worker_id, "--listen", f"{host}:0", "--die-with-parent"]
+        for label, value in node.labels.items():
+            argv += [f"--{label}", value]
+        return cls(worker_id=node.worker_id, node_dir=str(node.directory), argv=tuple(argv))
 
 
 class AgentKeeper:
@@ -149,8 +162,12 @@ _keepers: dict[str, AgentKeeper] = {}
 _keepers_lock = threading.Lock()
 
 
-def ensure_agent(order: AgentOrder, timeout_s: float) -> AgentInfo:
-    """Return the node's agent, adopted or started, and keep it running from now on."""
+def ensure_agent(agent_argv: Sequence[str], timeout_s: float) -> AgentInfo:
+    """Return this node's agent, adopted or started, and keep it running from now on."""
+    from distributed import get_worker
+    from distributed.comm import get_address_host
+
+    order = AgentOrder.of_this_node(agent_argv, get_address_host(get_worker().address))
     with _keepers_lock:
         keeper = _keepers.get(order.worker_id)
         if keeper is None:
@@ -161,15 +178,21 @@ def ensure_agent(order: AgentOrder, timeout_s: float) -> AgentInfo:
 
 
 def dask_setup(worker: Any) -> None:
-    """Restart the agent when a worker replaces a dead one (Dask calls this as a preload)."""
-    for parent in Path(worker.local_directory).parents:
-        if parent.name == worker.name and (wanted := parent / WANTED_FILE).is_file():
-            raw = json.loads(wanted.read_bytes())
-            order = AgentOrder(
-                worker_id=raw["worker_id"], node_dir=raw["node_dir"], argv=tuple(raw["argv"])
-            )
-            with _keepers_lock:
-                _keepers[order.worker_id] = AgentKeeper(order)
+    """Add the machine to what ``worker`` reports when it registers, and restart the agent that a
+    dead worker of this node had (Dask calls this as a preload)."""
+    found = machine().model_dump(mode="json")
+
+    async def report(_worker: Any) -> dict[str, Any]:
+        return found
+
+    worker.startup_information[REPORT] = report
+    if (wanted := this_node().directory / WANTED_FILE).is_file():
+        raw = json.loads(wanted.read_bytes())
+        order = AgentOrder(
+            worker_id=raw["worker_id"], node_dir=raw["node_dir"], argv=tuple(raw["argv"])
+        )
+        with _keepers_lock:
+            _keepers[order.worker_id] = AgentKeeper(order)
 
 
 def read_agent(order: AgentOrder) -> AgentInfo | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 import time
 import uuid
@@ -19,19 +18,21 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from paceline.cluster.addresses import AgentInfo, Node, labels_of, node_names
-from paceline.cluster.agents import AgentOrder, ensure_agent
+from paceline import __version__
+from paceline.cluster.addresses import AgentInfo, Machine, Node, by_number
+from paceline.cluster.agents import REPORT, ensure_agent
 from paceline.cluster.held_nodes import LAUNCH_DEADLINE_S, HeldNodes, events_in
 from paceline.cluster.pinned_calls import Calls, Crew, Member, check_cancel, claimed
 from paceline.cluster.worker_processes import Order
 from paceline.config import Runtime
-from paceline.errors import NotFound, PacelineError, ServiceUnavailable, WorkerLost
+from paceline.errors import Conflict, PacelineError, ServiceUnavailable, WorkerLost
+from paceline.system import PYTHON
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
 RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
-AGENT = (sys.executable, "-m", "paceline.cli.main", "agent")
+AGENT = (PYTHON, "-m", "paceline.cli.main", "agent")
 TICK_S = 0.25
 
 
@@ -76,7 +77,7 @@ class Fleet:
                 "the fleet's scheduler does not answer",
                 got=error,
                 where=address,
-                do="See `paceline status`; start the installation with `paceline up`.",
+                do="Start it: `paceline up`, or the scheduler that `paceline init` named.",
             ) from error
         return cls(runtime, client)
 
@@ -96,15 +97,27 @@ class Fleet:
         self._client.close(timeout=5)
 
     def nodes(self) -> list[Node]:
-        """Return the nodes that can be reached now, in the profile's order."""
-        present = self._addresses()
-        return [
-            Node(
-                worker_id=each, address=present[each], labels=labels_of(self.runtime.profile, each)
-            )
-            for each in node_names(self.runtime.profile)
-            if each in present
-        ]
+        """Return the nodes whose workers are registered now, by name.
+
+        Dask refuses a second worker of one name. Raises Conflict for another version of Paceline.
+        """
+        found: dict[str, Node] = {}
+        for address, worker in self._workers().items():
+            if (report := worker.get(REPORT)) is None:
+                log.info("a Dask worker that is no node of Paceline name=%s", worker["name"])
+                continue
+            name = str(worker["name"])
+            node = Node(worker_id=name, address=address, machine=Machine.model_validate(report))
+            if node.machine.version != __version__:
+                raise Conflict(
+                    "a node runs another version of Paceline",
+                    got=node.machine.version,
+                    wanted=__version__,
+                    where=name,
+                    do="Install the same version there and start its worker again.",
+                )
+            found[name] = node
+        return [found[each] for each in sorted(found, key=by_number)]
 
     def ensure_agents(
         self,
@@ -115,18 +128,16 @@ class Fleet:
     ) -> dict[str, AgentInfo]:
         """Return each node's running agent: adopted where one runs, otherwise started.
 
-        Agents are kept running until their node's worker ends. Without ``worker_ids``: all nodes of
-        the profile. Raises WorkerLost for an unreachable node, NotReady for an agent that does not
-        get ready.
+        Agents are kept running until their node's worker ends. Without ``worker_ids``: all nodes.
+        Raises WorkerLost for an unreachable node, NotReady for an agent that does not get ready.
         """
-        wanted = list(node_names(self.runtime.profile) if worker_ids is None else worker_ids)
+        wanted = [e.worker_id for e in self.nodes()] if worker_ids is None else list(worker_ids)
         deadline = time.monotonic() + timeout_s
         addresses = self._await_nodes(wanted, timeout_s)
-        orders = {each: self._agent_order(each, agent_argv) for each in wanted}
         patience_s = max(0.1, deadline - time.monotonic() - 0.5)
         calls = self._calls(slot=False)
-        for worker_id, order in orders.items():
-            calls.submit(worker_id, addresses[worker_id], ensure_agent, order, patience_s)
+        for worker_id in wanted:
+            calls.submit(worker_id, addresses[worker_id], ensure_agent, agent_argv, patience_s)
         answers = calls.gather(max(1.0, deadline - time.monotonic()))
         for answer in answers.values():
             if isinstance(answer, BaseException):
@@ -149,7 +160,7 @@ class Fleet:
                 address = addresses[worker_id]
                 calls.submit(worker_id, address, fn, *args, worker_id=worker_id)
         answers = calls.gather(max(0.1, deadline - time.monotonic()))
-        return {each: answers.get(each, _away(each)) for each in worker_ids}
+        return {each: answers.get(each, _away(each, addresses)) for each in worker_ids}
 
     def run_process(
         self,
@@ -179,7 +190,6 @@ class Fleet:
                 argv=tuple(argv),
                 env=dict(env or {}),
                 input_json=input_json,
-                directory=str(self.runtime.node_dir(worker_id) / "work"),
             ),
         )
         crew = Crew(self, [process])
@@ -243,16 +253,16 @@ class Fleet:
 
     def _addresses(self) -> dict[str, str]:
         """Return the address of each node's Dask worker, for nodes that have one now."""
+        return {str(each["name"]): address for address, each in self._workers().items()}
+
+    def _workers(self) -> dict[str, dict[str, Any]]:
         with _translated(self.runtime.endpoints.scheduler_address):
-            workers = self._client.scheduler_info(n_workers=-1)["workers"]
-        return {str(each["name"]): address for address, each in workers.items()}
+            found: dict[str, dict[str, Any]] = self._client.scheduler_info(n_workers=-1)["workers"]
+        return found
 
     def _await_nodes(
         self, worker_ids: Sequence[str], timeout_s: float, *, partial: bool = False
     ) -> dict[str, str]:
-        known = set(node_names(self.runtime.profile))
-        if unknown := [each for each in worker_ids if each not in known]:
-            raise NotFound("no such node", got=", ".join(unknown), wanted=f"one of {sorted(known)}")
         deadline = time.monotonic() + timeout_s
         while True:
             present = self._addresses()
@@ -260,27 +270,17 @@ class Fleet:
             if not missing or (partial and time.monotonic() > deadline):
                 return present
             if time.monotonic() > deadline:
-                raise _away(missing[0])
+                raise _away(missing[0], present)
             time.sleep(0.1)
 
-    def _agent_order(self, worker_id: str, agent_argv: Sequence[str]) -> AgentOrder:
-        labels = labels_of(self.runtime.profile, worker_id)
-        argv = [*agent_argv, "--state", str(self.runtime.state_dir), "--worker-id", worker_id]
-        argv += ["--host", labels.host, "--rack", labels.rack]
-        if labels.zone:
-            argv += ["--zone", labels.zone]
-        argv += ["--link-mbit", str(self.runtime.profile.cluster.link_mbit), "--die-with-parent"]
-        directory = str(self.runtime.node_dir(worker_id))
-        return AgentOrder(worker_id=worker_id, node_dir=directory, argv=tuple(argv))
 
-
-def _away(worker_id: str) -> WorkerLost:
+def _away(worker_id: str, present: Mapping[str, str]) -> WorkerLost:
     return WorkerLost(
         "the node is away",
-        got="no Dask worker of that name",
-        wanted="one",
+        got=f"workers {', '.join(sorted(present, key=by_number)) or 'none'}",
+        wanted="one of that name at the scheduler",
         where=worker_id,
-        do="Its nanny starts it again within seconds; see `paceline status` if it does not.",
+        do="A worker that died is back within seconds; else start it (`paceline worker`).",
     )
 
 

@@ -1,8 +1,10 @@
-"""The Dask service of an installation: a scheduler, and per node a nanny with one worker process.
+"""Dask's processes: a scheduler, and per node a nanny with one worker process.
 
-Run as ``python -m paceline.cluster.dask_service --state DIR``. Dask only places and watches
-processes: workers carry the names, directories and resources of nodes. All connections use TLS with
-the installation's own certificates, because a scheduler runs any client's code.
+``serve`` is the cluster of a profile: a scheduler, and as ``kind`` says all nodes on this machine
+(the embedded installation), a worker on each host over SSH (ssh.py), or none. A node of its own
+machine runs ``serve_nodes`` (`paceline worker`). Dask only places and watches processes: workers
+carry the names and resources of nodes. All connections use TLS with the installation's own
+certificates, because a scheduler runs any client's code.
 
 Scheduler and nannies are driven directly rather than through SpecCluster, which drops a node for
 good when its worker is missing for ``lost-worker-timeout``; here a lost worker is always restarted.
@@ -15,14 +17,18 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.cluster.addresses import CONTROL_THREADS, node_names
+from paceline.cluster.addresses import CONTROL_THREADS, labels_of, node_names
 from paceline.cluster.agents import WANTED_FILE
-from paceline.cluster.embedded import CLUSTER_FILE, port_of
-from paceline.config import Runtime, load_runtime, read_certificate
+from paceline.cluster.embedded import CLUSTER_FILE, TLS_DIRECTORY, port_of
+from paceline.cluster.ssh import serve_hosts
+from paceline.config import Runtime, ThisNode, load_runtime, read_certificate
+from paceline.errors import NotReady, ServiceUnavailable
 from paceline.system import write_private
 from paceline.text import log_to_stderr
 
@@ -35,7 +41,7 @@ WATCH_S = 1.0
 def dask_settings() -> dict[str, Any]:
     """Return the Dask configuration that a fleet needs, for scheduler, workers and clients."""
     return {
-        # a new worker restarts its agent
+        # the worker reports its machine and restarts its agent
         "distributed.worker.preload": ["paceline.cluster.agents"],
         "distributed.worker.daemon": False,  # ranks are children of workers
         "distributed.worker.multiprocessing-method": "spawn",
@@ -53,50 +59,149 @@ def dask_settings() -> dict[str, Any]:
 
 
 def security_of(runtime: Runtime) -> Any:
-    """Return the TLS settings with which scheduler, workers and clients authenticate."""
+    """Return the TLS settings with which scheduler, workers and clients authenticate.
+
+    One certificate for all of them, in ``<state>/dask-tls`` where the secrets name none. Raises
+    NotReady where it is missing.
+    """
     from distributed.security import Security
 
-    secrets = runtime.secrets
-    pair = {"cert": secrets.tls_cert, "key": secrets.tls_key}
+    secrets, files = runtime.secrets, runtime.state_dir / TLS_DIRECTORY
+    ca = secrets.tls_ca or str(files / "ca.pem")
+    cert = secrets.tls_cert or str(files / "server.pem")
+    key = secrets.tls_key or str(files / "server-key.pem")
+    if missing := [each for each in (ca, cert, key) if not Path(each).is_file()]:
+        raise NotReady(
+            "Dask's TLS files are not here",
+            got="no such file",
+            wanted="the three that `paceline init --scheduler` made",
+            where=missing[0],
+            do=f"Copy the directory {TLS_DIRECTORY} of the state directory that it made.",
+        )
+    authority = read_certificate(ca).decode()  # Dask takes PEM text in place of a path
     roles = {
         f"tls_{role}_{part}": path
         for role in ("scheduler", "worker", "client")
-        for part, path in pair.items()
+        for part, path in (("cert", cert), ("key", key))
     }
-    authority = read_certificate(secrets.tls_ca).decode()  # Dask takes PEM text in place of a path
     return Security(require_encryption=True, tls_ca_file=authority, **roles)
 
 
 async def serve(runtime: Runtime) -> None:
-    """Run scheduler and nodes until SIGTERM or SIGINT."""
-    import dask
+    """Run the cluster of a profile until SIGTERM or SIGINT: a scheduler here, and its nodes.
 
-    dask.config.set(dask_settings())
-    from distributed import Nanny, Scheduler
+    The nodes are here (``local``), on hosts over SSH, or started by others (``address``).
+    """
+    from distributed import Scheduler
+    from distributed.comm import get_address_host
 
+    address = runtime.endpoints.scheduler_address
+    scheduler = Scheduler(
+        host=get_address_host(address),
+        port=port_of(address),
+        protocol="tls",
+        security=security_of(runtime),
+        dashboard=False,
+        http_prefix="",
+    )
+    try:
+        await scheduler
+    except (OSError, RuntimeError) as error:
+        raise ServiceUnavailable(
+            "the scheduler cannot listen", got=error.__cause__ or error, where=address
+        ) from error
+    try:
+        if runtime.profile.cluster.kind == "local":
+            await _serve_local(runtime)
+        else:
+            log.info("scheduler ready address=%s", scheduler.address)
+            await serve_hosts(runtime, stop_event())
+    finally:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_DEADLINE_S):
+                await scheduler.close(reason="installation stops")
+
+
+async def _serve_local(runtime: Runtime) -> None:
+    ready_file = runtime.state_dir / "dask" / CLUSTER_FILE
+    ready_file.unlink(missing_ok=True)
+    address = runtime.endpoints.scheduler_address
+    nodes = [
+        ThisNode(
+            worker_id=each,
+            state_dir=runtime.state_dir,
+            labels=labels_of(runtime.profile, each).model_dump(exclude_defaults=True),
+        )
+        for each in node_names(runtime.profile)
+    ]
+
+    def ready() -> None:
+        names = [each.worker_id for each in nodes]
+        write_private(ready_file, json.dumps({"address": address, "nodes": names}).encode())
+        log.info("cluster ready nodes=%d address=%s", len(names), address)
+
+    try:
+        await serve_nodes(runtime, nodes, runtime.profile.services.host, ready)
+    finally:
+        ready_file.unlink(missing_ok=True)
+
+
+def stop_event(*, at_eof: bool = False) -> asyncio.Event:
+    """Return an event that SIGTERM, SIGINT and, with ``at_eof``, the end of standard input set."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if at_eof:
+
+        def read() -> None:
+            if not os.read(0, 4096):
+                loop.remove_reader(0)
+                stop.set()
+
+        loop.add_reader(0, read)
+    return stop
+
+
+async def serve_nodes(
+    runtime: Runtime,
+    nodes: Sequence[ThisNode],
+    host: str = "",
+    on_ready: Callable[[], None] = lambda: None,
+    *,
+    until_eof: bool = False,
+) -> None:
+    """Run the workers of ``nodes`` here, each under a nanny, until ``stop_event``.
+
+    They listen at ``host`` ("": the address on the way to the scheduler). A nanny that gives up, or
+    whose scheduler is away, is replaced. Raises ServiceUnavailable where a first start fails.
+    """
+    from distributed import Nanny
+    from distributed.comm import get_address_host
+    from distributed.utils import get_ip
+
+    address = runtime.endpoints.scheduler_address
+    host = host or get_ip(get_address_host(address))  # a worker without one listens everywhere
     security = security_of(runtime)
-    host = runtime.profile.services.host
-    ready_file = runtime.state_dir / "dask" / CLUSTER_FILE
-    ready_file.unlink(missing_ok=True)
+    stop = stop_event(at_eof=until_eof)
+
+    named = {each.worker_id: each for each in nodes}
 
     async def start_node(worker_id: str) -> Any:
-        return await Nanny(
-            runtime.endpoints.scheduler_address, **_node_options(runtime, worker_id, security)
-        )
+        return await Nanny(address, **_node_options(runtime, named[worker_id], security, host))
 
-    port = port_of(runtime.endpoints.scheduler_address)
-    scheduler = Scheduler(
-        host=host, port=port, protocol="tls", security=security, dashboard=False, http_prefix=""
-    )
-    await scheduler
-    names = node_names(runtime.profile)
-    nannies = dict(zip(names, await asyncio.gather(*map(start_node, names)), strict=True))
-    _write_ready(ready_file, scheduler.address, names)
-    log.info("cluster ready nodes=%d address=%s", len(names), scheduler.address)
+    try:
+        started = await asyncio.gather(*map(start_node, named))
+    except (OSError, RuntimeError, TimeoutError) as error:
+        raise ServiceUnavailable(
+            "the worker cannot register with Dask's scheduler",
+            got=error.__cause__ or error,
+            wanted="a scheduler with the same TLS files",
+            where=address,
+            do="Start the scheduler first; it must take connections from this machine.",
+        ) from error
+    nannies = dict(zip(named, started, strict=True))
+    on_ready()
     try:
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
@@ -104,21 +209,15 @@ async def serve(runtime: Runtime) -> None:
             if not stop.is_set():
                 await _replace_dead(nannies, start_node)
     finally:
-        ready_file.unlink(missing_ok=True)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_DEADLINE_S):
-                await asyncio.gather(
-                    *(
-                        each.close(timeout=2, reason="installation stops")
-                        for each in nannies.values()
-                    ),
-                    return_exceptions=True,
-                )
-                await scheduler.close(reason="installation stops")
+                closing = [each.close(timeout=2, reason="node stops") for each in nannies.values()]
+                await asyncio.gather(*closing, return_exceptions=True)
 
 
 async def _replace_dead(nannies: dict[str, Any], start_node: Any) -> None:
-    # A nanny restarts its worker itself; it stops doing so only when a start fails.
+    # A nanny restarts its worker itself; it stops doing so when a start fails, or when the
+    # scheduler ended.
     for worker_id, nanny in list(nannies.items()):
         if nanny.status.name in ("closed", "failed") or (
             nanny.status.name == "running"
@@ -130,28 +229,25 @@ async def _replace_dead(nannies: dict[str, Any], start_node: Any) -> None:
                 await nanny.close(timeout=1)
             try:
                 nannies[worker_id] = await asyncio.wait_for(start_node(worker_id), 30)
-            except Exception:
-                log.exception("node cannot be started, trying again worker=%s", worker_id)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the next try may work
+                log.warning("node is not started, trying again worker=%s why=%r", worker_id, error)
 
 
-def _node_options(runtime: Runtime, worker_id: str, security: Any) -> dict[str, Any]:
+def _node_options(runtime: Runtime, node: ThisNode, security: Any, host: str) -> dict[str, Any]:
     cluster = runtime.profile.cluster
-    directory = runtime.node_dir(worker_id) / "dask"
+    directory = node.directory / "dask"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (runtime.node_dir(worker_id) / WANTED_FILE).unlink(missing_ok=True)  # from an earlier start
+    (node.directory / WANTED_FILE).unlink(missing_ok=True)  # from an earlier start
     return {
-        "name": worker_id,
+        "name": node.worker_id,
+        "env": node.environment(),
         # Paceline's own calls wait for processes. They get extra threads, so that a node whose
         # other threads are all busy still answers.
         "nthreads": cluster.threads_per_node + CONTROL_THREADS,
-        "resources": {
-            "node": 1,
-            "rank": cluster.threads_per_node,
-            "slot": cluster.threads_per_node,
-        },
+        "resources": {"slot": cluster.threads_per_node},
         "memory_limit": cluster.node_memory_mb * 1_000_000 or None,
         "local_directory": str(directory),
-        "host": runtime.profile.services.host,
+        "host": host,
         "protocol": "tls",
         "security": security,
         "dashboard": False,
@@ -159,18 +255,23 @@ def _node_options(runtime: Runtime, worker_id: str, security: Any) -> dict[str, 
     }
 
 
-def _write_ready(path: Path, address: str, names: list[str]) -> None:
-    write_private(path, json.dumps({"address": address, "nodes": names}).encode())
+def run(serving: Coroutine[Any, Any, None]) -> None:
+    """Run ``serve`` or ``serve_nodes`` in a process of its own, with its logs on standard error."""
+    import dask
+
+    dask.config.set(dask_settings())
+    import distributed  # noqa: F401 - it sets the level of its logger
+
+    log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("distributed").setLevel(logging.WARNING)
+    asyncio.run(serving)
 
 
 def main() -> int:
     """Run the service named on the command line."""
     parser = argparse.ArgumentParser(prog="paceline.cluster.dask_service")
     parser.add_argument("--state", required=True, type=Path)
-    runtime = load_runtime(parser.parse_args().state)
-    log_to_stderr(logging.INFO, "%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("distributed").setLevel(logging.WARNING)
-    asyncio.run(serve(runtime))
+    run(serve(load_runtime(parser.parse_args().state)))
     return 0
 
 

@@ -23,13 +23,14 @@ from paceline.system import ensure_own_directory, is_loopback, write_private
 
 WORK_POOL = "paceline"
 PLAIN = ("s3", "prefect", "mlflow")  # servers without TLS
+TLS_DIRECTORY = "dask-tls"  # apart from the coordinator's: it is copied to nodes
 CLUSTER_FILE = "cluster.json"  # below <state>/dask; written once every node has joined
 
 
 def embedded_services(runtime: Runtime) -> tuple[ServiceSpec, ...]:
     """Return the services of ``runtime``, whose endpoints are already decided."""
     return (
-        _s3(runtime),
+        *([_s3(runtime)] if runtime.secrets.s3_access_key else []),
         _prefect_server(runtime),
         _mlflow(runtime),
         _dask(runtime),
@@ -137,6 +138,7 @@ def _prefect_worker(runtime: Runtime) -> ServiceSpec:
             **runtime.prefect_environment(),
             "PREFECT_HOME": str(home),
             "PREFECT_LOGGING_LEVEL": "INFO",
+            "PREFECT_LOGGING_EXTRA_LOGGERS": "paceline",  # stages, for who follows a flow run
             "PREFECT_RESULTS_DEFAULT_SERIALIZER": "json",
             "PACELINE_STATE": str(runtime.state_dir),
         },
@@ -297,26 +299,35 @@ def ensure_secrets(state_dir: Path) -> Secrets:
     path = state_dir / SECRETS_FILE
     if path.is_file():
         return Secrets.model_validate_json(path.read_bytes())
-    directory = state_dir / "tls"
-    ensure_own_directory(directory)
-    # One certificate for scheduler, workers and clients: each must present one of this CA to Dask.
-    authority = make_authority(directory, "paceline installation")
-    certificate, key = issue_server(
-        authority, ("localhost", "127.0.0.1"), directory, valid_days=VALID_DAYS
-    )
-    authority.key.unlink()  # it signs nothing more
+    authority, certificate, key = make_dask_tls(state_dir)
     made = Secrets(
         s3_access_key="paceline" + secrets.token_hex(6),
         s3_secret_key=secrets.token_urlsafe(30),
         coordinator_token=secrets.token_urlsafe(32),
         prefect_auth=f"paceline:{secrets.token_urlsafe(24)}",
         mlflow_auth=f"paceline:{secrets.token_urlsafe(24)}",
-        tls_ca=str(authority.cert),
+        tls_ca=str(authority),
         tls_cert=str(certificate),
         tls_key=str(key),
     )
     write_private(path, made.model_dump_json(indent=2).encode())  # last: the certificates exist
     return made
+
+
+def make_dask_tls(state_dir: Path) -> tuple[Path, Path, Path]:
+    """Make Dask's TLS files in ``<state>/dask-tls`` and return them: CA, certificate, key.
+
+    One certificate for scheduler, workers and clients: each must present one of this CA to Dask.
+    Its owner can run code on every node.
+    """
+    directory = state_dir / TLS_DIRECTORY
+    ensure_own_directory(directory)
+    authority = make_authority(directory, "paceline installation")
+    certificate, key = issue_server(
+        authority, ("localhost", "127.0.0.1"), directory, valid_days=VALID_DAYS
+    )
+    authority.key.unlink()  # it signs nothing more
+    return authority.cert, certificate, key
 
 
 def require_ours(state_dir: Path) -> None:

@@ -156,7 +156,6 @@ class HeldNodes:
             argv=self._argv,
             env=_ENVIRONMENT,
             input_json="",
-            directory=str(self._fleet.runtime.node_dir(worker_id) / "work"),
             gang_id=self._job_id,
             listens=True,
         )

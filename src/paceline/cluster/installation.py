@@ -25,7 +25,7 @@ from paceline.cluster.processes import clean_environment, last_line, resident_by
 from paceline.cluster.service import Launch, ServiceSpec, StopReport
 from paceline.cluster.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
 from paceline.config import Profile, Runtime
-from paceline.errors import NotReady, PacelineError
+from paceline.errors import InvalidProfile, NotReady, PacelineError
 from paceline.extras import require_extras
 from paceline.schemas import InstallationStatus, ServiceStatus
 from paceline.system import ensure_own_directory, ensure_private, process_holding
@@ -58,6 +58,14 @@ def start(
     if only is None:
         require_extras("flows")  # its servers are programs: no import here would fail
     state = Path(state_dir).absolute()
+    if profile.cluster.kind != "local":
+        raise InvalidProfile(
+            "`paceline up` starts one machine's nodes",
+            got=f'[cluster] kind = "{profile.cluster.kind}"',
+            wanted='kind = "local"',
+            where=f"profile {profile.name}",
+            do="For a fleet see `paceline init --scheduler` and `paceline worker`.",
+        )
     require_protected(profile, only)
     require_ours(state)
     ensure_own_directory(state)

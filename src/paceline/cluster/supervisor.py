@@ -32,7 +32,7 @@ from paceline.cluster.embedded import (
 from paceline.cluster.guard import become_subreaper, descendants, kill_descendants
 from paceline.cluster.processes import resident_bytes
 from paceline.cluster.service import Launch, Service
-from paceline.config import Endpoints, Profile, Runtime, save_runtime
+from paceline.config import DEFAULT_S3, Endpoints, Profile, Runtime, save_runtime
 from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
 from paceline.schemas import InstallationStatus
 from paceline.system import write_private
@@ -115,11 +115,11 @@ class Supervisor:
     def _start(self, launch: Launch) -> None:
         profile = Profile.model_validate(launch.profile)
         endpoints = self._reserve(profile)
+        secrets = ensure_secrets(self.state_dir)
+        if profile.objects.is_named:  # another's S3 server: boto3 finds the credentials
+            secrets = secrets.model_copy(update={"s3_access_key": "", "s3_secret_key": ""})
         runtime = Runtime(
-            profile=profile,
-            state_dir=self.state_dir,
-            endpoints=endpoints,
-            secrets=ensure_secrets(self.state_dir),
+            profile=profile, state_dir=self.state_dir, endpoints=endpoints, secrets=secrets
         )
         specs = [
             each
@@ -178,12 +178,15 @@ class Supervisor:
             port("the coordinator", first and first + number)
             for number in range(profile.control.replicas)
         ]
+        s3_url = profile.objects.endpoint_url or DEFAULT_S3
+        if not profile.objects.is_named:
+            s3_url = f"http://{host}:{port('S3', profile.services.s3_port)}"
         replicas = tuple(f"{scheme}://{host}:{each}" for each in ports)
         return Endpoints(
             prefect_api_url=f"http://{host}:{prefect}/api",
             prefect_ui_url=f"http://{host}:{prefect}",
             mlflow_url=f"http://{host}:{port('MLflow', profile.services.mlflow_port)}",
-            s3_url=f"http://{host}:{port('S3', profile.services.s3_port)}",
+            s3_url=s3_url,
             coordinator_url=replicas[0],
             coordinator_urls=replicas,
             coordinator_ca=security.rest_ca or authority if encrypted else "",

@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import IO
 
 from paceline.cluster.processes import Guarded, node_environment, start_guarded
+from paceline.config import this_node
 from paceline.errors import Conflict, NotFound, WorkerLost
+from paceline.system import own_program
 
 LEASE_S = 30.0
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -42,10 +44,10 @@ class Order:
     """A process to start on a node."""
 
     process_id: str
-    argv: tuple[str, ...]
+    argv: tuple[str, ...]  # PYTHON as its first word is the node's interpreter
     env: Mapping[str, str]
     input_json: str
-    directory: str  # working directory, created where missing
+    directory: str = ""  # working directory, created where missing; "": the node's own
     gang_id: str | None = None
     listens: bool = False  # its standard input stays open, for ``tell``
 
@@ -93,13 +95,14 @@ def launch(order: Order) -> int:
             raise Conflict(
                 "the node belongs to another gang", got=_gate and _gate[0], wanted=order.gang_id
             )
-        Path(order.directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory = Path(order.directory or this_node().directory / "work")
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         env = node_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
         with _input(order) as (stdin, write_end):
             guarded = start_guarded(
-                order.argv,
+                own_program(order.argv),
                 env=env,
-                cwd=order.directory,
+                cwd=directory,
                 grace_s=LEASE_S,
                 stdin=stdin,
                 stdout=subprocess.PIPE,

@@ -1,5 +1,25 @@
-from .authority import one_certificate as one_certificate, read_certificate as read_certificate
+from .authority import (
+    one_certificate as one_certificate,
+    other_file as other_file,
+    read_certificate as read_certificate,
+    read_other as read_other,
+)
 from .loading import load_profile as load_profile, profile_directories as profile_directories
+from .login import (
+    CLIENT_FILE as CLIENT_FILE,
+    Login as Login,
+    config_directory as config_directory,
+    delete_login as delete_login,
+    find_installation as find_installation,
+    read_login as read_login,
+    require_here as require_here,
+    save_login as save_login,
+)
+from .remote import (
+    RemoteAccess as RemoteAccess,
+    hub_access as hub_access,
+    oci_access as oci_access,
+)
 from .runtime import (
     DEFAULT_S3 as DEFAULT_S3,
     RUNTIME_FILE as RUNTIME_FILE,
@@ -7,6 +27,7 @@ from .runtime import (
     ObjectAccess as ObjectAccess,
     Runtime as Runtime,
     Secrets as Secrets,
+    ThisNode as ThisNode,
     aws_variables as aws_variables,
     default_state_dir as default_state_dir,
     derived_token as derived_token,
@@ -15,6 +36,7 @@ from .runtime import (
     object_access as object_access,
     require_unused as require_unused,
     save_runtime as save_runtime,
+    this_node as this_node,
 )
 from .settings import (
     CheckpointSettings as CheckpointSettings,
@@ -24,9 +46,12 @@ from .settings import (
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GuardSettings as GuardSettings,
+    HostSettings as HostSettings,
+    HubSettings as HubSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
+    OciSettings as OciSettings,
     Profile as Profile,
     RelaySettings as RelaySettings,
     SecuritySettings as SecuritySettings,

@@ -1,5 +1,8 @@
 """Read the certificate of a trusted authority: exactly one, from a file or a response.
 
+While an authority is replaced, another one is trusted beside it, in a file of its own
+(``ca.other.pem`` beside ``ca.pem``), again with exactly one certificate.
+
 OpenSSL trusts every certificate in a file, but a fingerprint covers only one. Input with more than
 one PEM block is refused, and the result is the parsed certificate encoded again, not the input
 bytes. Whether the authority is trusted is decided by the caller.
@@ -37,6 +40,20 @@ def one_certificate(pem: bytes, where: object = None) -> bytes:
         raise InvalidInput(
             "not a certificate", got=error, wanted=wanted, where=where, do=do
         ) from error
+
+
+def other_file(path: str | Path) -> Path:
+    """Return where the authority stands that is trusted beside the one at ``path``."""
+    return Path(path).with_suffix(".other.pem")
+
+
+def read_other(path: str | Path) -> bytes:
+    """Return the certificate that is trusted beside the one at ``path``, b"" where there is none.
+
+    Raises InvalidInput unless the file holds exactly one.
+    """
+    other = other_file(path)
+    return read_certificate(other) if other.is_file() else b""
 
 
 def read_certificate(path: str | Path) -> bytes:

@@ -10,9 +10,11 @@ import hashlib
 import hmac
 import json
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from paceline.config.settings import ObjectSettings, Profile, Settings
 from paceline.errors import AccessDenied, Conflict, NotReady
@@ -27,7 +29,7 @@ class Endpoints(Settings):
 
     coordinator_url: str = ""  # of the first (or only) replica
     coordinator_urls: tuple[str, ...] = ()  # of every replica, where there are several
-    coordinator_ca: str = ""  # PEM file that verifies their certificates
+    coordinator_ca: str = ""  # what verifies their certificates: a PEM file, or PEM itself
     s3_url: str = ""  # "": none (this machine's disk); DEFAULT_S3: what boto3 finds
     prefect_api_url: str = ""
     prefect_ui_url: str = ""
@@ -96,6 +98,7 @@ class Runtime(Settings):
     state_dir: Path
     endpoints: Endpoints
     secrets: Secrets
+    is_login: bool = Field(default=False, exclude=True)  # of a login: there is no state directory
 
     @property
     def models_url(self) -> str:
@@ -136,10 +139,21 @@ class Runtime(Settings):
         return access.model_copy(update={"endpoint_url": named})
 
     @property
-    def coordinator_ca(self) -> str:
-        """Return the PEM file that verifies the coordinator's certificate; "": the system's CAs."""
+    def coordinator_ca(self) -> str | bytes:
+        """Return what verifies the coordinator's certificate: a PEM file, or PEM; "": the system's
+        CAs.
+        """
         named = self.endpoints.coordinator_ca
+        if named.startswith("-----BEGIN "):
+            return named.encode()
         return str(self.state_dir / named) if named else ""
+
+    @property
+    def prefect_authorization(self) -> str:
+        """Return "user:password" of Prefect's API: the installation's own, or
+        $PREFECT_API_AUTH_STRING where Prefect runs elsewhere; "" where it needs none.
+        """
+        return self.secrets.prefect_auth or os.environ.get("PREFECT_API_AUTH_STRING", "")
 
     def node_dir(self, worker_id: str) -> Path:
         """Return the directory of node ``worker_id`` on its own disk."""
@@ -149,7 +163,7 @@ class Runtime(Settings):
         """Return the variables that point a Prefect client at this installation's server."""
         return {
             "PREFECT_API_URL": self.endpoints.prefect_api_url,
-            "PREFECT_API_AUTH_STRING": self.secrets.prefect_auth,
+            "PREFECT_API_AUTH_STRING": self.prefect_authorization,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
             "DO_NOT_TRACK": "1",
         }
@@ -187,6 +201,39 @@ def default_state_dir() -> Path:
     return Path(os.environ.get("PACELINE_STATE") or ".paceline").absolute()
 
 
+@dataclass(frozen=True, kw_only=True)
+class ThisNode:
+    """The node that this process runs on, as its Dask worker was started."""
+
+    worker_id: str
+    state_dir: Path
+    labels: Mapping[str, str]  # host, rack, zone
+
+    @property
+    def directory(self) -> Path:
+        """Return the node's directory, as ``Runtime.node_dir``."""
+        return self.state_dir / "nodes" / self.worker_id
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables from which ``this_node`` reads it."""
+        return {
+            "PACELINE_STATE": str(self.state_dir),
+            "PACELINE_WORKER_ID": self.worker_id,
+            "PACELINE_LABELS": json.dumps(dict(self.labels)),
+        }
+
+
+def this_node() -> ThisNode:
+    """Return this process's node; raises NotReady outside of a worker."""
+    if not (worker_id := os.environ.get("PACELINE_WORKER_ID", "")):
+        raise NotReady("no worker runs here", got="$PACELINE_WORKER_ID is not set")
+    return ThisNode(
+        worker_id=worker_id,
+        state_dir=default_state_dir(),
+        labels=json.loads(os.environ.get("PACELINE_LABELS", "{}")),
+    )
+
+
 def save_runtime(runtime: Runtime) -> Path:
     """Write ``runtime`` into its state directory (mode 0600) and return the path.
 
@@ -222,7 +269,9 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
     directory = Path(state_dir) if state_dir else default_state_dir()
     path = directory / RUNTIME_FILE
     try:
-        return Runtime.model_validate_json(path.read_bytes())
+        found = Runtime.model_validate_json(path.read_bytes())
+        # Not the directory in the file: replicas run on copies, on other machines and paths.
+        return found.model_copy(update={"state_dir": directory.absolute()})
     except FileNotFoundError as error:
         raise NotReady(
             "nothing runs here",

@@ -22,7 +22,7 @@ _KEPT = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
     r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
     r"|(OMP|MKL|KMP|OPENBLAS|GLOO|NCCL|TORCH|TORCHINDUCTOR|CUDA|NVIDIA|CUBLAS|ATEN|ONEDNN)_\w+"
-    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
     r"|PACELINE_(ATTEMPT|WORKER_ID)"
 )
 _SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE)
@@ -151,6 +151,8 @@ class TrainingSettings(Settings):
     """The training job."""
 
     ranks: int = Field(default=2, ge=1)
+    # Consecutive ranks on each node of a fleet; 0: one for each of its accelerators, else one.
+    ranks_per_node: int = Field(default=0, ge=0)
     steps: int = Field(default=120, ge=0)
     batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
@@ -177,10 +179,26 @@ class TrainingSettings(Settings):
     guard: GuardSettings = GuardSettings()
 
 
-class ClusterSettings(Settings):
-    """The machines: number, racks, links and memory."""
+class HostSettings(Settings):
+    """A machine on which `paceline cluster` starts a worker over SSH."""
 
-    kind: Literal["local"] = "local"
+    ssh: Annotated[str, StringConstraints(pattern=r"^[^-\s]\S*$")]  # as ssh takes it: [USER@]HOST
+    worker_id: str
+    rack: str = ""
+    zone: str = ""
+    state: str = "paceline-state"  # its state directory, from its user's home
+    program: str = "paceline"  # where its PATH does not have it: the path
+
+
+class ClusterSettings(Settings):
+    """The machines: where Dask's scheduler is; and of ``local`` number, racks, links, memory."""
+
+    # local: `paceline up` starts the nodes below on this machine; address: workers that their own
+    # operators start register with the Dask scheduler at ``scheduler``; ssh: `paceline cluster`
+    # starts that scheduler and a worker on each of ``hosts``.
+    kind: Literal["local", "address", "ssh"] = "local"
+    scheduler: Annotated[str, StringConstraints(pattern=r"^(tls://[^/]+:[0-9]+)?$")] = ""
+    hosts: tuple[HostSettings, ...] = ()
     nodes: int = Field(default=4, ge=1, le=10_000)
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)
@@ -229,6 +247,11 @@ class ObjectSettings(Settings):
     # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
     parameters: dict[str, str] = {}
 
+    @property
+    def is_named(self) -> bool:
+        """Return whether the profile names a server, so that none of our own has to run."""
+        return bool(self.endpoint_url or self.region or self.profile)
+
     @field_validator("parameters")
     @classmethod
     def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
@@ -237,9 +260,35 @@ class ObjectSettings(Settings):
         return value
 
 
+class HubSettings(Settings):
+    """The Hugging Face hub that ``hf://org/name@revision`` names.
+
+    Its token is the user's own, as Hugging Face's tools have it: a variable or a file.
+    """
+
+    endpoint: str = ""  # "": $HF_ENDPOINT, else https://huggingface.co
+    # Hosts (or host:port) that it may redirect a download to; * stands for any part.
+    redirect_hosts: tuple[str, ...] = ("*.huggingface.co", "*.hf.co")
+
+
+class OciSettings(Settings):
+    """Registries that ``oci://host/repository:tag`` names; credentials are those of `docker login`.
+
+    Both are hosts, or host:port; * stands for any part.
+    """
+
+    redirect_hosts: tuple[str, ...] = ()  # where blobs and tokens may come from, besides the host
+    plain_http: tuple[str, ...] = ()  # registries that are reached without TLS
+
+
 BucketPlace = Annotated[
     str,
     StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/]+)*/?$", max_length=1100),
+]
+
+
+RepositoryPlace = Annotated[
+    str, StringConstraints(pattern=r"^(hf|oci)://[A-Za-z0-9][^@\s]*$", max_length=512)
 ]
 
 
@@ -252,6 +301,8 @@ class SecuritySettings(Settings):
     source_roots: tuple[str, ...] = ()  # local directories models may come from
     # Buckets, or "bucket/prefix", that models may come from, besides storage.bucket.
     source_buckets: tuple[BucketPlace, ...] = ()
+    # What flows and REST may import: "hf://org/name", "hf://org/", "oci://host/repository"…
+    source_repositories: tuple[RepositoryPlace, ...] = ()
     # Allowed sources of `training.code_ref`: a module (with submodules), an absolute directory
     # (with everything below), or a prefix of an https:// or file:// URL that ends in "/".
     code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
@@ -373,6 +424,8 @@ class Profile(Settings):
     services: ServiceSettings = ServiceSettings()
     storage: StorageSettings = StorageSettings()
     objects: ObjectSettings = ObjectSettings()
+    hub: HubSettings = HubSettings()
+    oci: OciSettings = OciSettings()
     security: SecuritySettings = SecuritySettings()
     control: ControlSettings = ControlSettings()
     store: StoreSettings = StoreSettings()

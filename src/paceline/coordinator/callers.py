@@ -1,9 +1,9 @@
 """The identity of the current call's sender, for the code that decides or commits its change.
 
 The authentication guard sets ``current_call`` before the routes run; the context variable also
-reaches
-worker threads. From it come the audit event of a change, committed in the change's own transaction
-(``with_audit_event``), and the check that a worker's token acts for that worker only. No HTTP here.
+reaches worker threads. From it come the audit event of a change, committed in the change's own
+transaction (``with_audit_event``), and the check that a worker's token acts for that worker only.
+No HTTP here.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Caller:
     worker_id: str | None = None  # the only worker that it may act for
     admission: str = ""  # the token that its chain of renewals began with
     begins: bool = False  # its first use, which ends the token that it was issued to replace
+    authority: str | None = None  # digest of the authorities that came with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,7 @@ from paceline.schemas import (
     HeartbeatAnswer,
     StageRecord,
     digest_of,
+    select_workers,
 )
 
 log = logging.getLogger(__name__)
@@ -77,18 +78,18 @@ class Coordinator:
         *,
         progress: Progress,
         audit: Audit,
-        fetch_manifest: Callable[[str], Manifest],
-        patience: CoordinatorSettings | None = None,
+        resolve_source: Callable[[str], tuple[str, Manifest]],
+        settings: CoordinatorSettings | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._coordination, self._progress, self._audit = coordination, progress, audit
-        self._fetch_manifest = fetch_manifest
-        self._patience = patience or CoordinatorSettings()
+        self._resolve_source = resolve_source
+        self._settings = settings or CoordinatorSettings()
         self._monotonic, self._wall = monotonic, wall
         self._lock = threading.Lock()
         self._creations = threading.BoundedSemaphore(MAX_CREATIONS)
-        self._state = CoordinatorState(self._patience, leader_epoch=0)
+        self._state = CoordinatorState(self._settings, leader_epoch=0)
         self._ring = EventRing()
         self._keeping = threading.Lock()  # held while the ledger changes
         self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
@@ -135,7 +136,7 @@ class Coordinator:
             with self._lock:
                 if self._role.held is not None:
                     return  # the leader was read from the store before this replica was elected
-                self._role.heard(leader)
+                self._role.observed_leader(leader)
                 if state is not None:
                     self._state, self._trouble, self._followed = state, None, revision
                 ring = self._ring
@@ -247,25 +248,42 @@ class Coordinator:
         self._ticked_s = self._monotonic()
 
     def create(self, call: CreateDeployment, key: str | None) -> CreatedDeployment:
-        """Create a deployment, or return the one that this idempotency key created."""
-        body_digest = digest_of(call)
+        """Create a deployment, or return the one that this idempotency key created.
+
+        The record names the source as it is resolved now, and never an alias. What else the caller
+        left out is as the profile says.
+        """
+        profile = {"topology": self._settings.topology, "max_failed": self._settings.max_failed}
+        left_out = profile.keys() - call.model_fields_set
+        call = call.model_copy(update={each: profile[each] for each in left_out})
+        # Without a selector the digest is the one that versions before selectors stored.
+        body = call.model_dump(mode="json", exclude={"selector"} if call.selector is None else None)
+        body_digest = digest_of(body)
         with self._lock:
             self._require_leading()
             known = self._state.known_key(key, body_digest)
-        if known is not None:
-            return known
+            if known is not None:
+                return known
+            if call.selector is not None:
+                targets = select_workers(call.selector, self._state.fleet.workers())
+                call = call.model_copy(update={"target_workers": targets, "selector": None})
         if not self._creations.acquire(blocking=False):
             raise ServiceUnavailable(
                 "too many deployments are being created", wanted=f"at most {MAX_CREATIONS}"
             )
         try:
-            manifest = self._fetch_manifest(call.source_url)
+            source_url, manifest = self._resolve_source(call.source_url)
         finally:
             self._creations.release()
+        found = {
+            "source_url": source_url,
+            "model_id": call.model_id or manifest.model_id,
+            "version": call.version or manifest.version,
+        }
         answer = self.handle(
             Create(
                 deployment_id=_new_id(self._wall()),
-                call=call,
+                call=call.model_copy(update=found),
                 manifest=manifest,
                 key=key,
                 body_digest=body_digest,
@@ -312,7 +330,7 @@ class Coordinator:
             self._ledger = term, LedgerIndex(self._coordination.ledger())
         return self._ledger
 
-    def tell(self, observed: Sequence[EmitEvent]) -> None:
+    def commit_audit_events(self, observed: Sequence[EmitEvent]) -> None:
         """Commit audit events that change no state, such as a refused attempt."""
         with self._lock:
             self._commit(self._require_leading(), observed)
@@ -451,7 +469,7 @@ class Coordinator:
 
     def _state_of(self, kept: LoadedState, epoch: int) -> CoordinatorState:
         now_s = self._monotonic()
-        state = CoordinatorState.restore(kept, now_s, self._patience, leader_epoch=epoch)
+        state = CoordinatorState.restore(kept, now_s, self._settings, leader_epoch=epoch)
         state.fleet.merge_progress(self._progress.beats())
         for each in state.deployments():
             if not each.status.is_final:

@@ -196,7 +196,7 @@ class Replica:
             for key, (pieces, part) in seen.items()
             if sent.get(key) != pieces
         }
-        self._progress.put(parts, self._coordinator.read(lambda state: state.fleet.heard()))
+        self._progress.put(parts, self._coordinator.read(lambda state: state.fleet.last_beats()))
         for deployment_id in {key[0] for key in sent} - {key[0] for key in seen}:
             self._progress.drop(deployment_id)
         return {key: pieces for key, (pieces, _) in seen.items()}

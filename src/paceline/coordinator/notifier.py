@@ -35,16 +35,16 @@ class Notifier:
         """Return a future that the next ``ring`` completes; create it before reading the state, so
         that no change is missed in between.
         """
-        heard = asyncio.get_running_loop().create_future()
+        changed = asyncio.get_running_loop().create_future()
         with self._lock:
-            self._waiting.add(heard)
-        return heard
+            self._waiting.add(changed)
+        return changed
 
-    def leave(self, heard: asyncio.Future[None]) -> None:
+    def leave(self, changed: asyncio.Future[None]) -> None:
         """Stop waiting and cancel the future."""
         with self._lock:
-            self._waiting.discard(heard)
-        heard.cancel()
+            self._waiting.discard(changed)
+        changed.cancel()
 
 
 def _wake(waiting: list[asyncio.Future[None]]) -> None:

@@ -31,7 +31,7 @@ class Role:
         """Record that this replica no longer leads; the new leader is read later."""
         self.held = self._other = None
 
-    def heard(self, leader: Term | None) -> None:
+    def observed_leader(self, leader: Term | None) -> None:
         """Record who leads, as just read from the store."""
         self._other, self._heard_s = leader, self._monotonic()
         self.epoch = self.newest(leader)

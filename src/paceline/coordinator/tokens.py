@@ -155,6 +155,13 @@ class TokenRegistry:
             )
         return record
 
+    def is_in_use(self, worker_id: str, now: float) -> bool:
+        """Return whether an identity of ``worker_id`` is usable and was used."""
+        return any(
+            each.begun_at is not None and unusable_reason(each, now) is None
+            for each in self._identities(worker_id)
+        )
+
     def handle(self, event: TokenEvent) -> list[Effect]:
         """Apply one event and return the effects to commit and the answer."""
         match event:
@@ -248,6 +255,7 @@ class TokenRegistry:
             created_at=at,
             expires_at=event.expires_at,
             admission=shown.admission or shown.token_id,
+            authority=event.authority,
         )
         effects = self._forget(at)
         if shown.kind == "join" and shown.used_at is None:

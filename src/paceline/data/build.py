@@ -73,7 +73,7 @@ class SkippedSamples:
         return tuple(sorted(self._examples)[:SKIPPED_LISTED])
 
     @property
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return three examples in one line, for an error message."""
         return "; ".join(self.examples[:3])
 
@@ -405,7 +405,7 @@ def _require_usable(built: SnapshotBuilder, other: int, where: str, settings: Da
     if unusable > settings.max_bad_share * (unusable + built.samples):
         raise InvalidInput(
             "most samples of the source cannot be used",
-            got=f"{unusable} of {unusable + built.samples}: {built.skipped.told}",
+            got=f"{unusable} of {unusable + built.samples}: {built.skipped.summary}",
             wanted=f"at most {settings.max_bad_share:.0%}, data.max_bad_share",
             where=where,
             do="Mend the files, or name their fields: data.text_field, data.key_field.",
@@ -418,7 +418,7 @@ def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> I
         if settings.format == "text"
         else "too few samples for a training and a held-out split",
         got=f"{built.samples} usable sample(s), {built.skipped.count} skipped"
-        + (f" ({built.skipped.told})" if built.skipped.count else ""),
+        + (f" ({built.skipped.summary})" if built.skipped.count else ""),
         wanted=f"at least 2 different ones within {settings.max_bytes} bytes",
         where=where,
         do="Add samples, or raise data.max_bytes.",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from paceline.config import load_runtime
+from paceline.config import load_runtime, this_node
 from paceline.data import (
     ShardCache,
     Snapshot,
@@ -30,6 +30,7 @@ from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentE
 from paceline.evaluation.gate import TRAINING_DATA
 from paceline.evaluation.held_out import choose_prefixes
 from paceline.evaluation.scoring import score_models
+from paceline.manifest import directory_name
 from paceline.schemas import EvaluationReport, EvaluationSpec, Overlap, TrainingData
 from paceline.storage import ObjectStore
 
@@ -175,6 +176,9 @@ def main() -> int:
 
 def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
     """Return a local directory with the model; downloads it from object storage if needed."""
+    if where.startswith("node:"):
+        model_id, _, version = where.removeprefix("node:").rpartition("/")
+        return this_node().directory / "store" / "models" / directory_name(model_id) / version
     if not where.startswith("s3://"):
         return Path(where)
     directory = scratch / name

@@ -1,4 +1,5 @@
 from .build import build_manifest as build_manifest
+from .importing import import_model as import_model
 from .model import (
     ACTIVE as ACTIVE,
     MANIFEST_FILE as MANIFEST_FILE,
@@ -8,11 +9,15 @@ from .model import (
     Piece as Piece,
     Signature as Signature,
     check_paths as check_paths,
+    directory_name as directory_name,
+    is_older as is_older,
     version_key as version_key,
 )
 from .parse import MAX_MANIFEST_BYTES as MAX_MANIFEST_BYTES, parse_manifest as parse_manifest
 from .progress import (
     DIGEST as DIGEST,
+    IMPORT as IMPORT,
+    UPLOAD as UPLOAD,
     ProgressCounter as ProgressCounter,
     ProgressFormatter as ProgressFormatter,
     PublishProgress as PublishProgress,

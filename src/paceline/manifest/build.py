@@ -13,10 +13,11 @@ import os
 import re
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from paceline.errors import AccessDenied, Cancelled, InvalidManifest, SourceChanged, SourceMissing
 from paceline.manifest.model import (
@@ -29,15 +30,23 @@ from paceline.manifest.model import (
     Manifest,
     check_paths,
 )
-from paceline.manifest.progress import DIGEST, ProgressCallback, ProgressCounter, nobody, results
+from paceline.manifest.progress import (
+    DIGEST,
+    IMPORT,
+    ProgressCallback,
+    ProgressCounter,
+    ignore_progress,
+    results,
+)
 from paceline.manifest.sizes import MIB, DigestRun, Sizes, choose_sizes, chunk_layout, strands
-from paceline.schemas import NAME, PieceHash
+from paceline.schemas import MODEL_ID, NAME, PieceHash
 
 MAX_FILES = 100_000
 BLOCK = 4 * MIB  # read and hashed at once, in whole pieces
 MAX_STRANDS = 16  # bounds memory: a block each
 
-_NAME = re.compile(NAME)
+_NAMES = {"model_id": re.compile(MODEL_ID), "version": re.compile(NAME)}
+MAX_NAME = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +104,10 @@ def check_name(what: str, value: object) -> str:
     """Return ``value`` where it is a valid name of a model or a version, else raise
     InvalidManifest.
     """
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise InvalidManifest(f"bad {what}", got=repr(value)[:200], wanted=NAME, where=what)
+    wanted = _NAMES[what]
+    if not isinstance(value, str) or len(value) > MAX_NAME or not wanted.fullmatch(value):
+        got = repr(value)[:200]
+        raise InvalidManifest(f"bad {what}", got=got, wanted=wanted.pattern, where=what)
     if what == "version" and value == ACTIVE:
         raise InvalidManifest(
             "a version cannot be called so",
@@ -111,7 +122,7 @@ def check_name(what: str, value: object) -> str:
 def scan_model(root: Path) -> list[ScannedFile]:
     """Return the model's files in stream order (by path); follows no symlink."""
     try:
-        found = sorted(_walk(root, ""), key=lambda file: file.path)
+        found = list(_walk(root, ""))
     except FileNotFoundError as error:
         raise SourceMissing(
             "model directory does not exist", got=root, do="Check the path."
@@ -124,13 +135,19 @@ def scan_model(root: Path) -> list[ScannedFile]:
         raise AccessDenied(
             "model cannot be read", got=error.strerror, where=error.filename, do="Check its mode."
         ) from error
+    return require_model(found, root)
+
+
+def require_model(found: list[ScannedFile], where: object) -> list[ScannedFile]:
+    """Return the files sorted by path; raises InvalidManifest where they cannot be a model."""
     check_paths(file.path for file in found)
     if not any(file.size for file in found):
         got = f"{len(found)} empty files" if found else "no files"
-        raise InvalidManifest("model has no bytes", got=got, wanted="at least one byte", where=root)
+        wanted = "at least one byte"
+        raise InvalidManifest("model has no bytes", got=got, wanted=wanted, where=where)
     if len(found) > MAX_FILES:
         raise InvalidManifest("too many files", got=len(found), wanted=f"<= {MAX_FILES}")
-    return found
+    return sorted(found, key=lambda file: file.path)
 
 
 def digest(
@@ -141,14 +158,23 @@ def digest(
     model_id: str,
     version: str,
     piece_hash: PieceHash,
-    tell: ProgressCallback = nobody,
+    open_file: OpenFile | None = None,
+    on_progress: ProgressCallback = ignore_progress,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Read every file once and return the manifest; raises Cancelled soon after ``stopping`` is
     set, and the error of a file at once.
     """
     chunk_sizes = chunk_layout([file.size for file in found], *sizes)
-    reading = Digesting(root, found, sizes.piece_bytes, piece_hash, tell=tell, stopping=stopping)
+    reading = Digesting(
+        root,
+        found,
+        sizes.piece_bytes,
+        piece_hash,
+        open_file=open_file,
+        on_progress=on_progress,
+        stopping=stopping,
+    )
     files, checksums = reading.run(chunk_sizes)
     chunks: list[Chunk] = []
     offset = 0
@@ -166,9 +192,24 @@ def digest(
     )
 
 
+class FileReader(Protocol):
+    """Reads one file front to back; opened and closed as a context."""
+
+    block: int  # the most bytes of one read: whole pieces
+
+    def __enter__(self) -> FileReader: ...
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
+    def read(self, length: int) -> memoryview:
+        """Return the next ``length`` bytes, or fewer whole pieces of them."""
+        ...
+
+
+OpenFile = Callable[[ScannedFile], FileReader]
+
+
 class Digesting:
-    """Reads ``found`` below ``root`` and computes the digests of pieces and, unless
-    ``only_pieces``, the SHA-256 of files and chunks (else "").
+    """Reads ``found`` below ``root``, or by ``open_file``, and computes the digests of pieces and,
+    unless ``only_pieces``, the SHA-256 of files and chunks (else "").
     """
 
     def __init__(
@@ -179,15 +220,18 @@ class Digesting:
         piece_hash: PieceHash,
         *,
         only_pieces: bool = False,
-        tell: ProgressCallback = nobody,
+        open_file: OpenFile | None = None,
+        on_progress: ProgressCallback = ignore_progress,
         stopping: threading.Event | None = None,
     ) -> None:
         self._root, self._found = root, found
+        self._open = open_file or (lambda file: _Reader(root, file, piece_bytes))
         self._piece_bytes = piece_bytes
+        stage = DIGEST if open_file is None else IMPORT
         self._new_piece_hash = PIECE_HASHES[piece_hash]
         self._new_sha256 = _NoHash if only_pieces else hashlib.sha256
         self._stopping = stopping or threading.Event()
-        self._account = ProgressCounter(DIGEST, sum(f.size for f in found), len(found), tell)
+        self._account = ProgressCounter(stage, sum(f.size for f in found), len(found), on_progress)
         self._aside: ThreadPoolExecutor | None = None  # hashes blocks for the file's SHA-256
 
     def run(self, chunk_sizes: Sequence[int]) -> tuple[list[FileEntry], list[str]]:
@@ -210,7 +254,7 @@ class Digesting:
         room, chunk_hash = 0, self._new_sha256()
         for file in self._found[strand.first_file : strand.last_file]:
             file_hash, pieces, left = self._new_sha256(), [], file.size
-            with _Reader(self._root, file, self._piece_bytes) as reader:
+            with self._open(file) as reader:
                 while left:
                     if self._stopping.is_set():
                         raise Cancelled("digesting was stopped", where=self._root)

@@ -260,6 +260,19 @@ class Manifest:
 ACTIVE = "active"
 
 _PARTS = re.compile(r"\d+|[^\d._-]+")
+_DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # a commit, or the digest of a registry's image
+
+
+def is_older(version: str, than: str) -> bool:
+    """Return whether ``version`` comes before ``than`` by name; digests come in no order."""
+    if _DIGEST.fullmatch(version) or _DIGEST.fullmatch(than):
+        return False
+    return version_key(version) < version_key(than)
+
+
+def directory_name(model_id: str) -> str:
+    """Return the name of a model's one directory in a node's store: ``+`` for each ``/``."""
+    return model_id.replace("/", "+")
 
 
 def version_key(version: str) -> tuple[tuple[int, int, str], ...]:

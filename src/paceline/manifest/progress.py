@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from paceline.errors import Cancelled
 
-DIGEST, UPLOAD = "digest", "upload"
+DIGEST, UPLOAD, IMPORT = "digest", "upload", "import"
 REPORT_INTERVAL_S = 0.2
 RATE_WINDOW_S = 5.0
 
@@ -41,20 +41,20 @@ class PublishProgress:
 ProgressCallback = Callable[[PublishProgress], None]
 
 
-def nobody(_moved: PublishProgress) -> None:
+def ignore_progress(_moved: PublishProgress) -> None:
     """Ignore the progress."""
 
 
 class ProgressCounter:
-    """Counts one stage; several threads add. ``tell`` is called every ``REPORT_INTERVAL_S`` at
-    most, one call at a time, and at the end.
+    """Counts one stage; several threads add. ``on_progress`` is called every
+    ``REPORT_INTERVAL_S`` at most, one call at a time, and at the end.
     """
 
     def __init__(
-        self, stage: str, total_bytes: int, total_files: int, tell: ProgressCallback
+        self, stage: str, total_bytes: int, total_files: int, on_progress: ProgressCallback
     ) -> None:
         self._lock = threading.Lock()
-        self._tell = tell
+        self._on_progress = on_progress
         self._now = PublishProgress(stage, 0, total_bytes, 0, total_files)
         self._reported_s = float("-inf")
 
@@ -71,7 +71,7 @@ class ProgressCounter:
             )
             if now.is_over or time.monotonic() - self._reported_s >= REPORT_INTERVAL_S:
                 self._reported_s = time.monotonic()
-                self._tell(now)
+                self._on_progress(now)
 
     def ended_file(self, count: int = 0) -> None:
         """Count a file as complete, and ``count`` bytes of it."""

@@ -29,9 +29,15 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest.build import ScannedFile, check_name, digest, scan_model
-from paceline.manifest.model import MANIFEST_FILE, Manifest, version_key
+from paceline.manifest.model import MANIFEST_FILE, Manifest, is_older, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
-from paceline.manifest.progress import UPLOAD, ProgressCallback, ProgressCounter, nobody, results
+from paceline.manifest.progress import (
+    UPLOAD,
+    ProgressCallback,
+    ProgressCounter,
+    ignore_progress,
+    results,
+)
 from paceline.manifest.signing import TRUST_ANY, TrustPolicy, sign_manifest
 from paceline.manifest.sizes import MAX_PIECE, MIN_ALLOWED_PIECE, Sizes, choose_sizes
 from paceline.schemas import Count, PieceHash, Record, Sha256
@@ -62,7 +68,7 @@ def publish_model(
     piece_hash: PieceHash | None = None,
     key: Ed25519PrivateKey | None = None,
     allow_older: bool = False,
-    tell: ProgressCallback = nobody,
+    on_progress: ProgressCallback = ignore_progress,
     stopping: threading.Event | None = None,
 ) -> Manifest:
     """Upload the model in ``directory`` below ``url`` and return its manifest, signed by ``key``.
@@ -73,9 +79,9 @@ def publish_model(
     link, and ``piece_hash`` is "blake3" unless it is "sha256"; where a version is published or
     claimed there, those left open are as it has them, so that a faster link does not turn the same
     bytes into another manifest. A version older than the newest one beside it raises Conflict,
-    unless ``allow_older``. ``tell`` receives the progress of digesting and then of uploading, from
-    threads of their own. Soon after ``stopping`` is set the call raises Cancelled, and no manifest
-    is published; a file that fails sets ``stopping`` too.
+    unless ``allow_older``. ``on_progress`` receives the progress of digesting and then of
+    uploading, from threads of their own. Soon after ``stopping`` is set the call raises Cancelled,
+    and no manifest is published; a file that fails sets ``stopping`` too.
     """
     stopping = stopping or threading.Event()
     check_name("model_id", model_id)
@@ -95,7 +101,7 @@ def publish_model(
         model_id=model_id,
         version=version,
         piece_hash=piece_hash or (begun.piece_hash if begun else "blake3"),
-        tell=tell,
+        on_progress=on_progress,
         stopping=stopping,
     )
     if published and published.digest != manifest.digest:
@@ -109,7 +115,7 @@ def publish_model(
         manifest = sign_manifest(manifest, key)
     elif published:
         manifest = published  # its signature stays valid
-    uploaded = _upload(root, found, url, store, manifest, tell, stopping)
+    uploaded = _upload(root, found, url, store, manifest, on_progress, stopping)
     if manifest != published:
         if stopping.is_set():
             raise Cancelled("the publish was stopped", where=url, do="Run it again.")
@@ -219,9 +225,7 @@ def _refuse_older(url: str, version: str, store: ObjectStore) -> None:
     if name != version or not parse_url(f"{parent}/")[1]:
         return  # not a directory of versions: there is nothing to compare with
     for other in sorted(store.directories(parent), key=version_key, reverse=True):
-        if version_key(other) <= version_key(version):
-            return
-        if store.exists(join_url(parent, other, MANIFEST_FILE)):
+        if is_older(version, other) and store.exists(join_url(parent, other, MANIFEST_FILE)):
             raise Conflict(
                 "a newer version is published",
                 got=version,
@@ -237,7 +241,7 @@ def _upload(
     url: str,
     store: ObjectStore,
     manifest: Manifest,
-    tell: ProgressCallback,
+    on_progress: ProgressCallback,
     stopping: threading.Event,
 ) -> int:
     """Upload what is missing, largest files first, and return how many files that was.
@@ -253,7 +257,7 @@ def _upload(
         for file in sorted(found, key=lambda file: -file.size)
         if not (whole and there.get(join_url(url, file.path)) == file.size)
     ]
-    account = ProgressCounter(UPLOAD, sum(file.size for file in missing), len(missing), tell)
+    account = ProgressCounter(UPLOAD, sum(file.size for file in missing), len(missing), on_progress)
 
     def upload(file: ScannedFile) -> None:
         path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]

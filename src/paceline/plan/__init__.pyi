@@ -1,4 +1,3 @@
-from .closing import repair_trees as repair_trees
 from .cost import (
     SHARING_OVERHEAD as SHARING_OVERHEAD,
     SLACK_BYTES as SLACK_BYTES,
@@ -18,6 +17,7 @@ from .table import (
     plan_table as plan_table,
     predict as predict,
 )
+from .tree_repair import repair_trees as repair_trees
 from .trees import (
     NO_PARENT as NO_PARENT,
     ORIGIN as ORIGIN,

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.plan.flows import Flow, leaf_link_share
 from paceline.plan.inputs import ModelLayout, rack_of
+from paceline.plan.transfers import Transfer, leaf_link_share
 from paceline.plan.trees import ORIGIN, WorkerLine
 from paceline.schemas import Topology
 
@@ -70,10 +70,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class PlanCost:
-    """The cost of all flows together, and the rates that each can expect, in their order.
+    """The cost of all transfers together, and the rates that each can expect, in their order.
 
-    ``rates`` divides each link by the sizes of its flows, so that all end together: a lane of one
-    chunk beside one of a hundred is not expected to carry half. ``shares`` divides it evenly.
+    ``rates`` divides each link by the sizes of its transfers, so that all end together: a lane of
+    one chunk beside one of a hundred is not expected to carry half. ``shares`` divides it evenly.
     """
 
     prediction: Prediction
@@ -84,32 +84,32 @@ class PlanCost:
 def plan_cost(
     topology: Topology,
     line: WorkerLine,
-    flows: Sequence[Flow],
-    cargo: ModelLayout,
+    transfers: Sequence[Transfer],
+    layout: ModelLayout,
     network: Network,
 ) -> PlanCost:
-    """Return the cost of ``flows`` (each worker's after its source's, in every stripe)."""
+    """Return the cost of ``transfers`` (each worker's after its source's, in every stripe)."""
     workers = line.workers
     speed = [worker.link_mbit * 1e6 / 8 for worker in workers]
     external = _external(line, network)
-    bound = cargo.total / min(external, min(speed[: line.length], default=external))
+    bound = layout.total / min(external, min(speed[: line.length], default=external))
     leaves = set(line.leaves)
     taken, sent = [0] * len(workers), [0] * len(workers)
     to_leaves = [0] * len(workers)  # the part of ``sent`` that goes to leaves
-    readers = [0] * len(workers)  # flows out of, and into, each worker
+    readers = [0] * len(workers)  # transfers out of, and into, each worker
     sources = [0] * len(workers)
     origin = origin_readers = 0
-    for flow in flows:
-        counts = flow.size > 0
-        taken[flow.reader] += flow.size
-        sources[flow.reader] += counts
-        if flow.source >= 0:
-            sent[flow.source] += flow.size
-            readers[flow.source] += counts
-            if flow.reader in leaves:
-                to_leaves[flow.source] += flow.size
+    for transfer in transfers:
+        counts = transfer.size > 0
+        taken[transfer.reader] += transfer.size
+        sources[transfer.reader] += counts
+        if transfer.source >= 0:
+            sent[transfer.source] += transfer.size
+            readers[transfer.source] += counts
+            if transfer.reader in leaves:
+                to_leaves[transfer.source] += transfer.size
         else:
-            origin += flow.size
+            origin += transfer.size
             origin_readers += counts
     by_line = by_leaf = 0.0
     for place, rate in enumerate(speed):
@@ -119,20 +119,20 @@ def plan_cost(
         else:
             by_line = max(by_line, taken[place] / rate, (sent[place] - to_leaves[place]) / rate)
             by_leaf = max(by_leaf, sent[place] / rate)
-    crossing, by_uplink = _uplinks(line, flows, network)
+    crossing, by_uplink = _uplinks(line, transfers, network)
     shared = max(by_line, origin / external, by_uplink)
     even = by_line / shared if shared else 1.0  # links wait for the resource that limits all
-    carries = [_hop_rate(flow, speed, sources, readers) for flow in flows]
+    carries = [_hop_rate(transfer, speed, sources, readers) for transfer in transfers]
     from_origin = external / max(1, origin_readers)
     shares = [
-        even * rate if flow.source >= 0 else min(even * rate, from_origin)
-        for flow, rate in zip(flows, carries, strict=True)
+        even * rate if transfer.source >= 0 else min(even * rate, from_origin)
+        for transfer, rate in zip(transfers, carries, strict=True)
     ]
     rates = [
-        _part_of_links(flow, share, even, speed, taken, sent, external / max(1, origin))
-        for flow, share in zip(flows, shares, strict=True)
+        _part_of_links(transfer, share, even, speed, taken, sent, external / max(1, origin))
+        for transfer, share in zip(transfers, shares, strict=True)
     ]
-    depth, path, dying = _longest_path(flows, carries, from_origin, cargo)
+    depth, path, dying = _longest_path(transfers, carries, from_origin, layout)
     by = {
         "link": max(by_line, by_leaf),
         "origin": origin / external,
@@ -148,7 +148,7 @@ def plan_cost(
     }
     limit = max(by, key=lambda name: by[name])
     seconds = by[limit]
-    if any(flow.stripe for flow in flows):
+    if any(transfer.stripe for transfer in transfers):
         seconds *= 1 + SHARING_OVERHEAD.get(topology, 0.0)
     if path > max(DEPTH_LIMIT_SHARE * bound, seconds - bound):
         limit = "depth"
@@ -163,7 +163,9 @@ def _external(line: WorkerLine, network: Network) -> float:
     return min(links or [worker.link_mbit for worker in line.workers]) * 1e6 / 8
 
 
-def _uplinks(line: WorkerLine, flows: Iterable[Flow], network: Network) -> tuple[int, float]:
+def _uplinks(
+    line: WorkerLine, transfers: Iterable[Transfer], network: Network
+) -> tuple[int, float]:
     """Return how many bytes cross between racks, and the seconds of the busiest uplink."""
     racks = [rack_of(worker) for worker in line.workers]
     links: dict[tuple[str, str], float] = {}
@@ -172,14 +174,14 @@ def _uplinks(line: WorkerLine, flows: Iterable[Flow], network: Network) -> tuple
     into: Counter[tuple[str, str]] = Counter()
     out: Counter[tuple[str, str]] = Counter()
     crossing = 0
-    for flow in flows:
-        rack = racks[flow.reader]
-        if flow.source == ORIGIN:
-            into[rack] += flow.size
-        elif racks[flow.source] != rack:
-            into[rack] += flow.size
-            out[racks[flow.source]] += flow.size
-            crossing += flow.size
+    for transfer in transfers:
+        rack = racks[transfer.reader]
+        if transfer.source == ORIGIN:
+            into[rack] += transfer.size
+        elif racks[transfer.source] != rack:
+            into[rack] += transfer.size
+            out[racks[transfer.source]] += transfer.size
+            crossing += transfer.size
     most = max(
         (
             load / (links[rack] / network.oversubscription)
@@ -193,17 +195,17 @@ def _uplinks(line: WorkerLine, flows: Iterable[Flow], network: Network) -> tuple
 
 
 def _hop_rate(
-    flow: Flow, speed: Sequence[float], sources: Sequence[int], readers: Sequence[int]
+    transfer: Transfer, speed: Sequence[float], sources: Sequence[int], readers: Sequence[int]
 ) -> float:
-    """Return an even share, for this flow, of the two links it uses, in bytes/s."""
-    rate = speed[flow.reader] / max(1, sources[flow.reader])
-    if flow.source >= 0:
-        rate = min(rate, speed[flow.source] / max(1, readers[flow.source]))
+    """Return an even share, for this transfer, of the two links it uses, in bytes/s."""
+    rate = speed[transfer.reader] / max(1, sources[transfer.reader])
+    if transfer.source >= 0:
+        rate = min(rate, speed[transfer.source] / max(1, readers[transfer.source]))
     return rate
 
 
 def _part_of_links(
-    flow: Flow,
+    transfer: Transfer,
     share: float,
     even: float,
     speed: Sequence[float],
@@ -211,19 +213,19 @@ def _part_of_links(
     sent: Sequence[int],
     per_origin_byte: float,
 ) -> float:
-    """Return a flow's share, by size, of the links it uses, in bytes/s; ``share`` for an empty
-    flow.
+    """Return a transfer's share, by size, of the links it uses, in bytes/s; ``share`` for an empty
+    transfer.
     """
-    if not flow.size:
+    if not transfer.size:
         return share
-    rate = even * speed[flow.reader] * flow.size / taken[flow.reader]
-    if flow.source >= 0:
-        return min(rate, even * speed[flow.source] * flow.size / sent[flow.source])
-    return min(rate, per_origin_byte * flow.size)
+    rate = even * speed[transfer.reader] * transfer.size / taken[transfer.reader]
+    if transfer.source >= 0:
+        return min(rate, even * speed[transfer.source] * transfer.size / sent[transfer.source])
+    return min(rate, per_origin_byte * transfer.size)
 
 
 def _longest_path(
-    flows: Iterable[Flow], rates: Sequence[float], from_origin: float, cargo: ModelLayout
+    transfers: Iterable[Transfer], rates: Sequence[float], from_origin: float, layout: ModelLayout
 ) -> tuple[int, float, float]:
     """Return the longest path in hops, the seconds of a piece on it, and the expected cost of
     deaths on it.
@@ -231,19 +233,19 @@ def _longest_path(
     Without the slowest hop: all bytes pass it, and it is counted already. Deaths add up: every
     worker behind waits for each of them.
     """
-    piece = min(cargo.piece_bytes, cargo.total)
+    piece = min(layout.piece_bytes, layout.total)
     paths: dict[tuple[int, int], tuple[int, float, float]] = {}  # hops, seconds, slowest hop
     deepest, longest, dying = 1, 0.0, 0.0
-    for flow, rate in zip(flows, rates, strict=True):
-        hop_s = piece / (rate if flow.source >= 0 else min(rate, from_origin))
+    for transfer, rate in zip(transfers, rates, strict=True):
+        hop_s = piece / (rate if transfer.source >= 0 else min(rate, from_origin))
         hops, total_s, slowest_s = 1, hop_s, hop_s
-        above = None if flow.from_holder else paths.get((flow.stripe, flow.source))
+        above = None if transfer.from_holder else paths.get((transfer.stripe, transfer.source))
         if above is not None:
             hops, total_s, slowest_s = above[0] + 1, above[1] + hop_s, max(above[2], hop_s)
-        known = paths.get((flow.stripe, flow.reader))
+        known = paths.get((transfer.stripe, transfer.reader))
         if known is None or total_s - slowest_s > known[1] - known[2]:
-            paths[flow.stripe, flow.reader] = hops, total_s, slowest_s
-        if flow.size:
+            paths[transfer.stripe, transfer.reader] = hops, total_s, slowest_s
+        if transfer.size:
             deepest, longest = max(deepest, hops), max(longest, total_s - slowest_s)
             dying = max(dying, (hops - 1) * death_cost_s(slowest_s))
     return deepest, longest, dying

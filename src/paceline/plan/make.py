@@ -13,7 +13,6 @@ from typing import Any
 
 from paceline.errors import InvalidPlan
 from paceline.manifest import Manifest
-from paceline.plan.closing import repair_trees
 from paceline.plan.cost import (
     Network,
     PlanCost,
@@ -22,9 +21,10 @@ from paceline.plan.cost import (
     origin_shares,
     plan_cost,
 )
-from paceline.plan.flows import Flow, FlowBuilder, attach_leaves
 from paceline.plan.inputs import ModelLayout, PlanWorker, Standing, Stripe
 from paceline.plan.spares import MAX_SPARES, Spares
+from paceline.plan.transfers import Transfer, TransferBuilder, attach_leaves
+from paceline.plan.tree_repair import repair_trees
 from paceline.plan.trees import (
     NO_PARENT,
     ORIGIN,
@@ -41,13 +41,13 @@ RELAYED = (Topology.CHAIN, Topology.TREE_OF_CHAINS, Topology.MESH, Topology.TREE
 
 @dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """One topology worked out: its flows and their cost."""
+    """One topology worked out: its transfers and their cost."""
 
     topology: Topology
     line: WorkerLine
     trees: Trees
-    flows: list[Flow]
-    price: PlanCost
+    transfers: list[Transfer]
+    cost: PlanCost
     roots: list[int]  # by place in the line: bytes that it takes from the origin in the trees
     piece_bytes: int  # of the largest piece there is
 
@@ -77,11 +77,11 @@ def make_plan(
     """
     topology = topology_of(topology)
     check_workers(workers)
-    cargo = ModelLayout.of(manifest)
+    layout = ModelLayout.of(manifest)
     line = build_line(workers, seed, order)
     network = Network(external_mbit, oversubscription)
-    left = origin_cap_bytes(cargo.total) - origin_spent_bytes
-    draft = draft_plan(topology, line, cargo, network, origin_left=left)
+    left = origin_cap_bytes(layout.total) - origin_spent_bytes
+    draft = draft_plan(topology, line, layout, network, origin_left=left)
     pullers = [
         place
         for place in range(line.length)
@@ -89,12 +89,12 @@ def make_plan(
     ]
     if draft.topology is Topology.DIRECT:
         # Each worker reads the whole model from the origin, as requested.
-        shares = dict.fromkeys(pullers, origin_cap_bytes(cargo.total))
+        shares = dict.fromkeys(pullers, origin_cap_bytes(layout.total))
     else:
         needs = [draft.roots[place] for place in pullers]
-        given = origin_shares(cargo.total, origin_spent_bytes, needs)
+        given = origin_shares(layout.total, origin_spent_bytes, needs)
         shares = dict(zip(pullers, given, strict=True))
-    predicted = draft.price.prediction
+    predicted = draft.cost.prediction
     # Later epochs ignore holdings: every worker has some, and unchanged lanes need not be fetched
     # again.
     spares = Spares(line, draft.trees, returned=not order)
@@ -120,7 +120,7 @@ def make_plan(
 def draft_plan(
     topology: Topology,
     line: WorkerLine,
-    cargo: ModelLayout,
+    layout: ModelLayout,
     network: Network,
     *,
     origin_left: int | None = None,
@@ -130,41 +130,43 @@ def draft_plan(
     """
     if topology is Topology.AUTO:
         drafts = [
-            draft_plan(each, line, cargo, network, origin_left=origin_left) for each in RELAYED
+            draft_plan(each, line, layout, network, origin_left=origin_left) for each in RELAYED
         ]
-        return min(drafts, key=lambda draft: draft.price.prediction.expected_seconds)
+        return min(drafts, key=lambda draft: draft.cost.prediction.expected_seconds)
     if topology is Topology.DIRECT:
-        stripes = cargo.stripes(1)
-        roots = [cargo.total] * line.length
+        stripes = layout.stripes(1)
+        roots = [layout.total] * line.length
         up = [
             ORIGIN if place < line.length and not line.is_gone(place) else NO_PARENT
             for place in range(len(line.workers))
         ]
         trees = Trees([up], 1)
-        flows = [
-            Flow(place, ORIGIN, 0, stripes[0].first, stripes[0].last, size)
+        transfers = [
+            Transfer(place, ORIGIN, 0, stripes[0].first, stripes[0].last, size)
             for place, source in enumerate(up)
             if source == ORIGIN and not line.workers[place].complete
-            for size in cargo.missing(line.workers[place], stripes)
+            for size in layout.missing(line.workers[place], stripes)
         ]
     else:
         striped = topology in (Topology.TREE_OF_CHAINS, Topology.MESH)
-        stripes = cargo.stripes(cargo.stripe_count(len(line.core)) if striped else 1)
+        stripes = layout.stripes(layout.stripe_count(len(line.core)) if striped else 1)
         trees = build_trees(topology, line.workers, line.core, len(stripes))
         trees = repair_trees(trees, line.out)
         attach_leaves(line, trees)
-        roots = _origin_bytes(line, cargo, trees, stripes)
+        roots = _origin_bytes(line, layout, trees, stripes)
         scarce = origin_left is not None and origin_left < sum(roots)
         from_peers = topology is Topology.MESH
-        feeding = FlowBuilder(line, trees, cargo, stripes, scarce=scarce, from_peers=from_peers)
-        flows = feeding.flows()
-    price = plan_cost(topology, line, flows, cargo, network)
-    piece_bytes = min(cargo.piece_bytes, max(1, cargo.total))
-    return PlanDraft(topology, line, trees, flows, price, roots, piece_bytes)
+        feeding = TransferBuilder(
+            line, trees, layout, stripes, scarce=scarce, from_peers=from_peers
+        )
+        transfers = feeding.transfers()
+    cost = plan_cost(topology, line, transfers, layout, network)
+    piece_bytes = min(layout.piece_bytes, max(1, layout.total))
+    return PlanDraft(topology, line, trees, transfers, cost, roots, piece_bytes)
 
 
 def _origin_bytes(
-    line: WorkerLine, cargo: ModelLayout, trees: Trees, stripes: Sequence[Stripe]
+    line: WorkerLine, layout: ModelLayout, trees: Trees, stripes: Sequence[Stripe]
 ) -> list[int]:
     """Return, by place in the line, the bytes it lacks of the stripes that it takes from the
     origin.
@@ -173,7 +175,7 @@ def _origin_bytes(
     for number, up in enumerate(trees.up):
         for place in range(line.length):
             if up[place] == ORIGIN:
-                roots[place] += cargo.missing(line.workers[place], stripes)[number]
+                roots[place] += layout.missing(line.workers[place], stripes)[number]
     return roots
 
 
@@ -186,37 +188,37 @@ def _lanes_of_workers(
     All values are our own, so records are made without validation: 40,000 lanes of 10,000 workers
     in a second instead of ten.
     """
-    line, price = draft.line, draft.price
+    line, cost = draft.line, draft.cost
     origin = Source(kind="origin", url=source_url)
     sources = [worker.source for worker in line.workers]
-    by_reader: list[list[tuple[Flow, float]]] = [[] for _ in line.workers]
+    by_reader: list[list[tuple[Transfer, float]]] = [[] for _ in line.workers]
     slowest = [float("inf")] * len(line.workers)
-    for flow, rate, share in zip(draft.flows, price.rates, price.shares, strict=True):
-        by_reader[flow.reader].append((flow, rate))
+    for transfer, rate, share in zip(draft.transfers, cost.rates, cost.shares, strict=True):
+        by_reader[transfer.reader].append((transfer, rate))
         if share > 0:
-            slowest[flow.reader] = min(slowest[flow.reader], share)
+            slowest[transfer.reader] = min(slowest[transfer.reader], share)
 
-    def lane(flow: Flow, rate: float) -> Lane:
+    def lane(transfer: Transfer, rate: float) -> Lane:
         direct = draft.topology is Topology.DIRECT
-        places = spares.holders_for(flow.reader)[:MAX_SPARES] if direct else spares.of(flow)
+        places = spares.holders_for(transfer.reader)[:MAX_SPARES] if direct else spares.of(transfer)
         others = tuple([sources[place] for place in places])
-        from_origin = flow.source == ORIGIN
+        from_origin = transfer.source == ORIGIN
         return Lane.model_construct(
-            source=origin if from_origin else sources[flow.source],
+            source=origin if from_origin else sources[transfer.source],
             spares=others if from_origin else (*others, origin),
-            first_chunk=flow.first,
-            last_chunk=flow.last,
+            first_chunk=transfer.first,
+            last_chunk=transfer.last,
             expected_bytes_s=rate,
         )
 
     def part(place: int) -> WorkerLanes:
         worker = line.workers[place]
         counted = SLOW_LINK if worker.standing is Standing.TAIL else 1.0
-        flows = sorted(by_reader[place], key=lambda each: each[0].first)
+        transfers = sorted(by_reader[place], key=lambda each: each[0].first)
         return WorkerLanes.model_construct(
             **named,
             worker_id=worker.worker_id,
-            lanes=tuple([lane(flow, rate * counted) for flow, rate in flows]),
+            lanes=tuple([lane(transfer, rate * counted) for transfer, rate in transfers]),
             origin_budget_bytes=shares.get(place, 0),
             piece_deadline_s=deadline_s(draft.piece_bytes / slowest[place]),
         )

@@ -1,8 +1,9 @@
 """Chooses the spares of every lane: the sources to try, in order, when its source is lost.
 
-First the source that the next plan would name if that source alone were gone (``closing.match``),
-so that orphans spread over links that have just become free. Then sources further up, complete
-workers, and neighbours; never a worker that has its pieces only from this reader.
+First the source that the next plan would name if that source alone were gone
+(``tree_repair.match_orphans``), so that orphans spread over links that have just become free. Then
+sources further up, complete workers, and neighbours; never a worker that has its pieces only from
+this reader.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
-from paceline.plan.closing import match_orphans, nearest_below
-from paceline.plan.flows import Flow, nearness
 from paceline.plan.inputs import Standing
+from paceline.plan.transfers import Transfer, nearness
+from paceline.plan.tree_repair import match_orphans, nearest_below
 from paceline.plan.trees import ORIGIN, Trees, WorkerLine
 
 MAX_SPARES = 8  # workers; plans of 10,000 workers stay small and a retry loop stays short
@@ -50,11 +51,11 @@ class Spares:
         for place in range(len(line.workers)):
             self._assign_heirs(place)
 
-    def of(self, flow: Flow) -> list[int]:
-        """Return the places that replace ``flow``'s source, best first, without the origin."""
-        reader, stripe = flow.reader, flow.stripe
+    def of(self, transfer: Transfer) -> list[int]:
+        """Return the places that replace ``transfer``'s source, best first, without the origin."""
+        reader, stripe = transfer.reader, transfer.stripe
         chosen: list[int] = []
-        taken = {reader, flow.source}
+        taken = {reader, transfer.source}
 
         def add(candidates: Iterable[int], most: int = MAX_SPARES) -> None:
             for place in candidates:
@@ -65,17 +66,17 @@ class Spares:
                     taken.add(place)
 
         own = self._up[stripe][reader]
-        add(flow.others)
-        if flow.source != ORIGIN:
-            if flow.source != own and own >= 0:  # from a holder: the tree's own source is a spare
+        add(transfer.others)
+        if transfer.source != ORIGIN:
+            if transfer.source != own and own >= 0:  # from a holder: the own source is a spare
                 add([own])
             add([self._heirs[stripe].get(reader, ORIGIN)])
-            add(self._free_of(reader, stripe, self._sources_of(flow.source, stripe)))
-            ancestors = islice(self._ancestors(flow.source, stripe), _FARTHEST)
+            add(self._free_of(reader, stripe, self._sources_of(transfer.source, stripe)))
+            ancestors = islice(self._ancestors(transfer.source, stripe), _FARTHEST)
             add(self._free_of(reader, stripe, ancestors), MAX_ANCESTORS)
         add(self.holders_for(reader))
         around = self._around(reader)
-        if flow.source != ORIGIN:
+        if transfer.source != ORIGIN:
             add(self._free_of(reader, stripe, around))
         else:
             add(self._roots, MAX_SPARES - len(self._last_resort))

@@ -46,9 +46,9 @@ def predict(
             wanted="at least one worker and a link",
         )
     line = even_line(workers, racks, link_mbit, disk_mbit)
-    cargo = ModelLayout.even(total_bytes, piece_bytes, chunk_bytes)
+    layout = ModelLayout.even(total_bytes, piece_bytes, chunk_bytes)
     network = Network(external_mbit, oversubscription)
-    return draft_plan(topology, line, cargo, network).price.prediction
+    return draft_plan(topology, line, layout, network).cost.prediction
 
 
 def even_line(

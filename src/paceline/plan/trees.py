@@ -85,6 +85,7 @@ def build_trees(
     if topology is Topology.TREE:
         parents = _tree([workers[place] for place in core])
         return Trees([_from_parents(parents, core, len(workers))], FANOUT)
+    assert topology in (Topology.TREE_OF_CHAINS, Topology.MESH), topology
     weaver = _StripeTrees(stripes, len(workers))
     if not core:
         return Trees(weaver.up, stripes)

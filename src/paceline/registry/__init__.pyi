@@ -10,3 +10,8 @@ from .lineage import (
 )
 from .registry import Registry as Registry
 from .runs import RunStatus as RunStatus
+from .sources import (
+    import_place as import_place,
+    resolve_source as resolve_source,
+    resolve_version as resolve_version,
+)

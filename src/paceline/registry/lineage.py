@@ -84,6 +84,11 @@ class MetricPoint(NamedTuple):
     at_ms: int = 0
 
 
+def registered_name(model_id: str) -> str:
+    """Return the name of a model in MLflow, whose names have no ``/``."""
+    return model_id.replace("/", "--")
+
+
 def claim_digest(evidence: Evidence) -> str:
     """Return the digest of ``evidence`` without the approver, who may sign later."""
     return digest_of(evidence.model_copy(update={"approver": None}))

@@ -48,7 +48,7 @@ class Registry(RunLog):
         version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim)
         if version is None:
             self._store_evidence(mlflow_run_id, evidence)
-            created = self.call(
+            created = self._of(
                 "create_model_version",
                 model_id,
                 source_url,
@@ -71,7 +71,7 @@ class Registry(RunLog):
 
     def version(self, model_id: str, version: str) -> RegisteredVersion:
         """Return one version without its evidence; raises NotFound."""
-        return _registered(model_id, self.call("get_model_version", model_id, version))
+        return _registered(model_id, self._of("get_model_version", model_id, version))
 
     def evidence(self, model_id: str, version: str) -> Evidence:
         """Return the evidence bound to a version, its digest checked.
@@ -121,27 +121,9 @@ class Registry(RunLog):
             return False
         return self._alias(model_id, lineage.CHAMPION) != str(found.version)
 
-    def resolve(self, uri: str) -> tuple[str, str]:
-        """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``."""
-        name, separator, selector = uri.removeprefix("models:/").replace("@", "\0@").partition("\0")
-        if separator:
-            number = self._alias(name, selector[1:])
-            if number is None:
-                raise NotFound(f"{name} has no alias {selector[1:]}", got=uri)
-        else:
-            name, _, number = name.partition("/")
-        if not uri.startswith("models:/") or not name or not number:
-            raise InvalidInput(
-                "not a model's address", got=uri, wanted="models:/name@alias or models:/name/7"
-            )
-        found = self.version(name, number)
-        if not found.manifest_digest:
-            raise NotFound("this version is bound to no manifest", where=uri)
-        return found.source_url, found.manifest_digest
-
     def model_url(self, model_id: str, version: str | None = None) -> str:
         """Return the URL of the page in MLflow of a model or of one version."""
-        page = f"{self.tracking_uri}/#/models/{model_id}"
+        page = f"{self.tracking_uri}/#/models/{lineage.registered_name(model_id)}"
         return f"{page}/versions/{version}" if version else page
 
     def promote(
@@ -158,7 +140,7 @@ class Registry(RunLog):
         ``guard`` is called just before the switch and stops it by raising (a cancelled run, I11).
         Raises GateRefused, NotFound, and Conflict if another process moved the alias meanwhile.
         """
-        target = self.call("get_model_version", model_id, version)
+        target = self._of("get_model_version", model_id, version)
         self._require_passed_gate(model_id, target, evidence)
         self._require_stored(model_id, target, evidence.approver)
         digest = self._bind_approver(model_id, target, evidence)
@@ -300,7 +282,7 @@ class Registry(RunLog):
                 )
 
     def _trusted(self, model_id: str, number: str) -> RegisteredVersion:
-        target = self.call("get_model_version", model_id, number)
+        target = self._of("get_model_version", model_id, number)
         try:
             evidence = self.evidence(model_id, number)
         except (CorruptData, NotFound) as error:
@@ -316,39 +298,41 @@ class Registry(RunLog):
         text = canonical_json(evidence).decode()
         self.log_artifact_text(mlflow_run_id, text, lineage.evidence_path(digest_of(evidence)))
 
+    def _of(self, method: str, model_id: str, *args: Any, **more: Any) -> Any:
+        return self.call(method, lineage.registered_name(model_id), *args, **more)
+
     def _ensure_model(self, model_id: str) -> None:
         try:
-            self.call("get_registered_model", model_id)
+            self._of("get_registered_model", model_id)
         except NotFound:
             try:
-                self.call("create_registered_model", model_id)
+                self._of("create_registered_model", model_id)
             except Conflict:
                 return  # another process was faster
 
     def _find_by_tag(self, model_id: str, tag: str, value: str) -> Any | None:
         if "'" in model_id or "'" in value:
             raise InvalidInput("not a name the registry could hold", got=f"{model_id} {value}")
-        found = self.call(
-            "search_model_versions", f"name = '{model_id}' and tag.`{tag}` = '{value}'"
-        )
+        name = lineage.registered_name(model_id)
+        found = self.call("search_model_versions", f"name = '{name}' and tag.`{tag}` = '{value}'")
         return min(found, key=lambda each: int(each.version), default=None)
 
     def _alias(self, model_id: str, alias: str) -> str | None:
-        version = self.call("get_registered_model", model_id).aliases.get(alias)
+        version = self._of("get_registered_model", model_id).aliases.get(alias)
         return None if version is None else str(version)
 
     def _set_alias(self, model_id: str, alias: str, version: str | None) -> None:
         if version is not None:
-            self.call("set_registered_model_alias", model_id, alias, version)
+            self._of("set_registered_model_alias", model_id, alias, version)
         elif self._alias(model_id, alias) is not None:
-            self.call("delete_registered_model_alias", model_id, alias)
+            self._of("delete_registered_model_alias", model_id, alias)
 
     def _promoted_over(self, model_id: str, version: str) -> str | None:
-        tags = self.call("get_model_version", model_id, version).tags
+        tags = self._of("get_model_version", model_id, version).tags
         return tags.get(lineage.TAG_PROMOTED_OVER) or None
 
     def _tag(self, model_id: str, version: str, key: str, value: str) -> None:
-        self.call("set_model_version_tag", model_id, version, key, value)
+        self._of("set_model_version_tag", model_id, version, key, value)
 
 
 def _registered(model_id: str, found: Any, evidence: Evidence | None = None) -> RegisteredVersion:

@@ -5,7 +5,9 @@ from .joining import (
     DIRECTORY as DIRECTORY,
     JOINING_FILE as JOINING_FILE,
     Renewal as Renewal,
+    fetch_authority as fetch_authority,
     join as join,
+    joined_worker_id as joined_worker_id,
 )
 from .node import RelayDriver as RelayDriver
 from .origin import (
@@ -19,6 +21,14 @@ from .process import (
     AgentConfig as AgentConfig,
     SignalEvent as SignalEvent,
     advertised_address as advertised_address,
+)
+from .rotation import (
+    add_authority as add_authority,
+    endorse as endorse,
+    require_trusted as require_trusted,
+    retire_authority as retire_authority,
+    switch_authority as switch_authority,
+    trusted_set as trusted_set,
 )
 from .sources import (
     DirectoryReader as DirectoryReader,

@@ -197,16 +197,23 @@ class Agent:
                 hostname=config.host or socket.gethostname(),
                 rack=config.rack,
                 available_storage=0,
-                labels=Labels(host=config.host, rack=config.rack, zone=config.zone),
+                labels=Labels(
+                    host=config.host,
+                    rack=config.rack,
+                    zone=config.zone,
+                    others=config.other_labels,
+                ),
                 address=self.address,
                 link_mbit=self._link_mbit,
                 pid=os.getpid(),
                 process=secrets.token_hex(8),
+                findings=config.findings,
             ),
             self._next_incarnation,
             trust=TrustPolicy.of(self._runtime.profile.security),
             stored=self._stored,
             on_barred=self._transport.barred.replace,
+            on_outdated=self._renewal.hasten if self._renewal else lambda: None,
         )
 
     def _heartbeat_loop(self, control: ControlLoop) -> None:
@@ -239,7 +246,7 @@ class Agent:
 
     def _use_renewed_identity(self, renewed: Runtime) -> None:
         """Use the renewed token and certificate for new connections."""
-        self._client.use_token(renewed.secrets.agents_token)
+        self._client.use(renewed.secrets.agents_token, renewed.coordinator_ca)
         if not self._transport.reload():
             log.warning("restart this agent before its old certificate expires: gRPC keeps it")
 

@@ -223,6 +223,7 @@ class ControlLoop:
         stored: StoredLanes | None = None,
         manifest: Manifest | None = None,
         on_barred: Callable[[Iterable[str]], None] = lambda _names: None,
+        on_outdated: Callable[[], object] = lambda: None,
     ) -> None:
         self._calls = calls
         self._driver = driver
@@ -231,7 +232,7 @@ class ControlLoop:
         self._trust = trust or TrustPolicy()
         self._stored = stored
         self._manifest = manifest  # of the newest lanes; the driver has its own
-        self._on_barred = on_barred
+        self._on_barred, self._on_outdated = on_barred, on_outdated
         self._report = HeartbeatBuilder(registration.worker_id, driver)
         self._registered = False
         self._withdrawals = 0
@@ -296,6 +297,8 @@ class ControlLoop:
         )
         self.interval_s = answer.next_beat_s
         self._on_barred(answer.barred)
+        if answer.renew:
+            self._on_outdated()
         self._report.mark_acknowledged()
         if self._stored is not None:
             self._stored.reported(beat.deployments)

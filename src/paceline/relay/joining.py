@@ -30,7 +30,9 @@ from paceline.config import (
     Runtime,
     Secrets,
     one_certificate,
+    other_file,
     read_certificate,
+    read_other,
     require_unused,
     save_runtime,
 )
@@ -42,6 +44,7 @@ from paceline.errors import (
     PermanentError,
     ServiceUnavailable,
 )
+from paceline.relay.rotation import require_trusted
 from paceline.relay.transport import fingerprint, new_request
 from paceline.schemas import SHA256_HEX, JoinWorker, WorkerIdentity
 from paceline.system import Endpoint, ensure_own_directory, fetch, restrict_directory, write_private
@@ -57,6 +60,7 @@ JOINING_FILE = "joining.pem"  # the key of a request whose answer has not arrive
 MAX_CA_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
 RENEWAL_CHECK_S = 60.0  # between two checks of the clock; after a failure too
+SPREAD_S = 5.0  # over which the nodes of a fleet renew when its authorities change
 STATE_DIR_MODE = (
     0o755  # mode of a node's state directory: servers of other users load models from it
 )
@@ -67,6 +71,7 @@ def join(
 ) -> bool:
     """Make this node ``worker_id``; return False where it is that already, without using the token.
 
+    A node that joined with another token before, and was taken out since, joins anew with this one.
     ``ca`` is the authority that the coordinator's certificate is checked against; without one, the
     authority whose fingerprint is in the token. Raises AccessDenied (the token was used for another
     node, is expired, or belongs to another worker), Conflict (the directory belongs to another
@@ -74,9 +79,10 @@ def join(
     ServiceUnavailable where no answer arrives: the key stays here, and a second call with the same
     token is answered for it.
     """
-    if _joined_as(state_dir) is not None:
+    if (about := _joined_as(state_dir)) is not None:
         _require_same(state_dir, worker_id)
-        return False
+        if about.get("joined_with") in (None, _id_of(token)):
+            return False
     require_unused(state_dir)
     endpoint = Endpoint.of(coordinator_url)
     if not endpoint.secure and not endpoint.on_loopback:
@@ -89,7 +95,7 @@ def join(
     pinned = _pin_of(token)
     trusted: Path | bytes | None = ca
     if endpoint.secure and trusted is None:
-        trusted = _fetch_pinned_ca(endpoint, pinned)
+        trusted = fetch_authority(endpoint, pinned)
     directory = state_dir / DIRECTORY
     kept = directory / JOINING_FILE
     made = [each for each in (directory, *directory.parents) if not each.exists()]
@@ -99,13 +105,14 @@ def join(
         key = kept.read_bytes() if kept.exists() else None
         key, request = new_request(worker_id, key)
         write_private(kept, key)
-        client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "")
+        client = AccessClient(endpoint.url, token, TIMEOUT_S, ca=trusted or "", follows=True)
         try:
             identity = client.join(JoinWorker(worker_id=worker_id, csr=request.decode()))
         finally:
             client.close()
-        _require_pinned(identity, pinned)
-        _store_identity(state_dir, identity, key, _runtime_of(state_dir, endpoint.url, identity))
+        require_trusted(identity, {pinned})
+        runtime = _runtime_of(state_dir, endpoint.url, identity)
+        _store_identity(state_dir, identity, key, runtime, joined_with=_id_of(token))
     except PermanentError:
         kept.unlink(missing_ok=True)
         for each in made:
@@ -129,7 +136,7 @@ class Renewal:
     ) -> None:
         """``on_renewed`` is called with the renewed runtime, on that thread."""
         self._runtime, self._on_renewed, self._wall = runtime, on_renewed, wall
-        self._stopping = threading.Event()
+        self._stopping, self._hastened = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="renewal", daemon=True)
 
     @classmethod
@@ -144,11 +151,16 @@ class Renewal:
     def stop(self) -> None:
         """Stop; a renewal in progress is not awaited."""
         self._stopping.set()
+        self._hastened.set()
 
-    def renew_if_due(self) -> bool:
-        """Renew when due and return whether it was; raises the coordinator's error."""
+    def hasten(self) -> None:
+        """Renew now, within ``SPREAD_S``: the authorities have changed."""
+        self._hastened.set()
+
+    def renew_if_due(self, *, now: bool = False) -> bool:
+        """Renew when due (or ``now``) and return whether it was; raises the coordinator's error."""
         about = _joined_as(self._runtime.state_dir)
-        if about is None or self._wall() < about["renew_at"]:
+        if about is None or not (now or self._wall() >= about["renew_at"]):
             return False
         worker_id = str(about["worker_id"])
         key, request = new_request(worker_id)
@@ -158,19 +170,25 @@ class Renewal:
         finally:
             client.close()
         held = self._runtime.state_dir / DIRECTORY / CA_FILE
-        _require_pinned(identity, fingerprint(read_certificate(held)))
+        trusted = filter(None, (read_certificate(held), read_other(held)))
+        require_trusted(identity, {fingerprint(each) for each in trusted})
         base_url = self._runtime.endpoints.coordinator_url
         renewed = _runtime_of(self._runtime.state_dir, base_url, identity)
-        _store_identity(self._runtime.state_dir, identity, key, renewed)
+        joined_with = about.get("joined_with")
+        _store_identity(self._runtime.state_dir, identity, key, renewed, joined_with=joined_with)
         self._runtime = renewed
         log.info("renewed worker=%s until=%d", worker_id, identity.certificate_expires_at)
         self._on_renewed(renewed)
         return True
 
     def _work(self) -> None:
-        while not self._stopping.wait(RENEWAL_CHECK_S * random.uniform(0.5, 1.0)):
+        while True:
+            now = self._hastened.wait(RENEWAL_CHECK_S * random.uniform(0.5, 1.0))
+            if self._stopping.wait(random.uniform(0.0, SPREAD_S) if now else 0.0):
+                return
+            self._hastened.clear()
             try:
-                self.renew_if_due()
+                self.renew_if_due(now=now)
             except PacelineError as error:
                 log.warning("the identity was not renewed (trying again): %s", error)
             except OSError as error:
@@ -188,21 +206,13 @@ def _pin_of(token: str) -> str:
     return pinned
 
 
-def _require_pinned(identity: WorkerIdentity, pinned: str) -> None:
-    """Raise AccessDenied unless the authority in the answer is the pinned one."""
-    got = fingerprint(identity.ca.encode())
-    if got != pinned:
-        raise AccessDenied(
-            "the answer names another authority than the one that is trusted here",
-            got=f"authority {got}",
-            wanted=f"authority {pinned}",
-            do="Check the coordinator's authority; join again with a new token if it was replaced.",
-        )
+def _id_of(token: str) -> str:
+    """Return the public id in a token."""
+    return token.split("_")[1] if token.count("_") > 1 else ""
 
 
-def _fetch_pinned_ca(endpoint: Endpoint, wanted: str) -> bytes:
-    """Return the coordinator's CA certificate, if its fingerprint is ``wanted``, the one in the
-    token.
+def fetch_authority(endpoint: Endpoint, wanted: str) -> bytes:
+    """Return the coordinator's CA certificate, if its fingerprint is ``wanted``.
 
     No secret is sent and nothing else is trusted on this connection: only the fingerprint makes the
     answer good, and it must hold exactly one certificate.
@@ -219,7 +229,7 @@ def _fetch_pinned_ca(endpoint: Endpoint, wanted: str) -> bytes:
     got = fingerprint(trusted)
     if got != wanted:
         raise AccessDenied(
-            "this is not the coordinator that made the token",
+            "this is not the coordinator that the fingerprint is of",
             got=f"authority {got}",
             wanted=f"authority {wanted}",
             where=where,
@@ -273,24 +283,38 @@ def _reachable_urls(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
 
 
 def _store_identity(
-    state_dir: Path, identity: WorkerIdentity, key: bytes, runtime: Runtime
+    state_dir: Path,
+    identity: WorkerIdentity,
+    key: bytes,
+    runtime: Runtime,
+    *,
+    joined_with: str | None,
 ) -> None:
     """Store the identity; the file with the renewal time comes last, because it vouches for the
     rest.
     """
     directory = state_dir / DIRECTORY
-    authorities = {CA_FILE: identity.ca, REST_CA_FILE: identity.rest_ca}
-    trusted = {name: one_certificate(pem.encode()) for name, pem in authorities.items() if pem}
-    for name, pem in trusted.items():
-        write_private(directory / name, pem)
+    own_port = identity.rest_ca == identity.ca  # the port's certificate is of the same authority
+    authorities = {
+        directory / CA_FILE: identity.ca,
+        other_file(directory / CA_FILE): identity.other_ca,
+        directory / REST_CA_FILE: identity.rest_ca,
+        other_file(directory / REST_CA_FILE): identity.other_ca if own_port else None,
+    }
+    trusted = {path: one_certificate(pem.encode()) for path, pem in authorities.items() if pem}
+    for path, certificate in trusted.items():
+        write_private(path, certificate)
     save_runtime(runtime)
     write_private(directory / NODE_FILE, key + identity.certificate.encode())
     about = {
         "worker_id": identity.worker_id,
         "renew_at": identity.renew_at,
         "expires_at": identity.certificate_expires_at,
+        "joined_with": joined_with,
     }
     write_private(directory / IDENTITY_FILE, json.dumps(about).encode())
+    for path in authorities.keys() - trusted.keys():  # retired, now that nothing of it is in use
+        path.unlink(missing_ok=True)
 
 
 def _joined_as(state_dir: Path) -> dict[str, Any] | None:
@@ -307,6 +331,24 @@ def _joined_as(state_dir: Path) -> dict[str, Any] | None:
         ) from error
     assert isinstance(about, dict)
     return about
+
+
+def joined_worker_id(state_dir: Path, worker_id: str = "") -> str:
+    """Return the name that the node of ``state_dir`` joined under, or else ``worker_id``.
+
+    Raises Conflict where they differ, InvalidInput where there is none.
+    """
+    about = _joined_as(state_dir) or {}
+    if worker_id:
+        _require_same(state_dir, worker_id)
+    elif not about:
+        raise InvalidInput(
+            "this node has no name",
+            wanted="a directory of a node that joined, or --worker-id",
+            where=state_dir,
+            do="Let it join: `paceline agent --join`.",
+        )
+    return worker_id or str(about["worker_id"])
 
 
 def _require_same(state_dir: Path, worker_id: str) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
-from paceline.schemas import NAME
+from paceline.schemas import LABEL_KEY, LABEL_VALUE, MOST_LABELS, NAME, PLACES
 
 PARENT_POLL_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -170,6 +170,8 @@ class AgentConfig:
     host: str = ""  # labels: where the node is
     rack: str = ""
     zone: str = ""
+    labels: tuple[str, ...] = ()  # others, each "key=value"
+    findings: tuple[str, ...] = ()  # of `paceline doctor`: what needs something here
     link_mbit: float | None = None  # the rate that plans expect; None: the profile's
     limit_mbit: float | None = None  # each way; None: link_mbit if [cluster] paced; 0: none
     listen: str = "127.0.0.1:0"
@@ -188,12 +190,34 @@ class AgentConfig:
                 raise InvalidInput(
                     "a label is too long", got=got, wanted=wanted, where=f"--{label}"
                 )
+        _ = self.other_labels  # raises InvalidInput
         least, most = LINK_MBIT_RANGE
         for option, mbit in (("link-mbit", self.link_mbit), ("limit-mbit", self.limit_mbit)):
             unlimited = option == "limit-mbit" and mbit == 0
             if mbit is not None and not (unlimited or least <= mbit <= most):
                 wanted = f"{least:g} to {most:g} Mbit/s"
                 raise InvalidInput("not a rate", got=mbit, wanted=wanted, where=f"--{option}")
+
+    @property
+    def other_labels(self) -> dict[str, str]:
+        """Return ``labels`` by key; raises InvalidInput."""
+        found: dict[str, str] = {}
+        for each in self.labels:
+            key, equals, value = each.partition("=")
+            good = re.fullmatch(LABEL_KEY, key) and re.fullmatch(LABEL_VALUE, value)
+            if not (equals and good) or key in found or key in PLACES:
+                raise InvalidInput(
+                    "not a label",
+                    got=repr(each)[:200],
+                    wanted="key=value, each key once, of letters, digits, '.', '_', '-', '/', and "
+                    f"none of {', '.join(PLACES)}, which are options of their own",
+                    where="--label",
+                )
+            found[key] = value
+        if len(found) > MOST_LABELS:
+            got, wanted = f"{len(found)}", f"at most {MOST_LABELS}"
+            raise InvalidInput("too many labels", got=got, wanted=wanted, where="--label")
+        return found
 
 
 def address_of(listen: str) -> tuple[str, int]:

@@ -24,7 +24,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.manifest import FileEntry, Manifest, TrustPolicy, fetch_manifest
-from paceline.storage import MAX_URL, is_within
+from paceline.storage import MAX_URL, is_remote, is_within, remote_name
 
 if TYPE_CHECKING:
     from paceline.storage import ObjectInfo, ObjectStore
@@ -250,8 +250,19 @@ def allowed_source(url: str, runtime: Runtime) -> str:
                 do="Add the bucket, or bucket/prefix, to security.source_buckets in the profile.",
             )
         return url
+    if is_remote(url):
+        name, places = remote_name(url), security.source_repositories
+        if not any(f"{name}/".startswith(f"{place.rstrip('/')}/") for place in places):
+            raise AccessDenied(
+                "this repository is not a source",
+                got=name,
+                wanted=f"one of {', '.join(places) or '(none allowed)'}",
+                where="security.source_repositories",
+                do="Add it, or what it begins with (hf://org/), to that setting of the profile.",
+            )
+        return url
     if "\0" in url or "://" in url or not Path(url).is_absolute():
-        wanted = "s3://bucket/prefix, or an absolute path"
+        wanted = "s3://…, hf://…, oci://…, models:/name@alias, or an absolute path"
         raise InvalidInput("not a source URL", got=repr(url)[:200], wanted=wanted)
     return str(below_roots(Path(url), (runtime.state_dir, *security.source_roots)))
 

@@ -1,5 +1,6 @@
 from .access import (
     AuditShown as AuditShown,
+    AuthorityShown as AuthorityShown,
     CreatedToken as CreatedToken,
     CreateJoinToken as CreateJoinToken,
     CreateToken as CreateToken,
@@ -19,10 +20,12 @@ from .base import (
     COUNT_MAX as COUNT_MAX,
     EPOCH_HEADER as EPOCH_HEADER,
     LEADER_HEADER as LEADER_HEADER,
+    MODEL_ID as MODEL_ID,
     NAME as NAME,
     RUN_ID as RUN_ID,
     SHA256_HEX as SHA256_HEX,
     Count as Count,
+    ModelId as ModelId,
     Name as Name,
     PieceHash as PieceHash,
     Record as Record,
@@ -55,6 +58,18 @@ from .calls import (
     WorkerList as WorkerList,
     WorkerProgressList as WorkerProgressList,
     WorkerSwitch as WorkerSwitch,
+)
+from .clients import (
+    FLOW_PARAMETERS as FLOW_PARAMETERS,
+    FLOW_RESULT as FLOW_RESULT,
+    Check as Check,
+    Diagnosis as Diagnosis,
+    FlowRunView as FlowRunView,
+    InstallationView as InstallationView,
+    LoggedIn as LoggedIn,
+    StartFlow as StartFlow,
+    WorkersShown as WorkersShown,
+    flow_result_key as flow_result_key,
 )
 from .command_results import (
     Changed as Changed,
@@ -101,6 +116,10 @@ from .events import (
 )
 from .json_schemas import SCHEMAS as SCHEMAS, schema_text as schema_text
 from .plan import (
+    LABEL_KEY as LABEL_KEY,
+    LABEL_VALUE as LABEL_VALUE,
+    MOST_LABELS as MOST_LABELS,
+    PLACES as PLACES,
     Labels as Labels,
     Lane as Lane,
     Plan as Plan,
@@ -118,6 +137,7 @@ from .records import (
     WorkerProgress as WorkerProgress,
     WorkerStatus as WorkerStatus,
 )
+from .selectors import select_workers as select_workers
 from .training import (
     CheckpointRef as CheckpointRef,
     Evaluated as Evaluated,

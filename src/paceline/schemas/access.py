@@ -18,6 +18,11 @@ from paceline.schemas.events import Event
 Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
 
+def _is_none(value: object) -> bool:
+    """Return whether a field is left out: the release before does not take it."""
+    return value is None
+
+
 class Scope(StrEnum):
     """What a token allows. Admin includes all others, deploy includes read; Prefect flows need
     deploy and ledger.
@@ -59,6 +64,8 @@ class TokenRecord(Record):
     admission: Name | None = None
     begun_at: float | None = None
     replaced_at: float | None = None
+    # The authorities that came with it (``rotation.trusted_set``); None before any was replaced.
+    authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
 
 
 class TokenView(Record):
@@ -74,6 +81,7 @@ class TokenView(Record):
     revoked_at: float | None = None  # or replaced by its successor
     used_at: float | None = None
     last_used_at: float | None = None
+    authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
 
     @classmethod
     def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
@@ -109,7 +117,7 @@ class CreatedToken(Record):
 
     token: str
     record: TokenView
-    ca_sha256: Sha256 | None = None  # of a join token: fingerprint of the expected authority
+    ca_sha256: Sha256 | None = None  # fingerprint of the authority that its owner should expect
 
 
 class JoinWorker(Record):
@@ -126,6 +134,12 @@ class WorkerIdentity(Record):
     certificate: Pem
     ca: Pem
     rest_ca: Pem | None = None  # CA of the REST port; None: plain, or the system's CAs
+    # While the authority is replaced: the one that is trusted beside ``ca``, and the signatures
+    # (hex) of each over the other: over ``ca``, over ``other_ca``.
+    other_ca: Pem | None = Field(default=None, exclude_if=_is_none)
+    endorsements: tuple[str, ...] = Field(
+        default=(), max_length=2, exclude_if=lambda value: not value
+    )
     certificate_expires_at: float
     token: str  # of scope worker, bound to worker_id
     token_expires_at: float
@@ -161,6 +175,20 @@ class FleetInitialised(Record):
     state: str  # the directory to copy to each replica's machine
     coordinators: tuple[str, ...]
     authority: str  # SHA-256 of the certificate, as in join tokens
+    client: str  # the file for `paceline login`; no secrets
+    prefect_worker: str = ""  # the file of variables for a Prefect worker; "": no Prefect is named
+
+
+class AuthorityShown(Record):
+    """Output of `paceline authority … --json`."""
+
+    status: Literal["complete"] = "complete"
+    signing: Sha256  # fingerprint of the authority that signs
+    beside: Sha256 | None = None  # of the one that is trusted too, while it is replaced
+    next_step: Literal["add", "switch", "retire"]
+    current: tuple[Name, ...]  # living workers whose certificates and trust are as of now
+    behind: tuple[Name, ...]  # living workers that have yet to renew
+    away: tuple[Name, ...]  # workers that are not alive
 
 
 class AuditShown(Record):

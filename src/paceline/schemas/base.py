@@ -26,9 +26,12 @@ from paceline.text import printable
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+# As NAME, and parts joined by "/" as hubs and registries have them: meta-llama/Llama-3.1-8B.
+MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}$"
 
 Sha256 = Annotated[str, StringConstraints(pattern=SHA256_HEX)]
 Name = Annotated[str, StringConstraints(pattern=NAME)]
+ModelId = Annotated[str, StringConstraints(pattern=MODEL_ID, max_length=128)]
 PieceHash = Literal["blake3", "sha256"]  # of a manifest's pieces
 COUNT_MAX = 2**63 - 1
 # Bytes, pieces, restarts. JSON allows larger numbers; stores, floats and monitors do not.

@@ -8,17 +8,18 @@ Errors are RFC 9457 problem documents (``Problem``) with the error's class name 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from paceline.schemas.base import COUNT_MAX, Count, Name, Record, Text
+from paceline.schemas.base import COUNT_MAX, Count, ModelId, Name, Record, Text
 from paceline.schemas.events import Event
 from paceline.schemas.plan import Labels, Topology
 from paceline.schemas.records import (
     Deployment,
     DeploymentStatus,
     Failure,
+    Findings,
     Receipt,
     Worker,
     WorkerProgress,
@@ -33,18 +34,29 @@ SourceKeys = Annotated[tuple[SourceKey, ...], Field(max_length=20_000)]  # as ma
 
 
 class CreateDeployment(Record):
-    """Distribute ``version`` of ``model_id`` from ``source_url`` to every target worker."""
+    """Distribute ``version`` of ``model_id`` from ``source_url`` to the target workers: those of
+    ``target_workers``, or those that ``selector`` selects when the call arrives.
 
-    model_id: Name
-    version: Name
+    Where the first two are left out they are what the source's manifest says.
+    """
+
+    model_id: ModelId = ""
+    version: Name = ""
     source_url: str = Field(min_length=1, max_length=2048)
-    target_workers: tuple[Name, ...] = Field(min_length=1, max_length=20_000)
+    target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
+    selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive
     topology: Topology = Topology.AUTO
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
     allow_older: bool = False  # allow a version older than a target's active one; else Conflict
     flow_run_id: Text | None = Field(default=None, max_length=64)
     run_id: Text | None = Field(default=None, max_length=64)
+
+    @model_validator(mode="after")
+    def _one_kind_of_target(self) -> Self:
+        if bool(self.target_workers) == (self.selector is not None):
+            raise ValueError("either target_workers, at least one, or a selector")
+        return self
 
 
 class CreatedDeployment(Record):
@@ -139,6 +151,7 @@ class RegisterWorker(Record):
     incarnation: int = Field(default=1, ge=1, le=COUNT_MAX)
     pid: int = Field(default=0, ge=0, le=2**32)
     process: Text = Field(default="", max_length=64)  # random id: pids repeat in containers
+    findings: Findings = ()  # of the node's last `paceline doctor`
 
 
 class Registered(Record):
@@ -212,6 +225,9 @@ class HeartbeatAnswer(Record):
     commands: tuple[Command, ...] = ()
     # Workers with a revoked identity, which agents do not serve; the newest ones if there are many.
     barred: tuple[Name, ...] = Field(default=(), max_length=1000)
+    # The worker's identity was issued before the authorities changed: renew it now. Left out where
+    # false, because agents of the release before do not take it.
+    renew: bool = Field(default=False, exclude_if=lambda value: not value)
 
 
 class WorkerList(Record):

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import Name, PieceHash, Record, Sha256, Text
+from paceline.schemas.base import ModelId, Name, PieceHash, Record, Sha256, Text
 from paceline.schemas.events import DeploymentMoment, WorkerMoment
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import Failure, Receipt
@@ -185,7 +185,7 @@ class Published(Record):
     """One version of a model in object storage."""
 
     status: Literal["complete"] = "complete"
-    model_id: Name
+    model_id: ModelId
     version: Name
     url: str
     manifest_digest: Sha256
@@ -207,7 +207,7 @@ class Distribution(Record):
 
     status: Literal["complete"] = "complete"
     deployment_id: str
-    model_id: Name
+    model_id: ModelId
     version: Name
     manifest_digest: Sha256
     source_url: str

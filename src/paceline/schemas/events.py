@@ -14,9 +14,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, RootModel
 
-from paceline.schemas.base import Name, Record, Text
+from paceline.schemas.base import ModelId, Name, Record, Text
 from paceline.schemas.plan import Topology
-from paceline.schemas.records import DeploymentStatus, Failure, WorkerStatus
+from paceline.schemas.records import DeploymentStatus, Failure, Findings, WorkerStatus
 
 # Event names, shared by logs, watchers, the fleet page and Prefect's events.
 
@@ -97,7 +97,7 @@ class DeploymentMoment(Record):
     """One deployment's figures, and the parts of workers that changed."""
 
     deployment_id: str
-    model_id: Name
+    model_id: ModelId
     version: Name
     status: DeploymentStatus
     topology: Topology
@@ -134,6 +134,7 @@ class WorkerMoment(Record):
     bandwidth_in: float = Field(default=0.0, ge=0)  # bytes per second
     bandwidth_out: float = Field(default=0.0, ge=0)
     available_storage: int = Field(default=0, ge=0)
+    findings: Findings = ()
 
 
 class Moment(Record):

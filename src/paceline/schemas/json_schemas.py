@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from paceline.schemas import access, command_results, events, plan, records, training
+from paceline.schemas import access, clients, command_results, events, plan, records, training
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     "demo": command_results.RunSummary,
@@ -35,7 +35,11 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "tokens": access.TokensShown,
     "token-revoked": access.TokenRevoked,
     "audit": access.AuditShown,
+    "authority": access.AuthorityShown,
     "init": access.FleetInitialised,
+    "login": clients.LoggedIn,
+    "workers": clients.WorkersShown,
+    "doctor": clients.Diagnosis,
     "reproduce": command_results.Reproduction,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,

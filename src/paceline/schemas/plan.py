@@ -8,9 +8,9 @@ epoch.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from paceline.schemas.base import Name, Record, Sha256, Text
 
@@ -26,12 +26,30 @@ class Topology(StrEnum):
     AUTO = "auto"
 
 
+LABEL_KEY = r"^[A-Za-z][A-Za-z0-9._/-]{0,62}$"
+LABEL_VALUE = r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$"
+MOST_LABELS = 32
+PLACES = ("host", "rack", "zone")
+
+
 class Labels(Record):
-    """Location of a worker; planners avoid traffic between racks."""
+    """Labels of a worker: its place, by which planners avoid traffic between racks, and others
+    (``pool=a100``), by which selectors choose.
+    """
 
     host: Text = Field(default="", max_length=255)
     rack: Text = Field(default="", max_length=255)
     zone: Text = Field(default="", max_length=255)
+    others: dict[
+        Annotated[str, StringConstraints(pattern=LABEL_KEY)],
+        Annotated[str, StringConstraints(pattern=LABEL_VALUE)],
+    ] = Field(default={}, max_length=MOST_LABELS)
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Return every label that is set, by key."""
+        places = {key: getattr(self, key) for key in PLACES}
+        return {key: value for key, value in (self.others | places).items() if value}
 
 
 class Source(Record):

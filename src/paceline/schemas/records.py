@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Annotated
 
 from pydantic import Field
 
-from paceline.schemas.base import Count, Name, Record, Sha256, Text
+from paceline.schemas.base import Count, ModelId, Name, Record, Sha256, Text
 from paceline.schemas.plan import Labels, Topology
 
 
@@ -56,7 +57,7 @@ class Receipt(Record):
     deployment_id: str
     worker_id: Name
     incarnation: int
-    model_id: Name
+    model_id: ModelId
     version: Name
     manifest_digest: Sha256
     path: Text = Field(max_length=4096)
@@ -91,7 +92,7 @@ class Deployment(Record):
     """Distribution of one model version to a set of workers."""
 
     deployment_id: str
-    model_id: Name
+    model_id: ModelId
     version: Name
     status: DeploymentStatus
     source_url: Text
@@ -115,6 +116,12 @@ class Deployment(Record):
     run_id: Text | None = None
 
 
+# What `paceline doctor` found on a node that needs something, a line each.
+Findings = Annotated[
+    tuple[Annotated[Text, Field(max_length=300)], ...], Field(default=(), max_length=10)
+]
+
+
 class Worker(Record):
     """One registered agent."""
 
@@ -131,6 +138,7 @@ class Worker(Record):
     bandwidth_out: float = 0.0
     pid: int = 0
     process: Text = ""  # random id of its process; "": use pid and address
+    findings: Findings = ()
 
 
 class StageRecord(Record):

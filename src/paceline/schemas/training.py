@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import DataSettings, EvaluationSettings, TrainingSettings
-from paceline.schemas.base import Name, Record, Sha256
+from paceline.schemas.base import ModelId, Name, Record, Sha256
 
 
 def _unset(value: object) -> bool:
@@ -27,8 +27,8 @@ class TrainJob(Record):
 
     job_id: Name
     run_id: str
-    state_dir: str  # contains runtime.json
-    model_id: Name
+    state_dir: str = ""  # contains runtime.json; "": each node's own
+    model_id: ModelId
     version: Name  # the base: loaded from the rank's own node, <store>/models/<model_id>/<version>
     manifest_digest: Sha256
     snapshot_url: str
@@ -167,10 +167,12 @@ class EvaluationSpec(Record):
     """Input of an evaluation process."""
 
     run_id: str
-    state_dir: str
+    state_dir: str = ""  # "": the node's own
     snapshot_url: str
     snapshot_digest: Sha256
-    models: dict[str, str]  # name → directory or s3://…: "candidate", "base", "champion"
+    # name ("candidate", "base", "champion") → directory, s3://…, or node:MODEL/VERSION: the copy
+    # that the evaluating node holds
+    models: dict[str, str]
     settings: EvaluationSettings
     trained_on: tuple[TrainingData, ...] = ()
 
@@ -227,7 +229,7 @@ class EvaluationReport(Record):
 class Evaluation(Record):
     """A recorded evaluation: its report and the inputs of the report."""
 
-    model_id: Name
+    model_id: ModelId
     base_version: str
     base_manifest_digest: Sha256
     training_digest: Sha256  # of the recorded training result
@@ -269,7 +271,7 @@ class Evidence(Record):
     """Evidence bound to a registered version: what is needed to trust or reproduce it."""
 
     run_id: str
-    model_id: Name
+    model_id: ModelId
     manifest_digest: Sha256  # of the published candidate
     weights_digest: Sha256
     base_version: str

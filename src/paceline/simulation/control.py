@@ -41,7 +41,9 @@ from paceline.simulation.streams import Streams
 
 DEPLOYMENT = "simulated"
 SOURCE_URL = "s3://simulated/model"
-CHUNKS_TOLD = 1_000  # largest fleet whose beats list chunks: at 10,000 they cost more than the rest
+MAX_REPORTED_CHUNKS = (
+    1_000  # largest fleet whose beats list chunks: at 10,000 they cost more than the rest
+)
 
 
 class Control:
@@ -248,14 +250,14 @@ class Control:
         failure = progress.failure
         if failure is None and host.error is not None and status is WorkerStatus.FAILED:
             failure = as_failure(host.error)
-        told = len(self._numbers) <= CHUNKS_TOLD
+        reported = len(self._numbers) <= MAX_REPORTED_CHUNKS
         return DeploymentBeat(
             deployment_id=DEPLOYMENT,
             epoch=progress.epoch,
             status=status,
             pieces_held=progress.pieces_held,
             bytes_held=progress.bytes_held,
-            chunks_received=progress.chunks_received if told else (),
+            chunks_received=progress.chunks_received if reported else (),
             origin_bytes=self._streams.origin_bytes(host),
             lost_sources=progress.lost_sources,
             corrupt_sources=progress.corrupt_sources,

@@ -139,14 +139,18 @@ class Disk:
     """Every host's disk. ``on_published`` is called when a version is at its final path."""
 
     def __init__(
-        self, clock: Clock, pieces: int, timing: Timing, tell: Callable[[Host, SessionEvent], None]
+        self,
+        clock: Clock,
+        pieces: int,
+        timing: Timing,
+        deliver: Callable[[Host, SessionEvent], None],
     ) -> None:
         self.violations: list[str] = []
         self.on_published: Callable[[Host], None] = lambda _host: None
         self._clock = clock
         self._pieces = pieces
         self._timing = timing
-        self._tell = tell
+        self._deliver = deliver
 
     def commit_soon(self, host: Host) -> None:
         """Schedule the next group commit of verified pieces, without delay for a full version."""
@@ -191,4 +195,4 @@ class Disk:
         for gap in list(host.durable.gaps(everything)):
             for run in list(have.common(gap)):
                 host.durable.add(run)
-                self._tell(host, PiecesDurable(run))
+                self._deliver(host, PiecesDurable(run))

@@ -31,14 +31,14 @@ class Keepalives:
         runs: Runs,
         hosts: dict[str, Host],
         limits: SessionLimits,
-        tell: Callable[[Host, SessionEvent], None],
+        deliver: Callable[[Host, SessionEvent], None],
     ) -> None:
         self._clock = clock
         self._runs = runs
         self._network = runs.network
         self._hosts = hosts
         self._limits = limits
-        self._tell = tell
+        self._deliver = deliver
 
     def is_vouched(self, flow: Flow) -> bool:
         """Return whether the flow was reported as moving until further notice."""
@@ -48,7 +48,7 @@ class Keepalives:
         """Withdraw a report of movement, because the flow delivers nothing from now on."""
         if self._network.noted[flow.slot]:
             self._network.noted[flow.slot] = False
-            self._tell(flow.reader, SourceAlive(flow.key, flow.number))
+            self._deliver(flow.reader, SourceAlive(flow.key, flow.number))
 
     def watch(self) -> None:
         """Report to each session which sources are alive and which send, every WATCH_S."""
@@ -82,7 +82,7 @@ class Keepalives:
                 continue
             for flow in host.feeds.values():
                 if self._network.noted[flow.slot]:
-                    self._tell(
+                    self._deliver(
                         host, SourceAlive(flow.key, flow.number, moving=True, until_s=np.inf)
                     )
         self._clock.after(every_s, self.assure)
@@ -100,4 +100,4 @@ class Keepalives:
             news = SourceAlive(key, number, moving=any(moving))
         for flow in flows:
             self._network.noted[flow.slot] = all(moving)
-        self._tell(host, news)
+        self._deliver(host, news)

@@ -44,7 +44,7 @@ class Runs:
         lag_bytes: float,
         gathering: Gathering,
         disk: Disk,
-        tell: Callable[[Host, SessionEvent], None],
+        deliver: Callable[[Host, SessionEvent], None],
         settled: Callable[[], None],
     ) -> None:
         """``settled`` is called to process all consequences of what has happened so far."""
@@ -58,7 +58,7 @@ class Runs:
         self._lag_bytes = lag_bytes
         self._gathering = gathering
         self._disk = disk
-        self._tell = tell
+        self._deliver = deliver
         self._settled = settled
         self._pairs: dict[tuple[str, str], int] = {}
         self._to_start: deque[Flow] = deque()
@@ -131,7 +131,7 @@ class Runs:
         if flow.cut is None:
             self.network.extend(flow.slot, self._offset(flow.stop))
 
-    def hear(self, flow: Flow, extent: Extent) -> None:
+    def arrive(self, flow: Flow, extent: Extent) -> None:
         """Report ``extent`` as soon as it arrives, before the current extent ends.
 
         A session requests a single piece to find out how far a source is.
@@ -155,7 +155,7 @@ class Runs:
             return
         runs, flow.unreported = Extents(flow.unreported), []
         for run in runs:
-            self._tell(flow.reader, PieceVerified(flow.key, flow.number, run))
+            self._deliver(flow.reader, PieceVerified(flow.key, flow.number, run))
         self._disk.commit_soon(flow.reader)
 
     # ── runs ─────────────────────────────────────────────────────────────────────────────────────
@@ -372,7 +372,7 @@ class Runs:
                 if other.base <= rotten.first < other.stop:
                     other.cut = rotten.first
                     self.network.extend(other.slot, self._offset(rotten.first))
-        self._tell(flow.reader, PieceRejected(flow.key, flow.number, rotten))
+        self._deliver(flow.reader, PieceRejected(flow.key, flow.number, rotten))
 
     def _count_corrupt(self, flow: Flow, pieces: int) -> None:
         flow.reader.corrupt_pieces += pieces

@@ -129,7 +129,7 @@ class Scenario:
     straggle: float = 0.0  # share of workers whose link is slow from the beginning
     faults: tuple[Fault, ...] = ()
     timing: Timing = Timing()
-    patience: CoordinatorSettings | None = (
+    settings: CoordinatorSettings | None = (
         None  # None: the default, with a beat that grows with the fleet
     )
     coalesce_pieces: int = 0  # pieces reported to a session at once; 0: by the fleet's size
@@ -158,8 +158,8 @@ class Scenario:
 
         A thousand heartbeats a second are less than half of what one core was measured to handle.
         """
-        if self.patience is not None:
-            return self.patience
+        if self.settings is not None:
+            return self.settings
         seconds = 4 * self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
         return CoordinatorSettings(
             beats_per_second=BEATS_PER_SECOND,

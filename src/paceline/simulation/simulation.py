@@ -296,8 +296,8 @@ class Simulation:
 
     def _unfinished(self) -> list[str]:
         """Wait for the coordinator's final status; return a violation where it is not complete."""
-        patience = self.scenario.coordinator
-        late_s = self.streams.clock.now_s + 2 * patience.lost_s + patience.return_grace_s + 10.0
+        settings = self.scenario.coordinator
+        late_s = self.streams.clock.now_s + 2 * settings.lost_s + settings.return_grace_s + 10.0
         self.streams.run(late_s, lambda: self.control.deployment.status.is_final)
         status = self.control.deployment.status
         if status is DeploymentStatus.COMPLETE:

@@ -72,7 +72,7 @@ class Streams:
         self._step_s = step_s
         self._seed = seed
         self._inbox: deque[tuple[Host, RelaySession, SessionEvent]] = deque()
-        self.disk = Disk(self.clock, self._pieces.count, timing, self.tell)
+        self.disk = Disk(self.clock, self._pieces.count, timing, self.deliver)
         self.runs = Runs(
             clock=self.clock,
             network=self.network,
@@ -87,10 +87,10 @@ class Streams:
                 seed=seed,
             ),
             disk=self.disk,
-            tell=self.tell,
+            deliver=self.deliver,
             settled=self._settle,
         )
-        self.keepalives = Keepalives(self.clock, self.runs, self.hosts, limits, self.tell)
+        self.keepalives = Keepalives(self.clock, self.runs, self.hosts, limits, self.deliver)
 
     @property
     def violations(self) -> list[str]:
@@ -146,7 +146,7 @@ class Streams:
             pieces=self._pieces,
         )
 
-    def tell(self, host: Host, event: SessionEvent) -> None:
+    def deliver(self, host: Host, event: SessionEvent) -> None:
         """Queue an event for a host's session; a frozen host gets it when it thaws."""
         if host.session is None:
             return
@@ -163,7 +163,7 @@ class Streams:
         host.lane_starts = [chunks[lane.first_chunk].first for lane in lanes]
         host.lane_sources = [lane.source.key for lane in lanes]
         self.runs.flush(host.feeds.values())
-        self.tell(host, LanesAssigned(given, origin_read_bytes=self.origin_bytes(host)))
+        self.deliver(host, LanesAssigned(given, origin_read_bytes=self.origin_bytes(host)))
 
     def origin_bytes(self, host: Host) -> int:
         """Return the bytes that a host has read from the origin, as its sockets count them."""
@@ -205,13 +205,13 @@ class Streams:
         slept_s = self.clock.now_s - host.frozen_s
         host.slept = slept_s >= REPLACED_AFTER_S
         for event in (Resumed(slept_s, replaced=host.slept), *missed, Tick()):
-            self.tell(host, event)
+            self.deliver(host, event)
 
     def confirm(self, host: Host) -> None:
         """Confirm to a host that had been frozen that its lanes are valid."""
         if host.slept:
             host.slept = False
-            self.tell(host, LanesConfirmed())
+            self.deliver(host, LanesConfirmed())
 
     def limit(self, host: Host, bytes_s: float) -> None:
         """Set the rate of a host's NIC, both ways."""
@@ -278,7 +278,7 @@ class Streams:
             again_s = session.deadline_s()
             if again_s is not None and again_s <= self.clock.now_s:
                 self.runs.flush(f for f in host.feeds.values() if not self.keepalives.is_vouched(f))
-                self.tell(host, Tick())
+                self.deliver(host, Tick())
             else:
                 self._arm(host, session)
 
@@ -305,7 +305,7 @@ class Streams:
         if flow.moving:
             self.runs.extend(flow)
             if extent.size == 1:
-                self.runs.hear(flow, extent)
+                self.runs.arrive(flow, extent)
         elif flow.open:
             self.runs.start_soon(flow)
 
@@ -323,8 +323,8 @@ class Streams:
         return None
 
     def _asked_again(self, host: Host, extent: Extent, again: int) -> None:
-        told = host.session.progress().pieces_verified if host.session else 0
-        if told >= host.have.count:  # every one of them was reported to the session
+        reported = host.session.progress().pieces_verified if host.session else 0
+        if reported >= host.have.count:  # every one of them was reported to the session
             self._asked_twice.append(f"{host.name} asked again for {again} pieces of {extent}")
 
     def _open(self, host: Host, source: Source, number: int, lane: int) -> Flow:
@@ -348,7 +348,7 @@ class Streams:
 
         def failed() -> None:
             if not flow.closed and flow.reader.session is session:
-                self.tell(flow.reader, SourceFailed(flow.key, flow.number, error))
+                self.deliver(flow.reader, SourceFailed(flow.key, flow.number, error))
 
         self.clock.after(self._timing.latency_s, failed)
 

@@ -35,6 +35,7 @@ from paceline.storage.client import (
 from paceline.storage.ranges import AttemptFailed, PinnedObject, stream_range
 from paceline.storage.uploads import (
     DIGEST_KEY,
+    PartsUpload,
     Uploader,
     UploadGoneError,
     abort_upload,
@@ -323,6 +324,11 @@ class ObjectStore:
             where=f"{url} on {self.endpoint_url}",
             do="Find the other writer, and publish again.",
         )
+
+    def upload_parts(self, url: str, size: int, part_bytes: int) -> PartsUpload:
+        """Return the upload of one object in parts, resumed where an earlier attempt left it."""
+        _object(url)
+        return PartsUpload(self._client, self.endpoint_url, url, size, part_bytes)
 
     def holds(self, url: str, size: int, sha256: str) -> bool:
         """Return whether the object is there, complete, uploaded with this digest."""

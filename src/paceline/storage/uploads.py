@@ -86,7 +86,7 @@ class Uploader:
             with _FileSlice(file.fileno(), 0, size, path, self._ends) as body:
                 md5 = body.md5()
                 check()  # a later change fails the Content-MD5
-                self._with_retries(
+                self.with_retries(
                     url,
                     lambda: self._client.put_object(
                         **where, Body=body.rewound(), ContentMD5=_b64(md5), Metadata=metadata
@@ -111,9 +111,9 @@ class Uploader:
         part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
         starts = range(0, size, part_bytes)
         lengths = {number: min(part_bytes, size - at) for number, at in enumerate(starts, start=1)}
-        upload_id, there = self._resume(where, url, lengths) if resume else (None, {})
+        upload_id, there = self.resume(where, url, lengths) if resume else (None, {})
         if upload_id is None:
-            answer = self._with_retries(
+            answer = self.with_retries(
                 url,
                 lambda: self._client.create_multipart_upload(**where, Metadata=metadata),
             )
@@ -129,7 +129,7 @@ class Uploader:
                         raise UploadGoneError
                     self._on_bytes(length)
                     return there[number]
-                answer = self._with_retries(
+                answer = self.with_retries(
                     url,
                     lambda: self._client.upload_part(
                         **into, PartNumber=number, Body=body.rewound(), ContentMD5=_b64(md5)
@@ -166,7 +166,7 @@ class Uploader:
             raise UploadGoneError from error  # some servers answer so for an upload that has ended
         return sum(lengths[number] for number in there)
 
-    def _resume(
+    def resume(
         self, where: dict[str, str], url: str, lengths: dict[int, int]
     ) -> tuple[str | None, dict[int, str]]:
         """Return the newest unfinished upload with the same part sizes, and its parts' ETags."""
@@ -187,7 +187,8 @@ class Uploader:
                 }
         return None, {}
 
-    def _with_retries(self, url: str, request: Callable[[], T]) -> T:
+    def with_retries(self, url: str, request: Callable[[], T]) -> T:
+        """Return what ``request`` returns, repeated while S3 is busy."""
         patience = RetryBudget()
         while True:
             try:
@@ -197,6 +198,65 @@ class Uploader:
                 if self._ends():  # botocore reports Cancelled from a body as this error
                     raise Cancelled("the upload was stopped", where=url) from error
                 patience.failed(error)
+
+
+class PartsUpload:
+    """One object of ``size`` bytes, written in parts of ``part_bytes`` by their numbers from 1 on,
+    from memory and in any order; parts that an earlier attempt wrote count (``there``).
+
+    What the earlier parts hold is not known: compare the object's digest once it is complete. An
+    object of at most one part appears with its ``write``.
+    """
+
+    def __init__(
+        self, client: Any, endpoint_url: str, url: str, size: int, part_bytes: int
+    ) -> None:
+        bucket, key = parse_url(url)
+        self._client, self._endpoint_url, self._url = client, endpoint_url, url
+        self._where = {"Bucket": bucket, "Key": key}
+        self._uploader = Uploader(client, endpoint_url, None, lambda _count: None)
+        starts = range(0, size, part_bytes)
+        self.lengths = {n: min(part_bytes, size - at) for n, at in enumerate(starts, start=1)}
+        self._etags: dict[int, str] = {}
+        self._id: str | None = None
+        if len(self.lengths) > 1:
+            self._id, self._etags = self._uploader.resume(self._where, url, self.lengths)
+
+    @property
+    def there(self) -> frozenset[int]:
+        """Return the numbers of the parts that S3 has."""
+        return frozenset(self._etags)
+
+    def begin(self) -> None:
+        """Begin the upload, unless an earlier attempt did; call it before ``write``."""
+        if self._id is None and len(self.lengths) > 1:
+            with translate_s3_errors(self._endpoint_url, self._url):
+                answer = self._client.create_multipart_upload(**self._where)
+            self._id = str(answer["UploadId"])
+
+    def write(self, number: int, data: bytes | bytearray) -> None:
+        """Write part ``number``; threads may write several at once."""
+        md5 = _b64(hashlib.md5(data, usedforsecurity=False).digest())
+        where: dict[str, Any] = self._where
+        if self._id is None:
+            put = self._client.put_object
+        else:
+            where = {**self._where, "UploadId": self._id, "PartNumber": number}
+            put = self._client.upload_part
+        answer = self._uploader.with_retries(
+            self._url, lambda: put(**where, Body=bytes(data), ContentMD5=md5)
+        )
+        self._etags[number] = str(answer["ETag"]).strip('"')
+
+    def complete(self) -> None:
+        """Make the object visible, once every part is written."""
+        if self._id is None:
+            return
+        parts = [{"PartNumber": n, "ETag": f'"{self._etags[n]}"'} for n in self.lengths]
+        with translate_s3_errors(self._endpoint_url, self._url):
+            self._client.complete_multipart_upload(
+                **self._where, UploadId=self._id, MultipartUpload={"Parts": parts}
+            )
 
 
 def unfinished_uploads(

@@ -19,4 +19,14 @@ from .http import (
     fetch as fetch,
     is_loopback as is_loopback,
 )
-from .processes import process_holding as process_holding
+from .machine import (
+    gpus as gpus,
+    interface_mbit as interface_mbit,
+    interface_to as interface_to,
+    write_bytes_s as write_bytes_s,
+)
+from .processes import (
+    PYTHON as PYTHON,
+    own_program as own_program,
+    process_holding as process_holding,
+)

@@ -85,6 +85,9 @@ class Response:
     body: bytes
 
 
+_CERTIFICATE = "Check the address, this machine's clock, and the authority that is trusted here."
+
+
 class HttpServer:
     """Calls to one server; threads share it and its connections."""
 
@@ -170,11 +173,13 @@ class HttpServer:
             ) as response:
                 yield response
         except (HTTPError, OSError) as error:
+            refused = "CERTIFICATE_VERIFY_FAILED" in str(error)
+            what = "shows a certificate that fails" if refused else "does not answer"
             raise ServiceUnavailable(
-                f"{self._name} does not answer",
+                f"{self._name} {what}",
                 got=f"{type(error).__name__}: {error}",
                 where=f"{method} {self.endpoint.url}{path}",
-                do=self._do,
+                do=_CERTIFICATE if refused else self._do,
             ) from error
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Send signals by pid without hitting an unrelated process.
+"""Send signals by pid without hitting an unrelated process; name a program for any machine.
 
 The kernel reuses pids. Here a signal goes through a process descriptor (pidfd), and only if that
 process has a given file open, such as the lock of its state directory or store.
@@ -9,8 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+PYTHON = "python"  # as the first word of an argv: the interpreter of the machine that runs it
+
+
+def own_program(argv: Sequence[str]) -> list[str]:
+    """Return ``argv`` with this process's interpreter in the place of ``PYTHON``."""
+    return [sys.executable if argv[0] == PYTHON else argv[0], *argv[1:]]
 
 
 class ProcessHandle:

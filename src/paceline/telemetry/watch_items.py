@@ -270,4 +270,5 @@ def _worker(worker: Worker) -> WorkerMoment:
         bandwidth_in=round(worker.bandwidth_in) if worker.alive else 0,
         bandwidth_out=round(worker.bandwidth_out) if worker.alive else 0,
         available_storage=worker.available_storage,
+        findings=worker.findings,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -23,14 +24,16 @@ from paceline.schemas import Record, Sha256
 from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
+    from paceline.config import Runtime
     from paceline.training.loop import StepReport
 
 
 class BaseSpec(Record):
     """The input of ``python -m paceline.training.base``."""
 
-    state_dir: str
-    directory: str  # where the model goes
+    state_dir: str = ""  # "": the node's own
+    directory: str = ""  # where the model goes; "": the process publishes it
+    publish_url: str = ""  # …/MODEL/VERSION in object storage
     snapshot_url: str
     snapshot_digest: Sha256
     purpose: str
@@ -125,13 +128,39 @@ def main() -> int:
     use_passive_waiting()
     try:
         spec = BaseSpec.model_validate_json(sys.stdin.readline())
-        result = train_base(spec, ObjectStore.from_runtime(load_runtime(spec.state_dir)), _report)
+        runtime = load_runtime(spec.state_dir)
+        store = ObjectStore.from_runtime(runtime)
+        if spec.directory:
+            result = train_base(spec, store, _report)
+        else:
+            result = _train_and_publish(spec, runtime, store)
     except PacelineError as error:
         traceback.print_exc()
         sys.stderr.write(error.one_line() + "\n")
         return error.exit_code
     sys.stdout.write(result.model_dump_json() + "\n")
     return 0
+
+
+def _train_and_publish(spec: BaseSpec, runtime: Runtime, store: ObjectStore) -> BaseResult:
+    from paceline.manifest import publish_model
+
+    profile = runtime.profile
+    model_id, version = spec.publish_url.rsplit("/", 2)[1:]
+    with tempfile.TemporaryDirectory(prefix="base-", dir=Path.cwd()) as scratch:
+        result = train_base(spec.model_copy(update={"directory": scratch}), store, _report)
+        publish_model(
+            scratch,
+            spec.publish_url,
+            model_id=model_id,
+            version=version,
+            store=store,
+            link_mbit=profile.cluster.link_mbit,
+            piece_bytes=profile.relay.piece_bytes,
+            chunk_bytes=profile.relay.chunk_bytes,
+            piece_hash=profile.security.piece_hash,
+        )
+    return result
 
 
 def _report(report: StepReport) -> None:

@@ -28,6 +28,7 @@ _RESULT_NEUTRAL_SETTINGS = {
     "evaluate_sequences",
     "checkpoints",
     "guard",
+    "ranks_per_node",
 }
 # Of the mesh, only the settings that change how gradients are rounded in transit.
 _RESULT_MESH_SETTINGS = {"hook", "powersgd_rank"}

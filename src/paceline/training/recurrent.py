@@ -55,12 +55,12 @@ class CarriedState:
             self._rows[row] = state_LD.clone()
             self._ours.add(int(row))
 
-    def settle(self) -> None:
+    def snapshot(self) -> None:
         """Snapshot the current rows; tensors are replaced, never overwritten."""
         self._settled = {row: self._rows[row] for row in self._ours}
         self._before = dict(self._rows)
 
-    def let_go(self) -> None:
+    def roll_back(self) -> None:
         """Reset rows with non-finite state to the state before the batch."""
         for row, state_LD in list(self._rows.items()):
             if bool(torch.isfinite(state_LD).all()):

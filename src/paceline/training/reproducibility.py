@@ -23,7 +23,7 @@ import paceline
 from paceline.config import Runtime
 from paceline.data import Snapshot, load_snapshot, root_url, store_at
 from paceline.errors import NotReproducible, PermanentError
-from paceline.manifest import MANIFEST_FILE, parse_manifest
+from paceline.manifest import MANIFEST_FILE, directory_name, parse_manifest
 from paceline.schemas import Difference, TrainJob, TrainResult, digest_of
 from paceline.storage import ObjectStore, join_url
 from paceline.training.identity import code_version, config_digest, task_size_of
@@ -198,7 +198,7 @@ def nodes_with_base_model(job: TrainJob, runtime: Runtime) -> list[str]:
     """Return the nodes on this machine's disk that hold the job's base model unchanged."""
     held = []
     for node in sorted((runtime.state_dir / "nodes").glob("*")):
-        path = node / "store" / "models" / job.model_id / job.version / MANIFEST_FILE
+        path = node / "store/models" / directory_name(job.model_id) / job.version / MANIFEST_FILE
         try:
             manifest = parse_manifest(path.read_bytes())
         except (OSError, PermanentError):

@@ -122,8 +122,8 @@ class Node:
             self.link,
             progress=progress,
             audit=None,
-            fetch_manifest=lambda _: manifest,
-            patience=CoordinatorSettings(beat_s=0.2),
+            resolve_source=lambda url: (url, manifest),
+            settings=CoordinatorSettings(beat_s=0.2),
             wall=wall,
             monotonic=monotonic,
         )

@@ -4,10 +4,6 @@ A shim preloaded into replicas and agents adds to the real time (``tests/support
 etcd's clock stays. Leases, deadlines and beats are monotonic.
 """
 
-import os
-import shutil
-import struct
-import subprocess
 import time
 from pathlib import Path
 
@@ -16,13 +12,13 @@ import pytest
 from benchmarks.leaders.cluster import cluster, make_model
 from paceline.schemas import CreateDeployment, DeploymentStatus, EventName
 from tests.coordinator.leader.fakes import until
+from tests.support.wall_jump import build_shim, jump, preloaded
 
 pytestmark = [pytest.mark.nightly, pytest.mark.services, pytest.mark.timeout(180)]
 
 HOUR_S = 3600
 LINK_MBIT = 4.0
 SIZE = 4_000_000  # eight seconds at that rate
-SOURCE = Path(__file__).parents[2] / "support" / "wall_jump.c"
 TROUBLE = (EventName.WORKER_LOST, EventName.WORKER_RETURNED, EventName.DEPLOYMENT_REPLANNED)
 
 
@@ -30,24 +26,13 @@ class Wall:
     """The clock that the processes see."""
 
     def __init__(self, directory: Path) -> None:
-        compiler = shutil.which("cc") or shutil.which("gcc")
-        if compiler is None:
-            reason = "a C compiler builds the shim that moves the clock"
-            if "services" in os.environ.get("PACELINE_REQUIRE", ""):
-                pytest.fail(f"required but missing: {reason}")
-            pytest.skip(reason)
-        library, self._offset = directory / "wall_jump.so", directory / "jump"
-        argv = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), str(SOURCE), "-ldl"]
-        subprocess.run(argv, check=True)
+        self._offset = directory / "jump"
         self.jump(0)
-        self.environment = {
-            "LD_PRELOAD": str(library),
-            "PACELINE_TEST_WALL_JUMP": str(self._offset),
-        }
+        self.environment = preloaded(build_shim(directory), self._offset)
 
     def jump(self, seconds: int) -> None:
         with self._offset.open("r+b" if self._offset.exists() else "wb") as file:
-            file.write(struct.pack("=q", seconds))
+            file.write(jump(seconds))
 
 
 def test_clocks_that_jump_an_hour_change_no_leader_and_lose_no_worker(etcd, tmp_path):

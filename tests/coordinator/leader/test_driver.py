@@ -31,7 +31,7 @@ def standing(path):
     """The only replica of an installation."""
     store, audit, progress = SqliteCoordination(path), SqliteAudit(path), MemoryProgress()
     made = Coordinator(
-        store, progress=progress, audit=audit, fetch_manifest=lambda _: small_manifest()
+        store, progress=progress, audit=audit, resolve_source=lambda url: (url, small_manifest())
     )
     replica = Replica(made, store, progress, Candidate("coordinator", "http://127.0.0.1:1"))
     replica.start()

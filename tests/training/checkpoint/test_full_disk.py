@@ -49,8 +49,8 @@ class Filling(Listener):
         self.free_after = self.stop_after = self.full_from = self.freed_at = 0
         self.found_full: list[Any] = []
 
-    def say(self, event, step=0, **data):
-        super().say(event, step, **data)
+    def emit(self, event, step=0, **data):
+        super().emit(event, step, **data)
         if event == "checkpoint" and step >= FILL_AT and not self.full_from:
             self.full_from = step
             self.disk.fill()

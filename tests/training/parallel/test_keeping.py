@@ -66,7 +66,7 @@ def test_only_rows_that_were_computed_here_are_saved_again() -> None:
     carried = CarriedState()
     carried.restore({"carried.0": torch.ones(4, 1, 2)})
     carried.keep([2, 3], torch.zeros(2, 1, 2))
-    carried.settle()
+    carried.snapshot()
     carried.keep([2, 3], torch.full((2, 1, 2), 9.0))  # of the batch that is under way
     saved = carried.tensors()
     assert list(saved) == ["carried.2"] and saved["carried.2"].sum() == 0

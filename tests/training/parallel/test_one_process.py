@@ -66,6 +66,7 @@ def test_gradients_that_are_no_numbers_are_reported_and_left_alone(bad: float) -
     assert torch.equal(gradients(run).nan_to_num(1.0), before.nan_to_num(1.0))
 
 
+@pytest.mark.nightly
 # torch's tracer looks at .grad of everything and hides the warning in a way that "error" undoes.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_has_equal_losses_from_one_graph_for_all_blocks(monkeypatch) -> None:

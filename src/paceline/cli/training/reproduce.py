@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option, state_directory, state_option
+from paceline.cli.options import json_option, state_option
 from paceline.cli.training.output import JOB_FILE, METRICS_FILE, figures_in
-from paceline.config import Runtime, load_runtime
+from paceline.config import Runtime, find_installation, load_runtime, require_here
 from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
 from paceline.schemas import Reproduction
 
@@ -75,7 +75,7 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
 
 def _installation(state: Path | None) -> Runtime:
     try:
-        return load_runtime(state_directory(state))
+        return require_here(find_installation(state), "`paceline reproduce`")
     except NotReady as error:
         raise NotReady(
             error.what,

@@ -21,7 +21,7 @@ from paceline.coordinator.state.messages import Effect, EmitEvent, SaveDeploymen
 from paceline.coordinator.state.persisted_state import Switch
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict
-from paceline.manifest import version_key
+from paceline.manifest import is_older, version_key
 from paceline.schemas import (
     DeploymentStatus,
     EventName,
@@ -42,16 +42,16 @@ SwitchTargets = dict[str, DeploymentState]  # by worker: the deployment that it 
 
 
 class ActivationManager:
-    """Decides switches of the deployments in ``book``."""
+    """Decides switches of the deployments in ``index``."""
 
     def __init__(
-        self, book: DeploymentIndex, fleet: Membership, patience: CoordinatorSettings
+        self, index: DeploymentIndex, fleet: Membership, settings: CoordinatorSettings
     ) -> None:
-        self._book, self._fleet, self._patience = book, fleet, patience
+        self._index, self._fleet, self._settings = index, fleet, settings
 
     def restore(self) -> None:
         """Resume the switches that an earlier coordinator left in progress."""
-        for run in self._book:
+        for run in self._index:
             switch = run.memo.switch
             if switch is None:
                 continue
@@ -89,7 +89,7 @@ class ActivationManager:
             return []  # a repeated call, because an answer was lost
         deployment = run.deployment
         where = deployment.deployment_id
-        active = self._book.active(deployment.model_id, run.parts.keys())
+        active = self._index.active(deployment.model_id, run.parts.keys())
         on = sum(each is run for each in active.values())
         if on < self._quorum(run):
             raise Conflict(
@@ -112,9 +112,10 @@ class ActivationManager:
 
     def require_not_older(self, version: str, model_id: str, workers: set[str]) -> None:
         """Raise Conflict where a newer version is active on one of ``workers``."""
-        active = {each.deployment.version for each in self._book.active(model_id, workers).values()}
-        mine = version_key(version)
-        newer = sorted((each for each in active if version_key(each) > mine), key=version_key)
+        active = {
+            each.deployment.version for each in self._index.active(model_id, workers).values()
+        }
+        newer = sorted((each for each in active if is_older(version, each)), key=version_key)
         if newer:
             raise Conflict(
                 "a newer version is active",
@@ -153,14 +154,14 @@ class ActivationManager:
     def _set(self, run: DeploymentState, switch: Switch) -> SaveDeployment:
         """Make ``switch`` the deployment's newest one; return the effect that stores it."""
         run.memo = replace(run.memo, switch=switch)
-        self._book.update_ticking(run)
+        self._index.update_ticking(run)
         return SaveDeployment(run.deployment, run.memo)
 
     def _begin(self, goals: SwitchTargets) -> None:
         for worker_id, goal in goals.items():
             goal.parts[worker_id].reported_complete = False
             goal.asking.add(worker_id)
-            self._book.announce(goal, (worker_id,))
+            self._index.announce(goal, (worker_id,))
 
     # --- deciding --------------------------------------------------------------------------------
 
@@ -173,17 +174,17 @@ class ActivationManager:
         waited_s = now_s - switch.since_s
         if switch.phase is SwitchPhase.PREPARING:
             ready = [each for each, goal in goals.items() if self._is_ready(each, goal)]
-            patient = waited_s < self._patience.prepare_s
+            patient = waited_s < self._settings.prepare_s
             if len(ready) >= quorum and not (patient and self._reports_missing(goals)):
                 return self._decide(run, switch.kind, goals, at, now_s)
-            if waited_s > self._patience.switch_s:
+            if waited_s > self._settings.switch_s:
                 return self._refuse(run, self._why_not(run, goals, len(ready)), at, now_s)
             return []
         done = [each for each, goal in goals.items() if goal.parts[each].activated]
         left = [each for each in goals if self._fleet.alive(each) and each not in set(done)]
-        if len(done) >= quorum and (not left or waited_s > self._patience.switch_s):
+        if len(done) >= quorum and (not left or waited_s > self._settings.switch_s):
             return self._finish(run, goals, done, at, now_s)
-        if waited_s > self._patience.switch_s and not switch.late:
+        if waited_s > self._settings.switch_s and not switch.late:
             data = self._data(run, goals)
             saved = self._set(run, replace(switch, late=True))
             return [saved, self._event(run, EventName.DEPLOYMENT_SWITCH_LATE, data, at)]
@@ -200,7 +201,7 @@ class ActivationManager:
                 effects.append(self._set(other, ended))
         number = 0
         if kind is SwitchKind.ACTIVATE:
-            number = 1 + max(each.memo.number for each in self._book)
+            number = 1 + max(each.memo.number for each in self._index)
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHING, since_s=now_s)
         data = self._data(run, goals)
         run.memo = replace(run.memo, number=number)
@@ -213,7 +214,7 @@ class ActivationManager:
     def _call(self, goals: SwitchTargets) -> None:
         """Command the workers to switch, and clear their other activations of the model."""
         models = {goal.deployment.model_id for goal in goals.values()}
-        for other in self._book:
+        for other in self._index:
             if other.deployment.model_id not in models:
                 continue
             for worker_id in other.parts.keys() & goals.keys():
@@ -223,7 +224,7 @@ class ActivationManager:
             goal.parts[worker_id].command_sent = False
             if goal.parts[worker_id].receipt is not None:
                 goal.activating.add(worker_id)
-                self._book.announce(goal, (worker_id,))
+                self._index.announce(goal, (worker_id,))
 
     def _finish(
         self, run: DeploymentState, goals: SwitchTargets, done: list[str], at: float, now_s: float
@@ -305,7 +306,7 @@ class ActivationManager:
             return self._previous(run)
         if run.memo.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
             return dict.fromkeys(run.parts, run)
-        active = self._book.active(run.deployment.model_id, run.parts.keys())
+        active = self._index.active(run.deployment.model_id, run.parts.keys())
         return {each: goal for each, goal in active.items() if goal is run}
 
     def _previous(self, run: DeploymentState) -> SwitchTargets:
@@ -314,7 +315,7 @@ class ActivationManager:
         """
         number, left = run.memo.number, set(run.parts)
         found: SwitchTargets = {}
-        for other in self._book.history(run.deployment.model_id):
+        for other in self._index.history(run.deployment.model_id):
             if other is run:
                 continue
             here = left & other.holders()
@@ -326,7 +327,7 @@ class ActivationManager:
 
     def _overlapping(self, run: DeploymentState) -> Iterator[DeploymentState]:
         """Yield the other deployments of the model that share workers with ``run``."""
-        for other in self._book:
+        for other in self._index:
             same = other.deployment.model_id == run.deployment.model_id
             if other is not run and same and not run.parts.keys().isdisjoint(other.parts):
                 yield other

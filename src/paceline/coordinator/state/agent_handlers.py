@@ -45,7 +45,7 @@ CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
 
 
 def _command_for(
-    book: DeploymentIndex, run: DeploymentState, worker_id: str, moving: bool
+    index: DeploymentIndex, run: DeploymentState, worker_id: str, moving: bool
 ) -> Command | None:
     deployment, part = run.deployment, run.parts[worker_id]
     if deployment.status in CLOSED:
@@ -62,7 +62,7 @@ def _command_for(
     elif worker_id in run.asking:
         # Fetching lanes makes an agent check its disk; its next heartbeat reports the result.
         return None if part.reported_complete else _command("fetch_lanes", deployment)
-    book.close(worker_id, deployment.deployment_id)
+    index.close(worker_id, deployment.deployment_id)
     return None
 
 
@@ -76,9 +76,9 @@ class AgentHandlers:
     """Handles the events of a fleet's agents, for the leader of ``epoch``."""
 
     def __init__(
-        self, book: DeploymentIndex, fleet: Membership, tokens: TokenRegistry, epoch: int
+        self, index: DeploymentIndex, fleet: Membership, tokens: TokenRegistry, epoch: int
     ) -> None:
-        self._book, self._fleet, self._tokens, self._epoch = book, fleet, tokens, epoch
+        self._index, self._fleet, self._tokens, self._epoch = index, fleet, tokens, epoch
         self.beats = self.beats_refused = 0  # accepted; and those whose sender must register first
 
     def register(self, event: Register, now_s: float) -> list[Effect]:
@@ -89,7 +89,7 @@ class AgentHandlers:
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
             return [SaveWorker(worker), answer]
-        for run in self._book.runs_for(call.worker_id):
+        for run in self._index.runs_for(call.worker_id):
             run.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
@@ -104,10 +104,10 @@ class AgentHandlers:
             # A duplicate or late heartbeat: its content is outdated.
             return [self._plain_answer()]
         for each in beat.deployments:
-            run = self._book.find(each.deployment_id)
+            run = self._index.find(each.deployment_id)
             if run is not None and (part := run.parts.get(beat.worker_id)) is not None:
                 validate_heartbeat(run.deployment, run.parts, part, each)
-        worker = self._fleet.hear(beat, event.at, now_s)
+        worker = self._fleet.record_beat(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
             return [self._register_first()]
@@ -115,12 +115,12 @@ class AgentHandlers:
         effects: list[Effect] = []
         listed = {each.deployment_id: each for each in beat.deployments}
         for deployment_id, each in listed.items():
-            run = self._book.find(deployment_id)
+            run = self._index.find(deployment_id)
             if run is None or beat.worker_id not in run.parts:
                 continue
             if run.deployment.status in CLOSED and each.status is WorkerStatus.RECEIVING:
                 # A new leader announced only the newest of the closed deployments.
-                self._book.announce(run, (beat.worker_id,))
+                self._index.announce(run, (beat.worker_id,))
             effects += run.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self._fleet.suspect(key)
@@ -128,18 +128,18 @@ class AgentHandlers:
 
     def listen(self, event: AwaitCommands) -> list[Effect]:
         """Return the commands for a worker whose heartbeat was answered and that still waits."""
-        if not self._fleet.knows(event.worker_id, event.incarnation):
+        if not self._fleet.is_known(event.worker_id, event.incarnation):
             return [self._register_first()]
         return [self._answer(event.worker_id, {})]
 
     def _answer(self, worker_id: str, listed: Mapping[str, DeploymentBeat]) -> Answer:
         """Return the commands for a worker; ``listed`` is its heartbeat, by deployment."""
         commands = []
-        for run in self._book.runs_for(worker_id):
+        for run in self._index.runs_for(worker_id):
             run.unheard.discard(worker_id)
             entry = listed.get(run.deployment.deployment_id)
             moving = entry is not None and entry.status is WorkerStatus.RECEIVING
-            command = _command_for(self._book, run, worker_id, moving)
+            command = _command_for(self._index, run, worker_id, moving)
             if command is not None:
                 commands.append(command)
         return self._plain_answer(*commands)
@@ -164,7 +164,7 @@ class AgentHandlers:
         """Return a worker's lanes in the newest plan, which also acknowledges the manifest; raises
         NotFound where there are none, Cancelled or DeploymentFailed where the deployment ended.
         """
-        run = self._book.run(event.deployment_id)
+        run = self._index.run(event.deployment_id)
         deployment = run.deployment
         where = f"{event.worker_id} of {event.deployment_id}"
         if deployment.status is DeploymentStatus.CANCELLED:
@@ -189,7 +189,7 @@ class AgentHandlers:
         False is conservative: there may be nothing to commit either.
         """
         for each in beat.deployments:
-            run = self._book.find(each.deployment_id)
+            run = self._index.find(each.deployment_id)
             part = None if run is None else run.parts.get(beat.worker_id)
             if run is None or part is None or run.final:
                 continue

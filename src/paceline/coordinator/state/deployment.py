@@ -65,12 +65,12 @@ class DeploymentState:
         deployment: Deployment,
         manifest: Manifest,
         memo: PersistedState,
-        patience: CoordinatorSettings,
+        settings: CoordinatorSettings,
     ) -> None:
         self.deployment = deployment
         self.manifest = manifest
         self.memo = memo
-        self.patience = patience
+        self.settings = settings
         self.plan: Plan | None = None
         self.lanes: dict[str, WorkerLanes] = {}
         self.order = memo.order
@@ -84,7 +84,7 @@ class DeploymentState:
                 part.processes.append(process)
         self.origin_bytes = sum(memo.spent.values())  # by every incarnation of every worker
         known = {worker_id: Standing(value) for worker_id, value in memo.demoted.items()}
-        self.standings = PeerHealth(len(self.parts), patience, known)
+        self.standings = PeerHealth(len(self.parts), settings, known)
         self.replan = False  # membership or a standing changed since the plan was made
         self.replanned_s: float | None = None
         self.fresh: set[str] = set()  # returned after the plan was made: it does not apply to them
@@ -124,7 +124,7 @@ class DeploymentState:
         return len(self._chunks_seen) >= self.deployment.total_chunks
 
     @property
-    def fused(self) -> bool:
+    def has_origin_budget(self) -> bool:
         """Return whether the origin budget applies; only a requested ``direct`` has none."""
         return self.deployment.topology is not Topology.DIRECT or self.memo.auto
 
@@ -289,7 +289,7 @@ class DeploymentState:
             self.replanned_s = now_s
         self.deployment = self.deployment.model_copy(update=update)
 
-    def turn(self, status: DeploymentStatus, failure: Failure | None, at: float) -> None:
+    def set_status(self, status: DeploymentStatus, failure: Failure | None, at: float) -> None:
         """Set the status; a final one also sets the time and frees memory."""
         update: dict[str, object] = {"status": status, "failure": failure}
         if status.is_final:

@@ -156,25 +156,27 @@ TARGET_BYTES, PIECE_BYTES, ENTRY_BYTES = 200, 68, 300  # a target; piece; file o
 
 
 def prune(
-    book: DeploymentIndex,
+    index: DeploymentIndex,
     fleet: Membership,
-    patience: CoordinatorSettings,
+    settings: CoordinatorSettings,
     at: float,
     now_s: float,
 ) -> list[Effect]:
     """Delete a few of the deployments that may be deleted; return the effects."""
-    closed = [run for run in book if run.final and run.deployment.deployment_id not in book.ticking]
-    surplus = _surplus(closed, patience)
-    old = closed[: max(surplus, len(closed) - patience.kept_closed)]
+    closed = [
+        run for run in index if run.final and run.deployment.deployment_id not in index.ticking
+    ]
+    surplus = _surplus(closed, settings)
+    old = closed[: max(surplus, len(closed) - settings.kept_closed)]
     if not old:
         return []
-    needed = _needed(book)
+    needed = _needed(index)
     effects: list[Effect] = []
     due = [
         run
         for place, run in enumerate(old)
         if run.deployment.deployment_id not in needed
-        and (place < surplus or _closed_for_s(run, now_s) > patience.kept_closed_s)
+        and (place < surplus or _closed_for_s(run, now_s) > settings.kept_closed_s)
     ]
     # A new leader has no stop confirmations, and announced only the newest cancelled ones.
     unstopped = {
@@ -183,10 +185,10 @@ def prune(
         if run.deployment.status is DeploymentStatus.CANCELLED
     }
     for run in islice((each for each in due if unstopped.get(id(each))), MAX_PRUNED_DEPLOYMENTS):
-        book.announce(run, unstopped[id(run)])
+        index.announce(run, unstopped[id(run)])
     stopped = (each for each in due if not unstopped.get(id(each)))
     for run in islice(stopped, MAX_PRUNED_DEPLOYMENTS):
-        book.drop(run)
+        index.drop(run)
         deployment = run.deployment
         data: dict[str, object] = {
             "model_id": deployment.model_id,
@@ -209,26 +211,26 @@ def kept_bytes(runs: Iterable[DeploymentState]) -> int:
     )
 
 
-def _surplus(closed: Sequence[DeploymentState], patience: CoordinatorSettings) -> int:
+def _surplus(closed: Sequence[DeploymentState], settings: CoordinatorSettings) -> int:
     """Return how many of the oldest are over the limits, whatever their age."""
-    left = patience.kept_bytes_at_most // 2
+    left = settings.kept_bytes_at_most // 2
     for place in range(len(closed) - 1, -1, -1):
         left -= kept_bytes([closed[place]])
-        if left < 0 or len(closed) - place > patience.kept_at_most:
+        if left < 0 or len(closed) - place > settings.kept_at_most:
             return place + 1
     return 0
 
 
-def prune_workers(book: DeploymentIndex, fleet: Membership, at: float) -> list[Effect]:
+def prune_workers(index: DeploymentIndex, fleet: Membership, at: float) -> list[Effect]:
     """Delete a few of the workers that were lost long ago and that no deployment names."""
     gone = fleet.expired_workers(at)
     if not gone:
         return []
-    named = {worker_id for run in book for worker_id in run.parts}
+    named = {worker_id for run in index for worker_id in run.parts}
     effects: list[Effect] = []
     for worker_id in islice((each for each in gone if each not in named), MAX_PRUNED_WORKERS):
         fleet.forget(worker_id)
-        book.forget(worker_id)
+        index.forget(worker_id)
         effects += [
             DropWorker(worker_id),
             EmitEvent(EventName.WORKER_FORGOTTEN, at, None, worker_id),
@@ -241,13 +243,13 @@ def _closed_for_s(run: DeploymentState, now_s: float) -> float:
     return 0.0 if closed_s is None else now_s - closed_s
 
 
-def _needed(book: DeploymentIndex) -> set[str]:
+def _needed(index: DeploymentIndex) -> set[str]:
     """Return the deployments that are active on some worker, or were just before the active one."""
     needed: set[str] = set()
-    for model_id in {run.deployment.model_id for run in book if run.memo.number}:
+    for model_id in {run.deployment.model_id for run in index if run.memo.number}:
         once: set[str] = set()
         twice: set[str] = set()
-        for run in book.history(model_id):
+        for run in index.history(model_id):
             holders = run.holders()
             if not holders <= twice:
                 needed.add(run.deployment.deployment_id)

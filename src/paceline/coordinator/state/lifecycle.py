@@ -38,7 +38,7 @@ def derive_status(
 ) -> tuple[DeploymentStatus, Failure | None]:
     """Return the status that follows from the facts, with its reason where there is one."""
     stall = _stall(run, tally, now_s)
-    deadline_s = run.patience.deadline_of(run.deployment.predicted_seconds)
+    deadline_s = run.settings.deadline_of(run.deployment.predicted_seconds)
     if now_s - run.memo.created_s > deadline_s:
         waiting = _named([*tally.pending, *tally.dead, *tally.failed], ", ")
         message = f"not complete within {deadline_s:g} s; waiting for {waiting}"
@@ -90,7 +90,7 @@ def request_origin_replan(run: DeploymentState, tally: TargetGroups, now_s: floa
     elif run.origin_replans < MAX_ORIGIN_REPLANS:
         at_once = not run.origin_replans and _seed_is_short(run)
         if now_s - run.out_of_budget_since_s > (
-            run.patience.beat_s if at_once else run.patience.lost_s
+            run.settings.beat_s if at_once else run.settings.lost_s
         ):
             run.origin_replans, run.replanned_origin_bytes = (
                 run.origin_replans + 1,
@@ -138,12 +138,12 @@ def _stage(run: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
 def _stall(run: DeploymentState, tally: TargetGroups, now_s: float) -> Failure | None:
     fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
     read = run.origin_bytes
-    if run.fused and read > fuse:
+    if run.has_origin_budget and read > fuse:
         message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
         return Failure(code=OUT_OF_BUDGET, message=message)
     if (
         run.out_of_budget_since_s is not None
-        and now_s - run.out_of_budget_since_s > 2 * run.patience.lost_s
+        and now_s - run.out_of_budget_since_s > 2 * run.settings.lost_s
     ):
         return _short(run, tally)
     return None
@@ -163,7 +163,7 @@ def _short(run: DeploymentState, tally: TargetGroups) -> Failure | None:
 
 def _expired(run: DeploymentState, worker_id: str, now_s: float) -> bool:
     since_s = run.parts[worker_id].dead_since_s
-    return since_s is not None and now_s - since_s >= run.patience.return_grace_s
+    return since_s is not None and now_s - since_s >= run.settings.return_grace_s
 
 
 def _too_many(run: DeploymentState, dead: list[str], failed: list[str], allowed: int) -> Failure:
@@ -211,7 +211,7 @@ def change_status(
 ) -> list[Effect]:
     """Change the deployment's status; return the effects."""
     before = run.deployment.status
-    run.turn(status, failure, at)
+    run.set_status(status, failure, at)
     deployment = run.deployment
     data: dict[str, object] = {"from": before.value, "to": status.value}
     if failure is not None:
@@ -250,7 +250,7 @@ def _replan(
     if not tally.pending or not (first or run.replan) or run.unheard:
         return []
     if run.replanned_s is not None:
-        stands_s = run.patience.replan_interval_s(len(run.parts))
+        stands_s = run.settings.replan_interval_s(len(run.parts))
         if now_s - run.replanned_s < stands_s - 1e-9:
             return []  # losses come in bursts, and recovery does not wait for a plan
     plan, late = next_plan(run, tally, fleet)

@@ -60,8 +60,8 @@ class Member:
 class Membership:
     """All registered workers."""
 
-    def __init__(self, patience: CoordinatorSettings) -> None:
-        self._patience = patience
+    def __init__(self, settings: CoordinatorSettings) -> None:
+        self._settings = settings
         self._members: dict[str, Member] = {}
         self._living = 0  # alive
         self._look_s = float("-inf")  # no worker can be lost before this time
@@ -72,13 +72,13 @@ class Membership:
         Each gets a fresh interval for its next heartbeat, plus the time to find the leader.
         """
         for worker in workers:
-            self._enter(worker, now_s + self._patience.find_leader_s)
+            self._enter(worker, now_s + self._settings.find_leader_s)
 
     def workers(self) -> list[Worker]:
         """Return every registered worker that was not pruned."""
         return [member.record for member in self._members.values()]
 
-    def heard(self) -> dict[str, float]:
+    def last_beats(self) -> dict[str, float]:
         """Return when each worker's last heartbeat came, in seconds since the Unix epoch."""
         return {worker_id: member.last_heartbeat_at for worker_id, member in self._members.items()}
 
@@ -99,7 +99,7 @@ class Membership:
         member = self._members.get(worker_id)
         return "" if member is None else member.registered.address
 
-    def knows(self, worker_id: str, incarnation: int) -> bool:
+    def is_known(self, worker_id: str, incarnation: int) -> bool:
         """Return whether this incarnation of the worker is registered and alive."""
         member = self._members.get(worker_id)
         return member is not None and member.alive and member.registered.incarnation == incarnation
@@ -111,7 +111,7 @@ class Membership:
 
     def beat_interval_s(self) -> float:
         """Return the heartbeat interval in seconds; it grows with the number of living workers."""
-        return max(self._patience.beat_s, self._living / self._patience.beats_per_second)
+        return max(self._settings.beat_s, self._living / self._settings.beats_per_second)
 
     def register(self, call: RegisterWorker, at: float, now_s: float) -> Worker:
         """Add a worker, or its next incarnation; raises StaleEpoch for an older one, Conflict for a
@@ -120,11 +120,11 @@ class Membership:
         known = self.find(call.worker_id)
         if known is not None:
             _refuse_stale(call, known)
-        elif len(self._members) >= self._patience.workers_at_most:
+        elif len(self._members) >= self._settings.workers_at_most:
             raise Conflict(
                 "there are too many workers",
                 got=len(self._members),
-                wanted=f"fewer than {self._patience.workers_at_most}",
+                wanted=f"fewer than {self._settings.workers_at_most}",
                 do="Start agents under the names they had; lost ones are forgotten in the end.",
             )
         places = {
@@ -142,6 +142,7 @@ class Membership:
             last_heartbeat=at,
             pid=call.pid,
             process=call.process,
+            findings=call.findings,
         )
         self._enter(worker, now_s)
         return worker
@@ -155,7 +156,7 @@ class Membership:
             and member.registered.incarnation == beat.incarnation
         )
 
-    def hear(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
+    def record_beat(self, beat: Heartbeat, at: float, now_s: float) -> Worker | None:
         """Record a heartbeat and return its sender's registration, or None where the worker must
         register (again) first.
         """
@@ -190,9 +191,9 @@ class Membership:
             if not member.alive:
                 continue
             beats = (
-                self._patience.suspect_beats
+                self._settings.suspect_beats
                 if member.suspected
-                else self._patience.lost_after_beats
+                else self._settings.lost_after_beats
             )
             until_s = member.heard_s + beats * member.beat_s
             if now_s > until_s:
@@ -207,7 +208,7 @@ class Membership:
 
     def expired_workers(self, at: float) -> list[str]:
         """Return the workers that were lost so long ago, by wall time, that they may be pruned."""
-        latest = at - self._patience.kept_lost_s
+        latest = at - self._settings.kept_lost_s
         return [
             worker_id
             for worker_id, member in self._members.items()

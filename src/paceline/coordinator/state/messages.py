@@ -139,6 +139,7 @@ class AdmitWorker(_Event):
     sha256: str
     expires_at: float
     key_sha256: str | None = None  # of the public key in the certificate
+    authority: str | None = None  # digest of the authorities that the worker gets with it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

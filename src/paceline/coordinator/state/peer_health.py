@@ -31,8 +31,8 @@ LONE_SENDER_FACTOR = 4  # times as many corrupt pieces, for a sender without oth
 class CorruptionDetector:
     """The senders of one deployment; at most ``most`` of them are judged corrupting."""
 
-    def __init__(self, patience: CoordinatorSettings, most: int) -> None:
-        self._patience, self._most = patience, most
+    def __init__(self, settings: CoordinatorSettings, most: int) -> None:
+        self._settings, self._most = settings, most
         self.quarantined: set[str] = set()
         self._pieces: dict[str, list[int]] = {}  # matching, corrupt
         self._count_again = False
@@ -62,12 +62,12 @@ class CorruptionDetector:
         return self._judge()
 
     def _judge(self) -> list[tuple[str, dict[str, object]]]:
-        patience = self._patience
+        settings = self._settings
         known = {
             name: (corrupt, matched + corrupt)
             for name, (matched, corrupt) in self._pieces.items()
             if name not in self.quarantined
-            and (matched + corrupt >= MIN_SENDER_PIECES or corrupt >= patience.corrupt_pieces)
+            and (matched + corrupt >= MIN_SENDER_PIECES or corrupt >= settings.corrupt_pieces)
         }
         shares = {name: corrupt / judged for name, (corrupt, judged) in known.items()}
         ordered = sorted(shares.values())
@@ -78,20 +78,20 @@ class CorruptionDetector:
         self._in_doubt = False
         for name in sorted(shares, key=lambda each: (-shares[each], each)):
             corrupt, judged = known[name]
-            if shares[name] <= patience.corrupt_share or len(self.quarantined) >= self._most:
+            if shares[name] <= settings.corrupt_share or len(self.quarantined) >= self._most:
                 break
-            if corrupt < patience.corrupt_pieces or name.startswith("origin:"):
+            if corrupt < settings.corrupt_pieces or name.startswith("origin:"):
                 continue
             self._in_doubt = True
-            if len(known) == 1 and corrupt < LONE_SENDER_FACTOR * patience.corrupt_pieces:
+            if len(known) == 1 and corrupt < LONE_SENDER_FACTOR * settings.corrupt_pieces:
                 continue  # no other sender to compare it with, yet
             usual = _median_without(ordered, shares[name])
-            if shares[name] <= patience.corrupt_factor * usual:
+            if shares[name] <= settings.corrupt_factor * usual:
                 continue
             # Where one piece in a hundred is corrupt anyway, some of thousands of senders have four
             # corrupt ones among their first sixty: the excess must be beyond chance as well.
             chance = judged * max(usual, (all_corrupt - corrupt) / (all_judged - judged))
-            if corrupt < patience.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
+            if corrupt < settings.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
                 continue
             self.quarantined.add(name)
             why: dict[str, object] = {
@@ -166,16 +166,16 @@ class PeerHealth:
     def __init__(
         self,
         workers: int,
-        patience: CoordinatorSettings,
+        settings: CoordinatorSettings,
         known: Mapping[str, Standing] | None = None,
     ) -> None:
-        self._patience = patience
-        self._most = max(1, int(workers * patience.most_demoted + 1e-9))
+        self._settings = settings
+        self._most = max(1, int(workers * settings.most_demoted + 1e-9))
         self._expected: dict[Edge, float] = {}
         self._planned_in: defaultdict[str, float] = defaultdict(float)
         self._planned_out: defaultdict[str, float] = defaultdict(float)
         self._counts: dict[Edge, _EdgeCounter] = {}
-        self._senders = CorruptionDetector(patience, self._most)
+        self._senders = CorruptionDetector(settings, self._most)
         self._suspects: set[Edge] = set()
         self._slow: dict[str, set[Edge]] = {}  # slow workers, and the edges that prove it
         self._slow_origins: set[str] = set()
@@ -263,7 +263,7 @@ class PeerHealth:
         if carried < 0 or busy_s < 0:  # a new process, or an overtaken heartbeat
             count.since_s, count.bytes, count.busy_s = now_s, tally.bytes, tally.busy_s
             return
-        if look_s < self._patience.slow_look_s:
+        if look_s < self._settings.slow_look_s:
             return
         count.since_s, count.bytes, count.busy_s = now_s, tally.bytes, tally.busy_s
         count.flow, count.stale_s = carried / look_s, now_s + STALE_LOOKS * look_s
@@ -275,11 +275,11 @@ class PeerHealth:
         # An edge that mostly waits for its source is hardly ever busy: small pieces leave at once.
         count.rate = carried / busy_s if busy_s > 0 else expected
         count.ratio = min(1.0, count.rate / expected)
-        limit = self._patience.slow_ratio
+        limit = self._settings.slow_ratio
         slow = count.ratio < limit and busy_s >= BUSY_SHARE * look_s
         count.slow_s = count.slow_s + look_s if slow else 0.0
         # Far too slow is accepted soon; a little too slow may be a hiccup, and takes twice as long.
-        believed_s = self._patience.slow_s * (1 if count.ratio < limit / 2 else 2)
+        believed_s = self._settings.slow_s * (1 if count.ratio < limit / 2 else 2)
         if slow and count.slow_s >= believed_s:
             self._suspects.add(key)
             self._look_again = True
@@ -369,7 +369,7 @@ class PeerHealth:
             count = self._counts.get(edge)
             if edge in edges or count is None or count.ratio is None:
                 continue
-            if count.ratio >= self._patience.slow_ratio:
+            if count.ratio >= self._settings.slow_ratio:
                 if edge[0] in ends:
                     ends[edge[0]].fine_out += 1
                 if edge[1] in ends:
@@ -397,7 +397,7 @@ class PeerHealth:
             left_in = 1 - into[reader] / max(self._planned_in[reader], 1.0)
             if source not in self._slow_origins and self._ratio_of(
                 edge
-            ) < self._patience.slow_ratio * min(left_out, left_in):
+            ) < self._settings.slow_ratio * min(left_out, left_in):
                 found.add(edge)
         return found
 

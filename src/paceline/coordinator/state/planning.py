@@ -68,7 +68,7 @@ def fit_origin_budget(
     what former seeders may read before they receive it; that is taken from the new seeders last.
     """
     kept = dict(kept)
-    if not run.fused:
+    if not run.has_origin_budget:
         return tuple(kept.get(each.worker_id, each) for each in planned)
     given = {name: remaining_budget_bytes(lanes, run.parts[name]) for name, lanes in kept.items()}
     shares = {each.worker_id: _share_bytes(run, each) for each in planned}
@@ -150,7 +150,7 @@ PeerAddresses = Mapping[str, tuple[str, bool]]  # of living workers: address, an
 NEAR_SPARES = 2  # of each lane, that must be usable; a lost worker is a far spare of many others
 
 
-def new_deployment(event: Create, fleet: Membership, patience: CoordinatorSettings) -> Deployment:
+def new_deployment(event: Create, fleet: Membership, settings: CoordinatorSettings) -> Deployment:
     """Return the record of a new deployment; raises InvalidInput for an impossible request."""
     call, manifest = event.call, event.manifest
     if len(set(call.target_workers)) != len(call.target_workers):
@@ -162,7 +162,7 @@ def new_deployment(event: Create, fleet: Membership, patience: CoordinatorSettin
             wanted=f"{call.model_id} {call.version}",
             where=call.source_url,
         )
-    expected = _estimate(event, fleet, patience)
+    expected = _estimate(event, fleet, settings)
     return Deployment(
         deployment_id=event.deployment_id,
         model_id=call.model_id,
@@ -181,12 +181,12 @@ def new_deployment(event: Create, fleet: Membership, patience: CoordinatorSettin
         predicted_seconds=expected.seconds,
         bound_seconds=expected.bound_seconds,
         flow_run_id=call.flow_run_id,
-        flow_wanted=patience.starts_flows and call.flow_run_id is None,
+        flow_wanted=settings.starts_flows and call.flow_run_id is None,
         run_id=call.run_id,
     )
 
 
-def _estimate(event: Create, fleet: Membership, patience: CoordinatorSettings) -> Prediction:
+def _estimate(event: Create, fleet: Membership, settings: CoordinatorSettings) -> Prediction:
     records = [fleet.find(worker_id) for worker_id in event.call.target_workers]
     here = [record for record in records if record is not None]
     return predict(
@@ -195,10 +195,10 @@ def _estimate(event: Create, fleet: Membership, patience: CoordinatorSettings) -
         workers=len(records),
         piece_bytes=event.manifest.piece_bytes,
         chunk_bytes=event.manifest.chunk_bytes,
-        link_mbit=min((record.link_mbit for record in here), default=patience.link_mbit),
-        external_mbit=patience.external_mbit,
+        link_mbit=min((record.link_mbit for record in here), default=settings.link_mbit),
+        external_mbit=settings.external_mbit,
         racks=len({(record.labels.zone, record.labels.rack) for record in here}) or 1,
-        oversubscription=patience.oversubscription,
+        oversubscription=settings.oversubscription,
     )
 
 
@@ -245,8 +245,8 @@ def next_plan(
         workers=workers,
         source_url=deployment.source_url,
         seed=run.memo.seed,
-        external_mbit=run.patience.external_mbit,
-        oversubscription=run.patience.oversubscription,
+        external_mbit=run.settings.external_mbit,
+        oversubscription=run.settings.oversubscription,
         origin_spent_bytes=origin_spent_bytes(run) - run.memo.extra_bytes,
         order=run.order,
     )
@@ -272,7 +272,7 @@ def _latecomers(run: DeploymentState, tally: TargetGroups) -> dict[str, int]:
         return {}
     usual = median_low(others)
     gaps = {worker_id: usual - run.parts[worker_id].pieces_known for worker_id in back}
-    return {each: gap for each, gap in gaps.items() if gap > run.patience.return_gap_pieces}
+    return {each: gap for each, gap in gaps.items() if gap > run.settings.return_gap_pieces}
 
 
 def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) -> bool:
@@ -288,7 +288,7 @@ def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) 
         return False
     if not _serves(before, planned, places):
         return False
-    if not run.fused:
+    if not run.has_origin_budget:
         return True
     seeds = bool(planned.origin_lanes)
     if part.spent_before is None:  # planned by an earlier coordinator: the rest is unknown

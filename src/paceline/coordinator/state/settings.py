@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config import Profile
+from paceline.schemas import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,8 @@ class CoordinatorSettings:
     workers_at_most: int = 50_000  # including lost ones
     kept_lost_s: float = 30 * 86_400.0  # lost workers that no kept deployment names
     kept_audit_events: int = 1_000_000  # the newest in the audit store
+    topology: Topology = Topology.AUTO  # of a deployment whose caller names none
+    max_failed: float = 0.05  # the same
     starts_flows: bool = False  # for callers without a flow run, see api/flow_starter
 
     @property
@@ -68,5 +71,7 @@ class CoordinatorSettings:
             link_mbit=profile.cluster.link_mbit,
             external_mbit=profile.cluster.external_mbit,
             oversubscription=profile.cluster.oversubscription,
+            topology=Topology(relay.topology),
+            max_failed=relay.max_failed,
             starts_flows=profile.control.flow_starter == "prefect",
         )

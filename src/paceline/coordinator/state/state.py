@@ -88,40 +88,40 @@ class CoordinatorState:
     """The fleet and its deployments; ``handle`` is the only way to change them."""
 
     def __init__(
-        self, patience: CoordinatorSettings | None = None, *, leader_epoch: int = 1
+        self, settings: CoordinatorSettings | None = None, *, leader_epoch: int = 1
     ) -> None:
-        self.patience = patience or CoordinatorSettings()
+        self.settings = settings or CoordinatorSettings()
         self.leader_epoch = leader_epoch
-        self.fleet = Membership(self.patience)
+        self.fleet = Membership(self.settings)
         self.tokens = TokenRegistry()
-        self._book = DeploymentIndex()
-        self._activations = ActivationManager(self._book, self.fleet, self.patience)
+        self._index = DeploymentIndex()
+        self._activations = ActivationManager(self._index, self.fleet, self.settings)
         self._last_s: float | None = None
         self._pruned_s = float("-inf")
-        self.agents = AgentHandlers(self._book, self.fleet, self.tokens, leader_epoch)
+        self.agents = AgentHandlers(self._index, self.fleet, self.tokens, leader_epoch)
 
     @classmethod
     def restore(
         cls,
         kept: LoadedState,
         now_s: float,
-        patience: CoordinatorSettings | None = None,
+        settings: CoordinatorSettings | None = None,
         *,
         leader_epoch: int = 1,
     ) -> CoordinatorState:
         """Return the state built from stored records; progress arrives with the heartbeats."""
-        state = cls(patience, leader_epoch=leader_epoch)
+        state = cls(settings, leader_epoch=leader_epoch)
         state.fleet.restore(kept.workers, now_s)
         state.tokens.restore(kept.tokens)
         newest = {each.deployment.deployment_id for each in kept.deployments[-RESTORED_CLOSED:]}
         for each in kept.deployments:
-            run = _restored(each, state.patience)
+            run = _restored(each, state.settings)
             known = each.deployment.deployment_id in newest
             announced = known or each.deployment.status not in CLOSED
             state._follow(run, now_s, announced=announced)
             run.resume(state.fleet.alive, state.fleet.address, now_s)
         for key in kept.keys:
-            state._book.add_key(key)
+            state._index.add_key(key)
         state._activations.restore()
         return state
 
@@ -165,7 +165,7 @@ class CoordinatorState:
         """Return ``effect`` with the time at which a deployment is stored and first was final."""
         if not isinstance(effect, SaveDeployment):
             return effect
-        run = self._book.find(effect.deployment.deployment_id)
+        run = self._index.find(effect.deployment.deployment_id)
         if run is None:
             return effect
         closed_s = run.memo.closed_s
@@ -178,11 +178,11 @@ class CoordinatorState:
 
     def run(self, deployment_id: str) -> DeploymentState:
         """Return the deployment's facts; raises NotFound."""
-        return self._book.run(deployment_id)
+        return self._index.run(deployment_id)
 
     def deployments(self) -> list[Deployment]:
         """Return every deployment, oldest first."""
-        return [run.shown() for run in self._book]
+        return [run.shown() for run in self._index]
 
     def view(self, deployment_id: str) -> DeploymentView:
         """Return the deployment with its progress."""
@@ -232,7 +232,7 @@ class CoordinatorState:
 
         Nothing is decided by it: each worker's next heartbeat overwrites it.
         """
-        run = self._book.find(deployment_id)
+        run = self._index.find(deployment_id)
         if run is not None:
             run.merge_progress(parts)
 
@@ -241,7 +241,7 @@ class CoordinatorState:
 
         Raises Conflict where the key came with another body.
         """
-        run = self._book.known_key(key, body_digest)
+        run = self._index.known_key(key, body_digest)
         return None if run is None else _created(run.deployment)
 
     # --- deployments -----------------------------------------------------------------------------
@@ -251,32 +251,32 @@ class CoordinatorState:
         known = self.known_key(event.key, event.body_digest)
         if known is not None:
             return [Answer(known)]
-        if len(self._book.ticking) >= self.patience.open_at_most:
+        if len(self._index.ticking) >= self.settings.open_at_most:
             raise ServiceUnavailable(
                 "too many deployments are under way",
-                got=len(self._book.ticking),
-                wanted=f"fewer than {self.patience.open_at_most}",
+                got=len(self._index.ticking),
+                wanted=f"fewer than {self.settings.open_at_most}",
                 do="Call again once some have ended, or cancel what is not needed.",
             )
-        if len(self._book) >= self.patience.open_at_most + self.patience.kept_at_most:
+        if len(self._index) >= self.settings.open_at_most + self.settings.kept_at_most:
             raise ServiceUnavailable(
                 "too many deployments are kept",
-                got=len(self._book),
-                wanted=f"fewer than {self.patience.open_at_most + self.patience.kept_at_most}",
+                got=len(self._index),
+                wanted=f"fewer than {self.settings.open_at_most + self.settings.kept_at_most}",
                 do="Call again; closed ones are forgotten within seconds.",
             )
         if not call.allow_older:
             targets = set(call.target_workers)
             self._activations.require_not_older(call.version, call.model_id, targets)
-        deployment = new_deployment(event, self.fleet, self.patience)
+        deployment = new_deployment(event, self.fleet, self.settings)
         memo = PersistedState(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
-        run = DeploymentState(deployment, manifest, memo, self.patience)
-        size = kept_bytes([*self._book, run])
-        if size > self.patience.kept_bytes_at_most:
+        run = DeploymentState(deployment, manifest, memo, self.settings)
+        size = kept_bytes([*self._index, run])
+        if size > self.settings.kept_bytes_at_most:
             raise ServiceUnavailable(
                 "the deployments that are kept take too much room",
                 got=f"{size} bytes",
-                wanted=f"at most {self.patience.kept_bytes_at_most}",
+                wanted=f"at most {self.settings.kept_bytes_at_most}",
                 do="Call again once some have ended, or name fewer workers or pieces.",
             )
         self._follow(run, now_s, announced=True)
@@ -302,18 +302,18 @@ class CoordinatorState:
                 do="Roll it back, or activate another version.",
             )
         if run.final:
-            self._book.announce(run, self.unstopped(event.deployment_id))
+            self._index.announce(run, self.unstopped(event.deployment_id))
             return [Answer(Success())]
         reason = Failure(code="Cancelled", message="cancelled by a caller")
         effects = change_status(run, DeploymentStatus.CANCELLED, reason, event.at)
-        self._book.update_ticking(run)
+        self._index.update_ticking(run)
         return [*effects, Answer(Success())]
 
     def _raise_budget(self, event: RaiseBudget) -> list[Effect]:
-        if self._book.known_key(event.key, event.body_digest) is not None:
+        if self._index.known_key(event.key, event.body_digest) is not None:
             return [Answer(Success())]
         run = self.run(event.deployment_id)
-        if run.final or not run.fused:
+        if run.final or not run.has_origin_budget:
             raise Conflict(
                 "this deployment has no origin budget to raise",
                 got=run.deployment.status.value if run.final else run.deployment.topology.value,
@@ -339,7 +339,7 @@ class CoordinatorState:
         if event.key is None:
             return []
         key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
-        self._book.add_key(key)
+        self._index.add_key(key)
         return [key]
 
     def _flow_reported(self, event: FlowReported) -> list[Effect]:
@@ -357,7 +357,7 @@ class CoordinatorState:
     def _tick(self, event: Tick, now_s: float) -> list[Effect]:
         gap_s = 0.0 if self._last_s is None else now_s - self._last_s
         self._last_s = now_s
-        if gap_s > self.patience.lost_after_beats * self.fleet.beat_interval_s() / 2:
+        if gap_s > self.settings.lost_after_beats * self.fleet.beat_interval_s() / 2:
             # No heartbeats were handled meanwhile (frozen, suspended): silence proves no loss.
             self.fleet.forgive(gap_s, now_s)
         effects: list[Effect] = []
@@ -366,36 +366,36 @@ class CoordinatorState:
             data: dict[str, object] = {"incarnation": worker.incarnation}
             lost = EventName.WORKER_LOST
             effects.append(EmitEvent(lost, event.at, None, worker.worker_id, data))
-            for run in self._book.runs_for(worker.worker_id):
+            for run in self._index.runs_for(worker.worker_id):
                 run.lost(worker.worker_id, now_s)
-        for deployment_id in sorted(self._book.ticking):
-            effects += self._advance(self._book.run(deployment_id), event.at, now_s)
-        many = len(self._book) > self.patience.kept_at_most
+        for deployment_id in sorted(self._index.ticking):
+            effects += self._advance(self._index.run(deployment_id), event.at, now_s)
+        many = len(self._index) > self.settings.kept_at_most
         if now_s - self._pruned_s >= (PRUNE_INTERVAL_FULL_S if many else PRUNE_INTERVAL_S):
-            pruned = prune(self._book, self.fleet, self.patience, event.at, now_s)
+            pruned = prune(self._index, self.fleet, self.settings, event.at, now_s)
             if not pruned:  # where some were pruned, there may be more
                 self._pruned_s = now_s
             effects += pruned
-            effects += prune_workers(self._book, self.fleet, event.at)
+            effects += prune_workers(self._index, self.fleet, event.at)
         return effects
 
     def _advance(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
         if run.final:
             return self._activations.advance(run, at, now_s)
         effects = advance(run, self.fleet, at, now_s)
-        self._book.update_ticking(run)
+        self._index.update_ticking(run)
         return effects
 
     def _follow(self, run: DeploymentState, now_s: float, *, announced: bool) -> None:
-        self._book.add(run, announced=announced)
+        self._index.add(run, announced=announced)
         for worker_id in run.parts:
             if not self.fleet.alive(worker_id):
                 run.lost(worker_id, now_s)
 
 
-def _restored(kept: LoadedDeployment, patience: CoordinatorSettings) -> DeploymentState:
+def _restored(kept: LoadedDeployment, settings: CoordinatorSettings) -> DeploymentState:
     deployment = kept.deployment
-    run = DeploymentState(deployment, kept.manifest, kept.memo, patience)
+    run = DeploymentState(deployment, kept.manifest, kept.memo, settings)
     if kept.plan is not None:
         run.follow(kept.plan)
     for receipt in kept.receipts:

@@ -163,9 +163,15 @@ class DiskCache:
         while True:
             with _translated(path):
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if _is_at(descriptor, path):
-                return descriptor
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                # Shared: a committed file keeps a shared lock while its rank uses it, and that rank
+                # may wait for this one in an all-reduce.
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            else:
+                if _is_at(descriptor, path):
+                    return descriptor
             os.close(descriptor)  # finished since
 
     def _make_room(self, descriptor: int, size: int) -> bool:

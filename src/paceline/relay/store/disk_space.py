@@ -107,11 +107,12 @@ def _touched(staging: Path) -> float:
 
 
 def freed_bytes(directory: Path) -> int:
-    """Return how many bytes removing ``directory`` frees: files with other hard links free
-    nothing.
+    """Return how many bytes removing the version in ``directory`` frees: files with hard links
+    elsewhere than in ``hub_cache`` free nothing.
     """
+    links = 2 if "+" in directory.parent.name else 1
     found = (each.lstat() for each in directory.rglob("*") if each.is_file())
-    return sum(status.st_blocks * 512 for status in found if status.st_nlink == 1)
+    return sum(status.st_blocks * 512 for status in found if status.st_nlink <= links)
 
 
 def missing_bytes(store: Path, digest: str, files: Iterable[FileEntry]) -> int:

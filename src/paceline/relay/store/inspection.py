@@ -15,13 +15,13 @@ from pathlib import Path
 
 from paceline.config import load_runtime
 from paceline.errors import CorruptData
-from paceline.manifest import FileEntry, parse_manifest, verify_directory
+from paceline.manifest import FileEntry, directory_name, parse_manifest, verify_directory
+from paceline.relay.store import hub_cache
 from paceline.relay.store.disk_space import DiskSpace, missing_bytes, reclaimable_bytes
 from paceline.system import process_holding
 
 
 def verify_copy(
-    state_dir: str,
     model_id: str,
     version: str,
     manifest_digest: str,
@@ -35,7 +35,8 @@ def verify_copy(
     Raises CorruptData where there is none, where it is another model, or where a byte is wrong; a
     copy with a wrong byte is then unpublished, and the next relay fetches another.
     """
-    directory = _model_directory(state_dir, worker_id, model_id) / version
+    runtime = load_runtime()
+    directory = _model_directory(worker_id, model_id) / version
     try:
         manifest = parse_manifest((directory / "manifest.json").read_bytes())
     except FileNotFoundError as error:
@@ -50,22 +51,21 @@ def verify_copy(
             where=directory,
         )
     try:
-        verify_directory(
-            directory, manifest, full=full or load_runtime(state_dir).profile.relay.full_sha256
-        )
+        verify_directory(directory, manifest, full=full or runtime.profile.relay.full_sha256)
     except CorruptData:
-        _unpublish_corrupt(load_runtime(state_dir).node_dir(worker_id), directory)
+        _unpublish_corrupt(runtime.node_dir(worker_id), model_id, directory)
         raise
     return manifest.digest
 
 
-def _unpublish_corrupt(node_dir: Path, directory: Path) -> None:
+def _unpublish_corrupt(node_dir: Path, model_id: str, directory: Path) -> None:
     """Unpublish a corrupt copy, and stop the agent, which holds its files open.
 
     The agent's supervisor restarts it; it then loads what the disk has.
     """
     rotten = node_dir / "store" / "rotten"  # the same filesystem: a rename, not a copy
     rotten.mkdir(exist_ok=True)
+    hub_cache.hide(node_dir / "store", model_id, directory.name)
     directory.rename(rotten / f"{directory.parent.name}-{directory.name}-{time.time_ns()}")
     try:
         pid = int(json.loads((node_dir / "agent.json").read_bytes())["pid"])
@@ -78,28 +78,27 @@ def _unpublish_corrupt(node_dir: Path, directory: Path) -> None:
             agent.send(signal.SIGTERM)
 
 
-def has_published(
-    state_dir: str, model_id: str, version: str, manifest_digest: str, *, worker_id: str
-) -> bool:
+def has_published(model_id: str, version: str, manifest_digest: str, *, worker_id: str) -> bool:
     """Return whether ``worker_id`` has published this version with this digest (names, not
     bytes).
     """
-    path = _model_directory(state_dir, worker_id, model_id) / version / "manifest.json"
+    path = _model_directory(worker_id, model_id) / version / "manifest.json"
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
 
 
 def missing_bytes_on_node(
-    state_dir: str, manifest_digest: str, files: Sequence[FileEntry], *, worker_id: str
+    manifest_digest: str, files: Sequence[FileEntry], *, worker_id: str
 ) -> int:
     """Return how many bytes ``worker_id``'s disk lacks for a model of these ``files`` (their pieces
     may be left out), even if versions and leftovers are removed; 0 where it fits.
     """
-    store = load_runtime(state_dir).node_dir(worker_id) / "store"
+    store = load_runtime().node_dir(worker_id) / "store"
     store.mkdir(parents=True, exist_ok=True)
     missing = missing_bytes(store, manifest_digest, files)
     free = DiskSpace.at(store).free + reclaimable_bytes(store, manifest_digest)
     return max(0, missing - free)
 
 
-def _model_directory(state_dir: str, worker_id: str, model_id: str) -> Path:
-    return load_runtime(state_dir).node_dir(worker_id) / "store" / "models" / model_id
+def _model_directory(worker_id: str, model_id: str) -> Path:
+    store = load_runtime().node_dir(worker_id) / "store"
+    return store / "models" / directory_name(model_id)

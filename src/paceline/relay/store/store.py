@@ -1,7 +1,8 @@
 """A node's store: published versions, versions in progress, and the link to the active version.
 
-``models/<model_id>/<version>/`` appears by one rename after everything in it is durable, and never
-changes again; ``models/<model_id>/active`` is a symlink that switches atomically. Versions in
+``models/<model>/<version>/`` appears by one rename after everything in it is durable, and never
+changes again; ``models/<model>/active`` is a symlink that switches atomically. ``<model>`` is the
+model's id with ``+`` for each ``/``; ``hub_cache`` shows such models a second time. Versions in
 progress live in ``staging/<digest>/`` on the same filesystem. It does not depend on sources or a
 network.
 """
@@ -18,7 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import Conflict, InvalidInput, InvalidManifest, NotFound, StateLocked
-from paceline.manifest import ACTIVE, MANIFEST_FILE, Manifest, parse_manifest, verify_directory
+from paceline.manifest import (
+    ACTIVE,
+    MANIFEST_FILE,
+    Manifest,
+    directory_name,
+    parse_manifest,
+    verify_directory,
+)
+from paceline.relay.store import hub_cache
 from paceline.relay.store.disk_space import (
     DiskSpace,
     StorePolicy,
@@ -73,6 +82,7 @@ class Store:
                 # process ended
                 if left.name.startswith(".trash-") or not (left / "data").exists():
                     shutil.rmtree(left, ignore_errors=True)
+            self._mend_hub_cache()
 
     def close(self) -> None:
         """Release the lock, so that another process can own the store."""
@@ -87,12 +97,12 @@ class Store:
 
     def final_path(self, model_id: str, version: str) -> Path:
         """Return where this version is, or will be, visible."""
-        for name in (model_id, version):
+        for name in (directory_name(model_id), version):
             if not name or name.startswith(".") or "/" in name or "\0" in name:
                 raise InvalidInput("not a name", got=repr(name), wanted="a model id and a version")
         if version == ACTIVE:
             raise InvalidInput("a version cannot be called 'active'", do="Choose another name.")
-        return self._models / model_id / version
+        return self._models / directory_name(model_id) / version
 
     def open(self, manifest: Manifest, in_use: Collection[str] = ()) -> Staging:
         """Return the version's files: complete where it is published, else resumed or new.
@@ -161,6 +171,7 @@ class Store:
             data.rename(final)
             sync_directory(final.parent)
             sync_directory(self._models)
+            hub_cache.show(self.root, manifest, final)
             work = staging.directory
             staging.moved(final)
             shutil.rmtree(work, ignore_errors=True)
@@ -178,6 +189,7 @@ class Store:
             if work.exists():
                 self._trash(work)
             work.mkdir(parents=True)
+            hub_cache.hide(self.root, staging.manifest.model_id, staging.manifest.version)
             final.rename(work / "data")
             for directory in (final.parent, work, self._staging):
                 sync_directory(directory)
@@ -208,14 +220,15 @@ class Store:
     def versions(self, model_id: str | None = None) -> list[StoredVersion]:
         """Return what is published here, oldest first."""
         found = []
-        for path in self._models.glob(f"{model_id or '*'}/*/{MANIFEST_FILE}"):
+        model = directory_name(model_id) if model_id else "*"
+        for path in self._models.glob(f"{model}/*/{MANIFEST_FILE}"):
             directory = path.parent
             if directory.is_symlink() or directory.name == ACTIVE:
                 continue
             manifest = self._published(directory)
             if manifest is None:
                 continue
-            name, version = directory.parent.name, directory.name
+            name, version = manifest.model_id, directory.name
             found.append(
                 StoredVersion(
                     name,
@@ -232,7 +245,8 @@ class Store:
     def active(self, model_id: str) -> str | None:
         """Return the active version of ``model_id``, or None."""
         try:
-            return os.readlink(self._models / model_id / ACTIVE)  # noqa: PTH115 (a name, not a path)
+            link = self._models / directory_name(model_id) / ACTIVE
+            return os.readlink(link)  # noqa: PTH115 (a name, not a path)
         except (FileNotFoundError, OSError):
             return None
 
@@ -252,6 +266,7 @@ class Store:
             fresh.symlink_to(version)
             fresh.replace(link)
             sync_directory(path.parent)
+            hub_cache.activate(self.root, model_id, version)
 
     def manifest_of(self, path: Path) -> Manifest:
         """Return the manifest of the version at ``path``; raises NotFound where there is none."""
@@ -267,7 +282,7 @@ class Store:
         """
         gone = excess_versions(self.versions(), keep, in_use)
         for each in gone:
-            self._trash(each.path)
+            self._remove(each)
         return gone
 
     def make_room(self, manifest: Manifest, in_use: Collection[str] = ()) -> list[StoredVersion]:
@@ -283,7 +298,7 @@ class Store:
                 log.info("removed what was left at %s to make room", left[0])
                 self._trash(left[0])
             elif (oldest := oldest_removable(self.versions(), stay)) is not None:
-                self._trash(oldest.path)
+                self._remove(oldest)
                 gone.append(oldest)
             else:
                 break
@@ -314,6 +329,28 @@ class Store:
         copies = [*corrupt_copies(self.root), *(each.path for each in self.versions())]
         found = ((each, self._published(each)) for each in copies)
         return LocalContent.of(((each, it) for each, it in found if it is not None), manifest)
+
+    def _remove(self, version: StoredVersion) -> None:
+        hub_cache.hide(self.root, version.model_id, version.version)
+        self._trash(version.path)
+
+    def _mend_hub_cache(self) -> None:
+        """Show and hide what a process that ended did not: another one may unpublish a version."""
+        here = {
+            (path.parent.parent.name.replace("+", "/"), path.parent.name)
+            for path in self._models.glob(f"*+*/*/{MANIFEST_FILE}")
+            if not path.parent.is_symlink()
+        }
+        shown = hub_cache.shown(self.root)
+        for model_id, version in shown - here:
+            hub_cache.hide(self.root, model_id, version)
+        for model_id, version in here - shown:
+            final = self.final_path(model_id, version)
+            if (manifest := self._published(final)) is not None:
+                hub_cache.show(self.root, manifest, final)
+        for model_id in {model_id for model_id, _ in here}:
+            if (active := self.active(model_id)) is not None:
+                hub_cache.activate(self.root, model_id, active)
 
     def _trash(self, path: Path) -> None:
         """Remove a directory atomically: no process ever finds half of it."""

@@ -35,7 +35,10 @@ from .frames import (
 from .grpc_client import GrpcPullStream as GrpcPullStream
 from .grpc_server import GrpcTransport as GrpcTransport
 from .identity import (
+    SIGNING_FILE as SIGNING_FILE,
     Authority as Authority,
+    authorities as authorities,
+    authority_key as authority_key,
     ensure_authority as ensure_authority,
     fingerprint as fingerprint,
     issue_for_key as issue_for_key,
@@ -43,6 +46,7 @@ from .identity import (
     issue_server as issue_server,
     key_sha256 as key_sha256,
     make_authority as make_authority,
+    make_other_authority as make_other_authority,
     new_request as new_request,
     requested_key as requested_key,
 )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config import one_certificate, read_certificate
+from paceline.config import one_certificate, other_file, read_certificate
 from paceline.errors import InvalidInput, StorageFailed
 from paceline.relay.transport.tls import (
     ADMISSION_URI,
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 AUTHORITY_DAYS = 3650
 IDENTITY_DAYS = 365
+SIGNING_FILE = "signing"  # fingerprint of the authority that signs; absent before a second one
 _SKEW = datetime.timedelta(hours=1)  # clocks of two nodes may differ
 
 
@@ -52,29 +53,79 @@ def make_authority(directory: Path, name: str = "paceline cluster") -> Authority
 
     An existing key is kept and gets a new certificate.
     """
+    return _make(_first(directory), name)
+
+
+def make_other_authority(directory: Path) -> Authority:
+    """Create a second CA in ``directory``, beside the one that signs, and return it."""
+    made = _second(directory)
+    made.key.unlink(missing_ok=True)  # of an earlier replacement
+    return _make(made, f"paceline cluster {datetime.datetime.now(datetime.UTC):%Y-%m-%d}")
+
+
+def _make(made: Authority, name: str) -> Authority:
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    made = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
     found = made.key.exists()
-    key = _authority_key(made) if found else ec.generate_private_key(ec.SECP256R1())
+    key = authority_key(made) if found else ec.generate_private_key(ec.SECP256R1())
     start = datetime.datetime.now(datetime.UTC) - _SKEW
     builder = _certificate(name, _name(name), key.public_key(), start, AUTHORITY_DAYS, issues=True)
-    make_directories(directory, PRIVATE_DIRECTORY)
+    make_directories(made.cert.parent, PRIVATE_DIRECTORY)
     if not found:
         write_private(made.key, _key_pem(key))
     write_private(made.cert, _signed_pem(builder, key))
     return made
 
 
+def _first(directory: Path) -> Authority:
+    return Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+
+
+def _second(directory: Path) -> Authority:
+    return Authority(cert=other_file(directory / "ca.pem"), key=directory / "ca-key.other.pem")
+
+
+def authorities(directory: Path) -> tuple[Authority, Authority | None]:
+    """Return the CA of ``directory`` that signs, and the one that is trusted beside it, if any.
+
+    The directory may be copied to replicas while they read it: raises InvalidInput where what is
+    there does not belong together.
+    """
+    pairs = [each for each in (_first(directory), _second(directory)) if each.cert.is_file()]
+    if len(pairs) == 1:
+        return pairs[0], None
+    prints = [fingerprint(each.cert.read_bytes()) for each in pairs]
+    marked = directory / SIGNING_FILE
+    signs = marked.read_text().strip() if marked.is_file() else prints[0]
+    for pair, known in zip(pairs, prints, strict=True):
+        if known == signs and _belong_together(pair):
+            beside = [e for e, its in zip(pairs, prints, strict=True) if its != signs]
+            return pair, beside[0] if beside else None
+    raise InvalidInput(
+        "the authority's files do not belong together",
+        got=f"{SIGNING_FILE} names {signs}",
+        wanted="ca.pem or ca.other.pem with this fingerprint, and its key",
+        where=directory,
+        do="Copy the whole directory again.",
+    )
+
+
+def _belong_together(pair: Authority) -> bool:
+    from cryptography import x509
+
+    certificate = x509.load_pem_x509_certificate(read_certificate(pair.cert))
+    return certificate.public_key() == authority_key(pair).public_key()
+
+
 def ensure_authority(directory: Path) -> Authority:
-    """Return the CA in ``directory``; the first process that calls this creates it.
+    """Return the CA in ``directory`` that signs; the first process that calls this creates it.
 
     An existing CA is only read. Raises StorageFailed if there is none and none can be created.
     """
-    known = Authority(cert=directory / "ca.pem", key=directory / "ca-key.pem")
+    known = _first(directory)
     # The certificate is written last: if it exists, so does the key.
     if known.cert.is_file():
-        return known
+        return authorities(directory)[0]
     try:
         make_directories(directory, PRIVATE_DIRECTORY)
         ensure_private(directory / "lock")
@@ -91,7 +142,8 @@ def ensure_authority(directory: Path) -> Authority:
         ) from error
 
 
-def _authority_key(authority: Authority) -> ec.EllipticCurvePrivateKey:
+def authority_key(authority: Authority) -> ec.EllipticCurvePrivateKey:
+    """Return the private key of ``authority``; raises InvalidInput."""
     try:
         return _private_key(authority.key.read_bytes())
     except (OSError, InvalidInput) as error:
@@ -271,7 +323,7 @@ def _issue(
     from cryptography.x509.oid import ExtendedKeyUsageOID
 
     issuer = x509.load_pem_x509_certificate(read_certificate(authority.cert)).subject
-    issuer_key = _authority_key(authority)
+    issuer_key = authority_key(authority)
     start = valid_from or datetime.datetime.now(datetime.UTC) - _SKEW
     both_sides = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())

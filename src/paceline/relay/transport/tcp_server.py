@@ -66,7 +66,7 @@ class TcpServer(PeerServer[socket.socket]):
 
     def __init__(self, transport: TcpTransport, spec: ServeSpec) -> None:
         super().__init__(transport, spec, shutdown_socket)
-        self._tls = transport.server_tls
+        self._transport = transport  # its context changes when credentials are renewed
         self._lock = threading.Lock()
         self._streams: set[socket.socket] = set()  # of authenticated peers
         self._listener = listen(spec.host, spec.port)
@@ -153,15 +153,15 @@ class TcpServer(PeerServer[socket.socket]):
 
     def _protect(self, sock: socket.socket) -> Channel:
         """Return the channel of a new connection; its first bytes must fit the port's TLS mode."""
-        plain = PlainChannel(sock)
+        plain, tls = PlainChannel(sock), self._transport.server_tls
         first = sock.recv(HEADER.size, socket.MSG_PEEK)
-        if self._tls is not None and first.startswith(encode(Kind.HELLO)[:3]):
+        if tls is not None and first.startswith(encode(Kind.HELLO)[:3]):
             raise plain_refused("a plain greeting")
-        if self._tls is not None:
+        if tls is not None:
             # The wrapped socket owns the descriptor from the handshake on.
             return accept_tls(
                 sock,
-                self._tls,
+                tls,
                 HANDSHAKE_TIMEOUT_S,
                 lambda made: self.pending_handshakes.replace(sock, made),
             )
@@ -273,7 +273,5 @@ class TcpTransport(Transport):
         """Read the credential files again; see Transport."""
         if self.tls is not None:
             self.client_tls = self.tls.context(server=False)  # checks them
-            if self.server_tls is None:
-                self.server_tls = self.tls.context(server=True)
-            self.server_tls.load_cert_chain(self.tls.cert, self.tls.key)
+            self.server_tls = self.tls.context(server=True)
         return True

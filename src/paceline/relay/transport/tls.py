@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config import one_certificate
+from paceline.config import one_certificate, read_other
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.transport.sockets import (
     IO_TIMEOUT_S,
@@ -69,7 +69,8 @@ class TlsSettings:
     key: Path
 
     def read(self) -> tuple[bytes, bytes, bytes]:
-        """Return the contents of the three files; the authority's certificate is encoded again.
+        """Return the contents of the three files; the authority's certificate is encoded again,
+        with the one that is trusted beside it while it is replaced.
 
         Raises InvalidInput with the file that cannot be read, or if ``ca`` is not one certificate.
         """
@@ -84,7 +85,7 @@ class TlsSettings:
                     where=path,
                     do=_ADMIN,
                 ) from error
-        return one_certificate(found[0], self.ca), found[1], found[2]
+        return one_certificate(found[0], self.ca) + read_other(self.ca), found[1], found[2]
 
     def context(self, *, server: bool) -> ssl.SSLContext:
         """Return one side's SSL context; raises InvalidInput if the files are not usable."""

@@ -46,16 +46,16 @@ class Stateful(Protocol):
     """State beside model and optimizer that a checkpoint must contain; names are unique in a job.
 
     For example the rows of a recurrent task (``recurrent.CarriedState``), or gradients that a
-    compression hook has not sent yet (``parallel.data``). Both change while a batch is computed,
-    and a checkpoint is saved in the middle of the next batch: the loop takes a snapshot with
-    ``settle`` between two batches, and the last snapshot is what is saved.
+    compression hook has not sent yet (``parallel.data_parallel``). Both change while a batch is
+    computed, and a checkpoint is saved in the middle of the next batch: the loop calls ``snapshot``
+    between two batches, and the last snapshot is what is saved.
     """
 
-    def settle(self) -> None:
+    def snapshot(self) -> None:
         """Take a snapshot: the present state is the one between two batches."""
 
-    def let_go(self) -> None:
-        """Discard the state of the batch since the last ``settle``: its update was not taken."""
+    def roll_back(self) -> None:
+        """Discard the state of the batch since the last ``snapshot``: its update was not taken."""
 
     def tensors(self) -> Mapping[str, Tensor]:
         """Return the snapshot, by name; several ranks may hold the same under one name."""
@@ -81,13 +81,13 @@ def stateful_of(*owners: object) -> list[Stateful]:
 def snapshot_all(keeps: Sequence[Stateful]) -> None:
     """Take a snapshot of each."""
     for each in keeps:
-        each.settle()
+        each.snapshot()
 
 
-def discard_all(keeps: Sequence[Stateful]) -> None:
+def roll_back_all(keeps: Sequence[Stateful]) -> None:
     """Discard the state of the last batch in each."""
     for each in keeps:
-        each.let_go()
+        each.roll_back()
 
 
 MODEL, EXTRA, KEPT = "model.", "extra.", "kept."

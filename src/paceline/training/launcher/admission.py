@@ -16,6 +16,7 @@ from paceline.config import TrainingSettings, load_runtime
 from paceline.data import Snapshot, Split, load_snapshot, require_purpose, require_readable
 from paceline.data.loading import reading_cost, require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
+from paceline.manifest import directory_name
 from paceline.models import CONFIG_FILE, ModelConfig, read_config, require_tokenizer
 from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url
@@ -107,7 +108,7 @@ def require_readable_batches(job: TrainJob, snapshot: Snapshot, config: ModelCon
 
 def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
     base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
-    directory = base / job.model_id / job.version
+    directory = base / directory_name(job.model_id) / job.version
     known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
     return read_config(directory) if known else None
 

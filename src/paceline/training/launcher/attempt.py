@@ -178,6 +178,7 @@ class Attempt:
                 "WORLD_SIZE": str(len(self._ranks)),
                 "LOCAL_RANK": str(local),
                 "LOCAL_WORLD_SIZE": str(len(mine)),
+                "GROUP_RANK": str(self._workers.index(member.worker_id)),
                 "MASTER_ADDR": host,
                 "MASTER_PORT": str(port),
                 "PACELINE_ATTEMPT": str(self._attempt),

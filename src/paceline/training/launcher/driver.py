@@ -53,8 +53,11 @@ def run_job(
     store: ObjectStore | None = None,
     cancel: threading.Event | None = None,
     on_wait: Callable[[str], None] | None = None,
+    state_dir: str = "",
 ) -> TrainResult:
-    """Run ``job`` on ``workers`` (ranks are assigned round-robin); return its stored result.
+    """Run ``job`` on ``workers`` (placement.py assigns ranks to them); return its stored result.
+
+    ``state_dir`` is this process's own, where the job leaves its to each node.
 
     Raises TrainingFailed where the restarts are used up or the job cannot succeed, Conflict where
     the job id has other settings or other gangs hold the nodes, InvalidSnapshot where the data are
@@ -62,10 +65,11 @@ def run_job(
     """
     if not workers:
         raise InvalidInput("no workers to train on", got=0, wanted="at least one")
-    store = store or open_store(load_runtime(job.state_dir))
+    own = job.model_copy(update={"state_dir": job.state_dir or state_dir})
+    store = store or open_store(load_runtime(own.state_dir))
     if (finished := stored_result(job, store)) is not None:
         return finished
-    admit(job, workers[0], store)
+    admit(own, workers[0], store)
     guard = job.settings.guard
     deadlines = Deadlines(
         start_s=guard.start_deadline_s,

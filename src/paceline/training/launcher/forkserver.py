@@ -355,15 +355,17 @@ def keep_store(host: str, answer_fd: int) -> NoReturn:
 def watch_preemption(named: str, state_dir: str) -> int:
     """Return 0 once the watcher ``named`` (URL or code reference) reports a notice.
 
-    The profile in ``state_dir`` lists the allowed code sources; with "" no code is allowed.
+    The profile in ``state_dir`` ("": this node's own) lists the allowed code sources.
     """
     from paceline.config import load_runtime
-    from paceline.training.loop import open_watcher
+    from paceline.training.loop import is_metadata_url, open_watcher
 
     sources: tuple[str, ...] = ()
-    if state_dir:
-        sources = load_runtime(state_dir).profile.security.code_sources
-    open_watcher(named, sources, Path(state_dir) / "code").wait()
+    directory = Path()
+    if not is_metadata_url(named):
+        runtime = load_runtime(state_dir)
+        sources, directory = runtime.profile.security.code_sources, runtime.state_dir / "code"
+    open_watcher(named, sources, directory).wait()
     return 0
 
 

@@ -15,7 +15,6 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import IO, Any
 
 from paceline.errors import WorkerLost
 from paceline.extras import require_extras
+from paceline.system import PYTHON, own_program
 from paceline.training.launcher.ports import NodeMessage
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class _Node:
         self._discard = False  # True: further messages are discarded
         self._lock = threading.Lock()
         self.process = subprocess.Popen(
-            [*argv, "--die"],
+            [*own_program(argv), "--die"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -237,4 +237,4 @@ class _Node:
 
 def launcher_argv(run: str) -> list[str]:
     """Return the argv of a launcher whose ranks are ``run`` (``module:function``)."""
-    return [sys.executable, "-m", "paceline.training.launcher.forkserver", run]
+    return [PYTHON, "-m", "paceline.training.launcher.forkserver", run]

@@ -43,7 +43,8 @@ class NodePool:
         self._failed_at: dict[str, list[float]] = {}
         self.left_out: set[str] = set()
         self.away: set[str] = set()
-        seats = [self.workers[rank % len(self.workers)] for rank in range(settings.ranks)]
+        each, count = max(1, settings.ranks_per_node), len(self.workers)
+        seats = [self.workers[rank // each % count] for rank in range(settings.ranks)]
         self._home = tuple(seats)  # node of each rank while all nodes are available
 
     @property

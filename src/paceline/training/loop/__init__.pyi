@@ -34,6 +34,7 @@ from .optimizer import (
 )
 from .preemption import (
     MetadataWatcher as MetadataWatcher,
+    is_metadata_url as is_metadata_url,
     open_watcher as open_watcher,
     require_allowed_watcher as require_allowed_watcher,
 )

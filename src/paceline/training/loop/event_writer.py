@@ -103,7 +103,7 @@ class EventWriter:
         """Use ``place`` in all further events (a spare that was assigned a rank)."""
         self._place = place
 
-    def say(self, event: Any, step: int = 0, **data: object) -> None:
+    def emit(self, event: Any, step: int = 0, **data: object) -> None:
         """Write one event."""
         place = self._place
         record = RankEvent(
@@ -143,8 +143,8 @@ class EventWriter:
 class StdoutCapture(io.TextIOBase):
     """Replaces ``sys.stdout`` in a rank: each printed line becomes an event, rate-limited."""
 
-    def __init__(self, voice: EventWriter, clock: Callable[[], float] = time.monotonic) -> None:
-        self._voice, self._clock = voice, clock
+    def __init__(self, events: EventWriter, clock: Callable[[], float] = time.monotonic) -> None:
+        self._events, self._clock = events, clock
         self._lock = threading.Lock()
         self._line = ""
         self._since, self._reported, self._suppressed = clock(), 0, 0
@@ -174,13 +174,13 @@ class StdoutCapture(io.TextIOBase):
         now = self._clock()
         if now - self._since >= 60.0:
             if self._suppressed:
-                self._voice.say("said", text=f"({self._suppressed} more lines were printed)")
+                self._events.emit("said", text=f"({self._suppressed} more lines were printed)")
             self._since, self._reported, self._suppressed = now, 0, 0
         if self._reported >= MAX_PRINTED_LINES_PER_MINUTE:
             self._suppressed += 1
         elif line.strip():
             self._reported += 1
-            self._voice.say("said", text=line)
+            self._events.emit("said", text=line)
 
 
 FOLLOWER_REPORT_S = 0.5  # minimum time between step reports of ranks other than 0
@@ -224,7 +224,7 @@ class StepReporter:
 
     def __init__(
         self,
-        voice: EventWriter,
+        events: EventWriter,
         saver: Checkpointer,
         progress: Progress,
         rank: int,
@@ -232,7 +232,7 @@ class StepReporter:
         exporter: Exporter,
     ) -> None:
         self._exporter = exporter
-        self._voice = voice
+        self._events = events
         self._saver = saver
         self._progress = progress
         self._rank = rank
@@ -242,7 +242,7 @@ class StepReporter:
         self._news = QuarantineReporter()
 
     def __call__(self, report: StepReport) -> None:
-        self._voice.enter("step", report.step)
+        self._events.enter("step", report.step)
         self._exporter.take(report, len(self._stream.quarantined), self._saver.expected_s)
         now = time.monotonic()
         rare = bool(report.alerts) or self._news.any_in(self._stream.quarantined)
@@ -258,11 +258,13 @@ class StepReporter:
         if raised := self._saver.alerts[self._alerts :]:
             self._alerts += len(raised)
             data["checkpoint_alerts"] = [each.message for each in raised]
-        self._voice.say("step", report.step, **data)
+        self._events.emit("step", report.step, **data)
         self.report_saved()
 
     def report_saved(self) -> None:
         """Report newly committed checkpoints (rank 0 only)."""
         for ref in self._saver.report() if self._rank == 0 else ():
             self._exporter.saved()
-            self._voice.say("checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes)
+            self._events.emit(
+                "checkpoint", ref.step, url=ref.url, digest=ref.digest, bytes=ref.bytes
+            )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch, PlannedStream
-from paceline.training.checkpoint import discard_all, local_of, snapshot_all, stateful_of
+from paceline.training.checkpoint import local_of, roll_back_all, snapshot_all, stateful_of
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
 from paceline.training.loop.step_guard import StepGuard, Verdict
@@ -233,7 +233,7 @@ def train(
                 progress.stall_s, owed = saver.stall_s, False
             apply_gradients(optimizer, rate)
         else:
-            discard_all(stateful)
+            roll_back_all(stateful)
 
         _record_step(progress, batch, loss, verdict, stopped=stops > 0)
         # In place: the saver holds the same dict.

@@ -82,13 +82,18 @@ class MetadataWatcher:
         return answer.body.decode(errors="replace").strip().upper() not in _NOT_YET
 
 
+def is_metadata_url(named: str) -> bool:
+    """Return whether ``named`` is a URL to poll; otherwise it is a code reference."""
+    return "://" in named and not named.startswith(("file://", "git+"))
+
+
 def require_allowed_watcher(named: str, sources: Sequence[str]) -> CodeRef | None:
     """Return ``named`` as a code reference, None for a metadata URL; imports no user code.
 
     Raises InvalidInput where it is neither or not pinned, AccessDenied where it is outside
     ``sources``.
     """
-    if "://" in named and not named.startswith(("file://", "git+")):
+    if is_metadata_url(named):
         MetadataWatcher(named)
         return None
     ref = parse(named, SETTING)

@@ -48,17 +48,17 @@ def main() -> int:
     die_with_parent()
     use_passive_waiting()
     place = RankIdentity.from_environment()
-    voice = EventWriter(place)
-    voice.capture_stdout()
-    voice.beat()
+    events = EventWriter(place)
+    events.capture_stdout()
+    events.beat()
     try:
         job = TrainJob.model_validate_json(sys.stdin.readline())
         if "PACELINE_SPARE" in os.environ:
-            place, job = wait_for_assignment(job, voice)
-        voice.say("started", worker_id=place.worker_id, pid=os.getpid())
-        return run_rank(job, place, voice, stop)
+            place, job = wait_for_assignment(job, events)
+        events.emit("started", worker_id=place.worker_id, pid=os.getpid())
+        return run_rank(job, place, events, stop)
     except BadStep as error:
-        voice.say(
+        events.emit(
             "failed",
             error.step,
             code="BadStep",
@@ -69,14 +69,14 @@ def main() -> int:
         return error.exit_code
     except PacelineError as error:
         traceback.print_exc()
-        voice.say("failed", code=error.code, message=error.one_line())
+        events.emit("failed", code=error.code, message=error.one_line())
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - report every failure before exit
         traceback.print_exc()
         # A collective inside the backward pass raises a bare RuntimeError from gloo.
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         code = PeerLost.__name__ if lost else type(error).__name__
-        voice.say("failed", code=code, message=str(error)[:2000])
+        events.emit("failed", code=code, message=str(error)[:2000])
         return PeerLost.exit_code if lost else 1
 
 
@@ -98,15 +98,15 @@ def preload() -> None:
     current_environment()  # caches the git calls, once per launcher
 
 
-def wait_for_assignment(job: TrainJob, voice: EventWriter) -> tuple[RankIdentity, TrainJob]:
+def wait_for_assignment(job: TrainJob, events: EventWriter) -> tuple[RankIdentity, TrainJob]:
     """Preload as a spare, then block until a rank is assigned; return identity and job."""
     place = RankIdentity.from_environment()
     load(job, place.worker_id, place.rank).cache.close()  # verifies and fills this node's caches
-    voice.enter("spare")
+    events.enter("spare")
     os.environ.update(json.loads(_line()))
     place = RankIdentity.from_environment()
-    voice.take(place)
-    voice.enter("loading")
+    events.take(place)
+    events.enter("loading")
     return place, TrainJob.model_validate_json(_line())
 
 
@@ -118,7 +118,7 @@ def _line() -> str:
     return line
 
 
-def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
+def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
     """Train as rank ``place`` of ``job``; return the exit code."""
     from paceline.training.checkpoint import TrainState
     from paceline.training.loop import rank_setup as setup
@@ -136,8 +136,8 @@ def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopF
         if is_asynchronous(settings):
             from paceline.training.strategies import run_role
 
-            return run_role(its, place, voice, stop)
-        voice.enter("joining")
+            return run_role(its, place, events, stop)
+        events.enter("joining")
         group = stack.enter_context(_join(place, settings.guard))
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
@@ -147,20 +147,20 @@ def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopF
         state = TrainState(
             parallel, optimizer, group, mesh, keeps=stateful_of(parallel, its.workload)
         )
-        voice.enter("resuming")
-        progress, position = setup.restore_checkpoint(its, state, voice)
+        events.enter("resuming")
+        progress, position = setup.restore_checkpoint(its, state, events)
         state.extra = progress.extra
         resumed_from = progress.step
         follow(optimizer, progress.step)
-        exporter = stack.enter_context(setup.exporter_of(job, place.rank))
-        voice.say("resumed", progress.step, position=position, metrics_port=exporter.port)
+        exporter = stack.enter_context(setup.exporter_of(its, place.rank))
+        events.emit("resumed", progress.step, position=position, metrics_port=exporter.port)
 
         checkpointer = setup.checkpointer_of(its, state, environment)
         stack.callback(checkpointer.close)
         stream = stack.enter_context(setup.stream_of(its, mesh, position))
-        teller = StepReporter(voice, checkpointer, progress, place.rank, stream, exporter)
+        step_reporter = StepReporter(events, checkpointer, progress, place.rank, stream, exporter)
         stop.listening = True
-        voice.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
+        events.enter("first step", progress.step)  # slower: it builds buckets and fetches shards
         train(
             parallel,
             its.workload,
@@ -171,23 +171,23 @@ def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopF
             progress=progress,
             device=device,
             saver=checkpointer,
-            evaluator=setup.evaluator_of(its, mesh, lambda: voice.phase("evaluating")),
+            evaluator=setup.evaluator_of(its, mesh, lambda: events.phase("evaluating")),
             guard=StepGuard(settings.guard, bad=len(job.skip_batches)),
-            numbers=setup.metrics_of(its, parallel, group, device, place.rank, voice),
-            on_step=teller,
+            numbers=setup.metrics_of(its, parallel, group, device, place.rank, events),
+            on_step=step_reporter,
             should_stop=stop,
         )
         if progress.step > resumed_from:
             average_replicas(parallel)
-            unsaved = setup.save_last(checkpointer, progress, stream.position, voice)
-            teller.report_saved()
+            unsaved = setup.save_last(checkpointer, progress, stream.position, events)
+            step_reporter.report_saved()
             if unsaved:
                 return unsaved
         if progress.stopped:
-            voice.say("failed", progress.step, code="Stopped", message="stopped, state saved")
+            events.emit("failed", progress.step, code="Stopped", message="stopped, state saved")
             return STOPPED_EXIT
 
-        with voice.phase("exporting"):
+        with events.phase("exporting"):
             exported = setup.export_model(its, state, place.rank)
         if place.rank == 0:
             done = setup.result_of(
@@ -198,7 +198,7 @@ def run_rank(job: TrainJob, place: RankIdentity, voice: EventWriter, stop: StopF
                 quarantined=stream.quarantined,
                 environment=environment,
             )
-            voice.say("result", progress.step, **exported, **done)
+            events.emit("result", progress.step, **exported, **done)
     return 0
 
 

@@ -19,7 +19,6 @@ from paceline.data import PlannedStream
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError
 from paceline.models import weights_digest
-from paceline.schemas import TrainJob
 from paceline.storage import join_url
 from paceline.training.checkpoint import Checkpointer, TrainState, export, resume_newest_healthy
 from paceline.training.identity import code_version
@@ -107,10 +106,10 @@ def metrics_of(
     group: Group,
     device: torch.device,
     rank: int,
-    voice: EventWriter,
+    events: EventWriter,
 ) -> StepMetrics:
     """Return this rank's step metrics, with a profiler (``tracer_of``)."""
-    tracer = tracer_of(its, device, rank, uploaded_traces(its, voice))
+    tracer = tracer_of(its, device, rank, uploaded_traces(its, events))
     seen = tokens_seen(its.job.data, its.snapshot.of_split("train"), its.context)
     return StepMetrics.of(
         its.job.settings, parallel, group, device, config=its.config, seen=seen, tracer=tracer
@@ -128,19 +127,19 @@ def tracer_of(
         rank,
         on_trace,
         cuda=device.type == "cuda",
-        request=Path(its.job.state_dir) / TRACE_REQUEST,
+        request=its.runtime.state_dir / TRACE_REQUEST,
     )
 
 
-def uploaded_traces(its: RankContext, voice: EventWriter) -> TraceUploader:
+def uploaded_traces(its: RankContext, events: EventWriter) -> TraceUploader:
     """Return a callback that uploads traces beside the checkpoints and emits "trace" events."""
     url = join_url(its.job.checkpoint_url, its.job.job_id, "traces")
-    return TraceUploader(its.store, url, lambda step, where: voice.say("trace", step, url=where))
+    return TraceUploader(its.store, url, lambda step, where: events.emit("trace", step, url=where))
 
 
-def exporter_of(job: TrainJob, rank: int) -> Exporter:
+def exporter_of(its: RankContext, rank: int) -> Exporter:
     """Return this rank's Prometheus exporter, with its target file below the state directory."""
-    targets = Path(job.state_dir) / "metrics" / "targets"
+    job, targets = its.job, its.runtime.state_dir / "metrics" / "targets"
     return Exporter(
         {"job_id": job.job_id, "rank": str(rank)},
         targets,
@@ -149,7 +148,7 @@ def exporter_of(job: TrainJob, rank: int) -> Exporter:
 
 
 def restore_checkpoint(
-    its: RankContext, state: TrainState, voice: EventWriter
+    its: RankContext, state: TrainState, events: EventWriter
 ) -> tuple[Progress, dict[str, Any] | None]:
     """Restore the newest healthy checkpoint, if any; return progress and data position.
 
@@ -160,7 +159,7 @@ def restore_checkpoint(
         state,
         config_digest=its.config_digest,
         work_dir=its.work_dir,
-        on_rejected=lambda step, why: voice.say("checkpoint", step, rejected=True, why=why),
+        on_rejected=lambda step, why: events.emit("checkpoint", step, rejected=True, why=why),
     )
     if restored is None:
         return Progress(), None
@@ -187,12 +186,12 @@ def checkpointer_of(
     )
 
 
-def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: EventWriter) -> int:
+def save_last(saver: Any, progress: Progress, position: dict[str, Any], events: EventWriter) -> int:
     """Save the final state; return 0, or the error's exit code where a stop was requested.
 
     That code is never 143, which means "state saved". Without a stop request the error is raised.
     """
-    with voice.phase("saving"):
+    with events.phase("saving"):
         try:
             saver.save_last(progress.step, position, progress.metrics())
         except PacelineError as error:
@@ -200,7 +199,7 @@ def save_last(saver: Any, progress: Progress, position: dict[str, Any], voice: E
                 raise
             lost = "stopped as asked, but the steps since the last checkpoint are lost"
             message = f"{lost}: {error.one_line()}"
-            voice.say("failed", progress.step, code=error.code, message=message, stopped=True)
+            events.emit("failed", progress.step, code=error.code, message=message, stopped=True)
             sys.stderr.write(f"{message}\n")  # the launcher keeps the end of standard error
             return error.exit_code
     return 0

@@ -198,10 +198,15 @@ def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
 
     Raises InvalidInput where it is missing or another model than the job's.
     """
-    from paceline.manifest import MANIFEST_FILE, parse_manifest, verify_directory
+    from paceline.manifest import (
+        MANIFEST_FILE,
+        directory_name,
+        parse_manifest,
+        verify_directory,
+    )
     from paceline.models import load_model
 
-    directory = node / "store" / "models" / job.model_id / job.version
+    directory = node / "store/models" / directory_name(job.model_id) / job.version
     try:
         manifest = parse_manifest((directory / MANIFEST_FILE).read_bytes())
     except OSError as error:

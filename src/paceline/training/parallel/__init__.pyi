@@ -9,7 +9,7 @@ from .checks import (
     require_ranks as require_ranks,
 )
 from .compose import parallelise as parallelise
-from .data import CompressionMemory as CompressionMemory
+from .data_parallel import CompressionMemory as CompressionMemory
 from .mesh import (
     AXES as AXES,
     Mesh as Mesh,

@@ -13,7 +13,7 @@ from paceline.training.loop import Workload, autocast, master_dtype
 from paceline.training.parallel import tensor
 from paceline.training.parallel.base import Parallel, compile_blocks, recompute_blocks
 from paceline.training.parallel.checks import require_layout, require_uncut
-from paceline.training.parallel.data import SentBytes, replicate
+from paceline.training.parallel.data_parallel import SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
 from paceline.training.parallel.pipeline import Pipelined, drop_children, stages
 from paceline.training.parallel.sharded import shard

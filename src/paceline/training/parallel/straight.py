@@ -15,7 +15,7 @@ from paceline.errors import InvalidInput
 from paceline.training.checkpoint import Stateful
 from paceline.training.loop import Inputs, LossSums, Workload, autocast
 from paceline.training.parallel import clipping, sharded, tensor
-from paceline.training.parallel.data import CompressionMemory, SentBytes
+from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes
 from paceline.training.parallel.mesh import Mesh
 
 

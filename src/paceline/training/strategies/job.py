@@ -210,23 +210,23 @@ log = logging.getLogger(__name__)
 REJOIN_S = 5.0  # plus three silences: for a restarted rank to find the leader
 
 
-def run_role(its: RankContext, place: RankIdentity, voice: EventWriter, stop: StopFlag) -> int:
+def run_role(its: RankContext, place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
     """Run the role of ``place`` in an asynchronous job; return the exit code."""
     settings = its.job.settings
     workers = require_ranks(settings, place.world_size)
-    voice.enter("joining")
+    events.enter("joining")
     meeting = Rendezvous.of(place)
     terms = Terms(place.gang_key, workers, settings.steps, settings.synchrony.max_staleness)
     if place.rank >= SERVING:
-        return _work(its, place, voice, meeting, terms)
-    with BackgroundUpload(uploaded_traces(its, voice)) as uploaded:
+        return _work(its, place, events, meeting, terms)
+    with BackgroundUpload(uploaded_traces(its, events)) as uploaded:
         policy = JobPolicy(settings, workers, len(its.job.skip_batches))
         model = its.model.to(master_dtype(settings))
         learner = Learner(model, settings, workers, tracer_of(its, CPU, place.rank, uploaded))
         server = ParameterServer(learner, terms, meeting, policy)
         with server.listening(place.host) as address:
             meeting.publish(place.rank, address)
-            return _ServingRank(its, place, voice, stop, server, policy).run(meeting)
+            return _ServingRank(its, place, events, stop, server, policy).run(meeting)
 
 
 class _ServingRank:
@@ -236,12 +236,12 @@ class _ServingRank:
         self,
         its: RankContext,
         place: RankIdentity,
-        voice: EventWriter,
+        events: EventWriter,
         stop: StopFlag,
         server: ParameterServer,
         policy: JobPolicy,
     ) -> None:
-        self._its, self._place, self._voice, self._stop = its, place, voice, stop
+        self._its, self._place, self._events, self._stop = its, place, events, stop
         self._server, self._policy, self._workers = server, policy, server.terms.workers
         model, optimizer = server.learner.model, server.learner.optimizer
         self._state = TrainState(WholeModel(model), optimizer, Group(), Mesh(MeshSpec()))
@@ -249,7 +249,7 @@ class _ServingRank:
     def run(self, meeting: Rendezvous) -> int:
         """Serve to the end of the job; return the exit code."""
         if self._place.rank == 0 and not meeting.claimed(1):
-            self._voice.enter("resuming")
+            self._events.enter("resuming")
             self._resume()
             self._server.lead(1)
         elif self._follow(meeting) == "released":
@@ -257,7 +257,7 @@ class _ServingRank:
         return self._lead()
 
     def _follow(self, meeting: Rendezvous) -> str:
-        self._voice.enter("following")
+        self._events.enter("following")
         deadline_s = 3 * self._server.terms.silence_s + REJOIN_S
         if not meeting.claimed(1):
             deadline_s = self._its.job.settings.guard.start_deadline_s  # rank 0 is still loading
@@ -268,14 +268,14 @@ class _ServingRank:
             step = self._policy.progress.step
             if not reported:
                 reported = True
-                self._voice.say("started", step, role="standby")
-            self._voice.enter("step", step)
+                self._events.emit("started", step, role="standby")
+            self._events.enter("step", step)
 
         return self._server.follow(meeting.servers, deadline_s, on_frame)
 
     def _resume(self) -> None:
         """Restore the newest healthy checkpoint, if there is one."""
-        progress, position = restore_checkpoint(self._its, self._state, self._voice)
+        progress, position = restore_checkpoint(self._its, self._state, self._events)
         if position is None:
             return
         if position.get("kind") != POSITION:
@@ -294,18 +294,18 @@ class _ServingRank:
         self._policy.resume(progress.extra)
 
     def _lead(self) -> int:
-        its, voice, server, policy = self._its, self._voice, self._server, self._policy
-        voice.take(dataclasses.replace(self._place, rank=0))
+        its, events, server, policy = self._its, self._events, self._server, self._policy
+        events.take(dataclasses.replace(self._place, rank=0))
         progress, learner = policy.progress, server.learner
         environment = current_environment(its.job.settings.threads_per_rank)
         with contextlib.ExitStack() as stack:
-            exporter = stack.enter_context(exporter_of(its.job, 0))
+            exporter = stack.enter_context(exporter_of(its, 0))
             resumed_from = progress.step
             self._state.extra = progress.extra
             saver = checkpointer_of(its, self._state, environment)
             stack.callback(saver.close)
-            evaluation, held_out = _Evaluation(its, server, voice), dict[str, float]()
-            reporter = StepReporter(voice, saver, progress, 0, policy, exporter)
+            evaluation, held_out = _Evaluation(its, server, events), dict[str, float]()
+            reporter = StepReporter(events, saver, progress, 0, policy, exporter)
 
             def on_step(report: StepReport) -> None:
                 nonlocal held_out
@@ -317,17 +317,17 @@ class _ServingRank:
             def on_tick() -> bool:
                 nonlocal held_out
                 with server.changed:  # the lock is not stuck
-                    voice.enter("step", progress.step)
+                    events.enter("step", progress.step)
                 held_out = evaluation.run_asked() or held_out
                 return self._stop()
 
             position = position_of(server.ledger, self._workers)
             port = exporter.port
-            voice.say("resumed", resumed_from, position=position, metrics_port=port)
+            events.emit("resumed", resumed_from, position=position, metrics_port=port)
             policy.attach(saver, server.ledger, learner.rate, on_step)
             server.open()
             self._stop.listening = True
-            voice.enter("step", progress.step)
+            events.enter("step", progress.step)
             if not server.until_done(on_tick=on_tick):
                 with server.changed:  # no update from here on
                     server.end(PeerLost("parameter server was asked to stop"))
@@ -335,12 +335,12 @@ class _ServingRank:
                     unsaved = self._save_last(saver, reporter)
                 if not unsaved:
                     message = "stopped, state saved"
-                    voice.say("failed", progress.step, code="Stopped", message=message)
+                    events.emit("failed", progress.step, code="Stopped", message=message)
                 return unsaved or STOPPED_EXIT
             if progress.step > resumed_from or not saver.kept():
                 progress.held_out = evaluation.run() or progress.held_out
                 self._save_last(saver, reporter)
-            with voice.phase("exporting"):
+            with events.phase("exporting"):
                 model = export_model(its, self._state, 0)
             done = result_of(
                 its,
@@ -350,13 +350,13 @@ class _ServingRank:
                 quarantined=policy.quarantined,
                 environment=environment,
             )
-            voice.say("result", progress.step, **model, **done)
+            events.emit("result", progress.step, **model, **done)
         return 0
 
     def _save_last(self, saver: Any, reporter: StepReporter) -> int:
         """Save the present state; the ledger records the finished part of a step."""
         position = position_of(self._server.ledger, self._workers)
-        unsaved = save_last(saver, self._policy.progress, position, self._voice)
+        unsaved = save_last(saver, self._policy.progress, position, self._events)
         reporter.report_saved()
         return unsaved
 
@@ -364,8 +364,8 @@ class _ServingRank:
 class _Evaluation:
     """Evaluates held-out loss on a copy of the server's weights, while they continue to change."""
 
-    def __init__(self, its: RankContext, server: ParameterServer, voice: EventWriter) -> None:
-        during = functools.partial(voice.phase, "evaluating")
+    def __init__(self, its: RankContext, server: ParameterServer, events: EventWriter) -> None:
+        during = functools.partial(events.phase, "evaluating")
         self._evaluator = evaluator_of(its, Mesh(MeshSpec()), during)
         self._its, self._server, self._asked = its, server, False
         if self._evaluator is not None:
@@ -397,10 +397,10 @@ class _Evaluation:
 
 
 def _work(
-    its: RankContext, place: RankIdentity, voice: EventWriter, meeting: Rendezvous, terms: Terms
+    its: RankContext, place: RankIdentity, events: EventWriter, meeting: Rendezvous, terms: Terms
 ) -> int:
     """Compute gradients of one share until it is complete."""
-    job, settings = its.job, its.job.settings
+    settings = its.job.settings
 
     def open_share(task: Task) -> PlannedStream:
         if task.sequence > 1 and task.position is None:
@@ -410,9 +410,9 @@ def _work(
     device, share = device_of(), place.rank - SERVING
     compute = GradientComputer(its.model, its.workload, settings, terms.workers, open_share, device)
     with contextlib.ExitStack() as stack:
-        exporter = stack.enter_context(exporter_of(job, place.rank))
+        exporter = stack.enter_context(exporter_of(its, place.rank))
         stack.callback(compute.close)
-        uploaded = stack.enter_context(BackgroundUpload(uploaded_traces(its, voice)))
+        uploaded = stack.enter_context(BackgroundUpload(uploaded_traces(its, events)))
         tracer = tracer_of(its, device, place.rank, uploaded)
         stack.callback(tracer.close)
         quarantine = QuarantineReporter()
@@ -425,7 +425,7 @@ def _work(
         def on_push(task: Task) -> None:
             nonlocal pushed_at, reported_at
             tracer.end(task.sequence)
-            voice.enter("step", task.sequence)
+            events.enter("step", task.sequence)
             now, report = time.perf_counter(), compute.report
             seconds, pushed_at = now - pushed_at, now
             figures = {"step_seconds": seconds, "data_wait_s": report.waited_s}
@@ -436,16 +436,16 @@ def _work(
             if now - reported_at >= FOLLOWER_REPORT_S or quarantine.any_in(bad):
                 reported_at = now
                 data = {"loss": report.loss, "share": share, **figures, **quarantine.of(bad)}
-                voice.say("step", task.sequence, **data)
+                events.emit("step", task.sequence, **data)
 
         def on_frame() -> None:  # a live server resets the deadline of the step
             if worker.counts.staleness:
-                voice.enter("step")
+                events.enter("step")
 
         away_s = settings.guard.start_deadline_s
         worker = Worker(
             share, meeting.servers, terms, compute, away_s=away_s, on_frame=on_frame
         )  # fmt: skip
-        voice.enter("first step")  # fetches shards; the server may still be loading
+        events.enter("first step")  # fetches shards; the server may still be loading
         worker.run(traced, on_push)
     return 0

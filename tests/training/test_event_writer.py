@@ -19,13 +19,13 @@ from paceline.training.loop import (
 PROGRAM = """
 import os
 from paceline.training.loop.event_writer import RankIdentity, EventWriter
-voice = EventWriter(RankIdentity(1, 2, "127.0.0.1", 0, 3, "node-1"))
-voice.capture_stdout()
+events = EventWriter(RankIdentity(1, 2, "127.0.0.1", 0, 3, "node-1"))
+events.capture_stdout()
 print("loading", end="")
-voice.say("started")
+events.emit("started")
 print(" done\\nshape", (3, 4))
 os.write(1, b"from C")
-voice.say("result", 7)
+events.emit("result", 7)
 """
 
 
@@ -48,20 +48,20 @@ def test_prints_without_end_are_cut_and_counted() -> None:
             super().__init__(RankIdentity(0, 1, "", 0, 1, "n"))
             self.said: list[str] = []
 
-        def say(self, event: Any, step: int = 0, **data: object) -> None:
+        def emit(self, event: Any, step: int = 0, **data: object) -> None:
             self.said.append(str(data["text"]))
 
-    voice, now = Heard(), [0.0]
-    printed = StdoutCapture(voice, clock=lambda: now[0])
+    events, now = Heard(), [0.0]
+    printed = StdoutCapture(events, clock=lambda: now[0])
     print("x" * 10_000, file=printed)
-    assert len(voice.said[0]) == MAX_PRINTED_CHARACTERS
+    assert len(events.said[0]) == MAX_PRINTED_CHARACTERS
     for number in range(2 * MAX_PRINTED_LINES_PER_MINUTE):
         print(number, file=printed)
-    assert len(voice.said) == MAX_PRINTED_LINES_PER_MINUTE
+    assert len(events.said) == MAX_PRINTED_LINES_PER_MINUTE
     now[0] = 61.0
     print("later", end="", file=printed)
     print("\n", file=printed)
-    assert voice.said[-2:] == [
+    assert events.said[-2:] == [
         f"({MAX_PRINTED_LINES_PER_MINUTE + 1} more lines were printed)",
         "later",
     ]

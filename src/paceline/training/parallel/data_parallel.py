@@ -51,7 +51,7 @@ class CompressionMemory:
         self._settled = _Memory()
         self._restored: _Memory | None = None  # until the buckets are laid out
 
-    def settle(self) -> None:
+    def snapshot(self) -> None:
         """Copy the hook's state: the hook replaces errors and overwrites the matrices."""
         if self._restored is not None:
             self._settled = self._restored
@@ -72,7 +72,7 @@ class CompressionMemory:
         self._state.iter = memory.iterations
         self._put(memory)
 
-    def let_go(self) -> None:
+    def roll_back(self) -> None:
         """Restore errors and matrices from before the batch: NaN in them would spoil every later
         gradient. The count of steps stays, the same on all ranks."""
         if self._restored is None:

@@ -1,7 +1,7 @@
-"""Turns trees into flows: which source each worker takes which chunks from.
+"""Turns trees into transfers: which source each worker takes which chunks from.
 
-One flow or more per worker and stripe. Slow and quarantined workers are attached where links have
-free slots, and chunks that other workers already hold are taken from them instead of from the
+One transfer or more per worker and stripe. Slow and quarantined workers are attached where links
+have free slots, and chunks that other workers already hold are taken from them instead of from the
 origin or across racks: rarest first, then the least loaded, then the nearest holder.
 """
 
@@ -14,13 +14,13 @@ from paceline.plan.inputs import ModelLayout, PlanWorker, Standing, Stripe, rack
 from paceline.plan.trees import NO_PARENT, ORIGIN, SLOW_LINK, Trees, WorkerLine
 
 MAX_SPLIT_LANES = 16  # lanes that one stripe of one worker may be split into
-MIN_SPLIT_PART = 16  # a smaller fraction of a flow (1/FEW) is not taken from the own rack
-MAX_OTHER_HOLDERS = 3  # spare holders of a flow
+SPLIT_DIVISOR = 16  # less than 1/16 of a transfer is not taken from the own rack
+MAX_OTHER_HOLDERS = 3  # spare holders of a transfer
 _ROOM = 1e-6
 
 
 @dataclass(slots=True)
-class Flow:
+class Transfer:
     """``reader`` takes chunks ``first`` to ``last`` of ``stripe`` from ``source``.
 
     Both are places (``source`` may be ORIGIN); ``size`` is the bytes of it that the reader lacks.
@@ -124,14 +124,14 @@ def _place_with_room(
     )
 
 
-class FlowBuilder:
-    """Builds the flows of one plan."""
+class TransferBuilder:
+    """Builds the transfers of one plan."""
 
     def __init__(
         self,
         line: WorkerLine,
         trees: Trees,
-        cargo: ModelLayout,
+        layout: ModelLayout,
         stripes: Sequence[Stripe],
         *,
         scarce: bool = False,
@@ -143,10 +143,10 @@ class FlowBuilder:
         """
         self._line = line
         self._trees = trees
-        self._cargo = cargo
+        self._cargo = layout
         self._stripes = stripes
         self._from_peers = from_peers
-        self.missing = [cargo.missing(worker, stripes) for worker in line.workers]
+        self.missing = [layout.missing(worker, stripes) for worker in line.workers]
         self._room = _free_slots(line, trees)
         self._racks = [rack_of(worker) for worker in line.workers]
         # Places whose holdings may be used; the slow and quarantined only where the budget is
@@ -174,68 +174,68 @@ class FlowBuilder:
                     self._held_in.setdefault(rack, set()).update(worker.held_chunks)
         self._burden: dict[int, int] = {}  # planned bytes that each place sends
 
-    def flows(self) -> list[Flow]:
-        """Return the flows of every stripe, each worker's after its source's."""
+    def transfers(self) -> list[Transfer]:
+        """Return the transfers of every stripe, each worker's after its source's."""
         made = [
-            Flow(place, self._trees.up[number][place], number, stripe.first, stripe.last, size)
+            Transfer(place, self._trees.up[number][place], number, stripe.first, stripe.last, size)
             for number, stripe in enumerate(self._stripes)
             for place in self._trees.top_down(number)
             if not (self._line.workers[place].complete or self._line.is_gone(place))
             for size in (self.missing[place][number],)
         ]
-        for flow in made:
-            if flow.source >= 0:
-                flow.from_holder = self._line.workers[flow.source].complete
-                self._burden[flow.source] = self._burden.get(flow.source, 0) + flow.size
-        # Readers of the origin choose complete workers first, then flows that cross racks.
-        for flow in sorted(made, key=lambda flow: flow.source != ORIGIN):
-            if flow.source == ORIGIN or (flow.size and self._crosses(flow)):
-                self._from_complete(flow)
+        for transfer in made:
+            if transfer.source >= 0:
+                transfer.from_holder = self._line.workers[transfer.source].complete
+                self._burden[transfer.source] = self._burden.get(transfer.source, 0) + transfer.size
+        # Readers of the origin choose complete workers first, then transfers that cross racks.
+        for transfer in sorted(made, key=lambda transfer: transfer.source != ORIGIN):
+            if transfer.source == ORIGIN or (transfer.size and self._crosses(transfer)):
+                self._from_complete(transfer)
         return [
             part
-            for flow in made
+            for transfer in made
             for part in (
-                self._from_partial(flow)
-                if flow.size
-                and (flow.source == ORIGIN or (self._from_peers and self._crosses(flow)))
-                else (flow,)
+                self._from_partial(transfer)
+                if transfer.size
+                and (transfer.source == ORIGIN or (self._from_peers and self._crosses(transfer)))
+                else (transfer,)
             )
         ]
 
-    def _crosses(self, flow: Flow) -> bool:
-        return self._racks[flow.source] != self._racks[flow.reader]
+    def _crosses(self, transfer: Transfer) -> bool:
+        return self._racks[transfer.source] != self._racks[transfer.reader]
 
-    def _from_complete(self, flow: Flow) -> None:
-        """Move ``flow`` to a complete worker: any instead of the origin, one in the same rack
+    def _from_complete(self, transfer: Transfer) -> None:
+        """Move ``transfer`` to a complete worker: any instead of the origin, one in the same rack
         instead of a crossing.
         """
-        holder = self._complete_holder(flow.reader, flow.source == ORIGIN)
+        holder = self._complete_holder(transfer.reader, transfer.source == ORIGIN)
         if holder is None:
             return
-        if flow.source in self._room:
-            self._room[flow.source] += 1
+        if transfer.source in self._room:
+            self._room[transfer.source] += 1
         self._room[holder] = self._room.get(holder, 0.0) - 1
-        flow.source, flow.from_holder = holder, True
+        transfer.source, transfer.from_holder = holder, True
 
-    def _from_partial(self, flow: Flow) -> list[Flow]:
-        """Return ``flow`` split so that held chunks come from their holders: any instead of the
+    def _from_partial(self, transfer: Transfer) -> list[Transfer]:
+        """Return ``transfer`` split so that held chunks come from their holders: any instead of the
         origin, the same rack's instead of a crossing.
         """
-        at_origin = flow.source == ORIGIN
-        rack = self._racks[flow.reader]
+        at_origin = transfer.source == ORIGIN
+        rack = self._racks[transfer.reader]
         held = self._held if at_origin else self._held_in.get(rack, set())
-        own = self._line.workers[flow.reader].held_chunks
+        own = self._line.workers[transfer.reader].held_chunks
         wanted = [
             chunk
-            for chunk in range(flow.first, flow.last + 1)
+            for chunk in range(transfer.first, transfer.last + 1)
             if chunk in held and chunk not in own
         ]
         # In mid-transfer neighbours are ahead by a chunk here and there: taking each from another
         # one loads links that are full, and gives every rack new lanes with every plan.
-        few = not at_origin and len(wanted) * MIN_SPLIT_PART < flow.last - flow.first + 1
+        few = not at_origin and len(wanted) * SPLIT_DIVISOR < transfer.last - transfer.first + 1
         if not wanted or few:
-            return [flow]
-        return self._split(flow, wanted, self._partial if at_origin else self._partial_in[rack])
+            return [transfer]
+        return self._split(transfer, wanted, self._partial if at_origin else self._partial_in[rack])
 
     def _complete_holder(self, reader: int, at_origin: bool) -> int | None:
         worker = self._line.workers[reader]
@@ -259,8 +259,10 @@ class FlowBuilder:
             default=None,
         )
 
-    def _split(self, flow: Flow, wanted: Sequence[int], holders: Sequence[int]) -> list[Flow]:
-        """Return ``flow`` cut into runs of chunks: some from holders, the rest from its own
+    def _split(
+        self, transfer: Transfer, wanted: Sequence[int], holders: Sequence[int]
+    ) -> list[Transfer]:
+        """Return ``transfer`` cut into runs of chunks: some from holders, the rest from its own
         source.
         """
         workers = self._line.workers
@@ -268,7 +270,7 @@ class FlowBuilder:
             chunk: tuple(
                 place
                 for place in holders
-                if chunk in workers[place].held_chunks and place != flow.reader
+                if chunk in workers[place].held_chunks and place != transfer.reader
             )
             for chunk in wanted
         }
@@ -280,7 +282,7 @@ class FlowBuilder:
                 runs.append((chunk, chunk, by_chunk[chunk]))
         runs = [run for run in runs if run[2]]
         longest = sorted(runs, key=lambda run: (run[0] - run[1], run[0]))[: MAX_SPLIT_LANES // 2]
-        reader = workers[flow.reader]
+        reader = workers[transfer.reader]
         cuts = []
         for first, last, able in sorted(longest, key=lambda run: (len(run[2]), run[0])):
             size = self._cargo.size_of(first, last)
@@ -295,21 +297,25 @@ class FlowBuilder:
             )
             self._burden[holder] = self._burden.get(holder, 0) + size
             others = tuple(place for place in able if place != holder)[:MAX_OTHER_HOLDERS]
-            cuts.append(Flow(flow.reader, holder, flow.stripe, first, last, size, True, others))
-        return self._around(flow, sorted(cuts, key=lambda cut: cut.first))
+            cuts.append(
+                Transfer(transfer.reader, holder, transfer.stripe, first, last, size, True, others)
+            )
+        return self._around(transfer, sorted(cuts, key=lambda cut: cut.first))
 
-    def _around(self, flow: Flow, cuts: Sequence[Flow]) -> list[Flow]:
-        """Return ``cuts`` and the parts of ``flow`` between them, in order."""
-        left = max(0, flow.size - sum(cut.size for cut in cuts))
-        own = self._line.workers[flow.reader].held_chunks
-        made: list[Flow] = []
-        at = flow.first
-        for stop, cut in [*((cut.first, cut) for cut in cuts), (flow.last + 1, None)]:
+    def _around(self, transfer: Transfer, cuts: Sequence[Transfer]) -> list[Transfer]:
+        """Return ``cuts`` and the parts of ``transfer`` between them, in order."""
+        left = max(0, transfer.size - sum(cut.size for cut in cuts))
+        own = self._line.workers[transfer.reader].held_chunks
+        made: list[Transfer] = []
+        at = transfer.first
+        for stop, cut in [*((cut.first, cut) for cut in cuts), (transfer.last + 1, None)]:
             if at < stop:
                 lacking = sum(self._cargo.sizes[n] for n in range(at, stop) if n not in own)
                 size = min(left, lacking)
                 left -= size
-                made.append(Flow(flow.reader, flow.source, flow.stripe, at, stop - 1, size))
+                made.append(
+                    Transfer(transfer.reader, transfer.source, transfer.stripe, at, stop - 1, size)
+                )
             if cut is not None:
                 made.append(cut)
                 at = cut.last + 1

@@ -1,0 +1,1 @@
+from .command import doctor as doctor, findings_of as findings_of

@@ -1,0 +1,144 @@
+"""Workers on hosts over SSH: `[cluster] kind = "ssh"`.
+
+For each host of the profile the plain ``ssh`` of this machine (its keys, known hosts and
+configuration) copies Dask's TLS files and, until the node joined, a join token; then it runs
+`paceline worker` there, which ends when the connection does and is started again. Nothing but ssh
+and Paceline is expected on a host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import logging
+import shlex
+import tarfile
+
+from paceline.client import AccessClient
+from paceline.cluster.embedded import TLS_DIRECTORY
+from paceline.config import HostSettings, Runtime
+from paceline.errors import PacelineError, WorkerLost
+from paceline.schemas import CreateJoinToken
+from paceline.text import printable
+
+log = logging.getLogger(__name__)
+
+SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+TOKEN_FILE = "join-token"  # noqa: S105 - a file's name
+TOKEN_TTL_S = 3600.0
+PREPARE_S = 60.0
+STOP_S = 15.0
+BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+STEADY_S = 60.0  # a worker that ran this long resets its host's backoff
+
+
+async def serve_hosts(runtime: Runtime, stop: asyncio.Event) -> None:
+    """Run a worker on each host of the profile until ``stop``; one that ends is started again."""
+    hosts = runtime.profile.cluster.hosts
+    keeping = [asyncio.create_task(_keep(runtime, each)) for each in hosts]
+    await stop.wait()
+    for task in keeping:
+        task.cancel()
+    await asyncio.gather(*keeping, return_exceptions=True)
+
+
+async def _keep(runtime: Runtime, host: HostSettings) -> None:
+    failures = 0
+    loop = asyncio.get_running_loop()
+    while True:
+        began = loop.time()
+        try:
+            await _prepare(runtime, host)
+            await _run_worker(runtime, host)
+        except (PacelineError, OSError) as error:
+            log.warning("no worker on host=%s why=%s", host.ssh, error)
+        failures = 0 if loop.time() - began > STEADY_S else failures + 1
+        await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
+
+
+async def _prepare(runtime: Runtime, host: HostSettings) -> None:
+    """Copy to ``host`` what its worker needs; raises WorkerLost where it cannot be reached."""
+    state = shlex.quote(host.state)
+    joined = await _answer(host, f"test -f {state}/identity/identity.json && echo joined || true")
+    token = b"" if b"joined" in joined else await asyncio.to_thread(_new_token, runtime, host)
+    packed = _packed(runtime, token)
+    await _answer(host, f"umask 077 && mkdir -p {state} && tar -xf - -C {state}", packed)
+
+
+async def _run_worker(runtime: Runtime, host: HostSettings) -> None:
+    argv = [host.program, "worker", "--state", host.state, "--worker-id", host.worker_id]
+    argv += ["--coordinator", runtime.endpoints.coordinator_url]
+    argv += ["--join", f"@{host.state}/{TOKEN_FILE}", "--until-eof"]
+    argv += ["--scheduler", runtime.endpoints.scheduler_address]
+    for label in ("rack", "zone"):
+        if value := getattr(host, label):
+            argv += [f"--{label}", value]
+    process = await _ssh(host, f"exec {shlex.join(argv)}")
+    assert process.stdout is not None
+    assert process.stdin is not None
+    try:
+        async for line in process.stdout:
+            text = printable(line.decode(errors="replace").strip(), 500)
+            log.info("%s: %s", host.worker_id, text)
+        log.warning("worker ended host=%s code=%s", host.ssh, await process.wait())
+    finally:
+        process.stdin.close()  # the worker ends, and with it the connection
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _new_token(runtime: Runtime, host: HostSettings) -> bytes:
+    client = AccessClient.of(runtime)
+    try:
+        call = CreateJoinToken(worker_id=host.worker_id, ttl_seconds=TOKEN_TTL_S)
+        return client.create_join_token(call).token.encode()
+    finally:
+        client.close()
+
+
+def _packed(runtime: Runtime, token: bytes) -> bytes:
+    """Return an archive with Dask's TLS files and the token, readable by their owner only."""
+    directory = runtime.state_dir / TLS_DIRECTORY
+    files = {f"{TLS_DIRECTORY}/{each.name}": each.read_bytes() for each in directory.iterdir()}
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        for name, content in {**files, TOKEN_FILE: token}.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), 0o600
+            archive.addfile(entry, io.BytesIO(content))
+    return packed.getvalue()
+
+
+async def _answer(host: HostSettings, command: str, sent: bytes = b"") -> bytes:
+    """Return what ``command`` printed on ``host``; raises WorkerLost."""
+    process = await _ssh(host, command)
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(sent), PREPARE_S)
+    except TimeoutError as error:
+        process.kill()
+        await process.wait()
+        raise WorkerLost("the host does not answer over SSH", where=host.ssh) from error
+    if process.returncode:
+        raise WorkerLost(
+            "the host cannot be prepared over SSH",
+            got=printable(out.decode(errors="replace").strip()[-300:], 300),
+            wanted="a login without a password, and a home that can be written",
+            where=host.ssh,
+            do=f"Try: {shlex.join([*SSH, host.ssh, 'true'])}",
+        )
+    return out
+
+
+async def _ssh(host: HostSettings, command: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(*SSH, "--", host.ssh, command),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )

@@ -1,0 +1,164 @@
+"""A login: the URLs of an installation's coordinator, the authority that it trusts, and a token.
+
+`paceline login` keeps it in the user's configuration directory (mode 0600), for machines that have
+no state directory. ``client.json``, which `paceline init` writes, is the same record without a
+token, to hand out. ``find_installation`` is the one place that decides which of both a command
+uses. Reads XDG_CONFIG_HOME and PACELINE_STATE from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from paceline.config.runtime import (
+    RUNTIME_FILE,
+    Endpoints,
+    Runtime,
+    Secrets,
+    default_state_dir,
+    load_runtime,
+)
+from paceline.config.settings import Profile, Settings
+from paceline.errors import AccessDenied, InvalidInput, NotReady
+from paceline.system import ensure_own_directory, write_private
+
+VERSION = 1
+LOGIN_FILE = "login.json"
+CLIENT_FILE = "client.json"  # in the state directory that `init` makes
+MAX_BYTES = 256 * 1024
+
+
+class Login(Settings):
+    """How this machine reaches an installation; ``token`` is empty in a ``client.json``."""
+
+    version: int = VERSION
+    coordinators: tuple[str, ...] = Field(min_length=1)  # the URLs of its replicas
+    ca: str = ""  # PEM certificate that theirs are checked against; "": the system's authorities
+    token: str = ""
+
+    def __repr__(self) -> str:
+        return f"Login({', '.join(self.coordinators)})"
+
+    __str__ = __repr__
+
+    def runtime(self, profile: Profile | None = None) -> Runtime:
+        """Return what the commands of a client need; ``profile`` is the installation's own."""
+        return Runtime(
+            profile=profile or Profile(),
+            state_dir=config_directory(),
+            endpoints=Endpoints(
+                coordinator_url=self.coordinators[0],
+                coordinator_urls=self.coordinators,
+                coordinator_ca=self.ca,
+            ),
+            secrets=Secrets(coordinator_token=self.token),
+            is_login=True,
+        )
+
+
+def config_directory() -> Path:
+    """Return ``$XDG_CONFIG_HOME/paceline``, by default ``~/.config/paceline``.
+
+    Raises NotReady for a user without a home directory.
+    """
+    base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    try:
+        return (base if base.is_absolute() else Path.home() / ".config") / "paceline"
+    except RuntimeError as error:  # a user without an entry, in a container
+        raise NotReady(
+            "there is no place for a login",
+            got="no home directory",
+            wanted="$XDG_CONFIG_HOME or $HOME",
+            do="Set one of them, or name an installation's directory with --state.",
+        ) from error
+
+
+def read_login(path: Path) -> Login:
+    """Return the login in ``path``; raises InvalidInput, FileNotFoundError where there is none."""
+    try:
+        with path.open("rb") as file:
+            raw: Any = json.loads(file.read(MAX_BYTES))
+        version = raw.get("version") if isinstance(raw, dict) else None
+        if isinstance(version, int) and version > VERSION:
+            raise InvalidInput(
+                "this file was written by a newer version of Paceline",
+                got=f"version {version}",
+                wanted=f"version {VERSION}",
+                where=path,
+                do="Install that version here, or write the file again with `paceline login`.",
+            )
+        return Login.model_validate_json(json.dumps(raw))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        raise InvalidInput(
+            "this file cannot be read as a login",
+            got=str(first).splitlines()[0],
+            wanted=f"what `paceline login` or `paceline init` wrote (version {VERSION})",
+            where=path,
+            do="Log in again: `paceline login URL`.",
+        ) from error
+
+
+def load_login() -> Login | None:
+    """Return this user's login, None where there is none; raises InvalidInput."""
+    try:
+        return read_login(config_directory() / LOGIN_FILE)
+    except FileNotFoundError:
+        return None
+
+
+def save_login(login: Login) -> Path:
+    """Write this user's login (mode 0600) and return its path."""
+    ensure_own_directory(config_directory())
+    path = config_directory() / LOGIN_FILE
+    write_private(path, login.model_dump_json(indent=2).encode())
+    return path
+
+
+def delete_login() -> bool:
+    """Delete this user's login; return whether there was one."""
+    try:
+        (config_directory() / LOGIN_FILE).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def find_installation(state: Path | None = None) -> Runtime:
+    """Return the installation that a command is about.
+
+    It is the one in ``state`` or $PACELINE_STATE where either is given, else the one in ./.paceline
+    where there is one, else the one of this user's login. Raises NotReady where there is none.
+    """
+    directory = Path(state).absolute() if state else default_state_dir()
+    named = state is not None or bool(os.environ.get("PACELINE_STATE"))
+    if not named and not (directory / RUNTIME_FILE).exists():
+        if (login := load_login()) is not None:
+            return login.runtime()
+        raise NotReady(
+            "nothing runs here, and there is no login",
+            got="no runtime.json",
+            wanted="a started installation, or a login to one elsewhere",
+            where=directory,
+            do="Run `paceline up` (or name a directory with --state), or `paceline login URL`.",
+        )
+    return load_runtime(directory)
+
+
+def require_here(runtime: Runtime, what: str) -> Runtime:
+    """Return ``runtime`` of a state directory; raises AccessDenied for that of a login."""
+    if not runtime.is_login:
+        return runtime
+    raise AccessDenied(
+        f"{what} needs the installation's state directory",
+        got=f"a login to {runtime.endpoints.coordinator_url}",
+        wanted="--state DIR",
+        do="Run it on a machine that has the directory, such as the coordinator's.",
+    )

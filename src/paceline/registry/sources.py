@@ -1,0 +1,137 @@
+"""Where a named model lies: ``models:/…``, ``hf://…`` and ``oci://…`` to a place and a manifest.
+
+Reads MLflow over its REST, without its library: a coordinator has none.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote, urlencode
+
+from pydantic import BaseModel, ValidationError
+
+from paceline.config import Runtime
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    ServiceUnavailable,
+    SourceMissing,
+)
+from paceline.manifest import Manifest
+from paceline.registry.lineage import TAG_MANIFEST, registered_name
+from paceline.relay import allowed_source, fetch_allowed_manifest
+from paceline.storage import ObjectStore, RemoteModel, is_remote, remote_model
+from paceline.system import Endpoint, HttpServer, basic_authorization
+
+SCHEME = "models:/"
+TIMEOUT_S = 10.0
+_API = "/api/2.0/mlflow"
+
+
+def resolve_source(
+    url: str, runtime: Runtime, store: ObjectStore | None = None
+) -> tuple[str, Manifest]:
+    """Return where the model that ``url`` names lies (an S3 URL or a directory), and its manifest.
+
+    A registry's alias and a remote revision are resolved now, once. Raises as ``allowed_source``,
+    ``resolve_version`` and ``fetch_manifest`` do, and SourceMissing for a remote model that was
+    not imported yet.
+    """
+    if url.startswith(SCHEME):
+        source, digest = resolve_version(
+            url, runtime.endpoints.mlflow_url, runtime.secrets.mlflow_auth
+        )
+        manifest = fetch_allowed_manifest(source, runtime, store)
+        if manifest.digest != digest:
+            raise Conflict(
+                "the registered version is bound to another model than its place holds",
+                got=manifest.digest,
+                wanted=digest,
+                where=f"{url} at {source}",
+                do="Publish again under a new version, and register that.",
+            )
+        return source, manifest
+    if not is_remote(url):
+        return url, fetch_allowed_manifest(url, runtime, store)
+    remote = remote_model(allowed_source(url, runtime), runtime.profile)
+    source = import_place(remote, runtime)
+    try:
+        return source, fetch_allowed_manifest(source, runtime, store)
+    except SourceMissing as error:
+        raise SourceMissing(
+            "this revision was not imported yet",
+            got=remote.url,
+            where=source,
+            do=f"Run: paceline publish {remote.url}",
+        ) from error
+
+
+def import_place(remote: RemoteModel, runtime: Runtime) -> str:
+    """Return where this installation keeps a remote model."""
+    return f"{runtime.models_url}/{remote.model_id}/{remote.version}"
+
+
+class _Tag(BaseModel):
+    key: str
+    value: str = ""
+
+
+class _Version(BaseModel):
+    """A model version, as MLflow answers; it has more fields."""
+
+    source: str
+    tags: tuple[_Tag, ...] = ()
+
+
+class _Answer(BaseModel):
+    model_version: _Version
+
+
+def resolve_version(uri: str, mlflow_url: str, authorization: str = "") -> tuple[str, str]:
+    """Return (source_url, manifest_digest) of ``models:/name@alias`` or ``models:/name/7``.
+
+    ``authorization`` is "user:password". Raises InvalidInput, NotFound, AccessDenied and
+    ServiceUnavailable.
+    """
+    text = uri.removeprefix(SCHEME)
+    name, at, alias = text.rpartition("@")
+    if not at:
+        name, _, number = text.rpartition("/")
+    if not uri.startswith(SCHEME) or not name or not (alias if at else number.isdecimal()):
+        raise InvalidInput(
+            "not a model's address", got=uri[:300], wanted="models:/name@alias or models:/name/7"
+        )
+    if not mlflow_url:
+        raise InvalidInput("no MLflow server is known", got=uri, wanted="endpoints.mlflow_url")
+    named = {"name": registered_name(name)}
+    call, fields = ("registered-models/alias", named | {"alias": alias})
+    if not at:
+        call, fields = ("model-versions/get", named | {"version": number})
+    path = f"{_API}/{call}?{urlencode(fields, quote_via=quote)}"
+    server = HttpServer(Endpoint.of(mlflow_url), name="MLflow", do="Check that it runs.")
+    answer = server.call(
+        "GET", path, headers=basic_authorization(authorization), timeout_s=TIMEOUT_S
+    )
+    server.close()
+    where = f"{uri} at {mlflow_url}"
+    if answer.status in (401, 403):
+        raise AccessDenied("MLflow refuses our credentials", got=answer.status, where=where)
+    if answer.status in (400, 404):
+        raise NotFound(
+            "the registry has no such version or alias",
+            got=uri,
+            where=mlflow_url,
+            do="Look at the model's page in MLflow.",
+        )
+    try:
+        if answer.status != 200:
+            raise ValueError(f"HTTP {answer.status}")
+        found = _Answer.model_validate_json(answer.body).model_version
+    except (ValueError, ValidationError) as error:
+        got = str(error).splitlines()[0][:200]
+        raise ServiceUnavailable("MLflow cannot answer now", got=got, where=where) from error
+    digest = next((tag.value for tag in found.tags if tag.key == TAG_MANIFEST), "")
+    if not digest:
+        raise NotFound("this version is bound to no manifest", where=where)
+    return found.source, digest

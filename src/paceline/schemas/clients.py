@@ -1,0 +1,115 @@
+"""Records of clients that have only a URL and a token: the installation, and its flow runs.
+
+A flow run is one of a Prefect deployment that the installation registered. Its result, with the
+run's notes, is in the ledger (``flow_result_key``), because Prefect keeps results on its own disk.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from paceline.schemas.base import RUN_ID, Name, Record, Text, digest_of
+from paceline.schemas.records import Worker
+
+FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
+
+# The Prefect deployments that a token of scope deploy may start, and their parameters that such a
+# caller may give. Paths are left out: they would be read on the flow's machine.
+FLOW_PARAMETERS: dict[str, frozenset[str]] = {
+    "lifecycle": frozenset({"approver"}),
+    "build-snapshot": frozenset({"data", "reading"}),
+    "verify-model": frozenset({"model_id", "version", "full"}),
+    "train-model": frozenset({"model_id", "version", "snapshot_url", "labels", "steps"}),
+    "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),
+    "promote-model": frozenset(
+        {"model_id", "report", "base_version", "trained", "snapshot_url", "approver"}
+    ),
+    "rollback-model": frozenset({"model_id"}),
+}
+FlowName = Literal[
+    "lifecycle",
+    "build-snapshot",
+    "verify-model",
+    "train-model",
+    "evaluate-model",
+    "promote-model",
+    "rollback-model",
+]
+
+
+def flow_result_key(flow_run_id: str) -> str:
+    """Return the ledger's input digest of this flow run's result."""
+    return digest_of({"flow_run": flow_run_id})
+
+
+class InstallationView(Record):
+    """What a client needs to know of an installation, and what its own token opens."""
+
+    version: str  # of Paceline, where the coordinator runs
+    coordinator_urls: tuple[str, ...]
+    profile: dict[str, object]  # the sections storage, objects, cluster, relay and security's rules
+    pages: dict[str, str]  # name → URL
+    has_flows: bool  # whether flows can be started here
+    token_name: str
+    token_scopes: tuple[str, ...]
+    token_expires_at: float | None = None
+
+
+class StartFlow(Record):
+    """Start a flow; a repeat with the same ``run_id`` and parameters finds the same flow run,
+    unless that one ended badly.
+    """
+
+    flow: FlowName
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    parameters: dict[str, object] = Field(default={}, max_length=32)
+
+
+class FlowRunView(Record):
+    """A flow run, and lines of its log from the requested one on."""
+
+    flow_run_id: str
+    flow: Text
+    run_id: Text
+    state: str  # Prefect's type: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, CRASHED, …
+    message: Text = ""
+    page: str = ""
+    lines: tuple[Text, ...] = ()
+
+
+class WorkersShown(Record):
+    """Output of `paceline workers --json`."""
+
+    status: Literal["complete"] = "complete"
+    workers: tuple[Worker, ...]
+
+
+class LoggedIn(Record):
+    """Output of `paceline login --json`."""
+
+    status: Literal["complete"] = "complete"
+    coordinators: tuple[str, ...]
+    token_name: str
+    scopes: tuple[str, ...]
+    expires_at: float | None = None
+    path: str  # of the file with the token
+
+
+class Check(Record):
+    """One finding of `paceline doctor`."""
+
+    name: Name
+    status: Literal["ok", "warning", "failed"]
+    found: Text
+    do: Text = ""  # what mends it
+
+
+class Diagnosis(Record):
+    """Output of `paceline doctor --json`."""
+
+    status: Literal["ok", "warning", "failed"]
+    place: Literal["client", "node", "control"]
+    checks: tuple[Check, ...]
+    bundle: str = ""  # the file that was written

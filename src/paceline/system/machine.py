@@ -1,0 +1,79 @@
+"""What this machine has: the speed of its network interface and of a disk, and its GPUs.
+
+Linux only; what cannot be found is None or empty. Nothing here talks to another machine.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
+_PROBE_PORT = 9  # nothing is sent: connecting a datagram socket only selects the route
+WRITE_BYTES = 32 * 1024 * 1024
+GPU_S = 10.0
+
+
+def interface_to(host: str) -> str | None:
+    """Return the name of the network interface on the route to ``host``; IPv4 only."""
+    import fcntl
+
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, _PROBE_PORT))
+            address = socket.inet_aton(probe.getsockname()[0])
+            for _, name in socket.if_nameindex():
+                request = struct.pack("256s", name.encode()[:15])
+                with suppress(OSError):  # an interface without an IPv4 address
+                    answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                    if answer[20:24] == address:
+                        return name
+    except OSError:
+        return None
+    return None
+
+
+def interface_mbit(name: str) -> float | None:
+    """Return the link speed that the driver reports, in Mbit/s; None for a virtual one."""
+    try:
+        speed = int(Path(f"/sys/class/net/{name}/speed").read_text())
+    except (OSError, ValueError):
+        return None
+    return float(speed) if speed > 0 else None
+
+
+def write_bytes_s(directory: Path, size_bytes: int = WRITE_BYTES) -> float:
+    """Return how fast ``directory``'s disk takes a file of ``size_bytes``, synced, in bytes/s.
+
+    Raises OSError where it refuses; the file is deleted.
+    """
+    block = os.urandom(1024 * 1024)
+    path = directory / f".speed-{os.getpid()}"
+    began = time.monotonic()
+    try:
+        with path.open("xb") as file:
+            for _ in range(size_bytes // len(block)):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        return size_bytes / max(time.monotonic() - began, 1e-6)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def gpus() -> tuple[str, ...] | None:
+    """Return a line for each NVIDIA GPU (name, memory, driver); None where the driver fails."""
+    if shutil.which("nvidia-smi") is None:
+        return None if Path("/dev/nvidiactl").exists() else ()
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=GPU_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return tuple(line.strip() for line in done.stdout.splitlines() if line.strip())

@@ -1,0 +1,100 @@
+"""Flows from a machine that has a login alone: Prefect's worker runs them, the command follows."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import Runtime
+from tests.support.stack import PACELINE, Ended, await_registered, environment
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.nightly,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(600),
+]
+
+
+class Laptop:
+    """A home without an installation; the S3 credentials are its user's own."""
+
+    def __init__(self, home: Path, stack: Runtime) -> None:
+        self.home = home
+        self.env = {
+            **environment(),
+            "HOME": str(home),
+            "XDG_CONFIG_HOME": str(home / "config"),
+            "AWS_ACCESS_KEY_ID": stack.secrets.s3_access_key,
+            "AWS_SECRET_ACCESS_KEY": stack.secrets.s3_secret_key,
+        }
+
+    def __call__(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*PACELINE, *words], cwd=self.home, env=self.env | env,
+            capture_output=True, text=True, timeout=500, check=False,
+        )  # fmt: skip
+
+    def answer(self, *words: str) -> dict[str, Any]:
+        done = self(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        found: dict[str, Any] = json.loads(done.stdout)
+        return found
+
+
+@pytest.fixture(scope="module")
+def laptop(stack: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Laptop:
+    await_registered(stack)
+    made = Laptop(tmp_path_factory.mktemp("home"), stack)
+    token = made(
+        *("tokens", "create", "--name", "ann", "--scope", "deploy"),
+        *("--state", str(stack.state_dir)),
+    ).stdout.strip()
+    done = made("login", stack.endpoints.coordinator_url, PACELINE_TOKEN=token)
+    assert done.returncode == 0, done.stderr
+    return made
+
+
+def test_every_flow_of_a_person_runs_over_the_login(
+    laptop: Laptop, stack: Runtime, lifecycle: Ended
+) -> None:
+    model = lifecycle.answer["model"]["model_id"]
+    snapshot = f"{stack.data_url}/snapshots/{lifecycle.answer['data']['digest']}"
+    assert laptop.answer("verify", model, "1")["verified"] == stack.profile.cluster.nodes
+    trained = laptop.answer("train", model, "1", "--snapshot", snapshot)
+    report = laptop.answer(
+        *("evaluate", model, "--base", "1", "--trained", trained["training_digest"]),
+        *("--snapshot", snapshot),
+    )
+    done = laptop("promote", model, "--report", report["report_digest"], "--json")
+    assert done.returncode in (0, 3), done.stderr  # the gate may have a champion to compare with
+    assert laptop.answer("lifecycle")["already_done"]
+
+
+def test_a_refusal_by_the_gate_has_its_own_exit_code(laptop: Laptop, lifecycle: Ended) -> None:
+    model = lifecycle.answer["model"]["model_id"]
+    done = laptop("promote", model, "--report", "0" * 64)
+    assert done.returncode == 3, done.stderr
+    assert "paceline: " in done.stderr.splitlines()[-1]
+
+
+def test_a_model_is_published_and_distributed_from_there(laptop: Laptop, stack: Runtime) -> None:
+    directory = laptop.home / "mine"
+    directory.mkdir()
+    (directory / "w").write_bytes(os.urandom(300_000))
+    published = laptop.answer("publish", "mine", "--model", "mine", "--version", "1")
+    assert published["url"] == f"{stack.models_url}/mine/1"
+    brought = laptop.answer("distribute", "mine", "1", "--to", "node-0,node-1")
+    assert brought["targets"] == ["node-0", "node-1"]
+    for name in brought["targets"]:
+        copy = stack.node_dir(name) / "store/models/mine/active/w"
+        assert copy.read_bytes() == (directory / "w").read_bytes()
+    rack = laptop(
+        "distribute", "mine", "1", "--to", "rack=rack-1", "--json", "--state", str(stack.state_dir)
+    )
+    assert json.loads(rack.stdout)["targets"] == ["node-2", "node-3"], rack.stderr

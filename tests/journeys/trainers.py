@@ -1,0 +1,90 @@
+"""Hosts that train, brought up by what docs/how-to/train-on-a-fleet.md has an operator type."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.journeys.fleet import ENVIRONMENT
+from tests.journeys.guide import commands
+from tests.journeys.hosts import Ended, Host, Site, until
+
+TYPED = commands("how-to/train-on-a-fleet.md")
+# A model that is trained in seconds; the page does not say how large its reader's is.
+SMALL = [
+    *("--set", "training.steps=60", "--set", "training.batch_sequences=16"),
+    *("--set", "training.learning_rate=3e-3", "--set", "training.warmup_steps=5"),
+    *("--set", "data.shard_bytes=262144"),
+    *("--set", "training.checkpoints.every_steps=5"),
+    *("--set", "data.max_bytes=1000000"),
+    *("--set", 'gate.except_baselines=["ngram", "gzip", "xz"]'),
+]
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """A control host with its servers, nodes with agent and worker."""
+
+    control: Host
+    nodes: tuple[Host, ...]
+    bed: Site
+    env: dict[str, str]
+    logs: Path
+
+    def type(self, block: str, host: Host | None = None, **more: str) -> Ended:
+        """Type a block of the page on a host (the control host), in its home."""
+        on = host or self.control
+        env = {**self.env, **more}
+        return on.run("bash", "-euc", TYPED[block], env=env, timeout_s=400).ok()
+
+    def stays(self, block: str, host: Host | None = None, **more: str) -> subprocess.Popen[Any]:
+        """Start a block of the page that goes on."""
+        on = host or self.control
+        log = self.logs / f"{block}-{on.index}"
+        return on.start("bash", "-euc", f"exec {TYPED[block]}", env={**self.env, **more}, log=log)
+
+    def node(self, host: Host) -> dict[str, str]:
+        return {"NODE": host.address, "NAME": name_of(host)}
+
+    def answer(self, file: str) -> Any:
+        return json.loads(self.control.run("cat", file).ok().out)
+
+
+def name_of(host: Host) -> str:
+    return f"node-{host.index}"
+
+
+def start_control(
+    bed: Site, logs: Path, s3_url: str, *servers: str, init: str, **more: str
+) -> Trainers:
+    """Type the block ``init`` on the first host, and start the coordinator and ``servers``."""
+    control, *nodes = bed.hosts
+    env = {**ENVIRONMENT, "CONTROL": control.address, "S3": s3_url, "BUCKET": "models", **more}
+    fleet = Trainers(control, tuple(nodes), bed, env, logs)
+    control.run("bash", "-euc", f"{TYPED[init].rstrip()} {shlex.join(SMALL)}", env=env).ok()
+    for each in ("coordinator", "prefect", "mlflow", *servers):
+        fleet.stays(each)
+    for url in (
+        f"https://{control.address}:7400/readyz",
+        "http://127.0.0.1:4200/api/health",
+        "http://127.0.0.1:5000/health",
+    ):
+        until(lambda at=url: control.run("curl", "-skf", at).code == 0, url, timeout_s=120)
+    return fleet
+
+
+def make_base(fleet: Trainers) -> None:
+    """Make a small model ``base`` and texts on the control host."""
+    fleet.control.run("mkdir", "texts").ok()
+    for number in range(40):
+        lines = "".join(f"line {n} of text {number} says {n * number}\n" for n in range(400))
+        fleet.control.write(f"texts/{number}.txt", lines)
+    first = (
+        "paceline train --text texts --output made --steps 5 --ranks 1"
+        " --set model.parameters=100000 --set model.context=64 --mlflow '' --json"
+    )
+    fleet.control.run("bash", "-euc", f"{first} && mv made/checkpoints/*/export base").ok()
