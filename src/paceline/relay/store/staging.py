@@ -236,17 +236,15 @@ class Staging:
     def hold(self, *pieces: Piece) -> None:
         """Count claimed and written ``pieces`` as verified: their digests matched."""
         with self._mutex:
-            fresh = Extents()
             for piece in pieces:
                 self._claims.discard(piece.index)
-                if self.verified.add(extent := Extent(piece.index, piece.index + 1)):
-                    fresh.add(extent)
+                extent = Extent(piece.index, piece.index + 1)
+                if self.verified.add(extent):
+                    self._fresh.add(extent)
                     self._dirty.add(piece.file_index)
                     self.pending_bytes += piece.length
-            for run in fresh:
-                self._fresh.add(run)
-                for queue in self._requests:
-                    queue.became_verified(run)
+                    for queue in self._requests:
+                        queue.became_verified(extent)
             if self._waiting:
                 self._lock.notify_all()
 

@@ -134,7 +134,7 @@ class PieceReceiver:
             self._arriving = None
             return None
         self.drop()
-        self._pull.counters.add(refetched=arriving.piece.length)
+        self._count(arriving.piece.length)
         self._pull.report(PieceRejected(self._key, self._pull.stream, arriving.extent))
         return arriving.piece.index
 
@@ -147,9 +147,16 @@ class PieceReceiver:
 
     def flush(self) -> None:
         """Count the verified pieces as held and report them: readers wake once for all of them."""
+        if not self._whole:
+            return
         whole, self._whole = self._whole, []
         mine, refetched = [], 0
+        runs: list[Extent] = []
         for arriving in whole:
+            first, stop = arriving.extent
+            if runs and runs[-1].stop == first:
+                first = runs.pop().first
+            runs.append(Extent(first, stop))
             with arriving.writing:
                 if arriving.mine:
                     arriving.mine = False
@@ -157,16 +164,24 @@ class PieceReceiver:
                     mine.append(arriving.piece)
                 elif not arriving.held:
                     refetched += arriving.piece.length
-        if mine:
+        try:
             self._staging.hold(*mine)
+        except BaseException:
+            for piece in mine:  # another stream may bring them
+                self._staging.release(piece.index)
+            raise
+        self._count(refetched)
+        for run in runs:
+            self._pull.report(PieceVerified(self._key, self._pull.stream, run))
+
+    def _count(self, refetched: int = 0) -> None:
         received, self._received = self._received, 0
         self._pull.counters.add(received=received, refetched=refetched)
-        for run in Extents(arriving.extent for arriving in whole):
-            self._pull.report(PieceVerified(self._key, self._pull.stream, run))
 
     def drop(self) -> None:
         """Discard the piece that is arriving."""
         self.flush()
+        self._count()
         arriving, self._arriving, self.left = self._arriving, None, 0
         if arriving is None:
             return

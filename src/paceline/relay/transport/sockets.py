@@ -43,16 +43,16 @@ class ReadCoalescer:
         self._per_byte_s = 0.0  # 0: unknown, or too fast for a sleep
         self._longest_s = FIRST_SLEEP_S
 
-    def rests(self, count: int) -> bool:
-        """Return whether ``count`` bytes that have yet to arrive take long enough for a sleep."""
-        return self._per_byte_s * count * SLEEP_SHARE >= MIN_SLEEP_S
-
-    def sleep(self, missing: int) -> None:
-        """Sleep while ``missing`` bytes arrive, or a part of them where that takes too long."""
+    def sleep(self, missing: int) -> bool:
+        """Sleep while ``missing`` bytes arrive, or a part of them where that takes too long; return
+        False where the link is too fast for that.
+        """
         wait_s = self._per_byte_s * missing * SLEEP_SHARE
-        if missing >= LEAST_BYTES and wait_s >= MIN_SLEEP_S:
-            time.sleep(min(wait_s, self._longest_s))
-            self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
+        if missing < LEAST_BYTES or wait_s < MIN_SLEEP_S:
+            return False
+        time.sleep(min(wait_s, self._longest_s))
+        self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
+        return True
 
     def read(self, count: int, began_s: float, blocked_s: float) -> None:
         """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
@@ -98,11 +98,9 @@ class Channel(ABC):
         the link is slow, they gather first; where it is fast, the call waits for ``begun``.
         """
         expected = min(due, len(view))
-        whole = begun > 0 and not self._coalescer.rests(expected)
+        whole = not self._coalescer.sleep(expected) and begun > 0
         if whole:
             view = view[:begun]
-        else:
-            self._coalescer.sleep(expected)
         read_s = time.monotonic()
         got = self._read(view, whole)
         now_s = time.monotonic()

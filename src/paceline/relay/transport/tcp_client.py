@@ -167,11 +167,13 @@ class TcpPullStream:
         deadline_s = 0.0
         while not self._closed:  # a shut socket still returns bytes that have arrived
             got = channel.read(buffer[kept:], arriving.due_bytes, arriving.left)
-            now_s = time.monotonic()
-            if got or not deadline_s:
+            if got:
+                deadline_s = 0.0
+            elif not deadline_s:
                 # An idle stream waits until the server closes it; a busy one is bounded here too.
-                deadline_s = now_s + (intake.SILENCE_S if arriving.waiting else IDLE_S)
-            elif now_s > deadline_s:
+                silence_s = intake.SILENCE_S if arriving.waiting else IDLE_S
+                deadline_s = time.monotonic() + silence_s
+            elif time.monotonic() > deadline_s:
                 raise PeerLost("the peer went silent", where=self._pull.key)
             end = kept + got
             at = self._take_frames(channel, end)
