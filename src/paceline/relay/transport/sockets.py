@@ -43,16 +43,19 @@ class ReadCoalescer:
         self._per_byte_s = 0.0  # 0: unknown, or too fast for a sleep
         self._longest_s = FIRST_SLEEP_S
 
+    def rests(self, count: int) -> bool:
+        """Return whether ``count`` bytes that have yet to arrive take long enough for a sleep."""
+        return count >= LEAST_BYTES and self._per_byte_s * count * SLEEP_SHARE >= MIN_SLEEP_S
+
     def sleep(self, missing: int) -> bool:
         """Sleep while ``missing`` bytes arrive, or a part of them where that takes too long; return
-        False where the link is too fast for that.
+        whether the rest is due at once.
         """
         wait_s = self._per_byte_s * missing * SLEEP_SHARE
-        if missing < LEAST_BYTES or wait_s < MIN_SLEEP_S:
-            return False
-        time.sleep(min(wait_s, self._longest_s))
-        self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
-        return True
+        if self.rests(missing):
+            time.sleep(min(wait_s, self._longest_s))
+            self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
+        return wait_s <= self._longest_s
 
     def read(self, count: int, began_s: float, blocked_s: float) -> None:
         """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
@@ -83,6 +86,9 @@ class Channel(ABC):
         self._coalescer = ReadCoalescer()
         self._measured_s = 0.0  # since when bytes are counted for the next estimate; 0: not yet
         self._measured_bytes = 0
+        self._blocked_s = 0.0  # the longest wait for the link in the last ``_read``
+
+    _sleeps_inside = False  # whether ``_read`` of a whole view sleeps where nothing has arrived
 
     @abstractmethod
     def _read(self, view: memoryview, whole: bool) -> int:
@@ -98,10 +104,14 @@ class Channel(ABC):
         the link is slow, they gather first; where it is fast, the call waits for ``begun``.
         """
         expected = min(due, len(view))
-        whole = not self._coalescer.sleep(expected) and begun > 0
+        large, rests = begun >= len(view), self._coalescer.rests(expected)
+        # Part of a large piece, or the rest of a small one where several would not gather anyway.
+        whole = (large and self._sleeps_inside) or (
+            self._coalescer.sleep(expected) and (large or (begun > 0 and not rests))
+        )
         if whole:
             view = view[:begun]
-        read_s = time.monotonic()
+        self._blocked_s = 0.0
         got = self._read(view, whole)
         now_s = time.monotonic()
         self._measured_bytes += got
@@ -109,7 +119,7 @@ class Channel(ABC):
             self._measured_s, self._measured_bytes = now_s, 0
         elif self._measured_bytes >= LEAST_BYTES:
             # A view that was filled at once was waiting: the link is faster than its estimate.
-            blocked_s = now_s - read_s if got == len(view) else MAX_SLEEP_S
+            blocked_s = self._blocked_s if got == len(view) else MAX_SLEEP_S
             self._coalescer.read(self._measured_bytes, self._measured_s, blocked_s)
             self._measured_s, self._measured_bytes = now_s, 0
         return got
@@ -157,8 +167,10 @@ class PlainChannel(Channel):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def _read(self, view: memoryview, whole: bool) -> int:
+        began_s = time.monotonic()
         try:
             got = self.socket.recv_into(view, 0, socket.MSG_WAITALL if whole else 0)
+            self._blocked_s = time.monotonic() - began_s
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as error:

@@ -149,6 +149,8 @@ class TlsChannel(Channel):
         self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
 
+    _sleeps_inside = True
+
     def _read(self, view: memoryview, whole: bool) -> int:
         done = 0
         while done < len(view):
@@ -156,8 +158,14 @@ class TlsChannel(Channel):
                 with self._lock:
                     got = self._sock.recv_into(view[done:])  # a record at most
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                if (done and not whole) or not self._wait(error, self.timeout_s):
+                if done and not whole:
                     break
+                if whole:
+                    self._coalescer.sleep(len(view) - done)
+                wait_s = time.monotonic()
+                if not self._wait(error, self.timeout_s):
+                    break
+                self._blocked_s = max(self._blocked_s, time.monotonic() - wait_s)
                 continue
             except OSError as error:
                 if done:  # what came before it counts; the next read meets the error again
