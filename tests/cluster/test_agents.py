@@ -85,6 +85,7 @@ def test_an_agent_that_cannot_start_says_why(connected: Fleet, cluster: Runtime)
     keeper = AgentKeeper(AgentOrder(worker_id="node-7", node_dir=str(directory), argv=broken))
     with pytest.raises(NotReady, match="no such disk"):
         keeper.wait(1.0)
+    keeper._run_own = sys.exit  # its thread ends: nothing else stops it in this process
 
 
 @pytest.mark.nightly  # test_supervisor shows it of services
