@@ -32,6 +32,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist keeps the order of the groups below
 
 
+def pytest_runtest_setup() -> None:
+    """Keep the mark by which the reaper finds what a test starts."""
+    reaper.keep_mark()
+
+
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run a file's tests in one process, and the groups with the longest time limit first.

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import psutil
@@ -85,6 +86,7 @@ def test_an_agent_that_cannot_start_says_why(connected: Fleet, cluster: Runtime)
     keeper = AgentKeeper(AgentOrder(worker_id="node-7", node_dir=str(directory), argv=broken))
     with pytest.raises(NotReady, match="no such disk"):
         keeper.wait(1.0)
+    keeper._run_own = threading.Event().wait  # it restarts nothing from now on
 
 
 @pytest.mark.nightly  # test_supervisor shows it of services

@@ -165,6 +165,12 @@ def one_etcd(tmp_path: Path) -> Iterator[EtcdCluster]:
         yield cluster
 
 
+def new_token(made: Path) -> str | None:
+    """Return a join token for node-1, or None while no replica leads."""
+    done = paceline("tokens", "join", "--worker-id", "node-1", "--state", made)
+    return done.stdout if done.returncode == 0 else None
+
+
 def owned(path: Path, mode: int) -> Path:
     """Give ``path`` to the containers' group, as a volume of a Secret has it."""
     os.chown(path, 0, USER)
@@ -222,11 +228,10 @@ def test_the_coordinators_manifest_admits_a_node_of_the_agents(
             return [each["worker_id"] for each in json.loads(asked.stdout)["workers"]]
 
         until(lambda: workers() is not None, "the coordinator answers", log)
-        token = paceline("tokens", "join", "--worker-id", "node-1", "--state", made)
-        assert token.returncode == 0, token.stderr
+        token = until(lambda: new_token(made), "it leads", log)
         node = tmp_path / "node"
         node.mkdir(mode=0o700)
-        (node / "join-token").write_text(token.stdout)
+        (node / "join-token").write_text(token)
         (node / "join-token").chmod(0o600)
         for each in (node, node / "join-token"):
             os.chown(each, USER, USER)

@@ -70,7 +70,7 @@ def test_a_token_of_another_fleet(fleet: Fleet) -> None:
     token = node.run("cat", "token").ok().out.strip()
     node.write("token", token.rpartition("_")[0] + "_" + "0" * 64)
     done = join(fleet, node, name_of(node), "other")
-    says(done, 77, "not the coordinator that made the token", "/ca.pem", "Check the URL")
+    says(done, 77, "not the coordinator that the fingerprint is of", "/ca.pem", "Check the URL")
     assert node.run("test", "-e", "other").code == 1
 
 

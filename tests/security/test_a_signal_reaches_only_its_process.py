@@ -62,7 +62,7 @@ def test_a_stale_pid_in_agent_json_ends_no_other_process(
     tmp_path: Path, bystander: subprocess.Popen[str]
 ) -> None:
     copy = rotten_copy(tmp_path, bystander.pid)
-    _unpublish_corrupt(tmp_path, copy)
+    _unpublish_corrupt(tmp_path, "m", copy)
     assert not copy.exists()
     with pytest.raises(subprocess.TimeoutExpired):
         bystander.wait(0.3)
@@ -72,7 +72,7 @@ def test_the_agent_that_holds_the_store_ends(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     agent = holding(tmp_path / "store" / ".lock")
     try:
-        _unpublish_corrupt(tmp_path, rotten_copy(tmp_path, agent.pid))
+        _unpublish_corrupt(tmp_path, "m", rotten_copy(tmp_path, agent.pid))
         assert agent.wait(10) == -signal.SIGTERM
     finally:
         end(agent)
@@ -88,7 +88,7 @@ def test_a_pid_that_is_none_ends_nothing(
     monkeypatch.setattr(os, "kill", refuse)
     copy = rotten_copy(tmp_path, 0)
     (tmp_path / "agent.json").write_text(f'{{"pid": {pid}}}')
-    _unpublish_corrupt(tmp_path, copy)
+    _unpublish_corrupt(tmp_path, "m", copy)
     assert not copy.exists()
 
 

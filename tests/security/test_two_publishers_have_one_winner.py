@@ -127,7 +127,7 @@ def test_a_loser_overwrites_no_file_of_a_winner_that_is_not_through(
                 publish(second, url, store)
             lost.append(caught.value)
 
-    manifest = publish(first, url, store, tell=meanwhile)
+    manifest = publish(first, url, store, on_progress=meanwhile)
     assert manifest.digest in str(lost[0].wanted)
     require_whole(url, store, first, manifest)
 
@@ -143,7 +143,7 @@ def test_a_publisher_that_claims_late_finds_the_manifest(
             done.append(publish(first, url, store))  # begun, ended, and its claim given back
 
     with pytest.raises(Conflict, match="never changes"):
-        publish(second, url, store, tell=meanwhile)
+        publish(second, url, store, on_progress=meanwhile)
     require_whole(url, store, first, done[0])
 
 
@@ -180,7 +180,7 @@ def test_a_claim_that_was_discarded_under_a_publisher_stops_it(
             crashed(second, url, store)
 
     with pytest.raises(Conflict, match="being published"):
-        publish(first, url, store, tell=meanwhile)
+        publish(first, url, store, on_progress=meanwhile)
     assert not store.exists(join_url(url, MANIFEST_FILE))
 
 

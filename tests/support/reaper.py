@@ -26,6 +26,7 @@ from pathlib import Path
 MARK = "PACELINE_TEST_RUN"
 REAPER = "PACELINE_TEST_REAPER"
 OTHER = f"{REAPER}=".encode()
+_own: list[str] = []  # this process's mark
 PATIENCE_S = 20.0  # for processes that are slow to die
 
 
@@ -42,7 +43,13 @@ def start() -> None:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ).returncode = 0  # it outlives this process: there is nothing to wait for
-    os.environ[MARK] = mark
+    _own.append(mark)
+    keep_mark()
+
+
+def keep_mark() -> None:
+    """Put this run's mark back into the environment: loading user code removes it from there."""
+    os.environ[MARK] = _own[-1]
 
 
 def mount_small_disk(path: Path, size: str) -> bool:

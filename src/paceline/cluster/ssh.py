@@ -51,28 +51,32 @@ async def _keep(runtime: Runtime, host: HostSettings) -> None:
     while True:
         began = loop.time()
         try:
-            await _prepare(runtime, host)
-            await _run_worker(runtime, host)
+            await _run_worker(runtime, host, joins=await _prepare(runtime, host))
         except (PacelineError, OSError) as error:
             log.warning("no worker on host=%s why=%s", host.ssh, error)
         failures = 0 if loop.time() - began > STEADY_S else failures + 1
         await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
 
 
-async def _prepare(runtime: Runtime, host: HostSettings) -> None:
-    """Copy to ``host`` what its worker needs; raises WorkerLost where it cannot be reached."""
+async def _prepare(runtime: Runtime, host: HostSettings) -> bool:
+    """Copy to ``host`` what its worker needs; return whether it has yet to join.
+
+    Raises WorkerLost where it cannot be reached.
+    """
     state = shlex.quote(host.state)
     joined = await _answer(host, f"test -f {state}/identity/identity.json && echo joined || true")
     token = b"" if b"joined" in joined else await asyncio.to_thread(_new_token, runtime, host)
     packed = _packed(runtime, token)
     await _answer(host, f"umask 077 && mkdir -p {state} && tar -xf - -C {state}", packed)
+    return bool(token)
 
 
-async def _run_worker(runtime: Runtime, host: HostSettings) -> None:
+async def _run_worker(runtime: Runtime, host: HostSettings, *, joins: bool) -> None:
     argv = [host.program, "worker", "--state", host.state, "--worker-id", host.worker_id]
-    argv += ["--coordinator", runtime.endpoints.coordinator_url]
-    argv += ["--join", f"@{host.state}/{TOKEN_FILE}", "--until-eof"]
-    argv += ["--scheduler", runtime.endpoints.scheduler_address]
+    if joins:
+        argv += ["--coordinator", runtime.endpoints.coordinator_url]
+        argv += ["--join", f"@{host.state}/{TOKEN_FILE}"]
+    argv += ["--scheduler", runtime.endpoints.scheduler_address, "--until-eof"]
     for label in ("rack", "zone"):
         if value := getattr(host, label):
             argv += [f"--{label}", value]

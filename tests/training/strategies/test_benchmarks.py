@@ -58,6 +58,8 @@ def module() -> Iterator[ModuleType]:
 def test_real_learning_resumes_and_scores_whole_files(module: Any, tmp_path: Path) -> None:
     words = [
         "--quick",
+        "--dtype",  # else it is measured at each start, and the scores differ
+        "float32",
         "--seconds",
         "0.3",
         "--directory",
