@@ -307,7 +307,7 @@ def test_what_a_token_changes_in_an_hour_is_bounded(
 ) -> None:
     assert guard.CHANGE_BYTES_AT_ONCE + 3600 * guard.CHANGE_BYTES_PER_S < 2**30
     buckets: Any = rest.app.middleware_stack
-    while not isinstance(buckets, guard.Guard):
+    while not isinstance(buckets, guard.AccessMiddleware):
         buckets = buckets.app if hasattr(buckets, "app") else buckets._app
     monkeypatch.setattr(buckets, "_bodies", guard.TokenBuckets(1.0, 100_000.0))
     flows, other = (token(rest, Scope.DEPLOY, Scope.LEDGER) for _ in range(2))

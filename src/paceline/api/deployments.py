@@ -2,7 +2,7 @@
 
 Each route reads the coordinator's state or sends it one event; the records are in
 ``schemas.calls``. Routes store and decide nothing. Authentication and rate limits are in
-``api.guard``.
+``api.middleware``.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ COORDINATOR_TIMEOUT_BEATS = 3.0
 
 class RelayDriver:
     """The data plane of one node. ``open_source(url)`` returns a reader for an origin;
-    ``on_news()`` is called when something should be reported before the next heartbeat.
+    ``on_change()`` is called when something should be reported before the next heartbeat.
     ``coordinated``: a coordinator assigns the lanes, and may reassign them while this process is
     suspended or cut off. ``readings`` stores the counts of origin reads across processes.
     """
