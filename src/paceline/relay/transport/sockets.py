@@ -43,19 +43,21 @@ class ReadCoalescer:
         self._per_byte_s = 0.0  # 0: unknown, or too fast for a sleep
         self._longest_s = FIRST_SLEEP_S
 
-    def rests(self, count: int) -> bool:
-        """Return whether ``count`` bytes that have yet to arrive take long enough for a sleep."""
-        return count >= LEAST_BYTES and self._per_byte_s * count * SLEEP_SHARE >= MIN_SLEEP_S
+    def wait_s(self, missing: int) -> float:
+        """Return how long ``missing`` bytes take to arrive; 0 where that is not worth a sleep."""
+        wait_s = self._per_byte_s * missing * SLEEP_SHARE
+        return wait_s if missing >= LEAST_BYTES and wait_s >= MIN_SLEEP_S else 0.0
 
     def sleep(self, missing: int) -> bool:
         """Sleep while ``missing`` bytes arrive, or a part of them where that takes too long; return
         whether the rest is due at once.
         """
-        wait_s = self._per_byte_s * missing * SLEEP_SHARE
-        if self.rests(missing):
-            time.sleep(min(wait_s, self._longest_s))
-            self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * self._longest_s)
-        return wait_s <= self._longest_s
+        if not (wait_s := self.wait_s(missing)):
+            return True
+        longest_s = self._longest_s
+        time.sleep(min(wait_s, longest_s))
+        self._longest_s = min(MAX_SLEEP_S, SLEEP_GROWTH * longest_s)
+        return wait_s <= longest_s
 
     def read(self, count: int, began_s: float, blocked_s: float) -> None:
         """Update the estimate: ``count`` bytes were awaited since ``began_s`` (monotonic clock),
@@ -104,11 +106,14 @@ class Channel(ABC):
         the link is slow, they gather first; where it is fast, the call waits for ``begun``.
         """
         expected = min(due, len(view))
-        large, rests = begun >= len(view), self._coalescer.rests(expected)
+        large = begun >= len(view)
         # Part of a large piece, or the rest of a small one where several would not gather anyway.
-        whole = (large and self._sleeps_inside) or (
-            self._coalescer.sleep(expected) and (large or (begun > 0 and not rests))
-        )
+        if large and self._sleeps_inside:
+            whole = True
+        elif self._coalescer.wait_s(expected):
+            whole = self._coalescer.sleep(expected) and large
+        else:
+            whole = begun > 0
         if whole:
             view = view[:begun]
         self._blocked_s = 0.0
