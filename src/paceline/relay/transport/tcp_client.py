@@ -1,8 +1,8 @@
 """The client side of the TCP transport: one stream from one source, with one receiving thread.
 
-A read of a reused buffer brings part of a large piece or several small ones; ``intake`` hashes and
-writes them, and counts those that became whole together. Another thread sends the requests; a
-request is a 12-byte frame.
+A read of a reused buffer brings part of a large piece or several small ones; ``piece_receiver``
+hashes and writes them, and counts those that became whole together. Another thread sends the
+requests; a request is a 12-byte frame.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
 from paceline.relay.protocol import Extent
-from paceline.relay.transport import intake
+from paceline.relay.transport import piece_receiver
 from paceline.relay.transport.contract import PullSpec
 from paceline.relay.transport.frames import (
     HEADER,
@@ -30,8 +30,8 @@ from paceline.relay.transport.frames import (
     proof,
     proofs_equal,
 )
-from paceline.relay.transport.intake import PieceReceiver
 from paceline.relay.transport.pacing import ReceiveWindow
+from paceline.relay.transport.piece_receiver import PieceReceiver
 from paceline.relay.transport.sockets import (
     Channel,
     PlainChannel,
@@ -60,7 +60,7 @@ class TcpPullStream:
         self._token = transport.token
         self._tls = transport.client_tls
         self._hello = pull.hello()
-        self._intake = PieceReceiver(pull)
+        self._receiver = PieceReceiver(pull)
         self._receive_window = ReceiveWindow(pull.planned_rate)
         self._buffer = memoryview(bytearray(pull.pacer.block_bytes))
         self._lock = threading.Lock()
@@ -74,7 +74,7 @@ class TcpPullStream:
     def request(self, extent: Extent) -> None:
         """Request pieces; never blocks for long (a request is 12 bytes)."""
         with self._lock:
-            self._intake.ask(extent)
+            self._receiver.ask(extent)
             if not self._ready:
                 self._backlog.append(extent)
                 return
@@ -101,7 +101,7 @@ class TcpPullStream:
                 channel = self._connect()
                 self._receive(channel)
         finally:
-            self._intake.drop()
+            self._receiver.drop()
             with self._lock:
                 self._ready = False
                 for each in (self._channel, self._sock):
@@ -163,7 +163,7 @@ class TcpPullStream:
 
     def _receive(self, channel: Channel) -> None:
         """Take frames until the stream ends: each turn takes all that a read brought."""
-        arriving, buffer, kept = self._intake, self._buffer, 0
+        arriving, buffer, kept = self._receiver, self._buffer, 0
         deadline_s = 0.0
         while not self._closed:  # a shut socket still returns bytes that have arrived
             got = channel.read(buffer[kept:], arriving.due_bytes, arriving.left)
@@ -171,7 +171,7 @@ class TcpPullStream:
                 deadline_s = 0.0
             elif not deadline_s:
                 # An idle stream waits until the server closes it; a busy one is bounded here too.
-                silence_s = intake.SILENCE_S if arriving.waiting else IDLE_S
+                silence_s = piece_receiver.SILENCE_S if arriving.waiting else IDLE_S
                 deadline_s = time.monotonic() + silence_s
             elif time.monotonic() > deadline_s:
                 raise PeerLost("the peer went silent", where=self._pull.key)
@@ -182,7 +182,7 @@ class TcpPullStream:
 
     def _take_frames(self, channel: Channel, end: int) -> int:
         """Take the frames in the buffer up to ``end``; return where an incomplete header begins."""
-        arriving, buffer, at = self._intake, self._buffer, 0
+        arriving, buffer, at = self._receiver, self._buffer, 0
         while at < end:
             if arriving.left:
                 block = buffer[at : min(end, at + arriving.left)]
