@@ -1,8 +1,8 @@
 """Receives the pieces of one stream: writes bytes to the file, hashes them and verifies each piece.
 
 A piece counts as held, and may be forwarded, only when its digest matches (I3). Results are
-reported as session events. It does not depend on how the bytes arrive: a transport's, or the
-source's (``relay.origin``). One thread delivers pieces; any thread may request.
+reported as session events. It does not depend on how the bytes arrive. One thread delivers pieces;
+any thread may request. What comes from S3 is verified in ``relay.origin``.
 """
 
 from __future__ import annotations
