@@ -99,8 +99,7 @@ def export_checkpoint(
     \b
       dcp.load({"model": model.state_dict()}, checkpoint_id=DIRECTORY)
 
-    Every byte is verified on the way. (dcp.load also reads PLACE itself, without an export:
-    storage_reader=paceline.training.checkpoint.dcp_export.PacelineReader(PLACE).)
+    Every byte is verified on the way.
     """
     from paceline.training.checkpoint import DcpPrefixes, export_dcp, generation_at
 
@@ -144,18 +143,16 @@ def import_checkpoint(
     a directory that dcp.save wrote.
 
     The model's shape is SOURCE/config.json's, else what --set model.parameters and model.context
-    say. To train on from here, optimizer included: `paceline train --model SOURCE`.
+    say. To train on from here: `paceline train --model DIRECTORY`.
     """
-    from paceline.models import save_model, weights_digest
-    from paceline.training.loop import model_of_dcp
+    from paceline.models import weights_digest
+    from paceline.training.checkpoint import import_dcp
 
     if directory.exists() and any(directory.iterdir()):
         raise Conflict(
             "there is something already", got=directory, wanted="a new or empty directory"
         )
-    settings = read_profile(profile, overrides).model
-    model, config, found = model_of_dcp(source, settings, weights_only=True)
-    save_model(model, config, directory)
+    found = import_dcp(source, directory, read_profile(profile, overrides).model)
     done = ModelImported(
         source=str(source.absolute()),
         directory=str(directory.absolute()),

@@ -1,10 +1,7 @@
-from .dcp_export import (
-    DcpPrefixes as DcpPrefixes,
-    PacelineReader as PacelineReader,
-    export_dcp as export_dcp,
-)
+from .dcp_export import DcpPrefixes as DcpPrefixes, export_dcp as export_dcp
 from .dcp_reading import (
     ImportedCheckpoint as ImportedCheckpoint,
+    import_dcp as import_dcp,
     read_dcp as read_dcp,
     read_metadata as read_metadata,
 )

@@ -60,7 +60,7 @@ from .rank_setup import (
     tracer_of as tracer_of,
     uploaded_traces as uploaded_traces,
 )
-from .starting_state import RankContext as RankContext, model_of_dcp as model_of_dcp
+from .starting_state import RankContext as RankContext, require_model as require_model
 from .step_guard import (
     BadStep as BadStep,
     StepGuard as StepGuard,
