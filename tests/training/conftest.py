@@ -151,7 +151,7 @@ def camp(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cam
 
 @pytest.fixture(scope="session")
 def troubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of files that change what the tasks of ``poisoned`` and ``noting`` do."""
+    """A directory of files that change what the tasks of ``poisoned`` do."""
     return tmp_path_factory.mktemp("troubles")
 
 
