@@ -20,7 +20,7 @@ from paceline.training.loop import waits_for_peers
 from paceline.training.user_code import tree_digest
 from tests.training.conftest import Camp, Story, run
 
-pytestmark = [pytest.mark.xdist_group("gangs"), pytest.mark.usefixtures("user_code_tried_once")]
+pytestmark = pytest.mark.xdist_group("gangs")
 
 
 def test_a_spare_takes_over_and_no_bit_changes(

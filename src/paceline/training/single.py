@@ -49,7 +49,7 @@ from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
-from paceline.training.loop import require_allowed_watcher, require_model
+from paceline.training.loop import MetadataWatcher, require_model
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ def _require_possible(profile: Profile) -> None:
     if settings.code_ref:
         code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
     if settings.guard.preemption:
-        require_allowed_watcher(settings.guard.preemption, sources)
+        MetadataWatcher(settings.guard.preemption)
     require_memory(settings, 0, free_memory())
 
 

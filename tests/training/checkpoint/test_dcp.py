@@ -21,7 +21,6 @@ from paceline.errors import Conflict, CorruptData, InvalidInput, SourceMissing
 from paceline.models import new_model
 from paceline.storage import DiskStore
 from paceline.training.checkpoint import (
-    DcpPrefixes,
     Generations,
     export_dcp,
     generation_at,
@@ -133,9 +132,7 @@ def test_shards_are_one_model_for_a_single_process(
     _, run = saved
     theirs = plain()[0].state_dict()
     dcp.load({"model": theirs}, checkpoint_id=gangs / "by-dcp")
-    export_dcp(
-        *generation_at(gangs / "jobs" / "shard2"), tmp_path / "out", names=DcpPrefixes(model="")
-    )
+    export_dcp(*generation_at(gangs / "jobs" / "shard2"), tmp_path / "out", model_prefix="")
     exported = plain()[0].state_dict()
     dcp.load(exported, checkpoint_id=tmp_path / "out")  # weights at the root, as torchtitan has
     assert bits_of(theirs) == bits_of(exported)

@@ -80,7 +80,6 @@ def list_checkpoints(
     show_default=True,
     help="What stands before the names of weights; '' for torchtitan.",
 )
-@click.option("--optimizer-prefix", default="optimizer", show_default=True)
 @profile_options
 @json_option
 def export_checkpoint(
@@ -89,7 +88,6 @@ def export_checkpoint(
     step: int | None,
     weights_only: bool,
     model_prefix: str,
-    optimizer_prefix: str,
     profile: str,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -101,7 +99,7 @@ def export_checkpoint(
 
     Every byte is verified on the way.
     """
-    from paceline.training.checkpoint import DcpPrefixes, export_dcp, generation_at
+    from paceline.training.checkpoint import export_dcp, generation_at
 
     began = time.monotonic()
     settings = read_profile(profile, overrides)
@@ -110,7 +108,7 @@ def export_checkpoint(
         generations,
         generation,
         directory,
-        names=DcpPrefixes(model_prefix, optimizer_prefix),
+        model_prefix=model_prefix,
         weights_only=weights_only,
         config=_config_of(place, generations),
     )

@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,36 +51,16 @@ _PREFIX = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)?")
 StatePath = tuple[str | int, ...]  # of an entry in a nested state
 
 
-@dataclass(frozen=True)
-class DcpPrefixes:
-    """Prefixes of weights and optimizer state in a DCP state; "" is the root of the state."""
-
-    model: str = "model"
-    optimizer: str = "optimizer"
-
-    def __post_init__(self) -> None:
-        for each in (self.model, self.optimizer):
-            if not _PREFIX.fullmatch(each):
-                raise InvalidInput(
-                    "not a prefix of names", got=repr(each), wanted="words joined by dots, or ''"
-                )
-        if self.model == self.optimizer:
-            raise InvalidInput(
-                "weights and optimizer share a prefix", got=repr(self.model), wanted="two prefixes"
-            )
-
-
 class DcpContents:
     """The tensors and values of a generation, by their names in a DCP state."""
 
     def __init__(
-        self, commit: Commit, index: Index, names: DcpPrefixes, weights_only: bool = False
+        self, commit: Commit, index: Index, model_prefix: str, weights_only: bool = False
     ) -> None:
         self.tensors: dict[str, tuple[str, StoredTensor]] = {}  # → (name in the generation, tensor)
         self.values: dict[str, object] = {}  # entries that are not tensors
         self.paths: dict[str, StatePath] = {}
-        weights: StatePath = (names.model,) if names.model else ()
-        optimizer: StatePath = (names.optimizer,) if names.optimizer else ()
+        weights: StatePath = (model_prefix,) if model_prefix else ()
         trained: dict[str, int] = {}  # parameters with moments → their number of dimensions
         for name, stored in index.tensors.items():
             kind, _, of = name.partition(".")
@@ -92,7 +71,7 @@ class DcpContents:
             elif name.startswith((EXTRA, KEPT)):
                 path = (name,)
             else:
-                path = (*optimizer, "state", of, kind)
+                path = ("optimizer", "state", of, kind)
                 trained[of] = len(index.tensors[MODEL + of].shape)
             self.tensors[self._named(path)] = (name, stored)
         if weights_only:
@@ -102,18 +81,16 @@ class DcpContents:
         if index.groups is not None:
             matrices = [name for name, dimensions in trained.items() if dimensions >= 2]
             vectors = [name for name, dimensions in trained.items() if dimensions < 2]
-            self._groups(
-                optimizer, [(index.groups.matrices, matrices), (index.groups.vectors, vectors)]
-            )
+            self._groups([(index.groups.matrices, matrices), (index.groups.vectors, vectors)])
 
-    def _groups(self, optimizer: StatePath, groups: list[tuple[dict[str, Any], list[str]]]) -> None:
+    def _groups(self, groups: list[tuple[dict[str, Any], list[str]]]) -> None:
         for number, (settings, members) in enumerate(each for each in groups if each[1]):
             for key, raw in settings.items():
                 value = tuple(raw) if isinstance(raw, list) else raw  # JSON has no tuples
-                self._value((*optimizer, "param_groups", number, key), value)
+                self._value(("optimizer", "param_groups", number, key), value)
                 for each in members:
-                    self._value((*optimizer, f"param_groups.{each}.{key}"), value)
-            self._value((*optimizer, "param_groups", number, "params"), members)
+                    self._value(("optimizer", f"param_groups.{each}.{key}"), value)
+            self._value(("optimizer", "param_groups", number, "params"), members)
 
     def state(self) -> dict[str, Any]:
         """Return the nested state with a tensor without memory for each saved one."""
@@ -157,19 +134,25 @@ def export_dcp(
     generation: Generation,
     directory: Path,
     *,
-    names: DcpPrefixes | None = None,
+    model_prefix: str = "model",
     weights_only: bool = False,
     config: bytes = b"",
 ) -> tuple[Commit, int]:
     """Write ``generation`` into the new ``directory``, every byte verified; return its marker and
     the number of tensors.
 
-    ``SHA256SUMS`` (DCP stores no digests) and ``config``, the model's config.json (b"": none), are
-    added. Memory holds one tensor at a time. The directory appears whole or not at all.
+    ``model_prefix`` stands before the names of weights; "" is the root of the state, where
+    torchtitan has them. ``SHA256SUMS`` (DCP stores no digests) and ``config``, the model's
+    config.json (b"": none), are added. Memory holds one tensor at a time. The directory appears
+    whole or not at all.
 
     Raises CorruptData where a file does not match its commit, Conflict where ``directory`` is not
-    empty.
+    empty, InvalidInput for a prefix that cannot stand before names.
     """
+    if not _PREFIX.fullmatch(model_prefix) or model_prefix == "optimizer":
+        raise InvalidInput(
+            "not a prefix of weights' names", got=repr(model_prefix), wanted="words joined by dots"
+        )
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Conflict(
@@ -180,7 +163,7 @@ def export_dcp(
         )
     commit = generations.commit_of(generation)
     index = generations.index_of(generation, commit)
-    contents = DcpContents(commit, index, names or DcpPrefixes(), weights_only)
+    contents = DcpContents(commit, index, model_prefix, weights_only)
     making = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         with _translated(directory):

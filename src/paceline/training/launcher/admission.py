@@ -21,8 +21,9 @@ from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, task_size_of
+from paceline.training.loop import MetadataWatcher
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
-from paceline.training.user_code import check_watcher, require_code
+from paceline.training.user_code import require_code
 
 
 def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
@@ -35,8 +36,8 @@ def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
     require_data(job, worker_id, snapshot)
     require_mesh(job, worker_id)
     runtime = load_runtime(job.state_dir)
-    if watcher := job.settings.guard.preemption:
-        check_watcher(watcher, runtime.profile.security.code_sources, runtime.state_dir / "code")
+    if url := job.settings.guard.preemption:
+        MetadataWatcher(url)
     require_checkpoint(job, store)
     require_code(job, runtime, snapshot.vocabulary.vocab_size)
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch, PlannedStream
-from paceline.training.checkpoint import local_of, roll_back_all, snapshot_all, stateful_of
+from paceline.training.checkpoint import local_of, stateful_of
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
 from paceline.training.loop.step_guard import StepGuard, Verdict
@@ -207,7 +207,8 @@ def train(
     numbers = numbers or StepMetrics.of(settings, parallel, group, device)
     stateful, started, owed = stateful_of(parallel, workload), time.perf_counter(), False
     while progress.step < settings.steps:
-        snapshot_all(stateful)
+        for kept in stateful:
+            kept.snapshot()
         numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
         seed_step(settings.seed, progress.step, parallel.data_rank, device)
         position = stream.position
@@ -233,7 +234,8 @@ def train(
                 progress.stall_s, owed = saver.stall_s, False
             apply_gradients(optimizer, rate)
         else:
-            roll_back_all(stateful)
+            for kept in stateful:
+                kept.roll_back()
 
         _record_step(progress, batch, loss, verdict, stopped=stops > 0)
         # In place: the saver holds the same dict.
@@ -265,7 +267,8 @@ def train(
             )
         if progress.stopped:
             break
-    snapshot_all(stateful)
+    for kept in stateful:
+        kept.snapshot()
     numbers.close()
     guard.require_sound(
         group.all(finite_state(parallel.modules, optimizer)),

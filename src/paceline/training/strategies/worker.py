@@ -20,7 +20,7 @@ from torch import nn
 from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.errors import InvalidFrame, InvalidInput, PeerLost
-from paceline.training.checkpoint import roll_back_all, stateful_of
+from paceline.training.checkpoint import stateful_of
 from paceline.training.loop import Inputs, Workload, seed_step
 from paceline.training.parallel import Mesh, MeshSpec, parallelise
 from paceline.training.strategies.frames import (
@@ -201,7 +201,8 @@ class GradientComputer:
         sums = self._parallel.accumulate(self._parts, 1.0 / self._share_tokens)
         loss = float(sums.loss) / sums.weight if sums.weight else 0.0
         if not math.isfinite(loss):  # the server will not apply it
-            roll_back_all(self._keeps)
+            for each in self._keeps:
+                each.roll_back()
         self.report = BatchReport(loss=loss, tokens=sums.weight, **self._fields)
         return flat_gradients(self._parameters), self.report
 
