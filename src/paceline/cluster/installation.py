@@ -20,9 +20,9 @@ from typing import Any
 
 from paceline import errors
 from paceline.cluster.embedded import remove_runtime, require_ours, require_protected
-from paceline.cluster.guard import descendants
 from paceline.cluster.processes import clean_environment, last_line, resident_bytes
 from paceline.cluster.service import Launch, ServiceSpec, StopReport
+from paceline.cluster.subreaper import descendants
 from paceline.cluster.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
 from paceline.config import Profile, Runtime
 from paceline.errors import InvalidProfile, NotReady, PacelineError
@@ -141,7 +141,7 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
             supervisor.send(signal.SIGKILL)
     if not _wait_unlocked(state / SERVICES_LOCK_FILE, 15.0):
         raise NotReady(
-            "processes of the installation still run", where=state, do="Look for guard.py."
+            "processes of the installation still run", where=state, do="Look for subreaper.py."
         )
     _reap(pid)
     remove_runtime(state)

@@ -94,7 +94,7 @@ class LocalLauncher:
                 unsent[worker_id] = why
         return unsent
 
-    def hear(self, timeout_s: float) -> list[NodeMessage]:
+    def receive(self, timeout_s: float) -> list[NodeMessage]:
         """Return the received messages; see ``Nodes``."""
         found, self._ready_again = self._ready_again, []
         with contextlib.suppress(queue.Empty):
