@@ -142,8 +142,7 @@ class GuardSettings(Settings):
     # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after the notice,
     # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
     grace_s: float = Field(default=20.0, gt=0)
-    # Besides SIGTERM: a metadata URL, or a ``code_ref`` of a function that returns a watcher.
-    preemption: str = ""
+    preemption: str = ""  # besides SIGTERM: the URL of a metadata service
     node_wait_s: float = Field(default=600.0, ge=0)  # wait for nodes that another gang uses
 
 
