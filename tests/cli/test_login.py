@@ -407,7 +407,7 @@ def test_what_a_client_may_not_have_a_flow_read_is_refused(
 ) -> None:
     prefect.started = []
     (laptop / "texts").mkdir()
-    one_line(paceline("lifecycle", "--data", "texts"), 2, "no such parameter", "got data")
+    one_line(paceline("lifecycle", "--data", "texts"), 2, "names its data by URL")
     one_line(paceline("snapshot", "texts"), 2, "names its data by URL", "wanted s3://bucket/prefix")
     other = ("train", "m", "1", "--snapshot", "s3://elsewhere/x")
     one_line(paceline(*other), 77, "not a source", "s3://elsewhere/x")
