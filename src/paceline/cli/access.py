@@ -365,7 +365,6 @@ def _write_worker_file(runtime: Runtime) -> Path:
         "# Prefect's API wants a password, set PREFECT_API_AUTH_STRING=user:password beside these.",
         f"PACELINE_STATE={runtime.state_dir}",
         f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
-        "PREFECT_LOGGING_LEVEL=INFO",
         "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",
         "PREFECT_RESULTS_DEFAULT_SERIALIZER=json",
         "PREFECT_SERVER_ANALYTICS_ENABLED=false",
