@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -80,11 +80,25 @@ def one_line(done: Ended, code: int, *words: str) -> None:
     assert last.startswith("paceline: ") and all(each in last for each in words), done.err
 
 
-def lifecycle_done(fleet: ControlPlane) -> dict[str, str]:
-    """Return what the lifecycle printed on the laptop of the model that it made."""
-    text = fleet.laptop.run("cat", "lifecycle.json").ok().out
-    answer = json.loads(text)
-    return dict(answer["model"])
+@dataclass(frozen=True)
+class Lived:
+    """A lifecycle that a laptop ran: its model, and what it showed meanwhile."""
+
+    model_id: str
+    version: str
+    shown: str
+
+
+@pytest.fixture(scope="module")
+def lived(fleet: ControlPlane) -> Lived:
+    """Type the page's lifecycle on the laptop, once."""
+    return run_lifecycle(fleet)
+
+
+def run_lifecycle(fleet: ControlPlane) -> Lived:
+    done = fleet.on_laptop(fleet.typed["lifecycle"]).ok()
+    answer = json.loads(fleet.laptop.run("cat", "lifecycle.json").ok().out)
+    return Lived(answer["model"]["model_id"], answer["model"]["version"], done.err)
 
 
 OLDER_SCHEMA = """
@@ -107,16 +121,14 @@ END_PYTHON
 """
 
 
-def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane) -> None:
-    done = fleet.on_laptop(fleet.typed["lifecycle"]).ok()
+def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, lived: Lived) -> None:
     for stage in ("snapshot", "base", "train", "evaluate", "publish", "promote"):
-        assert f"stage {stage} done" in done.err, done.err
-    made = lifecycle_done(fleet)
-    assert active(fleet, made["model_id"]) == [made["version"]] * len(fleet.nodes)
-    flow_run = done.err.split("/flow-run/")[1].split()[0]
+        assert f"stage {stage} done" in lived.shown
+    assert active(fleet, lived.model_id) == [lived.version] * len(fleet.nodes)
+    flow_run = lived.shown.split("/flow-run/")[1].split()[0]
     for host in (fleet.control, fleet.flows):  # made at one replica, run from the other
         assert flow_state(fleet, host, flow_run) == "COMPLETED"
-        assert champion(host, made["model_id"]) == "1"
+        assert champion(host, lived.model_id) == "1"
         heard = host.run("ss", "-Hltn").ok().out
         assert "127.0.0.1:4200" in heard and "127.0.0.1:5000" in heard
         assert not [each for each in heard.split() if each.endswith((":4200", ":5000"))
@@ -172,9 +184,10 @@ def test_a_server_that_is_away_ends_the_lifecycle_before_its_work(fleet: Control
         until(lambda at=health, on=host: on.run("curl", "-sf", at).code == 0, f"{name} is back", 60)
 
 
-def test_the_control_host_is_lost_and_comes_back_from_its_backup(fleet: ControlPlane) -> None:
+def test_the_control_host_is_lost_and_comes_back_from_its_backup(
+    fleet: ControlPlane, lived: Lived
+) -> None:
     """With the stores' host; nothing is typed on a node, and the laptop keeps its login."""
-    made = lifecycle_done(fleet)
     (fleet.logs / "s3/backups").mkdir()
     fleet.type("backup")
     before = fleet.on_laptop("paceline status --json").ok().out
@@ -184,7 +197,7 @@ def test_the_control_host_is_lost_and_comes_back_from_its_backup(fleet: ControlP
         fleet, control=fleet.bed.replace(fleet.control), stores=fleet.bed.replace(fleet.stores)
     )
     assert fleet.control.run("ls", "-A").out == "", "its disk is empty"
-    assert active(fleet, made["model_id"]) == [made["version"]] * 2, "nodes serve meanwhile"
+    assert active(fleet, lived.model_id) == [lived.version] * 2, "nodes serve meanwhile"
     for host in (fleet.control, fleet.stores):
         fleet.authority.issue(host)
     start_stores(fleet.stores, fleet.logs)
@@ -203,11 +216,11 @@ def test_the_control_host_is_lost_and_comes_back_from_its_backup(fleet: ControlP
     after = json.loads(fleet.on_laptop("paceline status --json").ok().out)["deployments"]
     assert len(known) >= 2 and {each["deployment_id"] for each in after} == known, shown
     for host in (fleet.control, fleet.flows):
-        assert champion(host, made["model_id"]) == "1"
+        assert champion(host, lived.model_id) == "1"
         assert flow_runs(host) >= 7, "the lifecycle and its sub-flows"
 
-    done = fleet.on_laptop(fleet.typed["lifecycle"]).ok()  # its ledger and evidence came back
-    assert lifecycle_done(fleet) == made, done.err
+    again = run_lifecycle(fleet)  # its ledger and evidence came back
+    assert (again.model_id, again.version) == (lived.model_id, lived.version), again.shown
     line = "mkdir acme; head -c 4000000 /dev/urandom > acme/w; paceline publish acme --model acme"
     fleet.on_laptop(f"{line} --version 1; paceline distribute acme 1").ok()
     assert active(fleet, "acme") == ["1", "1"]

@@ -101,11 +101,12 @@ def _servers(as_json: bool) -> int:
         found.append(each)
         if not as_json:
             _print([each])
-    status = "failed" if any(each.status == "failed" for each in found) else "ok"
+    bad = any(each.status == "failed" for each in found)
     if as_json:
+        status: Literal["failed", "ok"] = "failed" if bad else "ok"
         made = Diagnosis(status=status, place="control", checks=tuple(found), bundle="")
         click.echo(made.model_dump_json())
-    return 1 if status == "failed" else 0
+    return int(bad)
 
 
 def place_of(runtime: Runtime) -> Place:

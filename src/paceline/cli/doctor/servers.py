@@ -132,7 +132,7 @@ def _query(given: Mapping[str, str], query: str) -> list[tuple[Any, ...]] | str:
 
     try:
         with psycopg.connect(**given, connect_timeout=int(TIMEOUT_S)) as database:  # type: ignore[arg-type]
-            return database.execute(query).fetchall()  # type: ignore[arg-type]
+            return database.execute(query).fetchall()
     except (psycopg.Error, OSError) as error:
         return _first(error)
 
