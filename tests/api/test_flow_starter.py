@@ -39,7 +39,7 @@ class Kept:
         return 1e9
 
     def record(self, deployment_id: str) -> Deployment:
-        return self.world.state.run(deployment_id).deployment
+        return self.world.state.deployment_state(deployment_id).deployment
 
 
 class Prefect:
@@ -117,7 +117,7 @@ def test_where_the_profile_does_not_say_so_nothing_is_started() -> None:
     on = load_profile("ci", {"control.flow_starter": "prefect"})
     assert [CoordinatorSettings.of(each).starts_flows for each in (off, on)] == [False, True]
     world = World()
-    assert not world.state.run(world.create("node-0")).deployment.flow_wanted
+    assert not world.state.deployment_state(world.create("node-0")).deployment.flow_wanted
 
 
 def test_a_leader_that_dies_between_start_and_record_leaves_one_flow_run(stage: Stage) -> None:
@@ -249,7 +249,9 @@ def test_a_start_names_the_deployment_as_its_idempotency_key(server: Web) -> Non
     world = World()
     d = world.create("node-0", run_id="run-20260101-000000-abcdef")
     assert (
-        PrefectStarter(f"{server.url}/api", "user:pass").start(world.state.run(d).deployment)
+        PrefectStarter(f"{server.url}/api", "user:pass").start(
+            world.state.deployment_state(d).deployment
+        )
         == "abc"
     )
     named, created = server.calls

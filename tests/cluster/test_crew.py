@@ -14,8 +14,8 @@ from paceline.cluster import (
     Crew,
     HeldNodes,
     Member,
-    News,
     Order,
+    ProcessReport,
     pinned_calls as crews,
     worker_processes as remote,
 )
@@ -35,7 +35,7 @@ class Played:
         return self
 
     def submit(self, key: str, address: str, fn: Any, *given: Any) -> None:
-        if fn is remote.news:
+        if fn is remote.poll:
             self.questions.append(given[0])
         elif fn is remote.end:
             self.ended += given[0]
@@ -64,7 +64,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-@pytest.mark.parametrize("answer", [{"old": News(exit_code=0)}, LookupError("no such process")])
+@pytest.mark.parametrize(
+    "answer", [{"old": ProcessReport(exit_code=0)}, LookupError("no such process")]
+)
 def test_an_answer_about_an_ended_process_leaves_its_successor_alone(
     clock: list[float], answer: Any
 ) -> None:
@@ -102,8 +104,8 @@ def test_nodes_that_are_cut_off_together_are_dropped_without_waiting() -> None:
         nodes._members[each.worker_id] = each
         nodes._following.members.append(each)
         each.lost = "the node has not answered for 15 s"
-    heard = nodes.hear(0.0)
-    assert len([each for each in heard if each.lost]) == 20
+    received = nodes.receive(0.0)
+    assert len([each for each in received if each.lost]) == 20
     assert len(fleet.ended) == 20, "each is told to end what runs there, if it hears"
     assert fleet.waited_s == 0, "meanwhile the others' leases would lapse"
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from paceline.cluster import Fleet, Heard, HeldNodes
+from paceline.cluster import Fleet, HeldNodes, NodeOutput
 from paceline.errors import Cancelled, Conflict
 from tests.cluster.conftest import eventually, run_on
 
@@ -21,18 +21,18 @@ ARGV = (sys.executable, "-S", str(Path(__file__).with_name("stand_in_listener.py
 NODES = ("node-0", "node-1")
 
 
-def hear(nodes: HeldNodes, enough: Callable[[list[Heard]], bool]) -> list[Heard]:
+def receive(nodes: HeldNodes, enough: Callable[[list[NodeOutput]], bool]) -> list[NodeOutput]:
     """Return what was heard once it is enough."""
-    heard: list[Heard] = []
+    received: list[NodeOutput] = []
     deadline = time.monotonic() + 30
-    while not enough(heard):
-        assert time.monotonic() < deadline, heard
-        heard += nodes.hear(0.25)
-    return heard
+    while not enough(received):
+        assert time.monotonic() < deadline, received
+        received += nodes.receive(0.25)
+    return received
 
 
-def pids_of(heard: list[Heard]) -> dict[str, int]:
-    return {each.worker_id: each.line["pid"] for each in heard if "pid" in each.line}
+def pids_of(received: list[NodeOutput]) -> dict[str, int]:
+    return {each.worker_id: each.line["pid"] for each in received if "pid" in each.line}
 
 
 def test_orders_reach_their_node_and_are_answered(connected: Fleet) -> None:
@@ -41,11 +41,11 @@ def test_orders_reach_their_node_and_are_answered(connected: Fleet) -> None:
             for worker in NODES:
                 order = {"do": "say", "number": number, "to": worker}
                 assert nodes.send_all({worker: order}) == {}
-        heard = hear(nodes, lambda heard: len(heard) >= 42)
+        received = receive(nodes, lambda received: len(received) >= 42)
         assert {nodes.host(each) for each in NODES} == {"127.0.0.1"}
-        pids = pids_of(heard)
+        pids = pids_of(received)
         for worker in NODES:
-            echoed = [e.line for e in heard if e.worker_id == worker and "number" in e.line]
+            echoed = [e.line for e in received if e.worker_id == worker and "number" in e.line]
             assert [each["number"] for each in echoed] == list(range(20))
             assert {each["to"] for each in echoed} == {worker}
     assert set(pids) == set(NODES)
@@ -54,43 +54,45 @@ def test_orders_reach_their_node_and_are_answered(connected: Fleet) -> None:
 
 def test_a_node_whose_process_ends_says_so_once_and_can_start_again(connected: Fleet) -> None:
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
-        hear(nodes, lambda heard: len(pids_of(heard)) == 2)
+        receive(nodes, lambda received: len(pids_of(received)) == 2)
         assert nodes.send_all({"node-1": {"do": "exit"}}) == {}
-        heard = hear(nodes, lambda heard: any(each.lost for each in heard))
-        (lost,) = [each for each in heard if each.lost]
+        received = receive(nodes, lambda received: any(each.lost for each in received))
+        (lost,) = [each for each in received if each.lost]
         assert lost.worker_id == "node-1"
         assert "ended with 3: as told" in lost.lost
-        assert not [each for each in nodes.hear(0.5) if each.lost]
+        assert not [each for each in nodes.receive(0.5) if each.lost]
         assert set(nodes.send_all({"node-1": {"do": "say"}})) == {"node-1"}
         assert nodes.start("node-1")
-        assert "node-1" in pids_of(hear(nodes, lambda heard: bool(pids_of(heard))))
+        assert "node-1" in pids_of(receive(nodes, lambda received: bool(pids_of(received))))
 
 
 def test_a_dropped_process_is_followed_by_another_that_is_heard(connected: Fleet) -> None:
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
-        first = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
-        nodes.hear(0.0)  # a question about it is on its way
+        first = pids_of(receive(nodes, lambda received: len(pids_of(received)) == 2))
+        nodes.receive(0.0)  # a question about it is on its way
         nodes.drop("node-1")
         assert nodes.send_all({"node-0": {"do": "say"}, "node-1": {"do": "say"}}) == {
             "node-1": "no process runs there"
         }
         assert nodes.start("node-1")
-        heard = hear(nodes, lambda heard: "node-1" in pids_of(heard))
-        assert pids_of(heard)["node-1"] != first["node-1"]
-        assert not [each for each in heard if each.lost]
+        received = receive(nodes, lambda received: "node-1" in pids_of(received))
+        assert pids_of(received)["node-1"] != first["node-1"]
+        assert not [each for each in received if each.lost]
         eventually(lambda: not psutil.pid_exists(first["node-1"]))
 
 
 def test_a_lost_dask_worker_is_a_lost_node_until_it_is_back(connected: Fleet) -> None:
     worker = run_on(connected, "node-1", os.getpid, timeout_s=20)
     with connected.open_nodes(NODES, ARGV, wait_s=20) as nodes:
-        pids = pids_of(hear(nodes, lambda heard: len(pids_of(heard)) == 2))
+        pids = pids_of(receive(nodes, lambda received: len(pids_of(received)) == 2))
         psutil.Process(worker).kill()
-        (lost,) = [e for e in hear(nodes, lambda heard: any(e.lost for e in heard)) if e.lost]
+        (lost,) = [
+            e for e in receive(nodes, lambda received: any(e.lost for e in received)) if e.lost
+        ]
         assert lost.worker_id == "node-1"
         eventually(lambda: not psutil.pid_exists(pids["node-1"]))
         eventually(lambda: nodes.start("node-1"))
-        again = pids_of(hear(nodes, lambda heard: bool(pids_of(heard))))
+        again = pids_of(receive(nodes, lambda received: bool(pids_of(received))))
         assert again["node-1"] != pids["node-1"]
 
 
@@ -129,7 +131,7 @@ def test_waiting_is_bounded_and_can_be_cancelled(connected: Fleet) -> None:
 
 def test_orders_to_a_frozen_process_fail_within_their_deadline(connected: Fleet) -> None:
     with connected.open_nodes(NODES[:1], ARGV, wait_s=20) as nodes:
-        hear(nodes, lambda heard: bool(pids_of(heard)))
+        receive(nodes, lambda received: bool(pids_of(received)))
         assert nodes.send_all({"node-0": {"do": "sleep"}}) == {}
         more = {"node-0": {"do": "say", "padding": "x" * 40_000}}
         failed = next(filter(None, (nodes.send_all(more) for _ in range(4))))

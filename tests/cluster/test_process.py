@@ -23,7 +23,7 @@ RANK = Path(__file__).with_name("stand_in_rank.py")
 ARGV = (sys.executable, "-S", str(RANK))
 
 
-class Heard:
+class NodeOutput:
     """Collects events; knows the pids that the ranks named."""
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class Heard:
         return [pid for each in named for pid in (each["pid"], each["child"]) if pid]
 
 
-def gone(heard: Heard) -> bool:
-    return not any(psutil.pid_exists(pid) for pid in heard.pids())
+def gone(received: NodeOutput) -> bool:
+    return not any(psutil.pid_exists(pid) for pid in received.pids())
 
 
 def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> None:
@@ -79,45 +79,45 @@ def test_a_killed_caller_leaves_no_rank(cluster: Runtime, connected: Fleet) -> N
 
 
 def test_a_process_tells_live_and_returns_its_last_words(connected: Fleet) -> None:
-    heard = Heard()
+    received = NodeOutput()
     ended = connected.run_process(
         "node-1",
         argv=ARGV,
         env={"RANK": "4"},
         input_json=json.dumps({"4": {"lines": 3000, "fail": "out of luck"}}),
-        on_event=heard,
+        on_event=received,
         deadline_s=30,
     )
     assert (ended.exit_code, ended.ended) == (1, "exited")
     assert ended.stderr_tail.strip() == "out of luck"
-    numbers = [each["data"]["number"] for each in heard.events if each["event"] == "step"]
+    numbers = [each["data"]["number"] for each in received.events if each["event"] == "step"]
     assert numbers == list(range(3000))
     assert ended.last_line is not None
     assert json.loads(ended.last_line)["data"] == {"number": 2999}
 
 
 def test_a_process_is_killed_at_its_deadline_with_all_it_started(connected: Fleet) -> None:
-    heard = Heard()
+    received = NodeOutput()
     began = time.monotonic()
     ended = connected.run_process(
         "node-1",
         argv=ARGV,
         input_json=json.dumps({"all": {"child": True, "ignore_term": True, "hang": True}}),
-        on_event=heard,
+        on_event=received,
         deadline_s=1.0,
         grace_s=0.5,
     )
     assert (ended.exit_code, ended.ended) == (-9, "deadline")
-    assert len(heard.pids()) == 2
-    assert gone(heard)
+    assert len(received.pids()) == 2
+    assert gone(received)
     assert time.monotonic() - began < 60
 
 
 def test_a_cancelled_process_is_gone_when_the_caller_hears_of_it(connected: Fleet) -> None:
-    heard, cancel = Heard(), threading.Event()
+    received, cancel = NodeOutput(), threading.Event()
 
     def on_event(event: dict[str, Any]) -> None:
-        heard(event)
+        received(event)
         cancel.set()
 
     with pytest.raises(Cancelled):
@@ -129,16 +129,16 @@ def test_a_cancelled_process_is_gone_when_the_caller_hears_of_it(connected: Flee
             deadline_s=60,
             cancel=cancel,
         )
-    assert len(heard.pids()) == 2
-    assert gone(heard)
+    assert len(received.pids()) == 2
+    assert gone(received)
 
 
 def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
     worker = run_on(connected, "node-1", os.getpid, timeout_s=20)
-    heard = Heard()
+    received = NodeOutput()
 
     def on_event(event: dict[str, Any]) -> None:
-        heard(event)
+        received(event)
         if event["event"] == "started":
             psutil.Process(worker).kill()
 
@@ -150,5 +150,5 @@ def test_a_process_lost_with_its_node_says_so(connected: Fleet) -> None:
             on_event=on_event,
             deadline_s=60,
         )
-    eventually(lambda: gone(heard))
+    eventually(lambda: gone(received))
     eventually(lambda: len(connected.nodes()) == 3)

@@ -124,17 +124,17 @@ def test_workers_report_their_machine_and_labels(nodes: Fleet) -> None:
 
 
 def test_a_process_works_in_its_nodes_own_directory(site: Site, nodes: Fleet) -> None:
-    heard: list[dict[str, Any]] = []
+    received: list[dict[str, Any]] = []
     code = (
         "import json, os, sys; print(json.dumps({k: v for k, v in os.environ.items()"
         " if k.startswith('PACELINE_')} | {'cwd': os.getcwd(), 'python': sys.executable}))"
     )
     for name in ("left", "right"):
         ended = nodes.run_process(
-            name, argv=["python", "-c", code], on_event=heard.append, deadline_s=30
+            name, argv=["python", "-c", code], on_event=received.append, deadline_s=30
         )
         assert ended.exit_code == 0, ended.stderr_tail
-    for name, each in zip(("left", "right"), heard, strict=True):
+    for name, each in zip(("left", "right"), received, strict=True):
         home = site.state(name)
         assert each["cwd"] == str(home / "nodes" / name / "work")
         assert each["PACELINE_STATE"] == str(home)

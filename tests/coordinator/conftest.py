@@ -180,7 +180,7 @@ class World:
         return self.state.switch_of(deployment_id)
 
     def entry(self, deployment_id: str, worker_id: str, pieces: int = 0, **more) -> DeploymentBeat:
-        plan = self.state.run(deployment_id).plan
+        plan = self.state.deployment_state(deployment_id).plan
         fields = {
             "deployment_id": deployment_id,
             "epoch": plan.epoch if plan else 0,
@@ -195,7 +195,7 @@ class World:
         return self.beat(worker_id, self.entry(deployment_id, worker_id, pieces, **more))
 
     def receipt(self, deployment_id: str, worker_id: str, **more) -> Receipt:
-        made = self.state.run(deployment_id).deployment
+        made = self.state.deployment_state(deployment_id).deployment
         fields = {"manifest_digest": made.manifest_digest, "total_bytes": made.total_bytes} | more
         return receipt_of(made, deployment_id, worker_id, self.incarnations[worker_id], **fields)
 
@@ -210,10 +210,10 @@ class World:
         return answers
 
     def status(self, deployment_id: str) -> str:
-        return self.state.run(deployment_id).deployment.status.value
+        return self.state.deployment_state(deployment_id).deployment.status.value
 
     def epoch(self, deployment_id: str) -> int:
-        return self.state.run(deployment_id).deployment.epoch
+        return self.state.deployment_state(deployment_id).deployment.epoch
 
     def names(self, name: EventName) -> list[EmitEvent]:
         return [each for each in self.told if each.name is name]

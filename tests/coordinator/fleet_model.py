@@ -710,7 +710,7 @@ class Fleet(RuleBasedStateMachine):
         assert len(final) - len(needed) <= PATIENCE.kept_at_most + 3 + self.closed_lately()
         assert len(state._index.keys) <= len(state.deployments())
         for each in state.deployments():
-            run = state.run(each.deployment_id)
+            run = state.deployment_state(each.deployment_id)
             began_s = self.began_s.setdefault(each.deployment_id, self.now_s)
             if not each.status.is_final:
                 age_s = self.now_s - began_s
@@ -720,7 +720,9 @@ class Fleet(RuleBasedStateMachine):
                 assert self.now_s - switch.since_s <= PATIENCE.switch_s + 40.0
 
     def closed_lately(self) -> int:
-        runs = [self.state().run(each.deployment_id) for each in self.state().deployments()]
+        runs = [
+            self.state().deployment_state(each.deployment_id) for each in self.state().deployments()
+        ]
         return sum(
             run.memo.closed_s is not None and self.now_s - run.memo.closed_s < 140.0 for run in runs
         )

@@ -129,7 +129,7 @@ def test_what_has_to_be_kept_goes_through_a_thread_and_its_commit(driver, world)
     driver.away = False
     assert post(app, beat("node-0", done))[0] == 200
     assert len(driver.slowly_taken) == 1
-    assert world.state.run(d).parts["node-0"].receipt == receipt
+    assert world.state.deployment_state(d).parts["node-0"].receipt == receipt
     assert post(app, beat("node-0", done))[0] == 200
     assert len(driver.slowly_taken) == 1, "the same receipt again is nothing to keep"
 

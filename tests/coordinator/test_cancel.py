@@ -98,11 +98,15 @@ class Controlled:
                     event = FetchLanes(deployment_id=command.deployment_id, worker_id=name)
                     driver.deploy(self.ask(event), self.manifest)
                 except PacelineError:
-                    assert self.state.run(command.deployment_id).final, "lanes were to be had"
+                    assert self.state.deployment_state(command.deployment_id).final, (
+                        "lanes were to be had"
+                    )
         self.ask(Tick())
 
     def held(self, deployment_id: str) -> int:
-        return max(part.pieces_held for part in self.state.run(deployment_id).parts.values())
+        return max(
+            part.pieces_held for part in self.state.deployment_state(deployment_id).parts.values()
+        )
 
     def final(self, name: str) -> Path:
         return self.root / name / "store/models/m" / self.version
@@ -156,7 +160,7 @@ def test_at_random_instants_nothing_is_left_or_published_later(controlled, seed)
             assert time.monotonic() < end_s, "the cancel is never confirmed"
         shown = controlled.published()  # this is when DELETE is answered
         moved = {n: each.received_bytes for n, each in controlled.fleet.drivers.items()}
-        assert controlled.state.run(d).deployment.status.value == "cancelled"
+        assert controlled.state.deployment_state(d).deployment.status.value == "cancelled"
         for _ in range(5):
             controlled.round()
             time.sleep(0.01)

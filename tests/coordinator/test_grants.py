@@ -60,7 +60,7 @@ class Readers(World):
             for name, share in self.hasty.items():
                 self.take(name, share, self.tells[name])
             self.tick()
-            run = self.state.run("d")
+            run = self.state.deployment_state("d")
             for name in self.fleet:
                 lanes = run.lanes_of(name)
                 if name in self.silent or lanes is None or lanes.epoch == self.epochs[name]:
@@ -70,8 +70,8 @@ class Readers(World):
                 self.before[name] = self.read[name]
                 if lanes.origin_counted_bytes is not None:
                     # As a session: of what its process read, this much was told; the rest is paid.
-                    untold = max(0, self.process[name] - lanes.origin_counted_bytes)
-                    self.before[name] -= untold
+                    unreported = max(0, self.process[name] - lanes.origin_counted_bytes)
+                    self.before[name] -= unreported
                 self.granted[name] = lanes.origin_budget_bytes
                 self.tells[name] = lanes.origin_tell_bytes
             self.hasty.clear()
@@ -84,7 +84,7 @@ class Readers(World):
         return self.granted[name] - (self.read[name] - self.before[name])
 
     def look(self) -> None:
-        run = self.state.run("d")
+        run = self.state.deployment_state("d")
         living = [name for name in self.fleet if name not in self.silent]
         may_read = sum(max(0, self.left(name)) for name in living)
         assert sum(self.read.values()) + may_read <= self.fuse
@@ -118,9 +118,9 @@ class Readers(World):
 
     def lose(self, name: str, share: float) -> None:
         if len(self.silent) < WORKERS - 2 and name not in self.silent:
-            untold = int(min(max(0, self.left(name)), self.tells[name]) * share)  # in secret
-            self.read[name] += untold
-            self.process[name] += untold
+            unreported = int(min(max(0, self.left(name)), self.tells[name]) * share)  # in secret
+            self.read[name] += unreported
+            self.process[name] += unreported
             self.silent.add(name)
             self.wait(3.0)
 

@@ -115,7 +115,7 @@ def test_one_impossible_word_takes_the_whole_beat_along(world, moving):
     }
     with pytest.raises(InvalidInput):
         world.give(HeartbeatReceived(beat=Heartbeat.model_validate(said), at=world.now_s))
-    assert world.state.run(moving).parts["node-1"].pieces_held == 2
+    assert world.state.deployment_state(moving).parts["node-1"].pieces_held == 2
 
 
 def test_receipt_while_receiving_is_kept_before_it_is_answered(world, moving):

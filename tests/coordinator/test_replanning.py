@@ -31,7 +31,7 @@ class Line(World):
 
     @property
     def run(self):
-        return self.state.run("d")
+        return self.state.deployment_state("d")
 
     def hold(self, pieces: int, *names: str, **more: object) -> None:
         """Let workers report that they hold ``pieces``."""
@@ -184,9 +184,9 @@ def test_the_places_of_the_dead_survive_a_restart_of_the_coordinator(line: Line)
     line.lose("n07")
     kept = expected(line.kept)
     again = CoordinatorState.restore(kept, line.now_s, line.settings)
-    assert again.run("d").order == line.run.order
-    assert again.run("d").deployment == line.run.deployment
-    assert again.run("d").memo == line.run.memo
+    assert again.deployment_state("d").order == line.run.order
+    assert again.deployment_state("d").deployment == line.run.deployment
+    assert again.deployment_state("d").memo == line.run.memo
 
 
 def test_a_large_model_is_not_failed_at_a_small_models_deadline() -> None:
@@ -216,7 +216,7 @@ def test_a_slow_worker_is_reported_moved_to_the_tail_and_remembered(line: Line) 
     plan = line.state.plan("d")
     assert not any(lane.source.worker_id == slow for e in plan.workers for lane in e.lanes)
     again = CoordinatorState.restore(expected(line.kept), line.now_s, line.settings)
-    assert again.run("d").standing_of(slow) == "tail"
+    assert again.deployment_state("d").standing_of(slow) == "tail"
 
 
 def test_a_slow_origin_costs_one_plan(line: Line) -> None:

@@ -90,7 +90,7 @@ def test_targets_that_never_register_fail_the_deployment_after_the_grace(world):
     assert world.status(d) == "init"
     world.wait(2)
     assert world.status(d) == "failed"
-    failure = world.state.run(d).deployment.failure
+    failure = world.state.deployment_state(d).deployment.failure
     assert "node-9" in failure.message
     assert failure.code == "DeploymentFailed"
 
@@ -100,7 +100,7 @@ def test_seconds_count_from_the_plan_to_the_last_rename_not_to_its_beat(world):
     world.now_s += 10
     world.finish(d, "node-0", receipt=world.receipt(d, "node-0", seconds=9.5))
     world.tick()
-    assert world.state.run(d).deployment.seconds == pytest.approx(9.5)
+    assert world.state.deployment_state(d).deployment.seconds == pytest.approx(9.5)
 
 
 def test_silent_worker_is_lost_and_the_survivors_are_replanned(world):
@@ -175,7 +175,7 @@ def test_29_percent_of_100_is_29_workers(make_world):
     world.register("w0")
     targets = tuple(f"w{index}" for index in range(100))
     d = world.create(*targets, max_failed=0.29)
-    assert world.state.run(d).allowed_dead() == 29
+    assert world.state.deployment_state(d).allowed_dead() == 29
 
 
 def test_survivors_finish_before_a_lost_quorum_fails_the_deployment(world):
@@ -222,7 +222,7 @@ def test_older_incarnation_cannot_report_or_register(world):
     world.register("node-0", incarnation=5)
     answer = world.beat("node-0", world.entry(d, "node-0", 8), incarnation=1)
     assert answer.go_on is False
-    assert world.state.run(d).parts["node-0"].pieces_held == 0
+    assert world.state.deployment_state(d).parts["node-0"].pieces_held == 0
     with pytest.raises(StaleEpoch):
         world.register("node-0", incarnation=4)
 
@@ -276,7 +276,7 @@ def test_receipt_that_does_not_match_is_a_failed_verification(world, change):
     d = started(world, "node-0", "node-1")
     world.finish(d, "node-0", receipt=world.receipt(d, "node-0").model_copy(update=change))
     world.tick()
-    part = world.state.run(d).parts["node-0"]
+    part = world.state.deployment_state(d).parts["node-0"]
     assert part.receipt is None
     assert part.status is WorkerStatus.VERIFICATION_FAILED
     assert part.failure.code == "CorruptData"
@@ -396,7 +396,7 @@ def test_worker_that_stays_out_of_origin_budget_stalls_until_it_is_fed(world):
     world.receive(d, "node-0", 2)
     world.tick()
     assert world.status(d) == "downloading"
-    assert world.state.run(d).deployment.failure is None
+    assert world.state.deployment_state(d).deployment.failure is None
 
 
 def test_deadline_fails_and_stops_the_workers(make_world):
@@ -407,7 +407,7 @@ def test_deadline_fails_and_stops_the_workers(make_world):
     world.now_s += 0.1
     world.tick()
     assert world.status(d) == "failed"
-    assert "node-1" in world.state.run(d).deployment.failure.message
+    assert "node-1" in world.state.deployment_state(d).deployment.failure.message
     assert commands(world.receive(d, "node-1", 3)) == ["cancel"]
     assert commands(world.beat("node-0")) == []
     with pytest.raises(DeploymentFailed):

@@ -275,7 +275,7 @@ def test_new_leader_restarts_nothing_and_waits_for_what_the_workers_say(world):
     assert world.state.plan(d) == plan
     assert world.status(d) == "distributing"
     assert len(world.told) == told, "nothing happened, and nothing is told"
-    assert world.state.run(d).origin_bytes == 300
+    assert world.state.deployment_state(d).origin_bytes == 300
 
 
 def test_new_leader_plans_for_who_returned_when_the_last_one_died(world):
@@ -293,7 +293,7 @@ def test_new_leader_plans_for_who_returned_when_the_last_one_died(world):
 
 def test_raised_budget_sets_a_stalled_deployment_going_again(world):
     d = started(world, *TWO)
-    total = world.state.run(d).deployment.total_bytes
+    total = world.state.deployment_state(d).deployment.total_bytes
     over = total + 64 * 1024 * 1024 + 1
     world.receive(d, "node-0", 2, origin_bytes=over)
     world.tick()

@@ -112,7 +112,7 @@ def processes(stack: Runtime, words: str) -> list[psutil.Process]:
     for each in processes_of(stack.state_dir):
         try:
             line = each.cmdline()
-            if any(words in word for word in line) and not any("guard.py" in x for x in line):
+            if any(words in word for word in line) and not any("subreaper.py" in x for x in line):
                 found |= {one.pid: one for one in (each, *each.children(recursive=True))}
         except psutil.Error:
             continue

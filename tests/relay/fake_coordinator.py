@@ -48,7 +48,7 @@ class FakeCoordinator:
         self.plan: Plan | None = None
         self.commands: list[Command] = []
         self.lost: set[str] = set()  # whose next beat is answered with continue = false
-        self.unheard: set[str] = set()  # whose beats are taken note of and answered with 503
+        self.unconfirmed: set[str] = set()  # whose beats are taken note of and answered with 503
         self.lock = threading.Lock()
         coordinator = self
 
@@ -77,8 +77,8 @@ class FakeCoordinator:
                         answer = coordinator.register(RegisterWorker.model_validate(body))
                     else:
                         answer = coordinator.beat(Heartbeat.model_validate(body))
-                    unheard = body["worker_id"] in coordinator.unheard
-                self._answer(answer, 503 if unheard else 200)
+                    unconfirmed = body["worker_id"] in coordinator.unconfirmed
+                self._answer(answer, 503 if unconfirmed else 200)
 
             def _answer(self, raw: bytes, status: int = 200) -> None:
                 self.send_response(status)

@@ -22,8 +22,8 @@ def granted(counted: int | None = 0) -> WorkerLanes:
 def left(given: WorkerLanes, read: int) -> int:
     """Return what a session may still read under ``given`` that read ``read`` in its count."""
     counted = given.origin_counted_bytes
-    untold = 0 if counted is None else max(0, read - counted)
-    return OriginBudget(given.origin_budget_bytes, untold).left_bytes
+    unreported = 0 if counted is None else max(0, read - counted)
+    return OriginBudget(given.origin_budget_bytes, unreported).left_bytes
 
 
 def test_a_killed_process_gives_nothing_back_and_costs_a_part_at_most(tmp_path: Path) -> None:
@@ -48,14 +48,14 @@ def test_grants_go_on_over_any_number_of_processes_whatever_was_told(tmp_path: P
         mine.cover(read + 70, AHEAD)
         total += 70
         if number % 2:
-            readings.heard("d-1", read + 30)
+            readings.acknowledge("d-1", read + 30)
         readings.close()  # an orderly end: what is written is what was read
 
 
 def test_a_new_process_tells_what_its_predecessor_had_not(tmp_path: Path) -> None:
     before = OriginReadCounts(tmp_path)
     before.of("d-1").cover(300, 0)
-    before.heard("d-1", 200)
+    before.acknowledge("d-1", 200)
     assert OriginReadCounts(tmp_path).of("d-1").begun_bytes == 100
 
 
@@ -103,5 +103,5 @@ def test_readings_are_bounded(tmp_path: Path) -> None:
 def test_without_a_disk_a_reading_counts_for_its_process() -> None:
     mine = OriginReadCount()
     mine.cover(50, AHEAD)
-    mine.heard(20)
+    mine.acknowledge(20)
     assert (mine.read_bytes, mine.begun_bytes, mine.before_bytes) == (50, 0, 0)

@@ -91,7 +91,7 @@ def test_a_thawed_head_resumes_reading_once_answered_and_feeds_the_line(
     coordinator = fleet.coordinator
     first, second, third = line_of(fleet)
     until(lambda: fleet.origin_bytes(first) > SIZE // 4, "a quarter at the head")
-    coordinator.unheard.add(first)
+    coordinator.unconfirmed.add(first)
     due_s = freeze(fleet, first)
     read = fleet.origin_bytes(first)
     until(lambda: first in coordinator.beats[second].lost_sources, "the next one misses it")
@@ -105,7 +105,7 @@ def test_a_thawed_head_resumes_reading_once_answered_and_feeds_the_line(
     said = coordinator.said[first]
     until(lambda: coordinator.said[first] >= said + 2, "two more beats that nobody answered")
     assert fleet.origin_bytes(first) <= read + ON_ITS_WAY, "without it a second's worth at least"
-    coordinator.unheard.clear()
+    coordinator.unconfirmed.clear()
     names = (first, second, third)
     until(lambda: all(map(fleet.is_complete, names)), "the whole line completes")
     told = [receipt(fleet, name) for name in names]

@@ -99,7 +99,7 @@ def test_a_cut_off_head_stops_without_readers_and_resumes_when_answered(
     make: Make, manifest: Manifest, model: Path
 ) -> None:
     head, other = make("head"), make("other")
-    head.heard(time.monotonic())
+    head.coordinator_answered(time.monotonic())
     head.deploy(seeding("head", manifest, model), manifest)
     other.deploy(lanes("other", manifest, worker("head", head.server.address)), manifest)
     unheard_s = time.monotonic() + UNHEARD_S
@@ -110,7 +110,7 @@ def test_a_cut_off_head_stops_without_readers_and_resumes_when_answered(
     beat = beat_of(head)
     assert beat is not None
     assert beat.origin_bytes < SIZE
-    head.heard(time.monotonic(), next_s=20.0)
+    head.coordinator_answered(time.monotonic(), next_s=20.0)
     assert completes(head)
 
 

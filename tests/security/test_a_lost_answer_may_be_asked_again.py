@@ -36,7 +36,7 @@ __all__ = ["rest"]
 
 
 def extra_bytes(client: Any, deployment_id: str) -> int:
-    run = client.app.state.coordinator.read(lambda state: state.run(deployment_id))
+    run = client.app.state.coordinator.read(lambda state: state.deployment_state(deployment_id))
     return int(run.memo.extra_bytes)
 
 

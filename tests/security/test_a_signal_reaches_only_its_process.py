@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline import cluster as fleet
-from paceline.cluster import LOCK_FILE, guard
+from paceline.cluster import LOCK_FILE, subreaper
 from paceline.relay.store.inspection import _unpublish_corrupt
 from paceline.system import process_holding
 from tests.cluster.conftest import small_profile
@@ -126,7 +126,7 @@ def test_a_signal_to_a_process_that_ended_reaches_no_other(tmp_path: Path) -> No
 def test_a_guard_kills_only_what_is_still_below_it(bystander: subprocess.Popen[str]) -> None:
     """The pid of a descendant is another process's by the time that the signal is sent."""
     stranger = os.getppid()
-    guard._kill_below([stranger])
+    subreaper._kill_below([stranger])
     os.kill(stranger, 0)  # it runs
-    guard._kill_below([bystander.pid])
+    subreaper._kill_below([bystander.pid])
     assert bystander.wait(10) == -signal.SIGKILL

@@ -71,7 +71,7 @@ def test_edges_of_others_and_of_no_origin_are_not_counted(make_world: Any) -> No
     world = make_world()
     names = ("node-0", "node-1", "node-2")
     world.register(*names)
-    run = world.state.run(world.create(*names))
+    run = world.state.deployment_state(world.create(*names))
     before = run.deployment
     ours = f"origin:{before.source_url}"
     said = [(ours, "node-0"), ("node-0", "node-1"), ("node-2", "node-0")]
@@ -101,7 +101,7 @@ def report(world: Any, run: Any, worker_id: str, **changes: Any) -> None:
 def test_the_processes_of_a_worker_are_kept_as_a_few(make_world: Any) -> None:  # noqa: F811
     world = make_world()
     world.register("node-0", "node-1")
-    run = world.state.run(world.create("node-0", "node-1"))
+    run = world.state.deployment_state(world.create("node-0", "node-1"))
     worker = world.state.fleet.find("node-0")
     for number in range(500):
         restarted = worker.model_copy(update={"process": f"{number:064d}"})

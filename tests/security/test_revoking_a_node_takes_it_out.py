@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from paceline.api import Authenticator, Guard
+from paceline.api import AccessMiddleware, Authenticator
 from paceline.config import Secrets, SecuritySettings
 from paceline.coordinator import MAX_UNUSED, NewToken, TokenRegistry, new_token
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken, TokenFirstUsed
@@ -237,7 +237,7 @@ def test_a_first_use_passes_where_it_cannot_be_kept_yet() -> None:
     async def app(*_: object) -> None:
         reached.append(True)
 
-    guard = Guard(
+    guard = AccessMiddleware(
         app,
         authenticator=Authenticator(Secrets(coordinator_token="owner"), lambda: book.book),
         security=SecuritySettings(),

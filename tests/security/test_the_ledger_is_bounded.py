@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from paceline.api import Authenticator, create_app, guard
+from paceline.api import Authenticator, create_app, middleware
 from paceline.cluster import ensure_secrets
 from paceline.config import load_runtime
 from paceline.coordinator import (
@@ -305,11 +305,11 @@ def test_a_full_ledger_is_a_clear_409_and_the_file_stops_growing(
 def test_what_a_token_changes_in_an_hour_is_bounded(
     rest: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert guard.CHANGE_BYTES_AT_ONCE + 3600 * guard.CHANGE_BYTES_PER_S < 2**30
+    assert middleware.CHANGE_BYTES_AT_ONCE + 3600 * middleware.CHANGE_BYTES_PER_S < 2**30
     buckets: Any = rest.app.middleware_stack
-    while not isinstance(buckets, guard.Guard):
+    while not isinstance(buckets, middleware.AccessMiddleware):
         buckets = buckets.app if hasattr(buckets, "app") else buckets._app
-    monkeypatch.setattr(buckets, "_bodies", guard.TokenBuckets(1.0, 100_000.0))
+    monkeypatch.setattr(buckets, "_bodies", middleware.TokenBuckets(1.0, 100_000.0))
     flows, other = (token(rest, Scope.DEPLOY, Scope.LEDGER) for _ in range(2))
     answers = [put(rest, flows, record(1, size=30_000)) for _ in range(6)]
     assert [each.status_code for each in answers] == [200] * 3 + [429] * 3

@@ -71,7 +71,7 @@ def test_a_large_fleets_extents_cost_a_small_one_nothing(corrupt: float, most: f
     )
     simulation = Simulation(fleet)
     left: list[str] = []
-    simulation.streams.on_news = lambda host: left.append(host.name)
+    simulation.streams.on_change = lambda host: left.append(host.name)
     report = simulation.run()
     assert report.violations == ()
     assert report.survivors_complete

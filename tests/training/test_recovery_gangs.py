@@ -61,14 +61,14 @@ class Nodes:
     # -- the port
 
     def send_all(self, orders: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-        untold = {}
+        unreported = {}
         for worker, order in orders.items():
             self.told.append((worker, dict(order)))
             if self.deaf.get(worker) == order["do"]:
-                untold[worker] = "it does not read"
+                unreported[worker] = "it does not read"
             elif worker not in self.mute:
                 self._execute_order(worker, order)
-        return untold
+        return unreported
 
     def _execute_order(self, worker: str, order: Mapping[str, Any]) -> None:
         if order["do"] == "store":
@@ -85,7 +85,7 @@ class Nodes:
             else:
                 self.ends(worker, -9, killed=True)
 
-    def hear(self, timeout_s: float) -> Sequence[NodeMessage]:
+    def receive(self, timeout_s: float) -> Sequence[NodeMessage]:
         self.now += timeout_s
         for due, do in [each for each in self.at if each[0] <= self.now]:
             self.at.remove((due, do))
@@ -290,7 +290,7 @@ def test_a_cancel_is_over_long_before_its_caller_kills_us(nodes: Nodes) -> None:
 
 def test_a_listener_that_fails_leaves_no_rank(nodes: Nodes) -> None:
     def listener(line: dict[str, Any]) -> None:
-        nodes.say("a", event="step")  # there is always more to hear
+        nodes.say("a", event="step")  # there is always more to receive
         raise RuntimeError("disk full")
 
     nodes.later(2.0, lambda: nodes.say("a", event="step"))
@@ -302,10 +302,10 @@ def test_a_listener_that_fails_leaves_no_rank(nodes: Nodes) -> None:
 def test_nodes_that_do_not_answer_are_given_up(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def unheard(timeout_s: float) -> Sequence[NodeMessage]:
+    def unconfirmed(timeout_s: float) -> Sequence[NodeMessage]:
         raise ServiceUnavailable("the scheduler is away")
 
-    nodes.later(2.0, lambda: monkeypatch.setattr(nodes, "hear", unheard))
+    nodes.later(2.0, lambda: monkeypatch.setattr(nodes, "receive", unconfirmed))
     with pytest.raises(ServiceUnavailable):
         run(GangSupervisor(nodes, Deadlines()))
     assert set(nodes.dropped) == {"a", "b"}

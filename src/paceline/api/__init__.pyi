@@ -12,13 +12,6 @@ from .flow_starter import (
     FlowRunSupervisor as FlowRunSupervisor,
     PrefectStarter as PrefectStarter,
 )
-from .guard import (
-    OPEN_PER_S as OPEN_PER_S,
-    Authenticator as Authenticator,
-    Guard as Guard,
-    LeaderGate as LeaderGate,
-    RefusedCall as RefusedCall,
-)
 from .heartbeats import HeartbeatMiddleware as HeartbeatMiddleware, answer_beat as answer_beat
 from .limits import (
     BODY_S as BODY_S,
@@ -28,6 +21,13 @@ from .limits import (
     TokenBuckets as TokenBuckets,
     bounded_body as bounded_body,
     host_of as host_of,
+)
+from .middleware import (
+    OPEN_PER_S as OPEN_PER_S,
+    AccessMiddleware as AccessMiddleware,
+    Authenticator as Authenticator,
+    LeaderGate as LeaderGate,
+    RefusedCall as RefusedCall,
 )
 from .problems import add_problem_handlers as add_problem_handlers
 from .routes import (

@@ -18,7 +18,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path as PathParameter, Query, Response
 
-from paceline.api.guard import Authenticator
+from paceline.api.middleware import Authenticator
 from paceline.config import Profile, Runtime, read_certificate
 from paceline.coordinator import (
     Coordinator,

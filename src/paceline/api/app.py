@@ -1,4 +1,4 @@
-"""The coordinator's web app: routes, guards, metrics and pages on one port.
+"""The coordinator's web app: routes, access checks, metrics and pages on one port.
 
 ``serve`` runs ``paceline coordinator``: it prints nothing, logs to a file in the state directory
 and returns the exit status. Decisions are made in the package ``coordinator``, not here.
@@ -19,8 +19,8 @@ from paceline.api.audit_writer import AuditWriter
 from paceline.api.deployments import make_router
 from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
-from paceline.api.guard import Authenticator, Guard, LeaderGate
 from paceline.api.heartbeats import HeartbeatMiddleware
+from paceline.api.middleware import AccessMiddleware, Authenticator, LeaderGate
 from paceline.api.pages import PROBLEM, add_observation, describe
 from paceline.api.problems import add_problem_handlers
 from paceline.api.routes import require_declared
@@ -113,7 +113,7 @@ def create_app(
     )
     app.add_middleware(LeaderGate, coordinator=coordinator)
     app.add_middleware(
-        Guard,
+        AccessMiddleware,
         authenticator=authenticator,
         security=runtime.profile.security,
         names=(urlsplit(url).hostname or "localhost", *names),

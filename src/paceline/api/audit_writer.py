@@ -13,8 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, MutableMapping
 
-from paceline.api.guard import RefusedCall
 from paceline.api.limits import TokenBuckets
+from paceline.api.middleware import RefusedCall
 from paceline.coordinator import Coordinator, audit_event
 from paceline.coordinator.state import EmitEvent, TokensUsed
 from paceline.errors import PacelineError

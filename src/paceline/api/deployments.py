@@ -2,7 +2,7 @@
 
 Each route reads the coordinator's state or sends it one event; the records are in
 ``schemas.calls``. Routes store and decide nothing. Authentication and rate limits are in
-``api.guard``.
+``api.middleware``.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _add_deployments(router: APIRouter, coordinator: Coordinator) -> None:
     @router.get("/deployments/{deployment_id}/manifest", tags=["deployments"])
     def get_manifest(deployment_id: DeploymentId) -> Response:
         """Return the manifest's bytes, exactly as published."""
-        raw = coordinator.read(lambda state: state.run(deployment_id).manifest_bytes)
+        raw = coordinator.read(lambda state: state.deployment_state(deployment_id).manifest_bytes)
         return Response(raw, media_type="application/json")
 
     @router.get("/deployments/{deployment_id}/lanes", tags=["deployments"])

@@ -81,7 +81,7 @@ class SnapshotReader:
                 shown.add(each.deployment_id)
         newest: dict[str, int] = {}
         for each in every:
-            number = state.run(each.deployment_id).memo.number
+            number = state.deployment_state(each.deployment_id).memo.number
             newest[each.model_id] = max(newest.get(each.model_id, 0), number)
         deployments = [
             self._deployment(state, each, newest[each.model_id])
@@ -100,7 +100,7 @@ class SnapshotReader:
     def _deployment(
         self, state: CoordinatorState, deployment: Deployment, newest: int
     ) -> DeploymentSnapshot:
-        run = state.run(deployment.deployment_id)
+        run = state.deployment_state(deployment.deployment_id)
         activation = _activation(run, newest)
         ended = self._ended.get(deployment.deployment_id)
         if ended and ended.deployment == deployment and ended.activation == activation:
@@ -176,7 +176,8 @@ class StreamHub:
         if deployment_id is not None:
             # On a thread: the state is locked during a write to the store, which may hang.
             record = await run_in_threadpool(
-                self.coordinator.read, lambda state: state.run(deployment_id).deployment
+                self.coordinator.read,
+                lambda state: state.deployment_state(deployment_id).deployment,
             )
             targets, since = frozenset(record.target_workers), record.started_at
         if len(self._watchers) >= MOST_WATCHERS:

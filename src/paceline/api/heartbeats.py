@@ -1,7 +1,7 @@
 """Fast path for ``POST /workers/heartbeat``, which is most of a coordinator's calls.
 
-``HeartbeatMiddleware`` runs after the guards and before the routes. A heartbeat that only reports
-progress is parsed once, decided on the event loop and answered without a thread, in about a
+``HeartbeatMiddleware`` runs after ``AccessMiddleware`` and before the routes. A heartbeat that only
+reports progress is parsed once, decided on the event loop and answered without a thread, in about a
 quarter of the time that its route takes (docs/measurements). A malformed one goes to the
 route in ``api.deployments``; one that must be committed, or that finds the state locked, goes to a
 worker thread. All are answered as the route documents.
@@ -132,7 +132,7 @@ class BufferedBody:
         self._error: HTTPException | None = None
 
     async def body(self) -> bytes:
-        """Return the whole body; raises the guards' HTTPException if it is too long."""
+        """Return the whole body; raises AccessMiddleware's HTTPException if it is too long."""
         try:
             while not self._messages or self._messages[-1].get("more_body", False):
                 self._messages.append(await self._receive())

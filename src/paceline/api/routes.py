@@ -1,7 +1,7 @@
 """Table of all REST routes: required scopes, rate limit and audit.
 
-The guard enforces it and the OpenAPI document is generated from it. An app with a route that is
-missing here does not start.
+The access middleware enforces it and the OpenAPI document is generated from it. An app with a route
+that is missing here does not start.
 """
 
 from __future__ import annotations

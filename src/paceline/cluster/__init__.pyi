@@ -23,12 +23,12 @@ from .embedded import (
     require_protected as require_protected,
 )
 from .held_nodes import (
-    Heard as Heard,
     HeldNodes as HeldNodes,
+    NodeOutput as NodeOutput,
     events_in as events_in,
 )
 from .installation import start as start, status as status, stop as stop
 from .pinned_calls import Crew as Crew, Member as Member, call as call
 from .service import Ready as Ready, ServiceSpec as ServiceSpec, StopReport as StopReport
 from .supervisor import LOCK_FILE as LOCK_FILE
-from .worker_processes import News as News, Order as Order, launch as launch
+from .worker_processes import Order as Order, ProcessReport as ProcessReport, launch as launch

@@ -210,12 +210,12 @@ class Fleet:
                 )
         finally:
             crew.end(grace_s)
-        code = process.news.exit_code
+        code = process.report.exit_code
         return ProcessResult(
             exit_code=-9 if code is None else code,
             ended=ended,
             last_line=process.last_line,
-            stderr_tail=process.news.stderr_tail,
+            stderr_tail=process.report.stderr_tail,
             seconds=time.monotonic() - began,
         )
 

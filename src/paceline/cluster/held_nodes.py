@@ -51,7 +51,7 @@ _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
-class Heard:
+class NodeOutput:
     """A line that a node's process wrote, or the reason why the process is lost."""
 
     worker_id: str
@@ -93,21 +93,21 @@ class HeldNodes:
                 failed[worker_id] = repr(answer)
         return failed
 
-    def hear(self, timeout_s: float) -> list[Heard]:
+    def receive(self, timeout_s: float) -> list[NodeOutput]:
         """Return lines and losses as soon as there are any, and [] after ``timeout_s``."""
         if not self._members:
             time.sleep(min(0.1, timeout_s))
             return []
         self._look_after_endings()
         lines = self._following.follow(timeout_s)
-        heard = [Heard(member.worker_id, event) for member, event in events_in(lines)]
+        received = [NodeOutput(member.worker_id, event) for member, event in events_in(lines)]
         for member in [each for each in self._members.values() if each.over]:
-            why = member.lost or f"its process ended with {member.news.exit_code}"
-            if tail := member.news.stderr_tail.strip():
+            why = member.lost or f"its process ended with {member.report.exit_code}"
+            if tail := member.report.stderr_tail.strip():
                 why = f"{why}: {tail.splitlines()[-1][:300]}"
             self.drop(member.worker_id)
-            heard.append(Heard(member.worker_id, lost=why))
-        return heard
+            received.append(NodeOutput(member.worker_id, lost=why))
+        return received
 
     def host(self, worker_id: str) -> str:
         """Return the address at which other nodes reach this one."""

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -20,15 +19,15 @@ from typing import Any
 
 from paceline import errors
 from paceline.cluster.embedded import remove_runtime, require_ours, require_protected
-from paceline.cluster.guard import descendants
 from paceline.cluster.processes import clean_environment, last_line, resident_bytes
 from paceline.cluster.service import Launch, ServiceSpec, StopReport
+from paceline.cluster.subreaper import descendants
 from paceline.cluster.supervisor import LOCK_FILE, SERVICES_LOCK_FILE, STATUS_FILE, locked_error
 from paceline.config import Profile, Runtime
 from paceline.errors import InvalidProfile, NotReady, PacelineError
 from paceline.extras import require_extras
 from paceline.schemas import InstallationStatus, ServiceStatus
-from paceline.system import ensure_own_directory, ensure_private, process_holding
+from paceline.system import ensure_own_directory, ensure_private, is_readable, process_holding
 
 STOP_DEADLINE_S = 40.0
 # On top of the profile's readiness deadline: imports, stopping after a failure.
@@ -141,7 +140,7 @@ def stop(state_dir: Path | str, *, timeout_s: float = STOP_DEADLINE_S) -> StopRe
             supervisor.send(signal.SIGKILL)
     if not _wait_unlocked(state / SERVICES_LOCK_FILE, 15.0):
         raise NotReady(
-            "processes of the installation still run", where=state, do="Look for guard.py."
+            "processes of the installation still run", where=state, do="Look for subreaper.py."
         )
     _reap(pid)
     remove_runtime(state)
@@ -176,8 +175,9 @@ def _await_ready(reports: int, deadline: float, log_path: Path) -> Runtime:
     """Return what the supervisor reports once: its runtime; raises the error that ended it."""
     line = b""
     while not line.endswith(b"\n"):
-        readable, _, _ = select.select([reports], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(reports, 65536) if readable else b""
+        chunk = (
+            os.read(reports, 65536) if is_readable(reports, deadline - time.monotonic()) else b""
+        )
         if not chunk:
             ended = f"it ended: {last_line(log_path) or '(no output)'}"
             raise NotReady(

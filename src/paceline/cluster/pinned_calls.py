@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.cluster import worker_processes as remote
-from paceline.cluster.worker_processes import News, Order
+from paceline.cluster.worker_processes import Order, ProcessReport
 from paceline.errors import Cancelled, Conflict, ServiceUnavailable, WorkerLost
 
 log = logging.getLogger(__name__)
 
 PRESENCE_EVERY_S = 0.5
-NEWS_WAIT_S = 0.5
-NEWS_PATIENCE_S = 15.0  # a node that does not answer for this long counts as lost
+REPORT_WAIT_S = 0.5
+REPORT_PATIENCE_S = 15.0  # a node that does not answer for this long counts as lost
 RESULT_TIMEOUT_S = 10.0
 PAUSE_S = 5.0  # a longer gap between two polls means that this process was stopped or busy
 
@@ -145,14 +145,14 @@ class Member:
     order: Order
     address: str = ""
     pid: int = 0
-    news: News = field(default_factory=News)
+    report: ProcessReport = field(default_factory=ProcessReport)
     last_line: str | None = None
     lost: str = ""  # why it cannot be polled any more
 
     @property
     def over(self) -> bool:
         """Return whether the process ended or its node is lost."""
-        return bool(self.lost) or self.news.exit_code is not None
+        return bool(self.lost) or self.report.exit_code is not None
 
 
 class Crew:
@@ -189,8 +189,8 @@ class Crew:
                 question.since += paused
         for address, members in self._by_address(living=True).items():
             if address not in self._asked:
-                cursors = {each.order.process_id: each.news.cursor for each in members}
-                self._asking.submit(address, address, remote.news, cursors, NEWS_WAIT_S)
+                cursors = {each.order.process_id: each.report.cursor for each in members}
+                self._asking.submit(address, address, remote.poll, cursors, REPORT_WAIT_S)
                 self._asked[address] = _Question(now, frozenset(cursors))
         lines: list[tuple[Member, str]] = []
         for address, answer in self._asking.some(wait_s).items():
@@ -201,16 +201,16 @@ class Crew:
                 if isinstance(answer, BaseException):
                     member.lost = str(answer)
                     continue
-                member.news = answer[member.order.process_id]
-                for line in member.news.lines:
+                member.report = answer[member.order.process_id]
+                for line in member.report.lines:
                     member.last_line = line
                     lines.append((member, line))
         self._looked_at = time.monotonic()
         for address, question in self._asked.items():
-            if self._looked_at - question.since > NEWS_WAIT_S + NEWS_PATIENCE_S:
+            if self._looked_at - question.since > REPORT_WAIT_S + REPORT_PATIENCE_S:
                 for member in self._by_address(living=True).get(address, []):
                     if member.order.process_id in question.ids:
-                        member.lost = f"the node has not answered for {NEWS_PATIENCE_S:.0f} s"
+                        member.lost = f"the node has not answered for {REPORT_PATIENCE_S:.0f} s"
         return lines
 
     def end(self, grace_s: float, patience_s: float | None = None) -> None:
@@ -224,27 +224,27 @@ class Crew:
             ids = [
                 each.order.process_id
                 for each in members
-                if not (each.lost and each.news.exit_code is None and each.pid == 0)
+                if not (each.lost and each.report.exit_code is None and each.pid == 0)
             ]
             if ids:
                 calls.submit(address, address, remote.end, ids, grace_s)
         try:
-            most_s = grace_s + remote.KILL_PATIENCE_S + NEWS_PATIENCE_S
+            most_s = grace_s + remote.KILL_PATIENCE_S + REPORT_PATIENCE_S
             answers = calls.gather(most_s if patience_s is None else patience_s)
         except Exception:
             log.exception("processes could not be ended by hand; their leases will")
             answers = {}
         finally:
             self._asking.give_up()
-        last: dict[str, News] = {}
+        last: dict[str, ProcessReport] = {}
         for answer in answers.values():
             if isinstance(answer, dict):
                 last |= answer
             else:
                 log.warning("processes end with their node or lease: %s", answer)
         for member in self.members:
-            if (news := last.get(member.order.process_id)) is not None:
-                member.news = news
+            if (report := last.get(member.order.process_id)) is not None:
+                member.report = report
 
     def _by_address(self, *, living: bool) -> dict[str, list[Member]]:
         found: dict[str, list[Member]] = {}

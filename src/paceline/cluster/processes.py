@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from paceline.errors import MissingTool
 
-GUARD = str(Path(__file__).with_name("guard.py"))
+GUARD = str(Path(__file__).with_name("subreaper.py"))
 TAIL_BYTES = 8192
 _FOREIGN_SETTINGS = ("PREFECT_", "MLFLOW_", "DASK_", "RCLONE_", "_MLFLOW")
 

@@ -16,8 +16,8 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.cluster.addresses import accepts, listens
-from paceline.cluster.guard import descendants
 from paceline.cluster.processes import Guarded, clean_environment, last_line, start_guarded
+from paceline.cluster.subreaper import descendants
 from paceline.errors import NotReady, PacelineError, ServiceUnavailable
 from paceline.schemas import Name, Record, ServiceStatus
 from paceline.system import basic_authorization, fetch

@@ -29,9 +29,9 @@ from paceline.cluster.embedded import (
     remove_runtime,
     require_ours,
 )
-from paceline.cluster.guard import become_subreaper, descendants, kill_descendants
 from paceline.cluster.processes import resident_bytes
 from paceline.cluster.service import Launch, Service
+from paceline.cluster.subreaper import become_subreaper, descendants, kill_descendants
 from paceline.config import DEFAULT_S3, Endpoints, Profile, Runtime, save_runtime
 from paceline.errors import Cancelled, Conflict, NotReady, PacelineError, PortInUse, StateLocked
 from paceline.schemas import InstallationStatus
@@ -108,7 +108,7 @@ class Supervisor:
                 "processes of an earlier start still run",
                 wanted="none left",
                 where=self.state_dir,
-                do="Look for guard.py in the list of processes and end them.",
+                do="Look for subreaper.py in the list of processes and end them.",
             )
         self._services_lock_fd = services_lock_fd
 

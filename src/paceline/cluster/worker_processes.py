@@ -5,7 +5,7 @@ and ends it. The process has a lease: ``LEASE_S`` after the last poll it is kill
 outlives its flow. It also dies with the Dask worker, by its guard. Lines are buffered within
 bounds; a caller that polls slowly slows the process down, and no lines are lost.
 
-All calls are short except ``news``, which waits for something to report. This module does not
+All calls are short except ``poll``, which waits for something to report. This module does not
 depend on what the processes do.
 """
 
@@ -27,7 +27,7 @@ from typing import IO
 from paceline.cluster.processes import Guarded, node_environment, start_guarded
 from paceline.config import this_node
 from paceline.errors import Conflict, NotFound, WorkerLost
-from paceline.system import own_program
+from paceline.system import is_writable, own_program
 
 LEASE_S = 30.0
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -53,7 +53,7 @@ class Order:
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
+class ProcessReport:
     """Output and exit code of a process since the caller's last poll."""
 
     lines: tuple[str, ...] = ()
@@ -130,7 +130,7 @@ def tell(process_id: str, text: str) -> None:
     deadline = time.monotonic() + TELL_PATIENCE_S
     while data:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([], [descriptor], [], left)[1]:
+        if left <= 0 or not is_writable(descriptor, left):
             raise WorkerLost("the process does not read its orders", where=process_id)
         try:
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]
@@ -138,7 +138,7 @@ def tell(process_id: str, text: str) -> None:
             raise WorkerLost("the process is gone", got=error, where=process_id) from error
 
 
-def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
+def poll(cursors: Mapping[str, int], wait_s: float) -> dict[str, ProcessReport]:
     """Return news of the processes in ``cursors``; wait at most ``wait_s`` for some.
 
     Drops lines up to each cursor and renews the leases. Raises NotFound for a process that does not
@@ -155,11 +155,11 @@ def news(cursors: Mapping[str, int], wait_s: float) -> dict[str, News]:
                 _renew(process.gang_id)
             fresh = any(each.lines or each.exit_code is not None for each in found.values())
             if fresh or now >= deadline:
-                return {each: _tell(process) for each, process in found.items()}
+                return {each: _report_of(process) for each, process in found.items()}
             _changed.wait(min(1.0, deadline - now))
 
 
-def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
+def end(process_ids: Sequence[str], grace_s: float) -> dict[str, ProcessReport]:
     """End processes and all their descendants, remove their entries, and return their last news.
 
     Processes that do not exist are left out.
@@ -179,7 +179,7 @@ def end(process_ids: Sequence[str], grace_s: float) -> dict[str, News]:
                 process.guarded.kill_guard()
             _await_end(list(found.values()), 5.0)
     with _changed:
-        last = {each: _tell(process) for each, process in found.items()}
+        last = {each: _report_of(process) for each, process in found.items()}
         for each in found:
             _processes.pop(each, None)
     return last
@@ -260,8 +260,8 @@ def _forget(process: _Process, cursor: int) -> None:
         _changed.notify_all()
 
 
-def _tell(process: _Process) -> News:
-    return News(
+def _report_of(process: _Process) -> ProcessReport:
+    return ProcessReport(
         lines=tuple(line for _, line in process.lines),
         cursor=process.written,
         exit_code=process.exit_code,

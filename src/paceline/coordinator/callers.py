@@ -1,6 +1,6 @@
 """The identity of the current call's sender, for the code that decides or commits its change.
 
-The authentication guard sets ``current_call`` before the routes run; the context variable also
+The access middleware sets ``current_call`` before the routes run; the context variable also
 reaches worker threads. From it come the audit event of a change, committed in the change's own
 transaction (``with_audit_event``), and the check that a worker's token acts for that worker only.
 No HTTP here.

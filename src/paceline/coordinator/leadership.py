@@ -186,7 +186,9 @@ class Replica:
                 (deployment.deployment_id, worker_id): (part.pieces_held, part)
                 for deployment in state.deployments()
                 if not deployment.status.is_final
-                for worker_id, part in state.run(deployment.deployment_id).parts.items()
+                for worker_id, part in state.deployment_state(
+                    deployment.deployment_id
+                ).parts.items()
                 if part.receipt is None
             }
 

@@ -87,7 +87,7 @@ class Agent:
         self._renewal = Renewal.of(runtime, on_renewed=self._use_renewed_identity)
         self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
         self._sources = Sources(runtime)
-        self._news = threading.Event()
+        self._changed = threading.Event()
         self._node_dir = runtime.node_dir(config.worker_id)
         new = not self._node_dir.exists()
         self._node_dir.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ class Agent:
                 seed=incarnation,
                 coordinated=True,
                 readings=readings,
-                on_news=self._news.set,
+                on_change=self._changed.set,
             )
 
         if port:
@@ -227,12 +227,12 @@ class Agent:
         alone_s = time.monotonic() + RESUME_DELAY_S
         while True:
             began_s = time.monotonic()
-            self._news.clear()  # first: the next heartbeat reports every later change
+            self._changed.clear()  # first: the next heartbeat reports every later change
             try:
                 if control.exchange():
                     control.resume()
                     failures = 0
-                    self._news.wait(max(0.0, began_s + control.interval_s - time.monotonic()))
+                    self._changed.wait(max(0.0, began_s + control.interval_s - time.monotonic()))
                     time.sleep(max(0.0, began_s + MIN_BEAT_INTERVAL_S - time.monotonic()))
             except PacelineError as error:
                 level = logging.DEBUG if failures else logging.WARNING

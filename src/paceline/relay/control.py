@@ -112,9 +112,9 @@ class StoredLanes:
         """Record what the coordinator has received; drop the lanes of ended deployments."""
         try:
             for each in beats:
-                self._readings.heard(each.deployment_id, each.origin_bytes)
+                self._readings.acknowledge(each.deployment_id, each.origin_bytes)
         except (PacelineError, OSError) as error:  # reported again after a restart
-            log.warning("what was told of the origin is not written down: %s", error)
+            log.warning("the acknowledged count of origin bytes is not stored: %s", error)
         self._drop([each.deployment_id for each in beats if each.status.is_final])
         # A failed deployment may be revived, and then continues from its count of origin reads.
         whole = [each.deployment_id for each in beats if each.status is WorkerStatus.COMPLETE]
@@ -264,7 +264,7 @@ class ControlLoop:
         except PacelineError as error:
             self._registered = self._registered and isinstance(error, TemporaryError)
             raise
-        self._driver.heard(began_s, self.interval_s)
+        self._driver.coordinator_answered(began_s, self.interval_s)
         return True
 
     def resume(self) -> None:

@@ -68,6 +68,7 @@ class ActiveDeployment:
     # Verified pieces that the session has not processed yet: byte threads append, the owner takes.
     arrivals: deque[PieceVerified] = field(default_factory=deque)
     delivery_posted: bool = False  # the owner has been woken for them
+    delivered_pieces: int = 0  # verified ones when the owner last took them
     streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
     status: WorkerStatus = WorkerStatus.RECEIVING
@@ -88,6 +89,7 @@ class ActiveDeployment:
         if not self.arrivals:
             return []
         self.delivery_posted = False
+        self.delivered_pieces = self.staging.verified.count if self.staging else 0
         taken: dict[tuple[str, int], Extents] = {}
         while self.arrivals:
             event = self.arrivals.popleft()
@@ -124,7 +126,7 @@ class ActiveDeployment:
             stream.close()
         self.streams.clear()
 
-    def news(self) -> tuple[object, ...]:
+    def reported_at_once(self) -> tuple[object, ...]:
         """Return the fields of ``beat`` whose change is reported without waiting for the next
         heartbeat.
         """
@@ -203,8 +205,8 @@ class Driver(Protocol):
     nic_out: Pacer
 
     def post(self, work: Callable[[float], None]) -> None: ...
-    def tell(self, share: ActiveDeployment, event: SessionEvent, now_s: float) -> None: ...
-    def reporter(self, share: ActiveDeployment) -> Callable[[SessionEvent], None]: ...
+    def handle(self, deployment: ActiveDeployment, event: SessionEvent, now_s: float) -> None: ...
+    def reporter(self, deployment: ActiveDeployment) -> Callable[[SessionEvent], None]: ...
     def changed(self) -> None: ...
 
 
@@ -220,39 +222,39 @@ class Deployments:
         self.library = OpenModels(driver.store)
         self._limits = limits
         self._seed = seed
-        self._shares: dict[str, ActiveDeployment] = {}
+        self._active: dict[str, ActiveDeployment] = {}
         self.withdrawals = 0  # published versions withdrawn because a piece no longer matched
 
     def __iter__(self) -> Iterator[ActiveDeployment]:
-        return iter(list(self._shares.values()))
+        return iter(list(self._active.values()))
 
     def close(self) -> None:
         """Close all deployments; verified pieces become durable first."""
-        for share in self:
-            share.close_streams()
-            if share.committer:
-                share.committer.stop(wait=True)
-            if share.staging and not share.staging.published:
+        for deployment in self:
+            deployment.close_streams()
+            if deployment.committer:
+                deployment.committer.stop(wait=True)
+            if deployment.staging and not deployment.staging.published:
                 try:
-                    share.staging.commit()
+                    deployment.staging.commit()
                 except (PacelineError, OSError) as error:
-                    log.warning("%s is not all durable: %s", share.deployment_id, error)
+                    log.warning("%s is not all durable: %s", deployment.deployment_id, error)
         self.library.close()
         self._readings.close()
 
-    def refresh(self, share: ActiveDeployment, now_s: float) -> None:
-        """Update the reported state of ``share``."""
-        share.refresh(now_s)
+    def refresh(self, deployment: ActiveDeployment, now_s: float) -> None:
+        """Update the reported state of ``deployment``."""
+        deployment.refresh(now_s)
         self._driver.changed()
 
     def deploy(self, lanes: WorkerLanes, manifest: Manifest, now_s: float) -> None:
         """Join a deployment, or apply its newer lanes."""
-        known = self._shares.get(lanes.deployment_id)
+        known = self._active.get(lanes.deployment_id)
         if known is not None and lanes.epoch <= known.lanes.epoch:
             return
         if known is not None and (known.session is not None or known.ended_s is None):
             known.lanes = lanes  # a deployment still being prepared applies these when it is ready
-            self._driver.tell(known, LanesAssigned(lanes, known.counters.origin_bytes), now_s)
+            self._driver.handle(known, LanesAssigned(lanes, known.counters.origin_bytes), now_s)
             if known.session and known.session.progress().status is WorkerStatus.RECEIVING:
                 known.status, known.failure, known.ended_s = WorkerStatus.RECEIVING, None, None
                 if known.staging is not None:
@@ -260,164 +262,168 @@ class Deployments:
             self.refresh(known, now_s)
             return
         self._close_oldest_ended()
-        share = ActiveDeployment(lanes, manifest, now_s, self._driver.nic_out.total_bytes)
-        self._shares[lanes.deployment_id] = share
+        deployment = ActiveDeployment(lanes, manifest, now_s, self._driver.nic_out.total_bytes)
+        self._active[lanes.deployment_id] = deployment
         try:
-            share.reading = self._readings.of(share.deployment_id)
+            deployment.reading = self._readings.of(deployment.deployment_id)
         except (PacelineError, OSError) as error:  # before a byte is read that would not be counted
-            self.fail(share, as_error(error))
+            self.fail(deployment, as_error(error))
             return
-        share.counters = _counters(share)
-        self.refresh(share, now_s)
-        busy = [s for s in self._shares.values() if s.manifest.digest == manifest.digest]
-        if any(s is not share and s.ended_s is None for s in busy):
-            other = next(s.deployment_id for s in busy if s is not share)
-            self.fail(share, Conflict("this version is arriving here already", got=other))
+        deployment.counters = _counters(deployment)
+        self.refresh(deployment, now_s)
+        busy = [s for s in self._active.values() if s.manifest.digest == manifest.digest]
+        if any(s is not deployment and s.ended_s is None for s in busy):
+            other = next(s.deployment_id for s in busy if s is not deployment)
+            self.fail(deployment, Conflict("this version is arriving here already", got=other))
             return
-        _thread("prepare", lambda: self._prepare(share))
+        _thread("prepare", lambda: self._prepare(deployment))
 
     def refuse(
         self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError, now_s: float
     ) -> None:
         """Report that this node does not join a deployment, and why."""
-        if lanes.deployment_id in self._shares:
+        if lanes.deployment_id in self._active:
             return
-        share = ActiveDeployment(lanes, manifest, now_s, self._driver.nic_out.total_bytes)
-        self._shares[lanes.deployment_id] = share
-        self.fail(share, error)
+        deployment = ActiveDeployment(lanes, manifest, now_s, self._driver.nic_out.total_bytes)
+        self._active[lanes.deployment_id] = deployment
+        self.fail(deployment, error)
 
-    def _prepare(self, share: ActiveDeployment) -> None:
+    def _prepare(self, deployment: ActiveDeployment) -> None:
         """Open the files and copy what this disk already has; not on the owner thread."""
         try:
-            staging = self.library.open(share.manifest)
+            staging = self.library.open(deployment.manifest)
         except Exception as error:  # noqa: BLE001 - otherwise the failure is never reported
             failure = as_error(error)
-            self._driver.post(lambda _now: self.fail(share, failure))
+            self._driver.post(lambda _now: self.fail(deployment, failure))
         else:
-            self._driver.post(lambda now: self._prepared(share, staging, now))
+            self._driver.post(lambda now: self._prepared(deployment, staging, now))
 
-    def _prepared(self, share: ActiveDeployment, staging: Staging, now_s: float) -> None:
-        if self._shares.get(share.deployment_id) is not share:
+    def _prepared(self, deployment: ActiveDeployment, staging: Staging, now_s: float) -> None:
+        if self._active.get(deployment.deployment_id) is not deployment:
             self.library.discard(staging)  # cancelled meanwhile
             return
-        share.staging = staging
+        deployment.staging = staging
         staging.give_up(False)
-        share.session = RelaySession(
+        deployment.session = RelaySession(
             worker_id=self._driver.worker_id,
             manifest=staging.manifest,
             held=staging.durable,
             limits=self._limits,
             seed=self._seed,
         )
-        self._commit_on(share)
-        self._driver.tell(share, LanesAssigned(share.lanes, share.counters.origin_bytes), now_s)
-        self.refresh(share, now_s)
+        self._commit_on(deployment)
+        self._driver.handle(
+            deployment, LanesAssigned(deployment.lanes, deployment.counters.origin_bytes), now_s
+        )
+        self.refresh(deployment, now_s)
 
-    def _commit_on(self, share: ActiveDeployment) -> None:
-        if share.staging is not None and not share.staging.published:
-            share.committer = Committer(share.staging, self._driver.reporter(share))
-            share.committer.start()
+    def _commit_on(self, deployment: ActiveDeployment) -> None:
+        if deployment.staging is not None and not deployment.staging.published:
+            deployment.committer = Committer(deployment.staging, self._driver.reporter(deployment))
+            deployment.committer.start()
 
-    def publish(self, share: ActiveDeployment) -> None:
+    def publish(self, deployment: ActiveDeployment) -> None:
         """Publish the complete version at its final path, on a thread of its own."""
-        _thread("publish", lambda: self._publish(share))
+        _thread("publish", lambda: self._publish(deployment))
 
-    def _publish(self, share: ActiveDeployment) -> None:
-        staging = share.staging
+    def _publish(self, deployment: ActiveDeployment) -> None:
+        staging = deployment.staging
         if staging is None:
             return
-        if share.committer is not None:
-            share.committer.stop(wait=True)
+        if deployment.committer is not None:
+            deployment.committer.stop(wait=True)
         try:
             path = self._store.publish(staging)
         except Exception as error:  # noqa: BLE001 - as in _prepare
             failure = as_error(error)
             if isinstance(failure, Conflict) and not staging.all_verified:
                 self._driver.post(
-                    lambda _now: self._commit_on(share)
+                    lambda _now: self._commit_on(deployment)
                 )  # a piece became corrupt meanwhile
             else:
-                self._driver.post(lambda _now: self.fail(share, failure, verification=True))
+                self._driver.post(lambda _now: self.fail(deployment, failure, verification=True))
             return
 
         def done(now_s: float) -> None:
-            if self._shares.get(share.deployment_id) is share:
-                share.completed(
+            if self._active.get(deployment.deployment_id) is deployment:
+                deployment.completed(
                     path,
                     now_s,
                     worker_id=self._driver.worker_id,
                     incarnation=self.incarnation,
                     sent_bytes=self._driver.nic_out.total_bytes,
                 )
-                self.refresh(share, now_s)
+                self.refresh(deployment, now_s)
                 log.info("complete path=%s", path)
 
         self._driver.post(done)
 
     def fail(
-        self, share: ActiveDeployment, error: PacelineError, *, verification: bool = False
+        self, deployment: ActiveDeployment, error: PacelineError, *, verification: bool = False
     ) -> None:
         """Fail a deployment and report why; lanes of a newer epoch may revive it."""
-        if share.ended_s is not None:
+        if deployment.ended_s is not None:
             return
-        log.error("deployment %s failed here: %s", share.deployment_id, error)
-        share.status = WorkerStatus.VERIFICATION_FAILED if verification else WorkerStatus.FAILED
-        share.failure = as_failure(error)
-        share.ended_s = time.monotonic()
-        share.close_streams()
-        share.refresh(share.ended_s)  # before the session goes: it has the last counts
+        log.error("deployment %s failed here: %s", deployment.deployment_id, error)
+        deployment.status = (
+            WorkerStatus.VERIFICATION_FAILED if verification else WorkerStatus.FAILED
+        )
+        deployment.failure = as_failure(error)
+        deployment.ended_s = time.monotonic()
+        deployment.close_streams()
+        deployment.refresh(deployment.ended_s)  # before the session goes: it has the last counts
         if verification or isinstance(error, StorageFull | StorageFailed | DeploymentFailed):
             # this data may neither be trusted nor take up disk space any more
             try:
-                self._drop(share)
+                self._drop(deployment)
             except (PacelineError, OSError):  # it failed all the same, and is reported as failed
-                log.exception("cannot drop what arrived of %s", share.deployment_id)
-        if share.staging is not None:
-            share.staging.give_up(True)
-        self.library.refuse(share.manifest.digest)
+                log.exception("cannot drop what arrived of %s", deployment.deployment_id)
+        if deployment.staging is not None:
+            deployment.staging.give_up(True)
+        self.library.refuse(deployment.manifest.digest)
         self._driver.changed()
 
-    def _drop(self, share: ActiveDeployment) -> None:
+    def _drop(self, deployment: ActiveDeployment) -> None:
         """Discard what the disk has of a deployment, unless it is published."""
-        if share.committer is not None:
-            share.committer.stop()
-        if share.staging is not None and not share.staging.published:
-            self.library.discard(share.staging)
-        share.session = share.staging = share.committer = None
+        if deployment.committer is not None:
+            deployment.committer.stop()
+        if deployment.staging is not None and not deployment.staging.published:
+            self.library.discard(deployment.staging)
+        deployment.session = deployment.staging = deployment.committer = None
 
     def cancel(self, deployment_id: str, now_s: float) -> None:
         """Cancel a deployment and discard its data, unless it is published."""
-        share = self._shares.get(deployment_id)
-        if share is None:
+        deployment = self._active.get(deployment_id)
+        if deployment is None:
             return
-        self._driver.tell(share, Cancelled(), now_s)
-        share.close_streams()
-        self._drop(share)
-        del self._shares[deployment_id]
+        self._driver.handle(deployment, Cancelled(), now_s)
+        deployment.close_streams()
+        self._drop(deployment)
+        del self._active[deployment_id]
         self._driver.changed()
 
     def forget(self, digest: str) -> None:
         """Discard a version that an earlier process began, unless a deployment here uses it."""
-        if all(share.manifest.digest != digest for share in self):
+        if all(deployment.manifest.digest != digest for deployment in self):
             self._store.forget(digest)
 
     def activate(self, deployment_id: str, now_s: float) -> None:
         """Activate a deployment's version, if it is complete here."""
-        share = self._shares.get(deployment_id)
-        if share is None or share.receipt is None:
+        deployment = self._active.get(deployment_id)
+        if deployment is None or deployment.receipt is None:
             return
         try:
-            self._store.activate(share.receipt.model_id, share.receipt.version)
+            self._store.activate(deployment.receipt.model_id, deployment.receipt.version)
         except (PacelineError, OSError) as error:
-            log.warning("cannot activate %s: %s", share.deployment_id, error)
-            share.failure = as_failure(as_error(error))
+            log.warning("cannot activate %s: %s", deployment.deployment_id, error)
+            deployment.failure = as_failure(as_error(error))
         else:
             for other in self:
-                if other.activated and other.manifest.model_id == share.receipt.model_id:
+                if other.activated and other.manifest.model_id == deployment.receipt.model_id:
                     other.activated = False  # a heartbeat reports what is active, not what once was
                     self.refresh(other, now_s)
-            share.activated, share.failure = True, None
-        self.refresh(share, now_s)
+            deployment.activated, deployment.failure = True, None
+        self.refresh(deployment, now_s)
 
     def rotten(self, digest: str, piece: int, now_s: float) -> None:
         """Fetch a piece again that no longer matches its digest on this disk.
@@ -425,21 +431,21 @@ class Deployments:
         A version that is published already is withdrawn at once, and its deployments end here: the
         worker registers as a new incarnation, is planned in again, and fetches what is missing.
         """
-        mine = [share for share in self if share.manifest.digest == digest]
+        mine = [deployment for deployment in self if deployment.manifest.digest == digest]
         try:
             withdrawn = self.library.withdraw(digest)
         except (PacelineError, OSError) as error:
             log.exception("cannot withdraw what rotted digest=%s", digest)
-            for share in mine:
-                share.ended_s = None
-                self.fail(share, as_error(error))
+            for deployment in mine:
+                deployment.ended_s = None
+                self.fail(deployment, as_error(error))
             return
-        for share in mine:
+        for deployment in mine:
             if withdrawn:
-                share.close_streams()
-                del self._shares[share.deployment_id]
+                deployment.close_streams()
+                del self._active[deployment.deployment_id]
             else:
-                self._driver.tell(share, HeldPiecesCorrupt(Extent(piece, piece + 1)), now_s)
+                self._driver.handle(deployment, HeldPiecesCorrupt(Extent(piece, piece + 1)), now_s)
         if withdrawn:
             log.error("withdrew digest=%s piece=%d: it rotted on this disk", digest, piece)
             self.withdrawals += 1
@@ -447,20 +453,24 @@ class Deployments:
 
     def _close_oldest_ended(self) -> None:
         """Close the oldest ended deployments beyond the ``MAX_ENDED_DEPLOYMENTS`` newest."""
-        ended = [share for share in self._shares.values() if share.ended_s is not None]
-        for share in sorted(ended, key=lambda each: each.ended_s or 0.0)[:-MAX_ENDED_DEPLOYMENTS]:
-            del self._shares[share.deployment_id]
-            if all(share.staging is not other.staging for other in self._shares.values()):
-                self.library.release(share.staging)
+        ended = [
+            deployment for deployment in self._active.values() if deployment.ended_s is not None
+        ]
+        for deployment in sorted(ended, key=lambda each: each.ended_s or 0.0)[
+            :-MAX_ENDED_DEPLOYMENTS
+        ]:
+            del self._active[deployment.deployment_id]
+            if all(deployment.staging is not other.staging for other in self._active.values()):
+                self.library.release(deployment.staging)
 
 
-def _counters(share: ActiveDeployment) -> TransferCounters:
+def _counters(deployment: ActiveDeployment) -> TransferCounters:
     """Return counters that continue from what earlier processes read for this deployment."""
-    reading = share.reading
-    least = min(MAX_WRITE_AHEAD_BYTES, share.manifest.total_size // WRITE_AHEAD_PARTS)
+    reading = deployment.reading
+    least = min(MAX_WRITE_AHEAD_BYTES, deployment.manifest.total_size // WRITE_AHEAD_PARTS)
 
     def cover(read: int) -> None:
-        reading.cover(read, max(share.lanes.origin_tell_bytes, least))
+        reading.cover(read, max(deployment.lanes.origin_tell_bytes, least))
 
     return TransferCounters(reading.read_bytes, cover)
 

@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 INBOX_SIZE = 8192
 LONGEST_WAIT_S = 1.0
 DELIVER_INTERVAL_S = (
-    0.03  # how long a verified piece may wait for others before its session receives it,
+    0.1  # how long a verified piece may wait for others before its session receives it,
 )
 # and how many bytes may wait: an eighth of the largest window. Waking the owner takes about 0.1 ms.
 DELIVER_BYTES = 4 * 1024 * 1024
-REFRESH_S = 0.1  # the largest age of a reported count
+REFRESH_S = 0.3  # the largest age of a reported count
 SUSPENSION_S = 0.3  # a wake-up that is so much late means that the process was suspended
 DRAIN_S = 0.5  # at a stop, for the pieces that are in flight
 DRAIN_LOOK_S = 0.02
@@ -61,7 +61,7 @@ COORDINATOR_TIMEOUT_BEATS = 3.0
 
 class RelayDriver:
     """The data plane of one node. ``open_source(url)`` returns a reader for an origin;
-    ``on_news()`` is called when something should be reported before the next heartbeat.
+    ``on_change()`` is called when something should be reported before the next heartbeat.
     ``coordinated``: a coordinator assigns the lanes, and may reassign them while this process is
     suspended or cut off. ``readings`` stores the counts of origin reads across processes.
     """
@@ -81,7 +81,7 @@ class RelayDriver:
         seed: int = 0,
         coordinated: bool = False,
         readings: OriginReadCounts | None = None,
-        on_news: Callable[[], None] = lambda: None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker_id = worker_id
         self.store = store
@@ -95,8 +95,8 @@ class RelayDriver:
         self._deployments = Deployments(
             self, limits=limits or SessionLimits(), seed=seed, incarnation=incarnation
         )
-        self._news: dict[str, tuple[object, ...]] = {}  # by deployment: last reported at once
-        self._on_news = on_news
+        self._reported: dict[str, tuple[object, ...]] = {}  # by deployment: last reported at once
+        self._on_change = on_change
         self._coordinated = coordinated
         self._woke_s = float("inf")  # end of a suspension, until lanes are confirmed
         self._coordinator_valid_until_s = float(
@@ -149,9 +149,9 @@ class RelayDriver:
     def _drain(self) -> None:
         """Wait until each stream has delivered one more piece, or has nothing to deliver."""
         busy = [
-            (share.staging, len(share.streams) + share.staging.verified.count)
-            for share in self._deployments
-            if share.ended_s is None and share.staging is not None and share.streams
+            (deployment.staging, len(deployment.streams) + deployment.staging.verified.count)
+            for deployment in self._deployments
+            if deployment.ended_s is None and deployment.staging is not None and deployment.streams
         ]
         until_s = time.monotonic() + DRAIN_S
         while time.monotonic() < until_s and any(
@@ -163,7 +163,7 @@ class RelayDriver:
         """Join a deployment, or apply its newer lanes."""
         self.post(lambda now: self._deployments.deploy(lanes, manifest, now))
 
-    def heard(self, since_s: float, next_s: float = 0.0) -> None:
+    def coordinator_answered(self, since_s: float, next_s: float = 0.0) -> None:
         """Record that the coordinator answered a request sent at ``since_s`` or later and that its
         commands were passed on: the lanes in force are confirmed. The next request follows in
         ``next_s``.
@@ -176,33 +176,33 @@ class RelayDriver:
 
     def _confirm(self, until_s: float, awake: bool, now_s: float) -> None:
         self._coordinator_valid_until_s = until_s
-        for share in self._deployments:
-            if awake or (share.is_cut_off and self._woke_s == float("inf")):
-                share.is_cut_off = False
-                self.tell(share, LanesConfirmed(), now_s)
+        for deployment in self._deployments:
+            if awake or (deployment.is_cut_off and self._woke_s == float("inf")):
+                deployment.is_cut_off = False
+                self.handle(deployment, LanesConfirmed(), now_s)
 
-    def _look_around(self, share: ActiveDeployment, now_s: float) -> None:
+    def _look_around(self, deployment: ActiveDeployment, now_s: float) -> None:
         """Stop origin reads where the coordinator may have reassigned them: it is not reachable
         from here and no peer reads from this node any more. While the coordinator is down for all
         nodes, the peers keep reading, and so does this node.
         """
-        session, staging = share.session, share.staging
+        session, staging = deployment.session, deployment.staging
         if not self._coordinated or session is None or staging is None:
             return
-        if staging.readers and not share.reading.has_served_peers:
-            share.reading.served()
+        if staging.readers and not deployment.reading.has_served_peers:
+            deployment.reading.served()
         alone = (
             now_s > self._coordinator_valid_until_s
             and not staging.readers
-            and share.may_be_reassigned
+            and deployment.may_be_reassigned
         )
-        if alone and not share.is_cut_off:
-            log.warning("cut off: reads the origin no more deployment=%s", share.deployment_id)
-            share.is_cut_off = True
-            self.tell(share, Resumed(0.0, replaced=True), now_s)
-        elif share.is_cut_off and not alone and self._woke_s == float("inf"):
-            share.is_cut_off = False
-            self.tell(share, LanesConfirmed(), now_s)
+        if alone and not deployment.is_cut_off:
+            log.warning("cut off: reads the origin no more deployment=%s", deployment.deployment_id)
+            deployment.is_cut_off = True
+            self.handle(deployment, Resumed(0.0, replaced=True), now_s)
+        elif deployment.is_cut_off and not alone and self._woke_s == float("inf"):
+            deployment.is_cut_off = False
+            self.handle(deployment, LanesConfirmed(), now_s)
 
     def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
         """Do not join a deployment, and report why."""
@@ -229,7 +229,7 @@ class RelayDriver:
 
     def beats(self) -> list[DeploymentBeat]:
         """Return the reported state of each deployment."""
-        return [beat for share in self._deployments if (beat := share.beat)]
+        return [beat for deployment in self._deployments if (beat := deployment.beat)]
 
     def wait(self, condition: Callable[[list[DeploymentBeat]], bool], timeout_s: float) -> bool:
         """Wait until ``condition(beats)`` holds; return whether it did in time."""
@@ -271,8 +271,8 @@ class RelayDriver:
                 self._woke_s = now_s
             level = logging.WARNING if replaced else logging.DEBUG
             log.log(level, "stood still for %.1f s", late_s)
-            for share in self._deployments:
-                self.tell(share, Resumed(late_s, replaced), now_s)
+            for deployment in self._deployments:
+                self.handle(deployment, Resumed(late_s, replaced), now_s)
         return now_s
 
     def _tick(self) -> float:
@@ -280,133 +280,142 @@ class RelayDriver:
         an event.
         """
         next_s = time.monotonic() + LONGEST_WAIT_S
-        for share in self._deployments:
-            self._deliver(share, time.monotonic())
-            if share.streams:
+        for deployment in self._deployments:
+            self._deliver(deployment, time.monotonic())
+            if deployment.streams:
                 next_s = min(next_s, time.monotonic() + DELIVER_INTERVAL_S)
-            self._look_around(share, time.monotonic())
-            due_s = share.session.deadline_s() if share.session else None
-            old_s = share.refreshed_s + LONGEST_WAIT_S  # a stall is reported too, without an event
+            self._look_around(deployment, time.monotonic())
+            due_s = deployment.session.deadline_s() if deployment.session else None
+            old_s = (
+                deployment.refreshed_s + LONGEST_WAIT_S
+            )  # a stall is reported too, without an event
             if due_s is not None and min(due_s, old_s) <= time.monotonic():
-                self.tell(share, Tick(), time.monotonic())
-                due_s = share.session.deadline_s() if share.session else None
+                self.handle(deployment, Tick(), time.monotonic())
+                due_s = deployment.session.deadline_s() if deployment.session else None
             next_s = min(next_s, next_s if due_s is None else due_s)
         return max(next_s - time.monotonic(), 0.001)
 
-    def tell(self, share: ActiveDeployment, event: SessionEvent, now_s: float) -> None:
-        """Pass an event to the session of ``share`` and perform its actions; owner thread only."""
+    def handle(self, deployment: ActiveDeployment, event: SessionEvent, now_s: float) -> None:
+        """Pass an event to the session and perform its actions; owner thread only."""
         if threading.current_thread() is not self._owner:
             raise RuntimeError("a session was touched outside its owner thread")
-        if share.session is None:
+        if deployment.session is None:
             return
         try:
-            actions = share.session.handle(event, now_s)
+            actions = deployment.session.handle(event, now_s)
             for action in actions:
-                self._do(share, action)
+                self._do(deployment, action)
         except Exception as error:
             log.exception("session failed")
             self._deployments.fail(
-                share, DeploymentFailed("the relay session broke", got=repr(error))
+                deployment, DeploymentFailed("the relay session broke", got=repr(error))
             )
             return
-        telling = any(not isinstance(each, Fetch | Abandon) for each in actions)
-        telling = telling or share.origin_report_due
-        if share.session and (telling or now_s - share.refreshed_s >= REFRESH_S):
-            self._deployments.refresh(share, now_s)
+        report_now = any(not isinstance(each, Fetch | Abandon) for each in actions)
+        report_now = report_now or deployment.origin_report_due
+        if deployment.session and (report_now or now_s - deployment.refreshed_s >= REFRESH_S):
+            self._deployments.refresh(deployment, now_s)
 
     def changed(self) -> None:
         """Report at once what should not wait for the next heartbeat."""
         with self._condition:
             self._condition.notify_all()
-        news = {share.deployment_id: share.news() for share in self._deployments if share.beat}
-        if news != self._news:
-            self._news = news
-            self._on_news()
+        reported_at_once = {
+            deployment.deployment_id: deployment.reported_at_once()
+            for deployment in self._deployments
+            if deployment.beat
+        }
+        if reported_at_once != self._reported:
+            self._reported = reported_at_once
+            self._on_change()
 
-    def _do(self, share: ActiveDeployment, action: SessionAction) -> None:
+    def _do(self, deployment: ActiveDeployment, action: SessionAction) -> None:
         match action:
             case Fetch(source, stream, extent):
-                running = share.streams.get(source.key)
+                running = deployment.streams.get(source.key)
                 if running is None or running[0] != stream:
-                    running = (stream, self._open_stream(share, source, stream))
-                    share.streams[source.key] = running
+                    running = (stream, self._open_stream(deployment, source, stream))
+                    deployment.streams[source.key] = running
                 running[1].request(extent)
             case Abandon(key, stream):
-                running = share.streams.get(key)
+                running = deployment.streams.get(key)
                 if running is not None and running[0] == stream:
                     running[1].close()
-                    del share.streams[key]
+                    del deployment.streams[key]
             case Complete():
-                self._deployments.publish(share)
+                self._deployments.publish(deployment)
             case Fail(error):
-                self._deployments.fail(share, error)
+                self._deployments.fail(deployment, error)
             case ReportSourceLost(key, reason):
                 log.warning("source lost source=%s reason=%s", key, reason)
             case ReportCorrupt(key, piece, pieces):
                 log.warning("corrupt piece source=%s piece=%d pieces=%d", key, piece, pieces)
-                if share.staging is not None:
-                    share.staging.edges.judged(key, self.worker_id, corrupt=pieces)
+                if deployment.staging is not None:
+                    deployment.staging.edges.judged(key, self.worker_id, corrupt=pieces)
 
-    def _open_stream(self, share: ActiveDeployment, source: Source, stream: int) -> PullStream:
-        if share.staging is None:
+    def _open_stream(self, deployment: ActiveDeployment, source: Source, stream: int) -> PullStream:
+        if deployment.staging is None:
             raise RuntimeError("a session fetched before its files were open")
         pull = PullSpec(
             source=source,
             stream=stream,
             worker_id=self.worker_id,
-            staging=share.staging,
+            staging=deployment.staging,
             pacer=self.nic_in,
-            counters=share.counters,
-            keepalive_s=share.lanes.piece_deadline_s / 4,
-            report=self.reporter(share),
-            planned_rate=lambda: share.planned_rate(source),
+            counters=deployment.counters,
+            keepalive_s=deployment.lanes.piece_deadline_s / 4,
+            report=self.reporter(deployment),
+            planned_rate=lambda: deployment.planned_rate(source),
         )
         if source.kind == "worker":
             return self._transport.pull(pull)
         # One reader per deployment and URL: it keeps the ETags, so that versions never mix.
-        reader = share.readers.setdefault(source.url, LazyReader(self._open_source, source.url))
-        return OriginStream(pull, reader, share.expected_rate(source))
+        reader = deployment.readers.setdefault(
+            source.url, LazyReader(self._open_source, source.url)
+        )
+        return OriginStream(pull, reader, deployment.expected_rate(source))
 
-    def reporter(self, share: ActiveDeployment) -> Callable[[SessionEvent], None]:
+    def reporter(self, deployment: ActiveDeployment) -> Callable[[SessionEvent], None]:
         """Return the callback with which byte threads report. Verified pieces are batched, so that
         small ones do not wake the owner one by one: it takes them at an interval, or when enough
         wait.
         """
 
         def deliver(now_s: float) -> None:
-            self._deliver(share, now_s)
+            self._deliver(deployment, now_s)
 
-        assert share.staging is not None
-        arrivals, staging = share.arrivals, share.staging
-        pieces = share.manifest.piece_count
-        enough = max(1, DELIVER_BYTES // share.manifest.piece_bytes)
+        assert deployment.staging is not None
+        arrivals, staging = deployment.arrivals, deployment.staging
+        pieces = deployment.manifest.piece_count
+        enough = max(1, DELIVER_BYTES // deployment.manifest.piece_bytes)
 
         def report(event: SessionEvent) -> None:
             if self._stopping:
                 return
             if isinstance(event, PieceVerified):
                 arrivals.append(event)
-                if len(arrivals) >= enough and not share.delivery_posted:
-                    share.delivery_posted = True
+                waiting = staging.verified.count - deployment.delivered_pieces
+                if waiting >= enough and not deployment.delivery_posted:
+                    deployment.delivery_posted = True
                     self.post(deliver)
                 full = staging.pending_bytes >= GROUP_BYTES or staging.verified.count == pieces
-                if full and share.committer is not None:
-                    share.committer.wake()
+                if full and deployment.committer is not None:
+                    deployment.committer.wake()
             else:
 
-                def tell(now_s: float) -> None:
+                def handle(now_s: float) -> None:
                     deliver(now_s)  # keeps the order of events
-                    self.tell(share, event, now_s)
+                    self.handle(deployment, event, now_s)
 
-                self.post(tell)
+                self.post(handle)
 
         return report
 
-    def _deliver(self, share: ActiveDeployment, now_s: float) -> None:
+    def _deliver(self, deployment: ActiveDeployment, now_s: float) -> None:
         """Count the arrived pieces, here once a run, and pass them to the session."""
-        for event in share.take_arrivals():
-            if share.staging is not None and share.session is not None:
+        for event in deployment.take_arrivals():
+            if deployment.staging is not None and deployment.session is not None:
                 run = event.extent
-                share.staging.edges.judged(event.source_key, self.worker_id, matched=run.size)
-                self.received_bytes += share.session.pieces.bytes_of(run)
-            self.tell(share, event, now_s)
+                deployment.staging.edges.judged(event.source_key, self.worker_id, matched=run.size)
+                self.received_bytes += deployment.session.pieces.bytes_of(run)
+            self.handle(deployment, event, now_s)

@@ -61,12 +61,12 @@ class Control:
         self._beaten: dict[str, float] = {}  # time of each agent's last heartbeat
         self.calls = 0
         streams.disk.on_published = self._published
-        streams.on_news = self._news
+        streams.on_change = self._news
 
     @property
     def deployment(self) -> Deployment:
         """Return the coordinator's record."""
-        return self.state.run(DEPLOYMENT).deployment
+        return self.state.deployment_state(DEPLOYMENT).deployment
 
     def start(self) -> None:
         """Register all workers, create the deployment, and start the heartbeats."""

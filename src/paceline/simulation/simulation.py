@@ -165,7 +165,7 @@ class Simulation:
             streams.clock.at(fault.at_s, self._doing(fault))
         streams.clock.after(0.0, streams.keepalives.watch)
         streams.clock.after(0.0, streams.keepalives.assure)
-        plan = control.state.run("simulated").plan
+        plan = control.state.deployment_state("simulated").plan
         if plan is not None and any(len(part.lanes) > 1 for part in plan.workers):
             self._share_links(plan.topology)
         predicted_s = plan.predicted_seconds if plan is not None else 0.0

@@ -64,7 +64,7 @@ class Streams:
         self.hosts: dict[str, Host] = {}
         self.origin: Host | None = None
         self.events = 0  # sent to sessions
-        self.on_news: Callable[[Host], None] = lambda _host: None  # its agent reports at once
+        self.on_change: Callable[[Host], None] = lambda _host: None  # its agent reports at once
         self._asked_twice: list[str] = []
         self._pieces = PieceMap(manifest)
         self._limits = limits
@@ -259,9 +259,9 @@ class Streams:
                     self.disk.completed(host)
                 case Fail(error):
                     host.error = error
-                    self.on_news(host)
+                    self.on_change(host)
                 case ReportSourceLost():
-                    self.on_news(host)
+                    self.on_change(host)
         self._arm(host, session)
 
     def _arm(self, host: Host, session: RelaySession) -> None:

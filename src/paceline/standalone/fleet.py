@@ -206,7 +206,7 @@ class _Coordinator:
         return self.decide(event, WorkerLanes)
 
     def manifest_bytes(self, deployment_id: str) -> bytes:
-        return self.state.run(deployment_id).manifest_bytes
+        return self.state.deployment_state(deployment_id).manifest_bytes
 
 
 class _Worker:
@@ -232,7 +232,7 @@ class _Worker:
                 link_mbit=request.link_mbit,
                 seed=number,
                 readings=self._counts,
-                on_news=self._report_now,
+                on_change=self._report_now,
             )
         except BaseException:
             self.store.close()
@@ -393,7 +393,7 @@ class _Fleet:
             self.request.on_progress(held, wanted)
             if held != held_before:
                 moved_s, held_before = time.monotonic(), held
-            deployment = self.coordinator.state.run(self.deployment_id).deployment
+            deployment = self.coordinator.state.deployment_state(self.deployment_id).deployment
             if deployment.status.is_final:
                 break
             if deployment.status is DeploymentStatus.STALLED:

@@ -51,11 +51,11 @@ class ActivationManager:
 
     def restore(self) -> None:
         """Resume the switches that an earlier coordinator left in progress."""
-        for run in self._index:
-            switch = run.memo.switch
+        for state in self._index:
+            switch = state.memo.switch
             if switch is None:
                 continue
-            goals = self._goals(run)
+            goals = self._goals(state)
             if switch.phase is SwitchPhase.PREPARING:
                 self._begin(goals)
             elif switch.phase is SwitchPhase.SWITCHING:
@@ -66,49 +66,51 @@ class ActivationManager:
     # --- requests --------------------------------------------------------------------------------
 
     def activate(
-        self, run: DeploymentState, at: float, now_s: float, *, allow_older: bool
+        self, state: DeploymentState, at: float, now_s: float, *, allow_older: bool
     ) -> list[Effect]:
-        """Begin to switch to ``run``'s version; raises Conflict unless it is complete."""
-        self._require_complete(run)
-        if self._under_way(run, SwitchKind.ACTIVATE):
+        """Begin to switch to ``state``'s version; raises Conflict unless it is complete."""
+        self._require_complete(state)
+        if self._under_way(state, SwitchKind.ACTIVATE):
             return []
-        if not (allow_older or run.memo.allow_older):
-            self.require_not_older(run.deployment.version, run.deployment.model_id, set(run.parts))
-        return self._ask(run, SwitchKind.ACTIVATE, dict.fromkeys(run.parts, run), at, now_s)
+        if not (allow_older or state.memo.allow_older):
+            self.require_not_older(
+                state.deployment.version, state.deployment.model_id, set(state.parts)
+            )
+        return self._ask(state, SwitchKind.ACTIVATE, dict.fromkeys(state.parts, state), at, now_s)
 
-    def roll_back(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
-        """Begin to switch from ``run``'s version to the previous one; raises Conflict where it is
+    def roll_back(self, state: DeploymentState, at: float, now_s: float) -> list[Effect]:
+        """Begin to switch from ``state``'s version to the previous one; raises Conflict where it is
         not active, or too few of its workers have a previous version.
         """
-        self._require_complete(run)
-        switch = run.memo.switch
-        if self._under_way(run, SwitchKind.ROLLBACK) or (
+        self._require_complete(state)
+        switch = state.memo.switch
+        if self._under_way(state, SwitchKind.ROLLBACK) or (
             switch is not None
             and (switch.kind, switch.phase) == (SwitchKind.ROLLBACK, SwitchPhase.SWITCHED)
         ):
             return []  # a repeated call, because an answer was lost
-        deployment = run.deployment
+        deployment = state.deployment
         where = deployment.deployment_id
-        active = self._index.active(deployment.model_id, run.parts.keys())
-        on = sum(each is run for each in active.values())
-        if on < self._quorum(run):
+        active = self._index.active(deployment.model_id, state.parts.keys())
+        on = sum(each is state for each in active.values())
+        if on < self._quorum(state):
             raise Conflict(
                 "only the active version can be rolled back",
-                got=f"{deployment.version} active on {on} of {len(run.parts)} workers",
-                wanted=f"at least {self._quorum(run)}",
+                got=f"{deployment.version} active on {on} of {len(state.parts)} workers",
+                wanted=f"at least {self._quorum(state)}",
                 where=where,
                 do="Roll back the deployment that is active now.",
             )
-        goals = self._previous(run)
-        if len(goals) < self._quorum(run):
+        goals = self._previous(state)
+        if len(goals) < self._quorum(state):
             raise Conflict(
                 "nothing was active before on too many workers",
-                got=f"{len(goals)} of {len(run.parts)} workers have something to return to",
-                wanted=f"at least {self._quorum(run)}",
+                got=f"{len(goals)} of {len(state.parts)} workers have something to return to",
+                wanted=f"at least {self._quorum(state)}",
                 where=where,
                 do="Deploy the version that is wanted, and activate it.",
             )
-        return self._ask(run, SwitchKind.ROLLBACK, goals, at, now_s)
+        return self._ask(state, SwitchKind.ROLLBACK, goals, at, now_s)
 
     def require_not_older(self, version: str, model_id: str, workers: set[str]) -> None:
         """Raise Conflict where a newer version is active on one of ``workers``."""
@@ -125,37 +127,42 @@ class ActivationManager:
                 do="Roll back, or ask with allow_older if going back is what you want.",
             )
 
-    def _require_complete(self, run: DeploymentState) -> None:
-        if run.deployment.status is not DeploymentStatus.COMPLETE:
+    def _require_complete(self, state: DeploymentState) -> None:
+        if state.deployment.status is not DeploymentStatus.COMPLETE:
             raise Conflict(
                 "only a complete deployment can be activated",
-                got=run.deployment.status.value,
+                got=state.deployment.status.value,
                 wanted=DeploymentStatus.COMPLETE.value,
-                where=run.deployment.deployment_id,
+                where=state.deployment.deployment_id,
                 do="Wait until it is complete.",
             )
 
-    def _under_way(self, run: DeploymentState, kind: SwitchKind) -> bool:
-        switch = run.memo.switch
+    def _under_way(self, state: DeploymentState, kind: SwitchKind) -> bool:
+        switch = state.memo.switch
         return switch is not None and switch.open and switch.kind is kind
 
     def _ask(
-        self, run: DeploymentState, kind: SwitchKind, goals: SwitchTargets, at: float, now_s: float
+        self,
+        state: DeploymentState,
+        kind: SwitchKind,
+        goals: SwitchTargets,
+        at: float,
+        now_s: float,
     ) -> list[Effect]:
         effects: list[Effect] = []
-        for other in [*self._overlapping(run), run]:
+        for other in [*self._overlapping(state), state]:
             if self._phase(other) is SwitchPhase.PREPARING:
                 effects += self._refuse(other, "another switch was asked for", at, now_s)
         switch = Switch(kind=kind, phase=SwitchPhase.PREPARING, since_s=now_s)
-        effects.append(self._set(run, switch))
+        effects.append(self._set(state, switch))
         self._begin(goals)
         return effects
 
-    def _set(self, run: DeploymentState, switch: Switch) -> SaveDeployment:
+    def _set(self, state: DeploymentState, switch: Switch) -> SaveDeployment:
         """Make ``switch`` the deployment's newest one; return the effect that stores it."""
-        run.memo = replace(run.memo, switch=switch)
-        self._index.update_ticking(run)
-        return SaveDeployment(run.deployment, run.memo)
+        state.memo = replace(state.memo, switch=switch)
+        self._index.update_ticking(state)
+        return SaveDeployment(state.deployment, state.memo)
 
     def _begin(self, goals: SwitchTargets) -> None:
         for worker_id, goal in goals.items():
@@ -165,37 +172,42 @@ class ActivationManager:
 
     # --- deciding --------------------------------------------------------------------------------
 
-    def advance(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
-        """Take the next step of the switch that ``run`` is in, if it is due; return the effects."""
-        switch = run.memo.switch
+    def advance(self, state: DeploymentState, at: float, now_s: float) -> list[Effect]:
+        """Take the next step of the switch that ``state`` is in, if due; return the effects."""
+        switch = state.memo.switch
         if switch is None or not switch.open:
             return []
-        goals, quorum = self._goals(run), self._quorum(run)
+        goals, quorum = self._goals(state), self._quorum(state)
         waited_s = now_s - switch.since_s
         if switch.phase is SwitchPhase.PREPARING:
             ready = [each for each, goal in goals.items() if self._is_ready(each, goal)]
             patient = waited_s < self._settings.prepare_s
             if len(ready) >= quorum and not (patient and self._reports_missing(goals)):
-                return self._decide(run, switch.kind, goals, at, now_s)
+                return self._decide(state, switch.kind, goals, at, now_s)
             if waited_s > self._settings.switch_s:
-                return self._refuse(run, self._why_not(run, goals, len(ready)), at, now_s)
+                return self._refuse(state, self._why_not(state, goals, len(ready)), at, now_s)
             return []
         done = [each for each, goal in goals.items() if goal.parts[each].activated]
         left = [each for each in goals if self._fleet.alive(each) and each not in set(done)]
         if len(done) >= quorum and (not left or waited_s > self._settings.switch_s):
-            return self._finish(run, goals, done, at, now_s)
+            return self._finish(state, goals, done, at, now_s)
         if waited_s > self._settings.switch_s and not switch.late:
-            data = self._data(run, goals)
-            saved = self._set(run, replace(switch, late=True))
-            return [saved, self._event(run, EventName.DEPLOYMENT_SWITCH_LATE, data, at)]
+            data = self._data(state, goals)
+            saved = self._set(state, replace(switch, late=True))
+            return [saved, self._event(state, EventName.DEPLOYMENT_SWITCH_LATE, data, at)]
         return []
 
     def _decide(
-        self, run: DeploymentState, kind: SwitchKind, goals: SwitchTargets, at: float, now_s: float
+        self,
+        state: DeploymentState,
+        kind: SwitchKind,
+        goals: SwitchTargets,
+        at: float,
+        now_s: float,
     ) -> list[Effect]:
         """Renumber, so that the goals are the active versions, and command the switch."""
         effects: list[Effect] = []
-        for other in self._overlapping(run):
+        for other in self._overlapping(state):
             if other.memo.switch is not None and self._phase(other) is SwitchPhase.SWITCHING:
                 ended = replace(other.memo.switch, phase=SwitchPhase.SUPERSEDED, since_s=now_s)
                 effects.append(self._set(other, ended))
@@ -203,13 +215,13 @@ class ActivationManager:
         if kind is SwitchKind.ACTIVATE:
             number = 1 + max(each.memo.number for each in self._index)
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHING, since_s=now_s)
-        data = self._data(run, goals)
-        run.memo = replace(run.memo, number=number)
-        effects.append(self._set(run, switch))
+        data = self._data(state, goals)
+        state.memo = replace(state.memo, number=number)
+        effects.append(self._set(state, switch))
         for worker_id, goal in goals.items():
             goal.asking.discard(worker_id)
-        self._call(self._goals(run))
-        return [*effects, self._event(run, EventName.DEPLOYMENT_SWITCHING, data, at)]
+        self._call(self._goals(state))
+        return [*effects, self._event(state, EventName.DEPLOYMENT_SWITCHING, data, at)]
 
     def _call(self, goals: SwitchTargets) -> None:
         """Command the workers to switch, and clear their other activations of the model."""
@@ -227,96 +239,96 @@ class ActivationManager:
                 self._index.announce(goal, (worker_id,))
 
     def _finish(
-        self, run: DeploymentState, goals: SwitchTargets, done: list[str], at: float, now_s: float
+        self, state: DeploymentState, goals: SwitchTargets, done: list[str], at: float, now_s: float
     ) -> list[Effect]:
-        assert run.memo.switch is not None
-        kind = run.memo.switch.kind
+        assert state.memo.switch is not None
+        kind = state.memo.switch.kind
         missing = tuple(sorted(goals.keys() - set(done)))
         switch = Switch(kind=kind, phase=SwitchPhase.SWITCHED, since_s=now_s, missing=missing)
-        data = self._data(run, goals)
-        return [self._set(run, switch), self._event(run, SWITCH_EVENTS[kind], data, at)]
+        data = self._data(state, goals)
+        return [self._set(state, switch), self._event(state, SWITCH_EVENTS[kind], data, at)]
 
-    def _refuse(self, run: DeploymentState, why: str, at: float, now_s: float) -> list[Effect]:
-        assert run.memo.switch is not None
-        goals = self._goals(run)
-        data = self._data(run, goals) | {"message": why}
+    def _refuse(self, state: DeploymentState, why: str, at: float, now_s: float) -> list[Effect]:
+        assert state.memo.switch is not None
+        goals = self._goals(state)
+        data = self._data(state, goals) | {"message": why}
         for worker_id, goal in goals.items():
             goal.asking.discard(worker_id)
         failure = Failure(code="Conflict", message=why[:2000])
         refused = replace(
-            run.memo.switch, phase=SwitchPhase.REFUSED, since_s=now_s, failure=failure
+            state.memo.switch, phase=SwitchPhase.REFUSED, since_s=now_s, failure=failure
         )
-        saved = self._set(run, refused)
-        return [saved, self._event(run, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)]
+        saved = self._set(state, refused)
+        return [saved, self._event(state, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)]
 
     # --- views -----------------------------------------------------------------------------------
 
-    def view(self, run: DeploymentState) -> SwitchView | None:
-        """Return each worker's state in the newest switch of ``run``; None where there was none."""
-        switch = run.memo.switch
+    def view(self, state: DeploymentState) -> SwitchView | None:
+        """Return each worker's state in the newest switch of ``state``; None if there was none."""
+        switch = state.memo.switch
         if switch is None:
             return None
-        goals = self._goals(run)
-        workers = tuple(self._worker(run, goals, each) for each in run.parts)
+        goals = self._goals(state)
+        workers = tuple(self._worker(state, goals, each) for each in state.parts)
         states = [each.state for each in workers]
         return SwitchView(
-            deployment_id=run.deployment.deployment_id,
+            deployment_id=state.deployment.deployment_id,
             kind=switch.kind,
             phase=switch.phase,
-            quorum=self._quorum(run),
+            quorum=self._quorum(state),
             ready=states.count("ready"),
             switched=states.count("switched"),
             failure=switch.failure,
             workers=workers,
         )
 
-    def _worker(self, run: DeploymentState, goals: SwitchTargets, worker_id: str) -> WorkerSwitch:
-        assert run.memo.switch is not None
+    def _worker(self, state: DeploymentState, goals: SwitchTargets, worker_id: str) -> WorkerSwitch:
+        assert state.memo.switch is not None
         goal = goals.get(worker_id)
         if goal is None:
             return WorkerSwitch(worker_id=worker_id, state="other")
         part = goal.parts[worker_id]
-        decided = run.memo.switch.phase in (SwitchPhase.SWITCHING, SwitchPhase.SWITCHED)
-        state = "waiting"
+        decided = state.memo.switch.phase in (SwitchPhase.SWITCHING, SwitchPhase.SWITCHED)
+        switched = "waiting"
         if part.activated and decided:
-            state = "switched"
+            switched = "switched"
         elif not self._fleet.alive(worker_id):
-            state = "lost"
+            switched = "lost"
         elif part.failure is not None:
-            state = "failed"
+            switched = "failed"
         elif decided:
-            state = "told"
+            switched = "told"
         elif self._is_ready(worker_id, goal):
-            state = "ready"
+            switched = "ready"
         deployment = goal.deployment
         return WorkerSwitch.model_validate(
             {
                 "worker_id": worker_id,
-                "state": state,
+                "state": switched,
                 "deployment_id": deployment.deployment_id,
                 "version": deployment.version,
                 "failure": part.failure,
             }
         )
 
-    def _goals(self, run: DeploymentState) -> SwitchTargets:
-        """Return what each worker switches to in the newest switch of ``run``."""
-        assert run.memo.switch is not None
-        if run.memo.switch.kind is SwitchKind.ROLLBACK:
-            return self._previous(run)
-        if run.memo.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
-            return dict.fromkeys(run.parts, run)
-        active = self._index.active(run.deployment.model_id, run.parts.keys())
-        return {each: goal for each, goal in active.items() if goal is run}
+    def _goals(self, state: DeploymentState) -> SwitchTargets:
+        """Return what each worker switches to in the newest switch of ``state``."""
+        assert state.memo.switch is not None
+        if state.memo.switch.kind is SwitchKind.ROLLBACK:
+            return self._previous(state)
+        if state.memo.switch.phase in (SwitchPhase.PREPARING, SwitchPhase.REFUSED):
+            return dict.fromkeys(state.parts, state)
+        active = self._index.active(state.deployment.model_id, state.parts.keys())
+        return {each: goal for each, goal in active.items() if goal is state}
 
-    def _previous(self, run: DeploymentState) -> SwitchTargets:
-        """Return what was active before ``run`` on each worker where it is active (or was, until
+    def _previous(self, state: DeploymentState) -> SwitchTargets:
+        """Return what was active before ``state`` on each worker where it is active (or was, until
         its rollback).
         """
-        number, left = run.memo.number, set(run.parts)
+        number, left = state.memo.number, set(state.parts)
         found: SwitchTargets = {}
-        for other in self._index.history(run.deployment.model_id):
-            if other is run:
+        for other in self._index.history(state.deployment.model_id):
+            if other is state:
                 continue
             here = left & other.holders()
             left -= here
@@ -325,18 +337,18 @@ class ActivationManager:
             found |= dict.fromkeys(sorted(here), other)
         return found
 
-    def _overlapping(self, run: DeploymentState) -> Iterator[DeploymentState]:
-        """Yield the other deployments of the model that share workers with ``run``."""
+    def _overlapping(self, state: DeploymentState) -> Iterator[DeploymentState]:
+        """Yield the other deployments of the model that share workers with ``state``."""
         for other in self._index:
-            same = other.deployment.model_id == run.deployment.model_id
-            if other is not run and same and not run.parts.keys().isdisjoint(other.parts):
+            same = other.deployment.model_id == state.deployment.model_id
+            if other is not state and same and not state.parts.keys().isdisjoint(other.parts):
                 yield other
 
-    def _phase(self, run: DeploymentState) -> SwitchPhase | None:
-        return None if run.memo.switch is None else run.memo.switch.phase
+    def _phase(self, state: DeploymentState) -> SwitchPhase | None:
+        return None if state.memo.switch is None else state.memo.switch.phase
 
-    def _quorum(self, run: DeploymentState) -> int:
-        return len(run.parts) - run.allowed_dead()
+    def _quorum(self, state: DeploymentState) -> int:
+        return len(state.parts) - state.allowed_dead()
 
     def _is_ready(self, worker_id: str, goal: DeploymentState) -> bool:
         part = goal.parts[worker_id]
@@ -350,33 +362,33 @@ class ActivationManager:
             if goal.parts[each].receipt is not None
         )
 
-    def _why_not(self, run: DeploymentState, goals: SwitchTargets, ready: int) -> str:
+    def _why_not(self, state: DeploymentState, goals: SwitchTargets, ready: int) -> str:
         away = [each for each in goals if not self._is_ready(each, goals[each])]
         return (
-            f"{ready} of {len(run.parts)} workers are ready to switch, wanted "
-            f"{self._quorum(run)}; not ready: {', '.join(away[:MAX_NAMED_WORKERS])}"
+            f"{ready} of {len(state.parts)} workers are ready to switch, wanted "
+            f"{self._quorum(state)}; not ready: {', '.join(away[:MAX_NAMED_WORKERS])}"
         )
 
-    def _data(self, run: DeploymentState, goals: SwitchTargets) -> dict[str, object]:
+    def _data(self, state: DeploymentState, goals: SwitchTargets) -> dict[str, object]:
         states: dict[str, list[str]] = {}
-        for worker_id in run.parts:
-            states.setdefault(self._worker(run, goals, worker_id).state, []).append(worker_id)
+        for worker_id in state.parts:
+            states.setdefault(self._worker(state, goals, worker_id).state, []).append(worker_id)
         versions = sorted({goal.deployment.version for goal in goals.values()})
-        deployment = run.deployment
+        deployment = state.deployment
         data: dict[str, object] = {
             "model_id": deployment.model_id,
             "version": deployment.version,
             "to": ", ".join(versions[:MAX_NAMED_WORKERS]),
-            "quorum": self._quorum(run),
+            "quorum": self._quorum(state),
             "workers": len(states.get("switched", ())),
         }
-        for state in sorted(states.keys() - {"switched", "ready"}):
-            data[state] = states[state][:MAX_NAMED_WORKERS]
-            if len(states[state]) > MAX_NAMED_WORKERS:
-                data[f"{state}_more"] = len(states[state]) - MAX_NAMED_WORKERS
+        for reached in sorted(states.keys() - {"switched", "ready"}):
+            data[reached] = states[reached][:MAX_NAMED_WORKERS]
+            if len(states[reached]) > MAX_NAMED_WORKERS:
+                data[f"{reached}_more"] = len(states[reached]) - MAX_NAMED_WORKERS
         return data
 
     def _event(
-        self, run: DeploymentState, name: EventName, data: dict[str, object], at: float
+        self, state: DeploymentState, name: EventName, data: dict[str, object], at: float
     ) -> EmitEvent:
-        return EmitEvent(name, at, run.deployment.deployment_id, None, data)
+        return EmitEvent(name, at, state.deployment.deployment_id, None, data)

@@ -45,9 +45,9 @@ CLOSED = (DeploymentStatus.CANCELLED, DeploymentStatus.FAILED)
 
 
 def _command_for(
-    index: DeploymentIndex, run: DeploymentState, worker_id: str, moving: bool
+    index: DeploymentIndex, state: DeploymentState, worker_id: str, moving: bool
 ) -> Command | None:
-    deployment, part = run.deployment, run.parts[worker_id]
+    deployment, part = state.deployment, state.parts[worker_id]
     if deployment.status in CLOSED:
         sent, part.command_sent = part.command_sent, True
         if part.receipt is None and (moving or not sent):
@@ -55,11 +55,11 @@ def _command_for(
         # A heartbeat after the command reports no transfer: the worker publishes nothing more.
         part.stopped = True
     elif deployment.status is not DeploymentStatus.COMPLETE:
-        return _command("fetch_lanes", deployment) if run.behind(worker_id) else None
-    elif worker_id in run.activating:
+        return _command("fetch_lanes", deployment) if state.behind(worker_id) else None
+    elif worker_id in state.activating:
         part.command_sent = True
         return _command("activate", deployment)
-    elif worker_id in run.asking:
+    elif worker_id in state.asking:
         # Fetching lanes makes an agent check its disk; its next heartbeat reports the result.
         return None if part.reported_complete else _command("fetch_lanes", deployment)
     index.close(worker_id, deployment.deployment_id)
@@ -89,8 +89,8 @@ class AgentHandlers:
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
             return [SaveWorker(worker), answer]
-        for run in self._index.runs_for(call.worker_id):
-            run.returned(call.worker_id, call.incarnation)
+        for state in self._index.runs_for(call.worker_id):
+            state.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
         return [SaveWorker(worker), EmitEvent(name, event.at, None, call.worker_id, data), answer]
@@ -104,9 +104,9 @@ class AgentHandlers:
             # A duplicate or late heartbeat: its content is outdated.
             return [self._plain_answer()]
         for each in beat.deployments:
-            run = self._index.find(each.deployment_id)
-            if run is not None and (part := run.parts.get(beat.worker_id)) is not None:
-                validate_heartbeat(run.deployment, run.parts, part, each)
+            state = self._index.find(each.deployment_id)
+            if state is not None and (part := state.parts.get(beat.worker_id)) is not None:
+                validate_heartbeat(state.deployment, state.parts, part, each)
         worker = self._fleet.record_beat(beat, event.at, now_s)
         if worker is None:
             self.beats_refused += 1
@@ -115,13 +115,13 @@ class AgentHandlers:
         effects: list[Effect] = []
         listed = {each.deployment_id: each for each in beat.deployments}
         for deployment_id, each in listed.items():
-            run = self._index.find(deployment_id)
-            if run is None or beat.worker_id not in run.parts:
+            state = self._index.find(deployment_id)
+            if state is None or beat.worker_id not in state.parts:
                 continue
-            if run.deployment.status in CLOSED and each.status is WorkerStatus.RECEIVING:
+            if state.deployment.status in CLOSED and each.status is WorkerStatus.RECEIVING:
                 # A new leader announced only the newest of the closed deployments.
-                self._index.announce(run, (beat.worker_id,))
-            effects += run.report(worker, each, now_s, event.at)
+                self._index.announce(state, (beat.worker_id,))
+            effects += state.report(worker, each, now_s, event.at)
             for key in each.lost_sources:
                 self._fleet.suspect(key)
         return [*effects, self._answer(beat.worker_id, listed)]
@@ -135,11 +135,11 @@ class AgentHandlers:
     def _answer(self, worker_id: str, listed: Mapping[str, DeploymentBeat]) -> Answer:
         """Return the commands for a worker; ``listed`` is its heartbeat, by deployment."""
         commands = []
-        for run in self._index.runs_for(worker_id):
-            run.unheard.discard(worker_id)
-            entry = listed.get(run.deployment.deployment_id)
+        for state in self._index.runs_for(worker_id):
+            state.unconfirmed.discard(worker_id)
+            entry = listed.get(state.deployment.deployment_id)
             moving = entry is not None and entry.status is WorkerStatus.RECEIVING
-            command = _command_for(self._index, run, worker_id, moving)
+            command = _command_for(self._index, state, worker_id, moving)
             if command is not None:
                 commands.append(command)
         return self._plain_answer(*commands)
@@ -164,14 +164,14 @@ class AgentHandlers:
         """Return a worker's lanes in the newest plan, which also acknowledges the manifest; raises
         NotFound where there are none, Cancelled or DeploymentFailed where the deployment ended.
         """
-        run = self._index.run(event.deployment_id)
-        deployment = run.deployment
+        state = self._index.deployment_state(event.deployment_id)
+        deployment = state.deployment
         where = f"{event.worker_id} of {event.deployment_id}"
         if deployment.status is DeploymentStatus.CANCELLED:
             raise Cancelled("the deployment was cancelled", where=where)
         if deployment.status is DeploymentStatus.FAILED:
             raise DeploymentFailed("the deployment has failed", where=where)
-        lanes = run.lanes_of(event.worker_id)
+        lanes = state.lanes_of(event.worker_id)
         member = self._fleet.find(event.worker_id)
         if lanes is None or member is None:
             raise NotFound(
@@ -180,7 +180,7 @@ class AgentHandlers:
                 wanted="a registered target once its deployment is planned",
                 do="Ask again when a beat's answer says fetch_lanes.",
             )
-        run.record_lanes(event.worker_id, member.incarnation, now_s)
+        state.record_lanes(event.worker_id, member.incarnation, now_s)
         return [Answer(lanes)]
 
     def needs_no_commit(self, beat: Heartbeat) -> bool:
@@ -189,9 +189,9 @@ class AgentHandlers:
         False is conservative: there may be nothing to commit either.
         """
         for each in beat.deployments:
-            run = self._index.find(each.deployment_id)
-            part = None if run is None else run.parts.get(beat.worker_id)
-            if run is None or part is None or run.final:
+            state = self._index.find(each.deployment_id)
+            part = None if state is None else state.parts.get(beat.worker_id)
+            if state is None or part is None or state.final:
                 continue
             if each.lost_sources or each.corrupt_sources:
                 return False

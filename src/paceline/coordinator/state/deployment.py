@@ -100,7 +100,7 @@ class DeploymentState:
         self.asking: set[str] = set()  # asked to report that they hold it, see ``activation``
         self.activating: set[str] = set()  # asked to make it their active version
         # After a restart: yet to report their progress. Until then nothing is judged by silence.
-        self.unheard: set[str] = set()
+        self.unconfirmed: set[str] = set()
         self._tally: TargetGroups | None = None
         self._chunks_seen: set[int] = set()
 
@@ -150,11 +150,11 @@ class DeploymentState:
         part = self.parts[worker_id]
         part.dead_since_s = now_s
         self._tally = None
-        self.unheard.discard(worker_id)
+        self.unconfirmed.discard(worker_id)
         # The last bytes it read may not be reported again, should this process end too: store them.
         self.memo_changed = self.memo_changed or self.origin_bytes > self.deployment.origin_bytes
-        if untold := unreported_bytes(self.lanes.get(worker_id), part):
-            self.memo.untold[part.process or f"{worker_id} unheard"] = untold
+        if unreported := unreported_bytes(self.lanes.get(worker_id), part):
+            self.memo.unreported[part.process or f"{worker_id} unheard"] = unreported
             self.memo_changed = True
         if worker_id in self.lanes:
             self.replan = True
@@ -234,7 +234,7 @@ class DeploymentState:
                 continue
             if worker_id in self.memo.failures:
                 continue
-            self.unheard.add(worker_id)
+            self.unconfirmed.add(worker_id)
             elsewhere = planned.get(worker_id) not in (None, address(worker_id))
             if worker_id not in self.lanes or elsewhere:
                 self.fresh.add(worker_id)  # it returned, and was not planned again
@@ -397,7 +397,7 @@ class DeploymentState:
 
     def _spend(self, part: TargetProgress, process: str, spent: int) -> None:
         part.process = process
-        self.memo.untold.pop(process, None)  # it is alive, and reports its bytes itself
+        self.memo.unreported.pop(process, None)  # it is alive, and reports its bytes itself
         more = spent - self.memo.spent.get(process, 0)
         if more <= 0:
             return

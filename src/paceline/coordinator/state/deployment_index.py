@@ -29,50 +29,50 @@ class DeploymentIndex:
     def __init__(self) -> None:
         self.keys: dict[str, SaveIdempotencyKey] = {}
         self.ticking: set[str] = set()  # deployments that a tick may change
-        self._runs: dict[str, DeploymentState] = {}
+        self._states: dict[str, DeploymentState] = {}
         self._open: dict[str, set[str]] = {}  # by worker: with possible commands
 
     def __iter__(self) -> Iterator[DeploymentState]:
-        return iter(self._runs.values())
+        return iter(self._states.values())
 
     def __len__(self) -> int:
-        return len(self._runs)
+        return len(self._states)
 
     def find(self, deployment_id: str) -> DeploymentState | None:
         """Return the deployment, or None."""
-        return self._runs.get(deployment_id)
+        return self._states.get(deployment_id)
 
-    def run(self, deployment_id: str) -> DeploymentState:
+    def deployment_state(self, deployment_id: str) -> DeploymentState:
         """Return the deployment; raises NotFound."""
-        run = self._runs.get(deployment_id)
-        if run is None:
+        state = self._states.get(deployment_id)
+        if state is None:
             raise NotFound("no such deployment", got=deployment_id[:200])
-        return run
+        return state
 
-    def add(self, run: DeploymentState, *, announced: bool) -> None:
+    def add(self, state: DeploymentState, *, announced: bool) -> None:
         """Add a deployment; where ``announced``, its workers get commands for it."""
-        identity, digest = run.deployment.deployment_id, run.deployment.manifest_digest
-        for other in self._runs.values():
+        identity, digest = state.deployment.deployment_id, state.deployment.manifest_digest
+        for other in self._states.values():
             if other.deployment.manifest_digest == digest:
-                run.manifest = other.manifest  # 120,000 pieces are 15 MB: share one object
+                state.manifest = other.manifest  # 120,000 pieces are 15 MB: share one object
                 break
-        self._runs[identity] = run
-        self.update_ticking(run)
+        self._states[identity] = state
+        self.update_ticking(state)
         if announced:
-            self.announce(run, run.parts)
+            self.announce(state, state.parts)
 
-    def update_ticking(self, run: DeploymentState) -> None:
+    def update_ticking(self, state: DeploymentState) -> None:
         """Update whether a tick may change the deployment."""
-        identity = run.deployment.deployment_id
-        switch = run.memo.switch
-        if not run.final or (switch is not None and switch.open):
+        identity = state.deployment.deployment_id
+        switch = state.memo.switch
+        if not state.final or (switch is not None and switch.open):
             self.ticking.add(identity)
         else:
             self.ticking.discard(identity)
 
-    def announce(self, run: DeploymentState, workers: Iterable[str]) -> None:
+    def announce(self, state: DeploymentState, workers: Iterable[str]) -> None:
         """Let ``workers`` receive commands for the deployment."""
-        identity = run.deployment.deployment_id
+        identity = state.deployment.deployment_id
         for worker_id in workers:
             self._open.setdefault(worker_id, set()).add(identity)
 
@@ -86,15 +86,15 @@ class DeploymentIndex:
         if not opened:
             return []
         if len(opened) == 1:
-            return [self._runs[next(iter(opened))]]
-        return [self._runs[deployment_id] for deployment_id in sorted(opened)]
+            return [self._states[next(iter(opened))]]
+        return [self._states[deployment_id] for deployment_id in sorted(opened)]
 
-    def drop(self, run: DeploymentState) -> None:
+    def drop(self, state: DeploymentState) -> None:
         """Delete a deployment and the keys that created it."""
-        identity = run.deployment.deployment_id
-        del self._runs[identity]
+        identity = state.deployment.deployment_id
+        del self._states[identity]
         self.ticking.discard(identity)
-        for worker_id in run.parts:
+        for worker_id in state.parts:
             opened = self._open.get(worker_id)
             if opened is not None:
                 opened.discard(identity)
@@ -108,15 +108,15 @@ class DeploymentIndex:
     def history(self, model_id: str) -> list[DeploymentState]:
         """Return the model's activations that were not rolled back, newest first."""
         found = [r for r in self if r.memo.number and r.deployment.model_id == model_id]
-        return sorted(found, key=lambda run: -run.memo.number)
+        return sorted(found, key=lambda state: -state.memo.number)
 
     def active(self, model_id: str, workers: Collection[str]) -> dict[str, DeploymentState]:
         """Return the deployment that is active on each of ``workers``, where there is one."""
         left = set(workers)
         found: dict[str, DeploymentState] = {}
-        for run in self.history(model_id):
-            here = left & run.holders()
-            found |= dict.fromkeys(here, run)
+        for state in self.history(model_id):
+            here = left & state.holders()
+            found |= dict.fromkeys(here, state)
             left -= here
             if not left:
                 break
@@ -138,7 +138,7 @@ class DeploymentIndex:
                 wanted=f"the body that made {kept.deployment_id}, or a new key",
                 do="Use a new key for a new request.",
             )
-        return self._runs[kept.deployment_id]
+        return self._states[kept.deployment_id]
 
 
 # Pruning of closed deployments and lost workers, so that the stored state stays bounded.
@@ -164,7 +164,9 @@ def prune(
 ) -> list[Effect]:
     """Delete a few of the deployments that may be deleted; return the effects."""
     closed = [
-        run for run in index if run.final and run.deployment.deployment_id not in index.ticking
+        state
+        for state in index
+        if state.final and state.deployment.deployment_id not in index.ticking
     ]
     surplus = _surplus(closed, settings)
     old = closed[: max(surplus, len(closed) - settings.kept_closed)]
@@ -173,23 +175,23 @@ def prune(
     needed = _needed(index)
     effects: list[Effect] = []
     due = [
-        run
-        for place, run in enumerate(old)
-        if run.deployment.deployment_id not in needed
-        and (place < surplus or _closed_for_s(run, now_s) > settings.kept_closed_s)
+        state
+        for place, state in enumerate(old)
+        if state.deployment.deployment_id not in needed
+        and (place < surplus or _closed_for_s(state, now_s) > settings.kept_closed_s)
     ]
     # A new leader has no stop confirmations, and announced only the newest cancelled ones.
     unstopped = {
-        id(run): run.unstopped(fleet.alive)
-        for run in due
-        if run.deployment.status is DeploymentStatus.CANCELLED
+        id(state): state.unstopped(fleet.alive)
+        for state in due
+        if state.deployment.status is DeploymentStatus.CANCELLED
     }
-    for run in islice((each for each in due if unstopped.get(id(each))), MAX_PRUNED_DEPLOYMENTS):
-        index.announce(run, unstopped[id(run)])
+    for state in islice((each for each in due if unstopped.get(id(each))), MAX_PRUNED_DEPLOYMENTS):
+        index.announce(state, unstopped[id(state)])
     stopped = (each for each in due if not unstopped.get(id(each)))
-    for run in islice(stopped, MAX_PRUNED_DEPLOYMENTS):
-        index.drop(run)
-        deployment = run.deployment
+    for state in islice(stopped, MAX_PRUNED_DEPLOYMENTS):
+        index.drop(state)
+        deployment = state.deployment
         data: dict[str, object] = {
             "model_id": deployment.model_id,
             "version": deployment.version,
@@ -201,13 +203,13 @@ def prune(
     return effects
 
 
-def kept_bytes(runs: Iterable[DeploymentState]) -> int:
-    """Return about how many bytes the records and manifests of ``runs`` take in a store."""
+def kept_bytes(states: Iterable[DeploymentState]) -> int:
+    """Return about how many bytes the records and manifests of ``states`` take in a store."""
     return sum(
-        TARGET_BYTES * len(run.parts)
-        + PIECE_BYTES * run.manifest.piece_count
-        + ENTRY_BYTES * (len(run.manifest.files) + len(run.manifest.chunks))
-        for run in runs
+        TARGET_BYTES * len(state.parts)
+        + PIECE_BYTES * state.manifest.piece_count
+        + ENTRY_BYTES * (len(state.manifest.files) + len(state.manifest.chunks))
+        for state in states
     )
 
 
@@ -226,7 +228,7 @@ def prune_workers(index: DeploymentIndex, fleet: Membership, at: float) -> list[
     gone = fleet.expired_workers(at)
     if not gone:
         return []
-    named = {worker_id for run in index for worker_id in run.parts}
+    named = {worker_id for state in index for worker_id in state.parts}
     effects: list[Effect] = []
     for worker_id in islice((each for each in gone if each not in named), MAX_PRUNED_WORKERS):
         fleet.forget(worker_id)
@@ -238,21 +240,21 @@ def prune_workers(index: DeploymentIndex, fleet: Membership, at: float) -> list[
     return effects
 
 
-def _closed_for_s(run: DeploymentState, now_s: float) -> float:
-    closed_s = run.memo.closed_s
+def _closed_for_s(state: DeploymentState, now_s: float) -> float:
+    closed_s = state.memo.closed_s
     return 0.0 if closed_s is None else now_s - closed_s
 
 
 def _needed(index: DeploymentIndex) -> set[str]:
     """Return the deployments that are active on some worker, or were just before the active one."""
     needed: set[str] = set()
-    for model_id in {run.deployment.model_id for run in index if run.memo.number}:
+    for model_id in {state.deployment.model_id for state in index if state.memo.number}:
         once: set[str] = set()
         twice: set[str] = set()
-        for run in index.history(model_id):
-            holders = run.holders()
+        for state in index.history(model_id):
+            holders = state.holders()
             if not holders <= twice:
-                needed.add(run.deployment.deployment_id)
+                needed.add(state.deployment.deployment_id)
             twice |= once & holders
             once |= holders
     return needed

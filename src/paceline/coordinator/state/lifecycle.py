@@ -34,144 +34,147 @@ MAX_NAMED_WORKERS = 20  # workers named in one message; the rest is counted
 
 
 def derive_status(
-    run: DeploymentState, tally: TargetGroups, now_s: float
+    state: DeploymentState, tally: TargetGroups, now_s: float
 ) -> tuple[DeploymentStatus, Failure | None]:
     """Return the status that follows from the facts, with its reason where there is one."""
-    stall = _stall(run, tally, now_s)
-    deadline_s = run.settings.deadline_of(run.deployment.predicted_seconds)
-    if now_s - run.memo.created_s > deadline_s:
+    stall = _stall(state, tally, now_s)
+    deadline_s = state.settings.deadline_of(state.deployment.predicted_seconds)
+    if now_s - state.memo.created_s > deadline_s:
         waiting = _named([*tally.pending, *tally.dead, *tally.failed], ", ")
         message = f"not complete within {deadline_s:g} s; waiting for {waiting}"
         late = Failure(code="DeploymentFailed", message=message[:2000])
         return DeploymentStatus.FAILED, stall or late
-    if not tally.pending or run.plan is None:
-        allowed = run.allowed_dead()
+    if not tally.pending or state.plan is None:
+        allowed = state.allowed_dead()
         missing = len(tally.dead) + len(tally.failed)
         if not tally.pending and tally.done and missing <= allowed:
             return DeploymentStatus.COMPLETE, None
-        expired = [each for each in tally.dead if _expired(run, each, now_s)]
+        expired = [each for each in tally.dead if _expired(state, each, now_s)]
         if len(expired) + len(tally.failed) > allowed:
-            return DeploymentStatus.FAILED, _too_many(run, expired, tally.failed, allowed)
-    if run.plan is None:
+            return DeploymentStatus.FAILED, _too_many(state, expired, tally.failed, allowed)
+    if state.plan is None:
         return DeploymentStatus.INIT, None
-    if run.unheard:
-        return run.deployment.status, run.deployment.failure  # as the previous coordinator left it
+    if state.unconfirmed:
+        return (
+            state.deployment.status,
+            state.deployment.failure,
+        )  # as the previous coordinator left it
     if stall is not None:
         return DeploymentStatus.STALLED, stall
-    if run.stage is None:
-        run.stage = _stage(run, tally)
-    return run.stage, None
+    if state.stage is None:
+        state.stage = _stage(state, tally)
+    return state.stage, None
 
 
-def ready_to_plan(run: DeploymentState, tally: TargetGroups, now_s: float) -> bool:
+def ready_to_plan(state: DeploymentState, tally: TargetGroups, now_s: float) -> bool:
     """Return whether to plan: all targets are here, or enough and the rest had its grace."""
-    if any(not _expired(run, each, now_s) for each in tally.dead):
+    if any(not _expired(state, each, now_s) for each in tally.dead):
         return False
-    return len(tally.dead) + len(tally.failed) <= run.allowed_dead()
+    return len(tally.dead) + len(tally.failed) <= state.allowed_dead()
 
 
-def request_origin_replan(run: DeploymentState, tally: TargetGroups, now_s: float) -> None:
+def request_origin_replan(state: DeploymentState, tally: TargetGroups, now_s: float) -> None:
     """Request a new plan where a worker needs the origin and its budget does not allow it.
 
     For a moment this is normal: the first worker of the line was lost, and its successor has a
     small budget until the loss is detected. A new plan then distributes the rest of the origin
     budget. A seeder of the current plan gets it sooner: the others have more than they need.
     """
-    if run.unheard:
+    if state.unconfirmed:
         return
-    if _short(run, tally) is None:
-        run.out_of_budget_since_s = None
-    elif run.out_of_budget_since_s is None:
-        run.out_of_budget_since_s = now_s
-        if run.origin_bytes - run.replanned_origin_bytes > origin_report_bytes(
-            run.deployment.total_bytes
+    if _short(state, tally) is None:
+        state.out_of_budget_since_s = None
+    elif state.out_of_budget_since_s is None:
+        state.out_of_budget_since_s = now_s
+        if state.origin_bytes - state.replanned_origin_bytes > origin_report_bytes(
+            state.deployment.total_bytes
         ):
-            run.origin_replans = 0  # the last plan helped
-    elif run.origin_replans < MAX_ORIGIN_REPLANS:
-        at_once = not run.origin_replans and _seed_is_short(run)
-        if now_s - run.out_of_budget_since_s > (
-            run.settings.beat_s if at_once else run.settings.lost_s
+            state.origin_replans = 0  # the last plan helped
+    elif state.origin_replans < MAX_ORIGIN_REPLANS:
+        at_once = not state.origin_replans and _seed_is_short(state)
+        if now_s - state.out_of_budget_since_s > (
+            state.settings.beat_s if at_once else state.settings.lost_s
         ):
-            run.origin_replans, run.replanned_origin_bytes = (
-                run.origin_replans + 1,
-                run.origin_bytes,
+            state.origin_replans, state.replanned_origin_bytes = (
+                state.origin_replans + 1,
+                state.origin_bytes,
             )
-            run.replan = True
+            state.replan = True
 
 
-def _seed_is_short(run: DeploymentState) -> bool:
+def _seed_is_short(state: DeploymentState) -> bool:
     """Return whether a seeder that follows its current lanes is out of origin budget."""
-    for worker_id in run.short & run.lanes.keys():
-        lanes = run.lanes[worker_id]
-        if run.parts[worker_id].epoch < lanes.epoch:
+    for worker_id in state.short & state.lanes.keys():
+        lanes = state.lanes[worker_id]
+        if state.parts[worker_id].epoch < lanes.epoch:
             continue
         if lanes.origin_lanes:
             return True
     return False
 
 
-def request_tail_replan(run: DeploymentState, tally: TargetGroups) -> None:
+def request_tail_replan(state: DeploymentState, tally: TargetGroups) -> None:
     """Request one new plan when only the tail is left: behind a complete line, each tail worker
     can read from a worker of its own, where before they read from each other.
     """
-    if run.tail_replanned or not tally.done or not 1 < len(tally.pending) <= len(tally.done):
+    if state.tail_replanned or not tally.done or not 1 < len(tally.pending) <= len(tally.done):
         return
-    if all(run.standing_of(each) is Standing.TAIL for each in tally.pending):
-        run.tail_replanned = run.replan = True
+    if all(state.standing_of(each) is Standing.TAIL for each in tally.pending):
+        state.tail_replanned = state.replan = True
 
 
-def _stage(run: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
-    if run.deployment.status is DeploymentStatus.INIT and any(
-        not run.parts[each].ready for each in tally.pending
+def _stage(state: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
+    if state.deployment.status is DeploymentStatus.INIT and any(
+        not state.parts[each].ready for each in tally.pending
     ):
         return DeploymentStatus.INIT
-    total = run.deployment.total_pieces
-    held = [run.parts[worker_id] for worker_id in tally.living]
+    total = state.deployment.total_pieces
+    held = [state.parts[worker_id] for worker_id in tally.living]
     if held and all(part.pieces_held >= total for part in held):
         return DeploymentStatus.VERIFYING
     if any(part.pieces_held >= total for part in held):
         return DeploymentStatus.DISTRIBUTING
     # No worker has all pieces, but together they may: then too the origin is read.
-    return DeploymentStatus.DISTRIBUTING if run.origin_read else DeploymentStatus.DOWNLOADING
+    return DeploymentStatus.DISTRIBUTING if state.origin_read else DeploymentStatus.DOWNLOADING
 
 
-def _stall(run: DeploymentState, tally: TargetGroups, now_s: float) -> Failure | None:
-    fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
-    read = run.origin_bytes
-    if run.has_origin_budget and read > fuse:
+def _stall(state: DeploymentState, tally: TargetGroups, now_s: float) -> Failure | None:
+    fuse = origin_cap_bytes(state.deployment.total_bytes) + state.memo.extra_bytes
+    read = state.origin_bytes
+    if state.has_origin_budget and read > fuse:
         message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
         return Failure(code=OUT_OF_BUDGET, message=message)
     if (
-        run.out_of_budget_since_s is not None
-        and now_s - run.out_of_budget_since_s > 2 * run.settings.lost_s
+        state.out_of_budget_since_s is not None
+        and now_s - state.out_of_budget_since_s > 2 * state.settings.lost_s
     ):
-        return _short(run, tally)
+        return _short(state, tally)
     return None
 
 
-def _short(run: DeploymentState, tally: TargetGroups) -> Failure | None:
+def _short(state: DeploymentState, tally: TargetGroups) -> Failure | None:
     """Return why a pending target cannot continue without the origin, where one reports it."""
-    if not run.short:
+    if not state.short:
         return None
-    for worker_id in sorted(run.short.intersection(tally.pending)):
-        failure = run.parts[worker_id].failure
+    for worker_id in sorted(state.short.intersection(tally.pending)):
+        failure = state.parts[worker_id].failure
         if failure is not None:
             message = f"{worker_id}: {failure.message}"[:2000]
             return Failure(code=OUT_OF_BUDGET, message=message)
     return None
 
 
-def _expired(run: DeploymentState, worker_id: str, now_s: float) -> bool:
-    since_s = run.parts[worker_id].dead_since_s
-    return since_s is not None and now_s - since_s >= run.settings.return_grace_s
+def _expired(state: DeploymentState, worker_id: str, now_s: float) -> bool:
+    since_s = state.parts[worker_id].dead_since_s
+    return since_s is not None and now_s - since_s >= state.settings.return_grace_s
 
 
-def _too_many(run: DeploymentState, dead: list[str], failed: list[str], allowed: int) -> Failure:
+def _too_many(state: DeploymentState, dead: list[str], failed: list[str], allowed: int) -> Failure:
     reasons = [f"{worker_id} did not come back" for worker_id in dead]
     for worker_id in failed:
-        failure = run.memo.failures[worker_id]
+        failure = state.memo.failures[worker_id]
         reasons.append(f"{worker_id} {failure.code}: {failure.message[:400]}")
-    lost = f"{len(reasons)} of {len(run.parts)} workers lost, at most {allowed} may be: "
+    lost = f"{len(reasons)} of {len(state.parts)} workers lost, at most {allowed} may be: "
     return Failure(code="DeploymentFailed", message=(lost + _named(reasons, "; "))[:2000])
 
 
@@ -186,77 +189,77 @@ STANDING_EVENTS = {
 }
 
 
-def advance(run: DeploymentState, fleet: Membership, at: float, now_s: float) -> list[Effect]:
+def advance(state: DeploymentState, fleet: Membership, at: float, now_s: float) -> list[Effect]:
     """Judge peers, replan where needed, then update the status; return the effects."""
-    tally = run.tally(fleet.alive)
-    effects: list[Effect] = list(_judge(run, at, now_s))
-    request_origin_replan(run, tally, now_s)
-    request_tail_replan(run, tally)
+    tally = state.tally(fleet.alive)
+    effects: list[Effect] = list(_judge(state, at, now_s))
+    request_origin_replan(state, tally, now_s)
+    request_tail_replan(state, tally)
     try:
-        effects += _replan(run, tally, fleet, at, now_s)
-        status, failure = derive_status(run, tally, now_s)
+        effects += _replan(state, tally, fleet, at, now_s)
+        status, failure = derive_status(state, tally, now_s)
     except InvalidPlan as error:
         status = DeploymentStatus.FAILED
         failure = Failure(code=error.code, message=error.one_line()[:2000])
-    if (status, failure) != (run.deployment.status, run.deployment.failure):
-        return [*effects, *change_status(run, status, failure, at)]
-    if effects or run.memo_changed:
-        run.deployment, run.memo_changed = run.shown(), False
-        effects.append(SaveDeployment(run.deployment, run.memo))
+    if (status, failure) != (state.deployment.status, state.deployment.failure):
+        return [*effects, *change_status(state, status, failure, at)]
+    if effects or state.memo_changed:
+        state.deployment, state.memo_changed = state.shown(), False
+        effects.append(SaveDeployment(state.deployment, state.memo))
     return effects
 
 
 def change_status(
-    run: DeploymentState, status: DeploymentStatus, failure: Failure | None, at: float
+    state: DeploymentState, status: DeploymentStatus, failure: Failure | None, at: float
 ) -> list[Effect]:
     """Change the deployment's status; return the effects."""
-    before = run.deployment.status
-    run.set_status(status, failure, at)
-    deployment = run.deployment
+    before = state.deployment.status
+    state.set_status(status, failure, at)
+    deployment = state.deployment
     data: dict[str, object] = {"from": before.value, "to": status.value}
     if failure is not None:
         data |= {"code": failure.code, "message": failure.message}
     name = EventName.DEPLOYMENT_STATUS_CHANGED
     events = EmitEvent(name, at, deployment.deployment_id, None, data)
-    return [SaveDeployment(deployment, run.memo), events]
+    return [SaveDeployment(deployment, state.memo), events]
 
 
-def _judge(run: DeploymentState, at: float, now_s: float) -> list[EmitEvent]:
+def _judge(state: DeploymentState, at: float, now_s: float) -> list[EmitEvent]:
     """Apply new verdicts on slow and corrupting workers; return their audit events."""
-    verdicts = run.standings.judge(now_s)
+    verdicts = state.standings.judge(now_s)
     if not verdicts:
         return []
-    run.memo_changed = True
+    state.memo_changed = True
     # A worker cleared because its source was slow keeps its place; it returns to the line with
     # the next plan made for another reason.
-    run.replan = run.replan or any(each.standing in STANDING_EVENTS for each in verdicts)
-    demoted = {name: standing.value for name, standing in run.standings.demoted().items()}
-    run.memo = replace(run.memo, demoted=demoted)
+    state.replan = state.replan or any(each.standing in STANDING_EVENTS for each in verdicts)
+    demoted = {name: standing.value for name, standing in state.standings.demoted().items()}
+    state.memo = replace(state.memo, demoted=demoted)
     events = []
     for each in verdicts:
         if each.standing not in STANDING_EVENTS:
             continue  # cleared: the named source was slow
-        identity, name = run.deployment.deployment_id, STANDING_EVENTS[each.standing]
+        identity, name = state.deployment.deployment_id, STANDING_EVENTS[each.standing]
         events.append(EmitEvent(name, at, identity, each.worker_id, each.data))
     return events
 
 
 def _replan(
-    run: DeploymentState, tally: TargetGroups, fleet: Membership, at: float, now_s: float
+    state: DeploymentState, tally: TargetGroups, fleet: Membership, at: float, now_s: float
 ) -> list[Effect]:
-    first = run.plan is None
-    if first and not ready_to_plan(run, tally, now_s):
+    first = state.plan is None
+    if first and not ready_to_plan(state, tally, now_s):
         return []
-    if not tally.pending or not (first or run.replan) or run.unheard:
+    if not tally.pending or not (first or state.replan) or state.unconfirmed:
         return []
-    if run.replanned_s is not None:
-        stands_s = run.settings.replan_interval_s(len(run.parts))
-        if now_s - run.replanned_s < stands_s - 1e-9:
+    if state.replanned_s is not None:
+        stands_s = state.settings.replan_interval_s(len(state.parts))
+        if now_s - state.replanned_s < stands_s - 1e-9:
             return []  # losses come in bursts, and recovery does not wait for a plan
-    plan, late = next_plan(run, tally, fleet)
+    plan, late = next_plan(state, tally, fleet)
     if late:
-        run.memo = replace(run.memo, late=run.memo.late | late)
-    run.adopt(plan, now_s)
+        state.memo = replace(state.memo, late=state.memo.late | late)
+    state.adopt(plan, now_s)
     name = EventName.DEPLOYMENT_PLANNED if first else EventName.DEPLOYMENT_REPLANNED
     changed = sum(each.epoch == plan.epoch for each in plan.workers)
     data: dict[str, object] = {
@@ -271,11 +274,11 @@ def _replan(
 # A deployment as callers see it: its progress, and each worker's. Changes nothing.
 
 
-def deployment_view(run: DeploymentState, tally: TargetGroups) -> DeploymentView:
+def deployment_view(state: DeploymentState, tally: TargetGroups) -> DeploymentView:
     """Return the deployment's progress."""
-    deployment = run.shown()
+    deployment = state.shown()
     total = deployment.total_bytes
-    held = sum(min(run.parts[each].bytes_held, total) for each in tally.living)
+    held = sum(min(state.parts[each].bytes_held, total) for each in tally.living)
     wanted = total * len(tally.living)
     finished = deployment.status is DeploymentStatus.COMPLETE
     return DeploymentView(
@@ -288,18 +291,20 @@ def deployment_view(run: DeploymentState, tally: TargetGroups) -> DeploymentView
     )
 
 
-def target_progress(run: DeploymentState, alive: Callable[[str], bool]) -> Iterator[WorkerProgress]:
+def target_progress(
+    state: DeploymentState, alive: Callable[[str], bool]
+) -> Iterator[WorkerProgress]:
     """Yield each target's progress, with its neighbours in the newest plan."""
     upstream: dict[str, str] = {}
     downstream: dict[str, str] = {}
-    for lanes in run.plan.workers if run.plan else ():
+    for lanes in state.plan.workers if state.plan else ():
         source = lanes.lanes[0].source if lanes.lanes else None
         if source is not None:
             upstream[lanes.worker_id] = source.key
             if source.worker_id is not None:
                 downstream.setdefault(source.worker_id, lanes.worker_id)
-    everything = tuple(range(run.deployment.total_chunks))
-    for worker_id, part in run.parts.items():
+    everything = tuple(range(state.deployment.total_chunks))
+    for worker_id, part in state.parts.items():
         status, failure = part.status, part.failure
         if part.receipt is None and failure is None and not alive(worker_id):
             status, failure = WorkerStatus.FAILED, _lost(part)
@@ -316,7 +321,7 @@ def target_progress(run: DeploymentState, alive: Callable[[str], bool]) -> Itera
             failure=failure,
             receipt=part.receipt,
             activated=part.activated,
-            standing=run.standing_of(worker_id).value,
+            standing=state.standing_of(worker_id).value,
         )
 
 

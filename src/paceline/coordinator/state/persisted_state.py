@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Annotated
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from paceline.schemas import Failure, SwitchKind, SwitchPhase
 
@@ -39,7 +40,8 @@ class PersistedState:
     # Origin bytes by agent process: a restarted process counts from zero again.
     spent: dict[str, int] = field(default_factory=dict)
     # By agent process too: what a lost one may have read after its last report.
-    untold: dict[str, int] = field(default_factory=dict)
+    # (Stored as "untold" since 0.1, so that replicas of two versions read each other's records.)
+    unreported: Annotated[dict[str, int], Field(alias="untold")] = field(default_factory=dict)
     extra_bytes: int = 0  # beyond the origin budget, granted by an operator
     failures: dict[str, Failure] = field(default_factory=dict)  # by worker, as reported
     auto: bool = False  # the topology was chosen here, not by the caller
@@ -78,7 +80,7 @@ class PersistedState:
 
     def to_json(self) -> str:
         """Return this as JSON, as the stores keep it."""
-        return _JSON.dump_json(self).decode()
+        return _JSON.dump_json(self, by_alias=True).decode()
 
     @classmethod
     def from_json(cls, text: str) -> PersistedState:

@@ -40,21 +40,21 @@ def origin_report_bytes(total_bytes: int) -> int:
     return max(1, (origin_cap_bytes(total_bytes) - total_bytes) // REPORTS_PER_SLACK)
 
 
-def origin_spent_bytes(run: DeploymentState) -> int:
+def origin_spent_bytes(state: DeploymentState) -> int:
     """Return the most bytes read from the origin so far, unreported reads of living workers
     excepted: their budgets count from what they reported.
     """
-    return run.origin_bytes + sum(run.memo.untold.values())
+    return state.origin_bytes + sum(state.memo.unreported.values())
 
 
-def remaining_origin_bytes(run: DeploymentState) -> int:
+def remaining_origin_bytes(state: DeploymentState) -> int:
     """Return how many bytes all workers together may still read from the origin."""
-    fuse = origin_cap_bytes(run.deployment.total_bytes) + run.memo.extra_bytes
-    return max(0, fuse - origin_spent_bytes(run))
+    fuse = origin_cap_bytes(state.deployment.total_bytes) + state.memo.extra_bytes
+    return max(0, fuse - origin_spent_bytes(state))
 
 
 def fit_origin_budget(
-    run: DeploymentState,
+    state: DeploymentState,
     planned: Sequence[WorkerLanes],
     kept: Mapping[str, WorkerLanes],
     fleet: Membership,
@@ -68,17 +68,17 @@ def fit_origin_budget(
     what former seeders may read before they receive it; that is taken from the new seeders last.
     """
     kept = dict(kept)
-    if not run.has_origin_budget:
+    if not state.has_origin_budget:
         return tuple(kept.get(each.worker_id, each) for each in planned)
-    given = {name: remaining_budget_bytes(lanes, run.parts[name]) for name, lanes in kept.items()}
-    shares = {each.worker_id: _share_bytes(run, each) for each in planned}
+    given = {name: remaining_budget_bytes(lanes, state.parts[name]) for name, lanes in kept.items()}
+    shares = {each.worker_id: _share_bytes(state, each) for each in planned}
     fresh = [each for each in planned if each.worker_id not in kept]
     excess = (
         sum(given.values())
         + sum(shares[each.worker_id] for each in fresh)
-        - remaining_origin_bytes(run)
+        - remaining_origin_bytes(state)
     )
-    excess = _cut(shares, {each.worker_id: _begun_bytes(run, each) for each in fresh}, excess)
+    excess = _cut(shares, {each.worker_id: _begun_bytes(state, each) for each in fresh}, excess)
     for name in sorted(kept, key=lambda name: shares[name] - given[name]):
         if excess <= 0:
             break
@@ -87,16 +87,16 @@ def fit_origin_budget(
     seeds = [each.worker_id for each in planned if each.origin_lanes and each.worker_id not in kept]
     _cut(shares, dict.fromkeys(seeds, 0), excess)
     return tuple(
-        kept.get(each.worker_id) or _granted(run, each, shares[each.worker_id], fleet)
+        kept.get(each.worker_id) or _granted(state, each, shares[each.worker_id], fleet)
         for each in planned
     )
 
 
-def _share_bytes(run: DeploymentState, planned: WorkerLanes) -> int:
+def _share_bytes(state: DeploymentState, planned: WorkerLanes) -> int:
     """Return a worker's share of this plan; at least what it may have read by its arrival."""
     worker_id = planned.worker_id
-    untold = unreported_bytes(run.lanes.get(worker_id), run.parts[worker_id])
-    return max(planned.origin_budget_bytes, untold)
+    unreported = unreported_bytes(state.lanes.get(worker_id), state.parts[worker_id])
+    return max(planned.origin_budget_bytes, unreported)
 
 
 def _cut(shares: dict[str, int], least: Mapping[str, int], excess: int) -> int:
@@ -113,27 +113,27 @@ def _cut(shares: dict[str, int], least: Mapping[str, int], excess: int) -> int:
 
 
 def _granted(
-    run: DeploymentState, lanes: WorkerLanes, share: int, fleet: Membership
+    state: DeploymentState, lanes: WorkerLanes, share: int, fleet: Membership
 ) -> WorkerLanes:
     """Return ``lanes`` with a budget of ``share``, counted from its worker's reported bytes, and
     for a seeder with its reporting interval in bytes.
     """
     worker_id, seeds = lanes.worker_id, bool(lanes.origin_lanes)
-    if share == lanes.origin_budget_bytes and not seeds and worker_id not in run.lanes:
+    if share == lanes.origin_budget_bytes and not seeds and worker_id not in state.lanes:
         return lanes  # its first lanes: it has read nothing
     worker = fleet.find(worker_id)
-    counted = 0 if worker is None else run.memo.spent.get(process_key(worker), 0)
+    counted = 0 if worker is None else state.memo.spent.get(process_key(worker), 0)
     update = {"origin_budget_bytes": share, "origin_counted_bytes": counted}
     if seeds:
-        update["origin_tell_bytes"] = origin_report_bytes(run.deployment.total_bytes)
+        update["origin_tell_bytes"] = origin_report_bytes(state.deployment.total_bytes)
     return lanes.model_copy(update=update)
 
 
-def _begun_bytes(run: DeploymentState, lanes: WorkerLanes) -> int:
+def _begun_bytes(state: DeploymentState, lanes: WorkerLanes) -> int:
     """Return the bytes that ``lanes`` assign at the origin; for a worker that is no seeder its
     whole budget, which is small and for the last resort.
     """
-    chunks, held = run.manifest.chunks, set(run.parts[lanes.worker_id].chunks)
+    chunks, held = state.manifest.chunks, set(state.parts[lanes.worker_id].chunks)
     begun = [
         sum(
             chunk.size
@@ -203,7 +203,7 @@ def _estimate(event: Create, fleet: Membership, settings: CoordinatorSettings) -
 
 
 def next_plan(
-    run: DeploymentState, tally: TargetGroups, fleet: Membership
+    state: DeploymentState, tally: TargetGroups, fleet: Membership
 ) -> tuple[Plan, dict[str, int]]:
     """Return the plan of the next epoch, and the workers that returned too late for their place in
     the line, with the pieces that they lacked; raises InvalidPlan.
@@ -212,16 +212,16 @@ def next_plan(
     their places. A worker whose lanes are unchanged keeps them with epoch and budget: it need not
     be notified, and at 10,000 workers not all can be notified of each loss.
     """
-    late = _latecomers(run, tally)
+    late = _latecomers(state, tally)
     living = set(tally.living)
-    placed = set(run.order)
-    everybody = [*run.order, *(each for each in run.parts if each not in placed)]
+    placed = set(state.order)
+    everybody = [*state.order, *(each for each in state.parts if each not in placed)]
     workers = []
     for worker_id in everybody:
-        record, part = fleet.find(worker_id), run.parts[worker_id]
+        record, part = fleet.find(worker_id), state.parts[worker_id]
         if record is None:
             continue  # it never registered: its address is unknown
-        standing = run.standing_of(worker_id) if worker_id in living else Standing.GONE
+        standing = state.standing_of(worker_id) if worker_id in living else Standing.GONE
         if standing is Standing.LINE and worker_id in late:
             standing = Standing.TAIL
         workers.append(
@@ -236,19 +236,19 @@ def next_plan(
                 standing=standing,
             )
         )
-    deployment = run.deployment
+    deployment = state.deployment
     plan = make_plan(
         deployment.topology,
         deployment_id=deployment.deployment_id,
         epoch=deployment.epoch + 1,
-        manifest=run.manifest,
+        manifest=state.manifest,
         workers=workers,
         source_url=deployment.source_url,
-        seed=run.memo.seed,
-        external_mbit=run.settings.external_mbit,
-        oversubscription=run.settings.oversubscription,
-        origin_spent_bytes=origin_spent_bytes(run) - run.memo.extra_bytes,
-        order=run.order,
+        seed=state.memo.seed,
+        external_mbit=state.settings.external_mbit,
+        oversubscription=state.settings.oversubscription,
+        origin_spent_bytes=origin_spent_bytes(state) - state.memo.extra_bytes,
+        order=state.order,
     )
     places = {
         each.worker_id: (each.address, each.standing is not Standing.QUARANTINED)
@@ -256,26 +256,26 @@ def next_plan(
         if each.standing is not Standing.GONE
     }
     kept = {
-        each.worker_id: run.lanes[each.worker_id]
+        each.worker_id: state.lanes[each.worker_id]
         for each in plan.workers
-        if _is_kept(run, each, places)
+        if _is_kept(state, each, places)
     }
-    parts = fit_origin_budget(run, plan.workers, kept, fleet)
+    parts = fit_origin_budget(state, plan.workers, kept, fleet)
     return plan.model_copy(update={"workers": parts}), late
 
 
-def _latecomers(run: DeploymentState, tally: TargetGroups) -> dict[str, int]:
+def _latecomers(state: DeploymentState, tally: TargetGroups) -> dict[str, int]:
     """Return the workers that returned with a gap: workers behind them would wait for it."""
-    back = [each for each in tally.pending if each in run.fresh or each not in run.lanes]
-    others = [run.parts[each].pieces_known for each in tally.living if each not in run.fresh]
-    if run.plan is None or not back or not others:
+    back = [each for each in tally.pending if each in state.fresh or each not in state.lanes]
+    others = [state.parts[each].pieces_known for each in tally.living if each not in state.fresh]
+    if state.plan is None or not back or not others:
         return {}
     usual = median_low(others)
-    gaps = {worker_id: usual - run.parts[worker_id].pieces_known for worker_id in back}
-    return {each: gap for each, gap in gaps.items() if gap > run.settings.return_gap_pieces}
+    gaps = {worker_id: usual - state.parts[worker_id].pieces_known for worker_id in back}
+    return {each: gap for each, gap in gaps.items() if gap > state.settings.return_gap_pieces}
 
 
-def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) -> bool:
+def _is_kept(state: DeploymentState, planned: WorkerLanes, places: PeerAddresses) -> bool:
     """Return whether the worker keeps its lanes, because ``planned`` is equivalent.
 
     The origin budget is shared by all epochs, and a worker that keeps its lanes may read the rest
@@ -283,22 +283,22 @@ def _is_kept(run: DeploymentState, planned: WorkerLanes, places: PeerAddresses) 
     seeder, far less. ``fit_origin_budget`` makes all of them together fit.
     """
     worker_id = planned.worker_id
-    before, part = run.lanes.get(worker_id), run.parts[worker_id]
-    if before is None or worker_id in run.fresh or worker_id in run.short:
+    before, part = state.lanes.get(worker_id), state.parts[worker_id]
+    if before is None or worker_id in state.fresh or worker_id in state.short:
         return False
     if not _serves(before, planned, places):
         return False
-    if not run.has_origin_budget:
+    if not state.has_origin_budget:
         return True
     seeds = bool(planned.origin_lanes)
     if part.spent_before is None:  # planned by an earlier coordinator: the rest is unknown
         return not seeds
     left = before.origin_budget_bytes - (part.spent_bytes - part.spent_before)
-    share, total = planned.origin_budget_bytes, run.deployment.total_bytes
+    share, total = planned.origin_budget_bytes, state.deployment.total_bytes
     slack = origin_cap_bytes(total) - total
     if seeds:
         return share - slack // 4 <= left <= share + slack // 16
-    return left <= share + share // 4 + run.manifest.piece_bytes
+    return left <= share + share // 4 + state.manifest.piece_bytes
 
 
 def _serves(before: WorkerLanes, planned: WorkerLanes, places: PeerAddresses) -> bool:

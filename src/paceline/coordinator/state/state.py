@@ -115,11 +115,11 @@ class CoordinatorState:
         state.tokens.restore(kept.tokens)
         newest = {each.deployment.deployment_id for each in kept.deployments[-RESTORED_CLOSED:]}
         for each in kept.deployments:
-            run = _restored(each, state.settings)
+            restored = _restored(each, state.settings)
             known = each.deployment.deployment_id in newest
             announced = known or each.deployment.status not in CLOSED
-            state._follow(run, now_s, announced=announced)
-            run.resume(state.fleet.alive, state.fleet.address, now_s)
+            state._follow(restored, now_s, announced=announced)
+            restored.resume(state.fleet.alive, state.fleet.address, now_s)
         for key in kept.keys:
             state._index.add_key(key)
         state._activations.restore()
@@ -146,13 +146,13 @@ class CoordinatorState:
             case Cancel():
                 return self._cancel(event)
             case Activate():
-                run = self.run(event.deployment_id)
+                state = self.deployment_state(event.deployment_id)
                 older = event.allow_older
-                effects = self._activations.activate(run, event.at, now_s, allow_older=older)
+                effects = self._activations.activate(state, event.at, now_s, allow_older=older)
                 return [*effects, Answer(Success())]
             case Rollback():
-                run = self.run(event.deployment_id)
-                effects = self._activations.roll_back(run, event.at, now_s)
+                state = self.deployment_state(event.deployment_id)
+                effects = self._activations.roll_back(state, event.at, now_s)
                 return [*effects, Answer(Success())]
             case RaiseBudget():
                 return self._raise_budget(event)
@@ -165,37 +165,39 @@ class CoordinatorState:
         """Return ``effect`` with the time at which a deployment is stored and first was final."""
         if not isinstance(effect, SaveDeployment):
             return effect
-        run = self._index.find(effect.deployment.deployment_id)
-        if run is None:
+        state = self._index.find(effect.deployment.deployment_id)
+        if state is None:
             return effect
-        closed_s = run.memo.closed_s
-        if run.final and closed_s is None:
+        closed_s = state.memo.closed_s
+        if state.final and closed_s is None:
             closed_s = now_s
-        run.memo = replace(run.memo, kept_s=now_s, closed_s=closed_s)
-        return replace(effect, memo=run.memo)
+        state.memo = replace(state.memo, kept_s=now_s, closed_s=closed_s)
+        return replace(effect, memo=state.memo)
 
     # --- reading ---------------------------------------------------------------------------------
 
-    def run(self, deployment_id: str) -> DeploymentState:
+    def deployment_state(self, deployment_id: str) -> DeploymentState:
         """Return the deployment's facts; raises NotFound."""
-        return self._index.run(deployment_id)
+        return self._index.deployment_state(deployment_id)
 
     def deployments(self) -> list[Deployment]:
         """Return every deployment, oldest first."""
-        return [run.shown() for run in self._index]
+        return [state.shown() for state in self._index]
 
     def view(self, deployment_id: str) -> DeploymentView:
         """Return the deployment with its progress."""
-        run = self.run(deployment_id)
-        return deployment_view(run, group_targets(run.parts, run.memo.failures, self.fleet.alive))
+        state = self.deployment_state(deployment_id)
+        return deployment_view(
+            state, group_targets(state.parts, state.memo.failures, self.fleet.alive)
+        )
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
         """Return each target's progress."""
-        return list(target_progress(self.run(deployment_id), self.fleet.alive))
+        return list(target_progress(self.deployment_state(deployment_id), self.fleet.alive))
 
     def plan(self, deployment_id: str) -> Plan:
         """Return the newest plan; raises NotFound before there is one."""
-        plan = self.run(deployment_id).plan
+        plan = self.deployment_state(deployment_id).plan
         if plan is None:
             raise NotFound(
                 "the deployment has no plan yet",
@@ -207,7 +209,7 @@ class CoordinatorState:
 
     def switch_of(self, deployment_id: str) -> SwitchView:
         """Return the newest switch to or from this deployment; raises NotFound where none was."""
-        view = self._activations.view(self.run(deployment_id))
+        view = self._activations.view(self.deployment_state(deployment_id))
         if view is None:
             raise NotFound(
                 "the deployment was never activated",
@@ -225,24 +227,24 @@ class CoordinatorState:
 
     def unstopped(self, deployment_id: str) -> list[str]:
         """Return the living targets that may still publish a cancelled deployment."""
-        return self.run(deployment_id).unstopped(self.fleet.alive)
+        return self.deployment_state(deployment_id).unstopped(self.fleet.alive)
 
     def merge_progress(self, deployment_id: str, parts: Mapping[str, WorkerProgress]) -> None:
         """Fill in progress of workers whose heartbeats this process has yet to receive.
 
         Nothing is decided by it: each worker's next heartbeat overwrites it.
         """
-        run = self._index.find(deployment_id)
-        if run is not None:
-            run.merge_progress(parts)
+        state = self._index.find(deployment_id)
+        if state is not None:
+            state.merge_progress(parts)
 
     def known_key(self, key: str | None, body_digest: str) -> CreatedDeployment | None:
         """Return the deployment that this idempotency key created, or None.
 
         Raises Conflict where the key came with another body.
         """
-        run = self._index.known_key(key, body_digest)
-        return None if run is None else _created(run.deployment)
+        state = self._index.known_key(key, body_digest)
+        return None if state is None else _created(state.deployment)
 
     # --- deployments -----------------------------------------------------------------------------
 
@@ -270,8 +272,8 @@ class CoordinatorState:
             self._activations.require_not_older(call.version, call.model_id, targets)
         deployment = new_deployment(event, self.fleet, self.settings)
         memo = PersistedState(created_s=now_s, seed=call.seed, allow_older=call.allow_older)
-        run = DeploymentState(deployment, manifest, memo, self.settings)
-        size = kept_bytes([*self._index, run])
+        state = DeploymentState(deployment, manifest, memo, self.settings)
+        size = kept_bytes([*self._index, state])
         if size > self.settings.kept_bytes_at_most:
             raise ServiceUnavailable(
                 "the deployments that are kept take too much room",
@@ -279,8 +281,8 @@ class CoordinatorState:
                 wanted=f"at most {self.settings.kept_bytes_at_most}",
                 do="Call again once some have ended, or name fewer workers or pieces.",
             )
-        self._follow(run, now_s, announced=True)
-        effects: list[Effect] = [SaveDeployment(deployment, run.memo, manifest)]
+        self._follow(state, now_s, announced=True)
+        effects: list[Effect] = [SaveDeployment(deployment, state.memo, manifest)]
         effects += self._saved_key(event)
         data: dict[str, object] = {
             "model_id": call.model_id,
@@ -290,46 +292,48 @@ class CoordinatorState:
         }
         created = EventName.DEPLOYMENT_CREATED
         effects.append(EmitEvent(created, event.at, event.deployment_id, None, data))
-        effects += self._advance(run, event.at, now_s)
-        return [*effects, Answer(_created(run.deployment))]
+        effects += self._advance(state, event.at, now_s)
+        return [*effects, Answer(_created(state.deployment))]
 
     def _cancel(self, event: Cancel) -> list[Effect]:
-        run = self.run(event.deployment_id)
-        if run.deployment.status is DeploymentStatus.COMPLETE:
+        state = self.deployment_state(event.deployment_id)
+        if state.deployment.status is DeploymentStatus.COMPLETE:
             raise Conflict(
                 "the deployment is complete already",
                 got=event.deployment_id,
                 do="Roll it back, or activate another version.",
             )
-        if run.final:
-            self._index.announce(run, self.unstopped(event.deployment_id))
+        if state.final:
+            self._index.announce(state, self.unstopped(event.deployment_id))
             return [Answer(Success())]
         reason = Failure(code="Cancelled", message="cancelled by a caller")
-        effects = change_status(run, DeploymentStatus.CANCELLED, reason, event.at)
-        self._index.update_ticking(run)
+        effects = change_status(state, DeploymentStatus.CANCELLED, reason, event.at)
+        self._index.update_ticking(state)
         return [*effects, Answer(Success())]
 
     def _raise_budget(self, event: RaiseBudget) -> list[Effect]:
         if self._index.known_key(event.key, event.body_digest) is not None:
             return [Answer(Success())]
-        run = self.run(event.deployment_id)
-        if run.final or not run.has_origin_budget:
+        state = self.deployment_state(event.deployment_id)
+        if state.final or not state.has_origin_budget:
             raise Conflict(
                 "this deployment has no origin budget to raise",
-                got=run.deployment.status.value if run.final else run.deployment.topology.value,
+                got=state.deployment.status.value
+                if state.final
+                else state.deployment.topology.value,
                 wanted="one that is under way and under the fuse",
                 where=event.deployment_id,
                 do="Begin another deployment: what is on the disks already is not read again.",
             )
-        run.raise_budget(event.extra_bytes)
+        state.raise_budget(event.extra_bytes)
         data: dict[str, object] = {
             "extra_bytes": event.extra_bytes,
-            "extra_bytes_in_all": run.memo.extra_bytes,
-            "origin_bytes": run.origin_bytes,
+            "extra_bytes_in_all": state.memo.extra_bytes,
+            "origin_bytes": state.origin_bytes,
         }
         name = EventName.BUDGET_RAISED
         return [
-            SaveDeployment(run.shown(), run.memo),
+            SaveDeployment(state.shown(), state.memo),
             EmitEvent(name, event.at, event.deployment_id, None, data),
             *self._saved_key(event),
             Answer(Success()),
@@ -343,12 +347,12 @@ class CoordinatorState:
         return [key]
 
     def _flow_reported(self, event: FlowReported) -> list[Effect]:
-        run = self.run(event.deployment_id)
+        state = self.deployment_state(event.deployment_id)
         effects: list[Effect] = []
         driver = event.flow_run_id
-        if driver is not None and driver != run.deployment.flow_run_id:
-            run.deployment = run.shown().model_copy(update={"flow_run_id": driver})
-            effects.append(SaveDeployment(run.deployment, run.memo))
+        if driver is not None and driver != state.deployment.flow_run_id:
+            state.deployment = state.shown().model_copy(update={"flow_run_id": driver})
+            effects.append(SaveDeployment(state.deployment, state.memo))
         emitted = EmitEvent(event.name, event.at, event.deployment_id, None, dict(event.data))
         return [*effects, emitted, Answer(Success())]
 
@@ -366,10 +370,10 @@ class CoordinatorState:
             data: dict[str, object] = {"incarnation": worker.incarnation}
             lost = EventName.WORKER_LOST
             effects.append(EmitEvent(lost, event.at, None, worker.worker_id, data))
-            for run in self._index.runs_for(worker.worker_id):
-                run.lost(worker.worker_id, now_s)
+            for state in self._index.runs_for(worker.worker_id):
+                state.lost(worker.worker_id, now_s)
         for deployment_id in sorted(self._index.ticking):
-            effects += self._advance(self._index.run(deployment_id), event.at, now_s)
+            effects += self._advance(self._index.deployment_state(deployment_id), event.at, now_s)
         many = len(self._index) > self.settings.kept_at_most
         if now_s - self._pruned_s >= (PRUNE_INTERVAL_FULL_S if many else PRUNE_INTERVAL_S):
             pruned = prune(self._index, self.fleet, self.settings, event.at, now_s)
@@ -379,31 +383,31 @@ class CoordinatorState:
             effects += prune_workers(self._index, self.fleet, event.at)
         return effects
 
-    def _advance(self, run: DeploymentState, at: float, now_s: float) -> list[Effect]:
-        if run.final:
-            return self._activations.advance(run, at, now_s)
-        effects = advance(run, self.fleet, at, now_s)
-        self._index.update_ticking(run)
+    def _advance(self, state: DeploymentState, at: float, now_s: float) -> list[Effect]:
+        if state.final:
+            return self._activations.advance(state, at, now_s)
+        effects = advance(state, self.fleet, at, now_s)
+        self._index.update_ticking(state)
         return effects
 
-    def _follow(self, run: DeploymentState, now_s: float, *, announced: bool) -> None:
-        self._index.add(run, announced=announced)
-        for worker_id in run.parts:
+    def _follow(self, state: DeploymentState, now_s: float, *, announced: bool) -> None:
+        self._index.add(state, announced=announced)
+        for worker_id in state.parts:
             if not self.fleet.alive(worker_id):
-                run.lost(worker_id, now_s)
+                state.lost(worker_id, now_s)
 
 
 def _restored(kept: LoadedDeployment, settings: CoordinatorSettings) -> DeploymentState:
     deployment = kept.deployment
-    run = DeploymentState(deployment, kept.manifest, kept.memo, settings)
+    state = DeploymentState(deployment, kept.manifest, kept.memo, settings)
     if kept.plan is not None:
-        run.follow(kept.plan)
+        state.follow(kept.plan)
     for receipt in kept.receipts:
-        part = run.parts[receipt.worker_id]
+        part = state.parts[receipt.worker_id]
         part.receipt, part.status = receipt, WorkerStatus.COMPLETE
         part.pieces_held = deployment.total_pieces
         part.bytes_held = deployment.total_bytes
-    return run
+    return state
 
 
 def _created(deployment: Deployment) -> CreatedDeployment:

@@ -189,9 +189,9 @@ class PullState:
         for work in works:
             self._settle(work, now_s)
         for feed in self.feeds.values():
-            feed.aside = Extents()
+            feed.side_requests = Extents()
             for repair in self.repairs.asked_of(feed.source.key):
-                feed.aside.add(repair.piece)
+                feed.side_requests.add(repair.piece)
 
     def _settle(self, work: PullTask, now_s: float) -> None:
         """Count the pieces of ``work`` that are verified, in flight, or under repair."""
@@ -218,7 +218,12 @@ class PullState:
     def origin_flying_bytes(self) -> int:
         """Return how many bytes are in flight from the origin."""
         origins = [feed for feed in self.feeds.values() if feed.source.kind == "origin"]
-        runs = (run for feed in origins for asked in (feed.in_flight, feed.aside) for run in asked)
+        runs = (
+            run
+            for feed in origins
+            for asked in (feed.in_flight, feed.side_requests)
+            for run in asked
+        )
         return sum(map(self.pieces.bytes_of, runs))
 
     def feed(self, key: str, stream: int) -> SourceStream | None:
@@ -271,19 +276,19 @@ class PullState:
         now_s: float,
         actions: list[SessionAction],
         *,
-        aside: bool = False,
+        is_side_request: bool = False,
         charge: bool = True,
     ) -> None:
-        """Request ``extent`` from ``feed``, ``aside`` for a repair, hedge or probe; ``charge`` the
-        origin budget for it.
+        """Request ``extent`` from ``feed``; ``is_side_request`` for a repair, hedge or probe;
+        ``charge`` the origin budget for it.
         """
         actions.append(Fetch(feed.source, feed.stream, extent))
         if charge and feed.source.kind == "origin":
             self.choice.budget.spent_bytes += self.pieces.bytes_of(extent)
         if not feed.waiting:
             feed.heard_s = now_s
-        if aside:
-            feed.aside.add(extent)
+        if is_side_request:
+            feed.side_requests.add(extent)
             return
         for work, part in self.works.parts(extent):
             if not work.asked_pieces:
@@ -310,7 +315,7 @@ class PullState:
                 continue
             for run in list(hedge.pieces.common(part)):
                 self.hedging.arrived(run)
-                other.aside.remove(run)
+                other.side_requests.remove(run)
                 self._mark_in_flight(other, work, run, hedge.asked_s)
                 work.active, work.progress_s = hedge.key, hedge.asked_s
 
@@ -329,7 +334,7 @@ class PullState:
             return
         feed, work.away.probe = self.feeds.get(work.candidates[0].key), None
         if feed is not None:
-            feed.aside.remove(probe.piece)
+            feed.side_requests.remove(probe.piece)
         if takes_over and feed is not None:
             self._mark_in_flight(feed, work, probe.piece, probe.asked_s)
         elif not self.verified.covers(probe.piece):
@@ -339,14 +344,14 @@ class PullState:
         """Withdraw side requests of ``feed``, except pieces that another side request there needs:
         a piece that was hedged and then arrived corrupt is under repair at the same source.
         """
-        feed.aside.remove(extent)
+        feed.side_requests.remove(extent)
         key, hedge = feed.source.key, self.hedging.hedge
         others = Extents(each.piece for each in self.repairs.asked_of(key))
         if hedge is not None and hedge.key == key:
             for run in hedge.pieces:
                 others.add(run)
         for run in others.common(extent):
-            feed.aside.add(run)
+            feed.side_requests.add(run)
 
     # ── arrivals and losses ──────────────────────────────────────────────────────────────────────
 
@@ -382,7 +387,7 @@ class PullState:
 
         Only requested pieces count: the same report twice is one corrupt arrival.
         """
-        owed = Extents([*feed.in_flight.common(extent), *feed.aside.common(extent)])
+        owed = Extents([*feed.in_flight.common(extent), *feed.side_requests.common(extent)])
         for run in owed:
             feed.judge(run.size, run.size)
             for work, part in self.works.parts(run):
@@ -417,8 +422,8 @@ class PullState:
 
     def drop_from(self, feed: SourceStream, work: PullTask, part: Extent) -> bool:
         """Remove ``part`` from one stream; return whether all of it was in flight there."""
-        if feed.aside:
-            feed.aside.remove(part)
+        if feed.side_requests:
+            feed.side_requests.remove(part)
         if feed.in_flight.covers(part):
             feed.in_flight.remove(part)
             work.asked_pieces -= part.size

@@ -42,7 +42,7 @@ class Puller:
         repairs, hedging = Repairs(limits, random), Hedging(limits, pieces, self._deadlines)
         self.choice = SourceSelector(pieces, limits, random)
         self.state = PullState(pieces, verified, self.choice, repairs, hedging)
-        self.aside = SideRequests(limits, self._deadlines, self.state)
+        self.side_requests = SideRequests(limits, self._deadlines, self.state)
         self.checked_s = float("-inf")  # when deadlines were last checked
         self.lost: dict[str, None] = {}  # an ordered set of source keys, for reports
         self.last_error: PacelineError | None = None
@@ -62,7 +62,7 @@ class Puller:
                 self._forget(feed, actions)
         self._deadlines.is_first_plan = not state.works
         self._deadlines.piece_deadline_s = lanes.piece_deadline_s
-        self.aside.begin()
+        self.side_requests.begin()
         state.follow(works, now_s)
         for work in works:
             self._size_window(work)
@@ -106,7 +106,7 @@ class Puller:
             feed.judge(extent.size, 0)
             feed.good += extent.size
             self.choice.delivered(key, extent.size)
-        self.aside.check_probes(extent, now_s)
+        self.side_requests.check_probes(extent, now_s)
         return new
 
     def rejected(
@@ -121,7 +121,7 @@ class Puller:
         if feed is None:
             return None, False  # its pieces were requested from another source already
         feed.heard_s = feed.moved_s = now_s
-        self.aside.rejected(feed, extent, now_s)
+        self.side_requests.rejected(feed, extent, now_s)
         return feed, feed.is_bad(self._limits)
 
     # ── leaving sources ──────────────────────────────────────────────────────────────────────────
@@ -137,7 +137,7 @@ class Puller:
     ) -> None:
         """Abandon a stream, back off from its source, and mark its pieces in flight as wanted."""
         key, idle = feed.source.key, not feed.waiting
-        self.aside.end_probes(key, now_s)
+        self.side_requests.end_probes(key, now_s)
         self._forget(feed, actions)
         if idle:
             return  # nothing was requested from it: no loss
@@ -155,7 +155,7 @@ class Puller:
         """
         temporary = isinstance(error, TemporaryError) and feed.source.kind == "worker"
         if temporary and feed.good > 0:
-            self.aside.end_probes(feed.source.key, now_s)
+            self.side_requests.end_probes(feed.source.key, now_s)
             self._forget(feed, actions)
             self.choice.broke(feed.source.key)
             self.last_error = error
@@ -199,7 +199,7 @@ class Puller:
                     yield self._deadlines.stalls_at_s(work, self.state.feed_of(work))
             elif work.wanting:
                 yield from self.choice.retries(work)
-        yield from self.aside.deadlines()
+        yield from self.side_requests.deadlines()
 
     def check_deadlines(self, now_s: float, actions: list[SessionAction]) -> None:
         """Abandon silent sources, stalled pull tasks' sources and unanswered side requests."""
@@ -216,7 +216,7 @@ class Puller:
                 self.lose(feed, error, now_s, actions)
         for work in self.state.works:
             self._check_progress(work, now_s, actions)
-        self.aside.check_deadlines(now_s)
+        self.side_requests.check_deadlines(now_s)
 
     def _check_progress(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
         key, feed = work.active, self.state.feed_of(work)
@@ -239,10 +239,10 @@ class Puller:
     def pump(self, now_s: float, actions: list[SessionAction]) -> None:
         """Send every request that is possible now; close streams with nothing left to deliver."""
         works = self.state.works
-        self.aside.ask_repairs(now_s, actions)
+        self.side_requests.ask_repairs(now_s, actions)
         for work in works:
             if work.away is not None and not work.wanting:
-                self.aside.end_probe(work, now_s)  # the last pieces do not wait for a probe
+                self.side_requests.end_probe(work, now_s)  # the last pieces do not wait for a probe
         wanting = [work for work in works if work.wanting > 0]
         sources = [self._source_for(work, now_s) for work in wanting]  # first, for shared windows
         for work, feed in zip(wanting, sources, strict=True):
@@ -252,12 +252,16 @@ class Puller:
                 if work.active is None and (other := self._source_for(work, now_s)) is not None:
                     self._top_up(other, work, now_s, actions)  # the origin's budget is spent
             if work.away is not None:
-                self.aside.probe(work, now_s, actions)
-        self.aside.hedge(now_s, actions, is_drained=not any(work.wanting for work in wanting))
+                self.side_requests.probe(work, now_s, actions)
+        self.side_requests.hedge(
+            now_s, actions, is_drained=not any(work.wanting for work in wanting)
+        )
         for feed in list(self.state.feeds.values()):
             if self.state.is_idle(feed):
                 self._forget(feed, actions)
-        self.aside.ask_repairs(now_s, actions)  # some may have been on a stream that just closed
+        self.side_requests.ask_repairs(
+            now_s, actions
+        )  # some may have been on a stream that just closed
 
     def is_supplied(self, extent: Extent) -> bool:
         """Return whether the tasks of ``extent``, which has just arrived, need no request now:
@@ -287,7 +291,7 @@ class Puller:
         hurry = len(able) > 1 and best.kind == "worker" and not fresh
         work.spare_stall_s = self._deadlines.spare_stall_s(work) if hurry else 0.0
         if not work.is_first_choice(best.key):
-            self.aside.failback.spare_chosen(work, now_s)
+            self.side_requests.failback.spare_chosen(work, now_s)
         elif work.away is not None:
             self.state.end_probe(work, takes_over=True)
             work.away.absent = False

@@ -309,7 +309,7 @@ class RelaySession:
             actions.append(Complete())
         else:
             self._pull.pump(now_s, actions)
-        if (repair := self._pull.aside.hopeless) is not None:
+        if (repair := self._pull.side_requests.hopeless) is not None:
             self._fail(self._corrupt_everywhere(repair), actions)
 
     def _give_up_s(self) -> float:

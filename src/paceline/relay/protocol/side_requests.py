@@ -119,7 +119,7 @@ class SideRequests:
         self, source: Source, extent: Extent, now_s: float, actions: list[SessionAction]
     ) -> None:
         feed = self._state.open(source, now_s)
-        self._state.ask(feed, extent, now_s, actions, aside=True, charge=False)
+        self._state.ask(feed, extent, now_s, actions, is_side_request=True, charge=False)
 
     def _choose(self, repair: Repair, now_s: float) -> Source | None:
         work, _ = next(self._state.works.parts(repair.piece))
@@ -164,7 +164,7 @@ class SideRequests:
             if self._choice.may_ask(source, run, work, now_s):
                 extent = self._hedging.start(source.key, run, now_s)
                 feed = self._state.open(source, now_s)
-                self._state.ask(feed, extent, now_s, actions, aside=True)
+                self._state.ask(feed, extent, now_s, actions, is_side_request=True)
                 return
 
     def _end_hedge(self, key: str, pieces: list[Extent], now_s: float) -> None:
@@ -190,7 +190,7 @@ class SideRequests:
             piece = Extent(gap.first, gap.first + 1)
             self.failback.asked(work, piece, now_s)
             feed = self._state.open(planned, now_s)
-            self._state.ask(feed, piece, now_s, actions, aside=True)
+            self._state.ask(feed, piece, now_s, actions, is_side_request=True)
 
     def check_probes(self, extent: Extent, now_s: float) -> None:
         """Go back to a planned source if its probe has arrived in ``extent`` and it keeps up."""

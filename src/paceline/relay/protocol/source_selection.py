@@ -23,8 +23,8 @@ FORGIVEN_PIECES = 16  # verified in a row, after which a source's failures are f
 
 @dataclass(slots=True, eq=False)
 class SourceStream:
-    """One open stream from a source. A piece is ``in_flight`` from at most one stream; ``aside``
-    are the pieces of side requests: repairs, hedges and failback probes.
+    """One open stream from a source. A piece is ``in_flight`` from at most one stream;
+    ``side_requests`` are the pieces of repairs, hedges and failback probes.
     """
 
     source: Source
@@ -34,7 +34,7 @@ class SourceStream:
     alive_until_s: float = 0.0  # until when the driver guarantees that bytes move
     good: int = 0  # verified pieces that it delivered
     in_flight: Extents = field(default_factory=Extents)
-    aside: Extents = field(default_factory=Extents)
+    side_requests: Extents = field(default_factory=Extents)
     asked: deque[tuple[float, Extent]] = field(default_factory=deque)  # oldest first
     # Over the last runs, each weighing less than the one after it:
     sampled: float = 0.0  # pieces,
@@ -44,7 +44,7 @@ class SourceStream:
     @property
     def waiting(self) -> bool:
         """Return whether any requested piece has not arrived."""
-        return self.in_flight.count > 0 or self.aside.count > 0
+        return self.in_flight.count > 0 or self.side_requests.count > 0
 
     def judge(self, pieces: int, corrupt: int) -> None:
         """Record a run that arrived, either all verified or all corrupt."""

@@ -24,8 +24,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RECORD = struct.Struct(">40sQQ?")  # boot id, bytes read, bytes reported, had readers
 _READ = struct.Struct(">Q")
 _READ_AT = 40
-_TOLD_AT = _READ_AT + _READ.size
-_OTHERS_AT = _TOLD_AT + _READ.size
+_ACKNOWLEDGED_AT = _READ_AT + _READ.size
+_OTHERS_AT = _ACKNOWLEDGED_AT + _READ.size
 
 
 class OriginReadCount:
@@ -72,11 +72,11 @@ class OriginReadCount:
             self._covered = read + ahead
             self._write(_READ_AT, self._covered)
 
-    def heard(self, acknowledged: int) -> None:
-        """Record that the coordinator has received ``told`` bytes in this process's count."""
+    def acknowledge(self, acknowledged: int) -> None:
+        """Record that the coordinator has received ``acknowledged`` bytes of this process."""
         with self._lock:
             if self._descriptor >= 0:
-                self._write(_TOLD_AT, acknowledged)
+                self._write(_ACKNOWLEDGED_AT, acknowledged)
 
     def served(self) -> None:
         """Record that a peer reads from this node."""
@@ -150,11 +150,11 @@ class OriginReadCounts:
                     self._open.pop(next(over, next(iter(self._open)))).close()
             return found
 
-    def heard(self, deployment_id: str, acknowledged: int) -> None:
-        """Record that the coordinator has received ``told`` bytes in this process's count."""
+    def acknowledge(self, deployment_id: str, acknowledged: int) -> None:
+        """Record that the coordinator has received ``acknowledged`` bytes of this process."""
         with self._lock:
             if (found := self._open.get(deployment_id)) is not None:
-                found.heard(acknowledged)
+                found.acknowledge(acknowledged)
 
     def drop(self, deployment_ids: Collection[str]) -> None:
         """Delete the stored counts of ended deployments; this process keeps counting."""

@@ -116,7 +116,7 @@ class Attempt:
             try:
                 self._hear(TICK_S)
             except PacelineError as error:  # then no node can be reached
-                log.warning("nodes cannot be heard: %s", error)
+                log.warning("nodes do not answer: %s", error)
                 break
         for worker in self._busy():
             log.warning("launcher does not answer worker=%s", worker)
@@ -196,7 +196,7 @@ class Attempt:
         }
 
     def _hear(self, timeout_s: float) -> None:
-        for message in self._nodes.hear(timeout_s):
+        for message in self._nodes.receive(timeout_s):
             kind = self._gangs.note(message)
             if message.worker_id not in self._workers:
                 continue

@@ -153,7 +153,7 @@ class GangSupervisor:
         return dataclasses.replace(attempted.result(fault), found_at=found_at)
 
     def _listen(self, timeout_s: float) -> None:
-        for message in self.nodes.hear(timeout_s):
+        for message in self.nodes.receive(timeout_s):
             self.note(message)
 
     def check_cancel(self) -> None:

@@ -46,7 +46,7 @@ class Nodes(Protocol):
     def send_all(self, orders: Mapping[str, Mapping[str, Any]]) -> Mapping[str, str]:
         """Send each node its order in parallel; return the reason by node for each failure."""
 
-    def hear(self, timeout_s: float) -> Sequence[NodeMessageLike]:
+    def receive(self, timeout_s: float) -> Sequence[NodeMessageLike]:
         """Return messages as soon as there are any, [] after ``timeout_s``."""
 
     def host(self, worker_id: str) -> str:

@@ -1,9 +1,9 @@
 """What every call passes before its route: host name, sizes, token, scope, rate limits, leader.
 
-``Guard`` is plain ASGI middleware, because every heartbeat passes through it: one SHA-256, one
-dictionary lookup, one token bucket. FastAPI's security dependencies would run after it has read the
-body, so a caller without a token could send one. A call to a route that is not in ``api.routes`` is
-refused here and does not reach the app.
+``AccessMiddleware`` is plain ASGI middleware, because every heartbeat passes through it: one
+SHA-256, one dictionary lookup, one token bucket. FastAPI's security dependencies would run after it
+has read the body, so a caller without a token could send one. A call to a route that is not in
+``api.routes`` is refused here and does not reach the app.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ METHODS = ("GET", "POST", "PUT", "DELETE", "PATCH")
 
 @dataclass(frozen=True, slots=True)
 class RefusedCall:
-    """One refused attempt at a change; refused by the guard or by the app behind it."""
+    """One refused attempt at a change; refused by the middleware or by the app behind it."""
 
     call: Call
     status: int
@@ -118,7 +118,7 @@ class Authenticator:
         )
 
 
-class Guard:
+class AccessMiddleware:
     """ASGI middleware that checks a call before its route; see the module."""
 
     def __init__(

@@ -1,10 +1,10 @@
-"""A small parent process that kills its child, and all descendants, when the owner dies.
+"""The guard: a small parent process that kills its child, and all descendants, when the owner dies.
 
-``guard.py run LIFE_FD GRACE_S -- argv…`` starts ``argv`` in a process group of its own and watches
-a socket to its owner. When the owner dies (even by SIGKILL) the socket closes and the guard kills
-all its descendants: it is a subreaper, so processes that daemonised or changed session become its
-children again. ``guard.py exec PARENT_PID -- argv…`` only sets the parent-death signal and execs
-``argv``, for children whose descendants need no supervision.
+``subreaper.py run LIFE_FD GRACE_S -- argv…`` starts ``argv`` in a process group of its own and
+watches a socket to its owner. When the owner dies (even by SIGKILL) the socket closes and the guard
+kills all its descendants: it is a subreaper, so processes that daemonised or changed session become
+its children again. ``subreaper.py exec PARENT_PID -- argv…`` only sets the parent-death signal and
+execs ``argv``, for children whose descendants need no supervision.
 
 SIGTERM and SIGINT to a guard stop the child and kill what is left after the grace; SIGUSR1 kills at
 once. The guard ends with its child's exit code or by the same signal. It is run by path with
