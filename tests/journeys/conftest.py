@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.testbed.bed import why_not
-from tests.journeys.hosts import build_software
+from tests.journeys.hosts import ROOT, build_software
 from tests.support.wall_jump import build_shim
+
+EARLIER = "0053e57"  # of the release before, until there are tags
 
 
 @pytest.fixture(scope="session")
@@ -20,6 +24,23 @@ def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.fail(f"required but missing: {reason}")
         pytest.skip(reason)
     return build_software(tmp_path_factory.mktemp("software"), "base")
+
+
+@pytest.fixture(scope="session")
+def earlier_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of the release before, built from its commit; skips without history."""
+    source = tmp_path_factory.mktemp("earlier")
+    packed = subprocess.run(
+        ["git", "archive", EARLIER], cwd=ROOT, capture_output=True, timeout=60, check=False
+    )
+    if packed.returncode:
+        pytest.skip(f"this checkout has no commit {EARLIER}: {packed.stderr.decode()[-200:]}")
+    subprocess.run(["tar", "-x", "-C", str(source)], input=packed.stdout, check=True, timeout=60)
+    project = source / "pyproject.toml"
+    project.write_text(
+        re.sub(r'(?m)^version = ".*"', 'version = "0.0.9"', project.read_text(), count=1)
+    )
+    return build_software(tmp_path_factory.mktemp("earlier-software"), "base", source=source)
 
 
 @pytest.fixture(scope="session")

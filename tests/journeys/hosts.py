@@ -27,13 +27,14 @@ from tests.support.wall_jump import jump, preloaded
 
 ROOT = Path(__file__).parents[2]
 SOFTWARE = Path("/opt/paceline")
+NEXT_SOFTWARE = Path("/opt/paceline-next")  # where ``Host.upgrade`` takes it from
 USER_ID = 20_000  # of host 0; each further host has the next one
 COMMAND_S = 120.0
 BUILD_S = 300.0
 
 # Runs as the first process of the host's namespaces: $1 the overlay's directory, $2 the checkout,
 # $3 the software, $4 the user id, $5 where the software lies on hosts, $6 the interpreter, $7 the
-# host's name.
+# host's name, $8 the next software and $9 its place (both may be empty).
 _BOOT = r"""
 set -e
 mount --make-rprivate /
@@ -48,6 +49,7 @@ mount -t tmpfs -o mode=755 tmpfs ".$2"
 mkdir -p ".$5" home/user
 mount --bind "$3" ".$5"
 mount -o remount,bind,ro ".$5"
+if [ -n "$8" ]; then mkdir -p ".$9"; mount --bind "$8" ".$9"; mount -o remount,bind,ro ".$9"; fi
 mkdir -p ".$6"
 mount --bind "$6" ".$6"
 mount -o remount,bind,ro ".$6"
@@ -76,14 +78,22 @@ class Ended:
 class Host:
     """One machine: run commands on it as its user."""
 
-    def __init__(self, bed: Testbed, index: int, address: str, directory: Path, software: Path):
+    def __init__(
+        self,
+        bed: Testbed,
+        index: int,
+        address: str,
+        directory: Path,
+        software: Path,
+        upgrade_to: Path | None = None,
+    ):
         self.address, self.index = address, index
         self.uid = USER_ID + index
         for each in ("upper", "work", "root"):
             (directory / each).mkdir(parents=True)
         boot = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]
         arguments = [str(directory), str(ROOT), str(software), str(self.uid), str(SOFTWARE)]
-        arguments += [sys.base_prefix, f"host-{index}"]
+        arguments += [sys.base_prefix, f"host-{index}", str(upgrade_to or ""), str(NEXT_SOFTWARE)]
         self._init = bed.popen(
             index,
             [*boot, "sh", "-c", _BOOT, "boot", *arguments],
@@ -181,6 +191,11 @@ class Host:
             "sh", "-c", 'base64 -d copied | tar -C "$1" -xpf -; rm copied', "tar", into or "."
         ).ok()
 
+    def upgrade(self) -> None:
+        """Put the next software in the place of the present one; processes that run keep theirs."""
+        argv = ("mount", "--bind", str(NEXT_SOFTWARE), str(SOFTWARE))
+        self.run(*argv, root=True).ok()
+
     def power_off(self) -> None:
         """End every process of the host at once."""
         if self._init.poll() is None:
@@ -195,11 +210,17 @@ class Host:
 class Site:
     """Hosts on one network, and a machine outside (``origin``) for servers of others."""
 
-    def __init__(self, bed: Testbed, directory: Path, software: Sequence[Path]) -> None:
+    def __init__(
+        self,
+        bed: Testbed,
+        directory: Path,
+        software: Sequence[Path],
+        upgrade_to: Path | None = None,
+    ) -> None:
         self.bed = bed
         self._directory, self._software = directory, list(software)
         self.hosts = [
-            Host(bed, each.index, each.address, directory / each.name, installed)
+            Host(bed, each.index, each.address, directory / each.name, installed, upgrade_to)
             for each, installed in zip(bed.hosts, software, strict=True)
         ]
 
@@ -232,14 +253,16 @@ def site(
     rate_mbit: float = 200.0,
     racks: int = 1,
     origin_mbit: float | None = None,
+    upgrade_to: Path | None = None,
 ) -> Iterator[Site]:
     """Yield a running site; all of it ends with the context.
 
     ``software``: one for all hosts, or one for each. ``origin_mbit``: the outside machine's rate.
+    ``upgrade_to``: what ``Host.upgrade`` installs.
     """
     each = [software] * hosts if isinstance(software, Path) else list(software)
     with start(hosts=hosts, rate_mbit=rate_mbit, racks=racks, origin_mbit=origin_mbit) as bed:
-        made = Site(bed, bed.scratch(memory=True) / "hosts", each)
+        made = Site(bed, bed.scratch(memory=True) / "hosts", each, upgrade_to)
         try:
             yield made
         finally:
@@ -247,10 +270,10 @@ def site(
                 host.power_off()
 
 
-def build_software(directory: Path, *locks: str) -> Path:
+def build_software(directory: Path, *locks: str, source: Path = ROOT) -> Path:
     """Build the wheel and install it, with the wheels of lock files, into a fresh environment.
 
-    Types what the guide has under "Install". Returns the directory that hosts see as
+    Types what the guide has under "Install" in ``source``. Returns the directory that hosts see as
     ``/opt/paceline``.
     """
     from tests.journeys.guide import block  # which imports this module
@@ -259,7 +282,7 @@ def build_software(directory: Path, *locks: str) -> Path:
 
     def do(*argv: str) -> None:
         done = subprocess.run(
-            argv, cwd=ROOT, capture_output=True, text=True, timeout=BUILD_S, check=False
+            argv, cwd=source, capture_output=True, text=True, timeout=BUILD_S, check=False
         )
         assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}\n{done.stderr}"
 
