@@ -104,6 +104,9 @@ def test_a_person_publishes_distributes_activates_and_goes_back(person: Person) 
         assert node.run("sha256sum", copy).ok().out.split()[0] == sums["1"]
         assert active(node, "acme-7b") == "1"
 
+    by_url = distribute.replace("acme-7b 1", "s3://models/models/acme-7b/1")
+    assert "acme-7b 1 on 3 of 3 workers" in person.typed(by_url).ok().out
+
     person.typed(publish_2).ok()
     done = person.typed(to_rack).ok()
     assert "on 2 of 2 workers, not activated" in done.out
