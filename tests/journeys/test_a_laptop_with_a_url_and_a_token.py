@@ -162,6 +162,10 @@ def test_bad_input_is_one_line_each(person: Person) -> None:
     one_line(person.typed(f"paceline login {url}", **token), 77, "not trusted here", "--authority")
     other = f"paceline login {url} --authority {'0' * 64}"
     one_line(person.typed(other, **token), 77, "the fingerprint is of", person.authority)
+    line = f"echo {control.address} pace-0.example >> /etc/hosts"
+    person.laptop.run("sh", "-c", line, root=True).ok()
+    renamed = other.replace(control.address, "pace-0.example")
+    one_line(person.typed(renamed, **token), 2, "pace-0.example", "rest_hosts")
     control.run(
         "sh", "-c", "mkdir other; cd other; paceline init --coordinator http://127.0.0.1:1"
     ).ok()

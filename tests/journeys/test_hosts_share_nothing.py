@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.fleet import ENVIRONMENT, KEY, SECRET, Fleet, bring_up, rclone_s3
+from tests.journeys.fleet import ENVIRONMENT, KEY, MODEL, SECRET, Fleet, bring_up, rclone_s3
 from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Site, site, until
 
