@@ -6,6 +6,7 @@ packages=(
   strace iproute2 iptables aria2 chromium chromium-driver
   etcd-server etcd-client redis-server postgresql prometheus
   docker-registry # models as artefacts of a registry
+  slurm-wlm munge # a batch system that gives nodes to workers
   openssh-server openssh-client # hosts that workers are started on
   ceph-mon ceph-osd radosgw uuid-runtime # an S3 server beside rclone's: Ceph's object gateway
   buildah mmdebstrap # images from the Containerfile, on a base made here

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "coordinator_beats.py"
 
 
+@pytest.mark.nightly
 def test_beats_benchmark_runs_and_reports_that_none_was_lost():
     argv = [sys.executable, str(BENCHMARK), "--agents", "5", "--seconds", "2", "--beat-s", "0.2"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=True)

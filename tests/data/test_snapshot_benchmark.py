@@ -9,6 +9,7 @@ import pytest
 from benchmarks.snapshots import main
 
 
+@pytest.mark.nightly
 def test_the_benchmark_runs_and_shows_that_fetching_ahead_hides_latency(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

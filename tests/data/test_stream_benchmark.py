@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from benchmarks import data_stream
 
 
+@pytest.mark.nightly
 def test_the_benchmark_runs_and_finds_nothing_twice_and_nothing_missing(capsys, tmp_path) -> None:
     result = data_stream.main(["--quick", "--out", str(tmp_path / "out.json")])
     lines = [json.loads(each) for each in capsys.readouterr().out.splitlines()]

@@ -17,7 +17,7 @@ from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
 from tests.journeys.guide import commands_under
 from tests.journeys.hosts import Ended, Host, site, until
 
-pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
 
 PAGE = "how-to/use-from-a-laptop.md"
 EXAMPLE = "https://paceline.example:7400"
@@ -132,7 +132,6 @@ def test_the_laptop_keeps_one_file_and_no_command_needed_another(person: Person)
     assert person.laptop.run("ls", ".paceline").code == 2
 
 
-@pytest.mark.nightly
 def test_an_admin_manages_tokens_from_the_laptop(person: Person) -> None:
     admin, mine = person.token("--scope", "admin"), person.token("--scope", "deploy")
     person.log_in(admin).ok()
@@ -151,7 +150,6 @@ def test_an_admin_manages_tokens_from_the_laptop(person: Person) -> None:
         person.log_in(mine).ok()
 
 
-@pytest.mark.nightly
 def test_bad_input_is_one_line_each(person: Person) -> None:
     token = {"PACELINE_TOKEN": person.token("--scope", "deploy")}
     expired = person.token("--scope", "deploy", "--ttl", "0.01s")

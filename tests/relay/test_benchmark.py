@@ -33,6 +33,7 @@ def measured(tmp_path: Path, *contenders: str) -> dict[str, dict[str, float]]:
     return report["summary"]
 
 
+@pytest.mark.nightly
 def test_every_transport_and_its_floor_are_measured(tmp_path: Path) -> None:
     summary = measured(tmp_path, *OURS)
     assert set(summary) == set(OURS)

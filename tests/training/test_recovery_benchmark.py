@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.nightly
 def test_training_recovery_runs_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "training_recovery.py"
     spec = importlib.util.spec_from_file_location("training_recovery", path)
