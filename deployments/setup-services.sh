@@ -27,11 +27,15 @@ export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}"
 for each in "${missing[@]}"; do # a server that was here before keeps its setting
-  case "$each" in etcd-server | redis-server | postgresql | prometheus | docker-registry | radosgw | openssh-server)
-    service=${each/etcd-server/etcd}
-    service=${service/openssh-server/ssh}
-    if [ -d /run/systemd/system ]; then service=${service/radosgw/ceph.target}; fi
-    if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
-    ;;
+  case "$each" in
+  etcd-server) services=etcd ;;
+  openssh-server) services=ssh ;;
+  slurm-wlm) services="slurmctld slurmd" ;;
+  radosgw) if [ -d /run/systemd/system ]; then services=ceph.target; else services=radosgw; fi ;;
+  redis-server | postgresql | prometheus | docker-registry | munge) services=$each ;;
+  *) continue ;;
   esac
+  for service in $services; do
+    if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
+  done
 done
