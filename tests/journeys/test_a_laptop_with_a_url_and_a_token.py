@@ -104,6 +104,9 @@ def test_a_person_publishes_distributes_activates_and_goes_back(person: Person) 
         assert node.run("sha256sum", copy).ok().out.split()[0] == sums["1"]
         assert active(node, "acme-7b") == "1"
 
+    by_url = distribute.replace("acme-7b 1", "s3://models/models/acme-7b/1")
+    assert "acme-7b 1 on 3 of 3 workers" in person.typed(by_url).ok().out
+
     person.typed(publish_2).ok()
     done = person.typed(to_rack).ok()
     assert "on 2 of 2 workers, not activated" in done.out
@@ -157,6 +160,10 @@ def test_bad_input_is_one_line_each(person: Person) -> None:
     one_line(person.typed(f"paceline login {url}", **token), 77, "not trusted here", "--authority")
     other = f"paceline login {url} --authority {'0' * 64}"
     one_line(person.typed(other, **token), 77, "the fingerprint is of", person.authority)
+    line = f"echo {control.address} pace-0.example >> /etc/hosts"
+    person.laptop.run("sh", "-c", line, root=True).ok()
+    renamed = other.replace(control.address, "pace-0.example")
+    one_line(person.typed(renamed, **token), 2, "pace-0.example", "rest_hosts")
     control.run(
         "sh", "-c", "mkdir other; cd other; paceline init --coordinator http://127.0.0.1:1"
     ).ok()

@@ -28,7 +28,7 @@ TOKEN_S = 6
 LOCAL = "http://127.0.0.1:8888"
 MEGABYTES = 12
 ORIGIN_MBIT = 16.0  # four nodes read 48 MB in about 25 s, so that every token ends meanwhile
-SOURCE = "s3://models/released/acme-7b/1"
+SOURCE = "s3://models/models/acme-7b/1"
 
 # How the agent of each node finds a role's credentials.
 WAYS: dict[str, dict[str, str]] = {

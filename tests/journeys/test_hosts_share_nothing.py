@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.fleet import ENVIRONMENT, KEY, SECRET, Fleet, bring_up, rclone_s3
+from tests.journeys.fleet import ENVIRONMENT, KEY, MODEL, SECRET, Fleet, bring_up, rclone_s3
 from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Site, site, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.timeout(300)]
 
-SOURCE = "s3://models/released/acme-7b/1"
+SOURCE = "s3://models/models/acme-7b/1"
 MEGABYTES = 12
 
 
@@ -67,12 +67,17 @@ def test_a_model_reaches_every_node_by_its_own_credentials(fleet: Fleet) -> None
         assert each.run("grep", "-rlE", f"{KEY}|{SECRET}", "state").code == 1
     assert control.run("grep", "-rlE", f"{KEY}|{SECRET}", ".paceline").code == 1
 
+    again = fleet.publish("2", 1, ENVIRONMENT)  # without curl, and without Prefect's libraries
+    text = block("Distribute from CI", 5, MODEL=MODEL, VERSION="2")
+    assert "on 2 of 2 workers, active on 2" in type_on(control, text, env=ENVIRONMENT).out
+    assert [fleet.holds(each, "2") for each in (first, second)] == [again, again]
+
 
 def test_missing_credentials_are_named_where_they_are_missing(fleet: Fleet) -> None:
     """A publish without credentials says which, where, and what to do."""
     fleet.control.run("sh", "-c", "mkdir -p secretless; echo weights > secretless/w").ok()
     refused = fleet.control.run(
-        *("paceline", "publish", "secretless", SOURCE, "--model", "acme-7b", "--version", "2"),
+        *("paceline", "publish", "secretless", SOURCE, "--model", "acme-7b", "--version", "3"),
         env={"AWS_EC2_METADATA_DISABLED": "true"},
     )
     assert refused.code == 77, refused

@@ -90,7 +90,7 @@ def publish(
     """Digest DIRECTORY and upload it with its manifest below URL (s3://bucket/prefix).
 
     The manifest's place is URL/manifest.json. Without URL, it is the installation's bucket: as a
-    run where the installation is up here, with a login from here, with your own S3 credentials.
+    run where the installation has its flows here, else from here, with your own S3 credentials.
 
     SOURCE is hf://org/name[@revision] or oci://host/repository:tag: it is imported, once, under its
     own name and its commit or digest (without URL: into the installation's bucket).
@@ -104,7 +104,7 @@ def publish(
             got=f"{source}, --model {model_id or '(none)'}, --version {version or '(none)'}",
             wanted="DIRECTORY --model NAME --version VERSION, or hf://org/name@revision",
         )
-    runtime = _of_login(state) if url is None else None
+    runtime = _without_flows(state) if url is None else None
     if runtime is not None and not foreign:
         url = f"{runtime.models_url}/{model_id}/{version}"
     if url is None and not foreign:
@@ -209,15 +209,17 @@ def publish(
     return 0
 
 
-def _of_login(state: Path | None) -> Runtime | None:
-    """Return the installation of this user's login with its settings, None where none is used."""
+def _without_flows(state: Path | None) -> Runtime | None:
+    """Return the installation that runs no flows here, with its settings; None without one."""
     try:
         found = find_installation(state)
     except NotReady:
         return None
-    from paceline.cli.remote import with_settings
+    if found.is_login:
+        from paceline.cli.remote import with_settings
 
-    return with_settings(found) if found.is_login else None
+        return with_settings(found)
+    return None if found.runs_flows_here else found
 
 
 def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
@@ -305,7 +307,7 @@ def distribute(
                 wanted="paceline distribute MODEL_ID VERSION, SOURCE, or SOURCE --into DIRECTORY",
             )
         selector = ";".join(targets)
-        if (runtime := find_installation(state)).is_login:
+        if not (runtime := find_installation(state)).runs_flows_here:
             from paceline.cli import remote
 
             return remote.distribute(

@@ -1,4 +1,4 @@
-"""Commands on an installation that this machine only has a login to: deployments and flow runs.
+"""Commands on an installation that runs no flows here: deployments and flow runs over REST.
 
 A deployment is created over REST and followed; a flow runs where the installation has its Prefect
 worker. Either ends with the exit code that it would have had there.

@@ -101,6 +101,11 @@ class Runtime(Settings):
     is_login: bool = Field(default=False, exclude=True)  # of a login: there is no state directory
 
     @property
+    def runs_flows_here(self) -> bool:
+        """Return whether commands run their flows in this process: it needs Prefect's server."""
+        return not self.is_login and bool(self.endpoints.prefect_api_url)
+
+    @property
     def models_url(self) -> str:
         """Return ``s3://bucket/prefix`` under which models are published."""
         storage = self.profile.storage

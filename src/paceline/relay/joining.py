@@ -22,7 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from paceline.client import AccessClient
+from paceline.client import AccessClient, error_of
 from paceline.config import (
     DEFAULT_S3,
     Endpoints,
@@ -42,7 +42,6 @@ from paceline.errors import (
     InvalidInput,
     PacelineError,
     PermanentError,
-    ServiceUnavailable,
 )
 from paceline.relay.rotation import require_trusted
 from paceline.relay.transport import fingerprint, new_request
@@ -222,9 +221,7 @@ def fetch_authority(endpoint: Endpoint, wanted: str) -> bytes:
         where, name="the coordinator", timeout_s=TIMEOUT_S, max_bytes=MAX_CA_BYTES, verify=False
     )
     if answer.status != HTTPStatus.OK:
-        raise ServiceUnavailable(
-            "the coordinator shows no authority", got=f"HTTP {answer.status}", where=where
-        )
+        raise error_of(answer.status, answer.body, where)
     trusted = one_certificate(answer.body, where)
     got = fingerprint(trusted)
     if got != wanted:

@@ -37,11 +37,11 @@ class CreateDeployment(Record):
     """Distribute ``version`` of ``model_id`` from ``source_url`` to the target workers: those of
     ``target_workers``, or those that ``selector`` selects when the call arrives.
 
-    Where the first two are left out they are what the source's manifest says.
+    Where the first two are left out or empty they are what the source's manifest says.
     """
 
-    model_id: ModelId = ""
-    version: Name = ""
+    model_id: ModelId | Literal[""] = ""
+    version: Name | Literal[""] = ""
     source_url: str = Field(min_length=1, max_length=2048)
     target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
     selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive
