@@ -73,6 +73,7 @@ def test_agents_rejoin_a_coordinator_whose_etcd_was_restored(
         start_etcd([fresh], tmp_path)
         typed("raise-epoch")
         start_coordinator(fresh, tmp_path, ENVIRONMENT)
+        until(lambda: "leads" in fresh.run("paceline", "status").out, "it leads", 30)
         until(lambda: fleet.alive(admin) == 2, "every node is back, with the old token", 60)
         found = fleet.ended(fresh, admin, deployment)
         assert found is not None and found["status"] == "complete", "what was acknowledged"
