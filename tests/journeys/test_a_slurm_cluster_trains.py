@@ -126,13 +126,13 @@ def test_a_full_cluster_and_a_wrong_partition_are_one_line(fleet: Trainers) -> N
     control.run("scancel", other.out.strip()).ok()
     nothing_is_left(fleet)
     control.run("cp", "-r", ".paceline", "wrong").ok()
-    control.run("sed", "-i", f"s/{PARTITION}/nope/", "wrong/profile.toml").ok()
+    control.run("sed", "-i", f's/"{PARTITION}"/"nope"/', "wrong/runtime.json").ok()
     refused = control.run("paceline", "cluster", "--state", "wrong", env=fleet.env)
     assert refused.code == 2, refused.err
     assert "Slurm refuses the allocation: got invalid partition specified: nope" in refused.err
     assert "--partition=nope" in refused.err
     bare = control.run("paceline", "cluster", env={**fleet.env, "PATH": "/opt/paceline/bin"})
-    assert bare.code == 2, bare.err
+    assert bare.code == 1, bare.err
     assert "Slurm's commands are not on this machine" in bare.err
     nothing_is_left(fleet)
 
