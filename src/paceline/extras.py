@@ -26,7 +26,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     ),
     "stores": ("psycopg", "redis"),
     "grpc": ("grpc",),
-    "hf": ("tokenizers",),
+    "hf": ("tokenizers", "transformers"),
     "gpu": ("pynvml",),
 }  # fmt: skip
 

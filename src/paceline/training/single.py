@@ -17,9 +17,9 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -43,8 +43,17 @@ from paceline.errors import (
     SourceMissing,
     StateLocked,
 )
-from paceline.models import ModelConfig, read_config
-from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json, digest_of, new_run_id
+from paceline.extras import require_extras
+from paceline.models import ModelConfig, is_pretrained, read_config
+from paceline.schemas import (
+    RankEvent,
+    TaskSize,
+    TrainJob,
+    TrainResult,
+    canonical_json,
+    digest_of,
+    new_run_id,
+)
 from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
 from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
@@ -52,6 +61,9 @@ from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
 from paceline.training.loop import require_allowed_watcher, starting_state as starting
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
+
+if TYPE_CHECKING:
+    from paceline.models import Pretrained
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +152,7 @@ def prepare(
     if not _is_remote(asked.checkpoints):
         _require_local(asked.snapshot_url or "", "--snapshot")
     _require_local(asked.source or asked.profile.data.source, "data.source")
+    asked, pretrained = _pretrained(asked, tell)
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     checkpoint_url, endpoints = _checkpoint_location(asked.checkpoints, output, asked.profile)
@@ -151,7 +164,7 @@ def prepare(
     runtime.state_dir.mkdir(exist_ok=True)
     save_runtime(runtime)
     snapshot = _snapshot(asked, output, store)
-    manifest_digest, start = _base(asked, runtime, snapshot)
+    manifest_digest, start = _base(asked, runtime, snapshot, pretrained)
     if asked.model is not None and starting.is_checkpoint(asked.model):
         tell(f"weights are those of the DCP checkpoint in {asked.model}")
     settings = asked.profile.training
@@ -171,6 +184,10 @@ def prepare(
         data=asked.profile.data,
         task=code_ref_task_size(asked.profile),
     )
+    if pretrained is not None:
+        size = TaskSize(context=asked.profile.model.context, parameters=pretrained.parameters)
+        job = job.model_copy(update={"task": size})
+        starting.require_pretrained(pretrained, job, runtime, snapshot)
     job = with_derived_id(job)
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
@@ -180,6 +197,28 @@ def prepare(
         count = len(list(start.model.parameters()))
         tell(f"optimizer state of {len(start.moments)} of {count} parameters is taken over")
     return job
+
+
+def _pretrained(
+    asked: TrainingRequest, tell: Callable[[str], None]
+) -> tuple[TrainingRequest, Pretrained | None]:
+    """Return the model in transformers' layout that ``asked`` names, every weight checked, and the
+    request with its tokenizer; None for another model.
+    """
+    source = asked.model
+    if source is None or starting.is_checkpoint(source) or not is_pretrained(source):
+        return asked, None
+    require_extras("hf")
+    from paceline.models import Pretrained
+
+    found = Pretrained.open(source)
+    found.require_sound()
+    profile, tokenizer = asked.profile, source.absolute() / "tokenizer.json"
+    if asked.snapshot_url is None and profile.data.tokenizer == "bytes" and found.tokenizer_digest:
+        tell(f"text is tokenised with {tokenizer}")
+        data = profile.data.model_copy(update={"tokenizer": str(tokenizer)})
+        asked = replace(asked, profile=profile.model_copy(update={"data": data}))
+    return asked, found
 
 
 def _require_possible(profile: Profile) -> None:
@@ -300,13 +339,18 @@ def _previous_run_id(job: TrainJob, store: ObjectStore) -> str | None:
         return None
 
 
-def snapshot_and_config(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
+def snapshot_and_config(job: TrainJob) -> tuple[Snapshot, ModelConfig | Pretrained | None]:
     """Return the job's snapshot and its base model's config (None for a user's own model)."""
     snapshot = load_snapshot(job.snapshot_url, open_store(load_runtime(job.state_dir)))
     if job.settings.code_ref:
         return snapshot, None
     node = Path(job.state_dir) / "nodes" / WORKER
-    return snapshot, read_config(node / "store" / "models" / job.model_id / job.version)
+    directory = node / "store" / "models" / job.model_id / job.version
+    if is_pretrained(directory):
+        from paceline.models import Pretrained
+
+        return snapshot, Pretrained.open(directory)
+    return snapshot, read_config(directory)
 
 
 def display_url(url: str) -> str:
@@ -332,7 +376,7 @@ def _snapshot(asked: TrainingRequest, output: Path, store: ObjectStore) -> Snaps
 
 
 def _base(
-    asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot
+    asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot, pretrained: Pretrained | None
 ) -> tuple[str, starting.ImportedState | None]:
     """Write the base model into the node's store; return its manifest digest and, for a DCP
     checkpoint, the initial optimiser state."""
@@ -348,6 +392,8 @@ def _base(
     try:
         if asked.model is None:
             _new_model(asked, snapshot, making)
+        elif pretrained is not None:
+            pretrained.copy(making)
         elif starting.is_checkpoint(asked.model):
             start = _model_from_dcp(asked, asked.model, snapshot, making)
         else:

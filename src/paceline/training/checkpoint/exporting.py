@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.models import CONFIG_FILE, INDEX_FILE, ModelConfig, file_groups
+from paceline.models import CONFIG_FILE, INDEX_FILE, ModelConfig, Pretrained, file_groups
 from paceline.system import write_durably
 from paceline.training.checkpoint.layout import DTYPES, MODEL, TrainState, name_of
 from paceline.training.checkpoint.writer import Exchange, header_of
@@ -31,12 +31,14 @@ def export(
     config: ModelConfig | None,
     directory: Path,
     *,
+    pretrained: Pretrained | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
     """Write the model into ``directory`` on rank 0; every rank calls it.
 
-    Weights are written in ``config.torch_dtype``; without a config (a user's own model) in their
-    own dtypes, in one file. Raises InvalidInput on rank 0 where weights are not finite,
+    Weights are written in ``config.torch_dtype``; those of a ``pretrained`` model in its dtype and
+    layout, tied ones once, with its config and tokenizer; without either (a user's own model) in
+    their own dtypes, in one file. Raises InvalidInput on rank 0 where weights are not finite,
     TrainingFailed where rank 0 cannot write; TrainingFailed on the other ranks in both cases.
     """
     live = {
@@ -54,6 +56,13 @@ def export(
         dtype = getattr(torch, config.torch_dtype)
         written = {name: (dtype, shape) for name, (_, _, shape) in owners.items()}
         groups = file_groups(config, sorted(owners))
+    elif pretrained is not None:
+        written = {
+            name: (pretrained.dtype, shape)
+            for name, (_, _, shape) in owners.items()
+            if pretrained.is_written(name)
+        }
+        groups = pretrained.file_groups(list(written))
     else:
         written = {name: (dtype, shape) for name, (_, dtype, shape) in owners.items()}
         groups = [sorted(owners)]
@@ -71,6 +80,8 @@ def export(
     if state.group.rank == 0:
         try:
             _write_all(directory, files, written, tensors, config)
+            if pretrained is not None:
+                pretrained.copy_others(directory)
         except PacelineError as error:
             wrong = error
         except OSError as error:
