@@ -54,7 +54,8 @@ class Pretrained:
 
     directory: Path
     config: Any
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, StoredTensor]  # by the name that the weight has in the model
+    empty: nn.Module  # on the meta device
 
     @classmethod
     def open(cls, directory: Path) -> Pretrained:
@@ -65,7 +66,8 @@ class Pretrained:
         """
         directory = Path(directory)
         config = _read_config(directory)
-        found = cls(directory, config, stored_tensors(directory))
+        stored, empty = stored_tensors(directory), _build(config)
+        found = cls(directory, config, _renamed(stored, empty), empty)
         found._require_weights()
         return found
 
@@ -93,7 +95,7 @@ class Pretrained:
     @property
     def parameters(self) -> int:
         """Return the number of weights (tied ones once)."""
-        return sum(torch.Size(each.shape).numel() for each in self._used.values())
+        return sum(each.numel() for name, each in self._expected.items() if name not in self._tied)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -120,22 +122,14 @@ class Pretrained:
         require_finite(self._used)
         for target, source in self._tied.items():
             if target in self.stored and source in self.stored:
-                require_equal(target, source, self.stored)
+                require_equal(self.stored[target], self.stored[source])
 
     def build(self) -> nn.Module:
         """Return the model without values (on the meta device).
 
         ``forward(tokens_BT, positions_BT, documents_BT)`` returns logits_BTV, as ours does.
         """
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(
-                self.config, attn_implementation=_attention(self.family)
-            )
-        plain: Any = type(model)
-        model.__class__ = _with_documents(plain)
-        return model
+        return _build(self.config)
 
     def restore_buffers(self, model: nn.Module) -> None:
         """Compute what no file has: the frequencies of rotary positions, scales of embeddings.
@@ -158,6 +152,10 @@ class Pretrained:
     def is_written(self, name: str) -> bool:
         """Return whether the weight ``name`` is in a file of its own: not a second, tied name."""
         return name not in self._tied
+
+    def file_name(self, name: str) -> str:
+        """Return the name that a weight of the model has in files."""
+        return self.stored[self._stored_name(name)].name
 
     def file_groups(self, names: Sequence[str]) -> list[list[str]]:
         """Return the names of each file to write, in the order of the model, up to 5 GB a file."""
@@ -188,17 +186,13 @@ class Pretrained:
             shutil.copyfile(index, into / INDEX_FILE)
 
     @cached_property
-    def _empty(self) -> nn.Module:
-        return self.build()
-
-    @cached_property
     def _expected(self) -> dict[str, torch.Size]:
-        return {name: each.shape for name, each in self._empty.state_dict().items()}
+        return {name: each.shape for name, each in self.empty.state_dict().items()}
 
     @cached_property
     def _tied(self) -> dict[str, str]:
         """Return second name → first name of tied weights."""
-        tied: dict[str, str] = dict(getattr(self._empty, "all_tied_weights_keys", None) or {})
+        tied: dict[str, str] = dict(getattr(self.empty, "all_tied_weights_keys", None) or {})
         return tied
 
     @cached_property
@@ -217,7 +211,7 @@ class Pretrained:
 
     def _require_weights(self) -> None:
         missing = [name for name in self._expected if self._stored_name(name) not in self.stored]
-        ignored = getattr(self._empty, "_keys_to_ignore_on_load_unexpected", None) or ()
+        ignored = getattr(self.empty, "_keys_to_ignore_on_load_unexpected", None) or ()
         unknown = [
             name
             for name in sorted(self.stored)
@@ -314,6 +308,28 @@ def _read_config(directory: Path) -> Any:
         ) from error
     config.use_cache = False
     return config
+
+
+def _build(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_attention(config.model_type)
+        )
+    plain: Any = type(model)
+    model.__class__ = _with_documents(plain)
+    return model
+
+
+def _renamed(stored: Mapping[str, StoredTensor], empty: nn.Module) -> dict[str, StoredTensor]:
+    """Return ``stored`` by the names in the model: files of some families have other names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+    mapping = get_model_conversion_mapping(empty, add_legacy=False)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return {apply_renamings(name, renamings): each for name, each in stored.items()}
 
 
 def _attention(family: str) -> str:

@@ -28,6 +28,7 @@ class StoredTensor:
     """A tensor of a safetensors file; ``dtype`` is the file's name for it (F32, BF16, …)."""
 
     file: Path
+    name: str  # in the file
     dtype: str
     shape: tuple[int, ...]
 
@@ -64,7 +65,7 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
                         where=f"{found[name].file.name}, {file}",
                     )
                 found[name] = StoredTensor(
-                    files[file], str(part.get_dtype()), tuple(part.get_shape())
+                    files[file], name, str(part.get_dtype()), tuple(part.get_shape())
                 )
     if (directory / INDEX_FILE).is_file():
         named = {name: files[file] for name, file in read_index(directory).items()}
@@ -93,7 +94,7 @@ def fill(
                 if stored[name].file != file or not into.numel():
                     continue
                 box = zip(offsets, into.shape, strict=True)
-                values: Tensor = opened.get_slice(name)[
+                values: Tensor = opened.get_slice(stored[name].name)[
                     tuple(slice(start, start + size) for start, size in box)
                 ]
                 read += values.numel() * values.element_size()
@@ -105,7 +106,7 @@ def require_finite(stored: Mapping[str, StoredTensor]) -> None:
     """Raise InvalidInput where a value is NaN or infinite; reads everything, a part at a time."""
     for file in sorted({each.file for each in stored.values()}):
         with _opened(file) as opened:
-            for name in sorted(each for each in stored if stored[each].file == file):
+            for name in sorted(each.name for each in stored.values() if each.file == file):
                 if not all(bool(each.isfinite().all()) for each in _rows(opened, name)):
                     raise InvalidInput(
                         "weights are not finite",
@@ -115,16 +116,16 @@ def require_finite(stored: Mapping[str, StoredTensor]) -> None:
                     )
 
 
-def require_equal(one: str, other: str, stored: Mapping[str, StoredTensor]) -> None:
-    """Raise InvalidInput unless two stored tensors, which the config ties, have the same values."""
-    with _opened(stored[one].file) as first, _opened(stored[other].file) as second:
-        pairs = zip(_rows(first, one), _rows(second, other), strict=True)
-        if stored[one].shape != stored[other].shape or not all(a.equal(b) for a, b in pairs):
+def require_equal(one: StoredTensor, other: StoredTensor) -> None:
+    """Raise InvalidInput unless two tensors, which the config ties, have the same values."""
+    with _opened(one.file) as first, _opened(other.file) as second:
+        pairs = zip(_rows(first, one.name), _rows(second, other.name), strict=True)
+        if one.shape != other.shape or not all(a.equal(b) for a, b in pairs):
             raise InvalidInput(
                 "tied weights differ",
-                got=f"{one} is not {other}",
+                got=f"{one.name} is not {other.name}",
                 wanted="the same values, or tie_word_embeddings false",
-                where=stored[one].file.parent,
+                where=one.file.parent,
             )
 
 

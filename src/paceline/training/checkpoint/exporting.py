@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -79,7 +79,8 @@ def export(
     wrong: PacelineError | None = None
     if state.group.rank == 0:
         try:
-            _write_all(directory, files, written, tensors, config)
+            names = None if pretrained is None else pretrained.file_name
+            _write_all(directory, files, written, tensors, config, names or str)
             if pretrained is not None:
                 pretrained.copy_others(directory)
         except PacelineError as error:
@@ -123,8 +124,9 @@ def _write_all(
     written: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterator[Tensor],
     config: ModelConfig | None,
+    stored_name: Callable[[str], str],
 ) -> None:
-    """Write every file, the index and the config."""
+    """Write every file, index and config; ``stored_name`` returns a weight's name in files."""
     directory.mkdir(parents=True, exist_ok=True)
     total = 0
     for file_name, names in files.items():
@@ -132,7 +134,7 @@ def _write_all(
         for name in names:
             dtype, shape = written[name]
             size = torch.Size(shape).numel() * dtype.itemsize
-            entries.append((name, name_of(dtype), shape, size))
+            entries.append((stored_name(name), name_of(dtype), shape, size))
             total += size
         with (directory / file_name).open("wb") as file:
             file.write(header_of(entries, align=8))
@@ -146,7 +148,7 @@ def _write_all(
                 file.write(flat.numpy().data)
             file.flush()
             os.fsync(file.fileno())
-    weight_map = {name: file for file, names in files.items() for name in names}
+    weight_map = {stored_name(name): file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     write_durably(directory / INDEX_FILE, text.encode(), 0o666)

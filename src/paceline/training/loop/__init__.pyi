@@ -54,6 +54,7 @@ from .rank_setup import (
     evaluator_of as evaluator_of,
     export_model as export_model,
     exporter_of as exporter_of,
+    load_weights as load_weights,
     restore_checkpoint as restore_checkpoint,
     result_of as result_of,
     save_last as save_last,
