@@ -218,7 +218,7 @@ class Race:
             settings |= {
                 "link_mbit": chosen.link_mbit,
                 "agent_options": chosen.agent_option,
-                "mtls": chosen.mtls,
+                "mtls": chosen.mtls or settings.get("mtls", False),
             }
         started_s = time.monotonic()
         try:
@@ -265,7 +265,8 @@ class Race:
             )
         print(
             f"{_clock()} {hosts:3} {record['row']:<16} {outcome.seconds:7.2f} s = {said}, "
-            f"busy {outcome.usage.cpu_busy:.2f}, load {outcome.usage.load_before:.1f}, "
+            f"CPU {outcome.usage.nodes_cpu_s:.1f} s, busy {outcome.usage.cpu_busy:.2f}, "
+            f"load {outcome.usage.load_before:.1f}, "
             f"{time.monotonic() - started_s:.0f} s in all",
             flush=True,
         )

@@ -11,6 +11,7 @@ import socket
 import ssl
 import sys
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from blake3 import blake3
@@ -54,8 +55,8 @@ def node(name: str, pki: str) -> None:
     if pki:
         at = Path(pki)
         settings = TlsSettings(ca=at / "ca.pem", cert=at / "node.pem", key=at / "node-key.pem")
-    args = (listener, descriptor, order.size, ready, settings)
-    threading.Thread(target=_serve, args=args, daemon=True).start()
+    files = [(descriptor, order.size)]
+    threading.Thread(target=serve, args=(listener, files, ready, settings), daemon=True).start()
     say(address=str(listener.getsockname()[1]))
     port = int(hear())
     os.posix_fallocate(descriptor, 0, order.size)  # a file's pages are part of what it costs
@@ -63,11 +64,11 @@ def node(name: str, pki: str) -> None:
     if settings:
         sock = settings.context(server=False).wrap_socket(sock)
     block = memoryview(bytearray(BLOCK))
-    for start in range(0, order.size, PIECE):
-        piece, stop = blake3(), min(order.size, start + PIECE)
+    for _, start, stop in pieces_of(files):
+        piece = blake3()
         for at in range(start, stop, BLOCK):
             view = block[: stop - at]
-            _fill(sock, view)
+            fill(sock, view)
             piece.update(view)
             os.pwrite(descriptor, view, at)
         piece.digest()
@@ -77,7 +78,15 @@ def node(name: str, pki: str) -> None:
     hear()
 
 
-def _fill(sock: socket.socket, view: memoryview) -> None:
+def pieces_of(files: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (descriptor, start, stop) of each piece of ``files``: (descriptor, size) each."""
+    for descriptor, size in files:
+        for start in range(0, size, PIECE):
+            yield descriptor, start, min(size, start + PIECE)
+
+
+def fill(sock: socket.socket, view: memoryview) -> None:
+    """Receive all of ``view``."""
     if not isinstance(sock, ssl.SSLSocket):
         if sock.recv_into(view, 0, socket.MSG_WAITALL) != len(view):
             raise RuntimeError("the source hung up")
@@ -90,20 +99,20 @@ def _fill(sock: socket.socket, view: memoryview) -> None:
         done += got
 
 
-def _serve(
+def serve(
     listener: socket.socket,
-    descriptor: int,
-    size: int,
+    files: Sequence[tuple[int, int]],
     ready: threading.Semaphore,
     settings: TlsSettings | None,
 ) -> None:
+    """Send one caller each piece of ``files`` once ``ready`` counts it."""
     sock, _ = listener.accept()
     if settings:
         sock = settings.context(server=True).wrap_socket(sock, server_side=True)
     block = memoryview(bytearray(BLOCK // 2))
-    for start in range(0, size, PIECE):
+    for descriptor, start, stop in pieces_of(files):
         ready.acquire()
-        at, stop = start, min(size, start + PIECE)
+        at = start
         while at < stop:
             if settings is None:
                 at += os.sendfile(sock.fileno(), descriptor, at, stop - at)

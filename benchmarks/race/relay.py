@@ -33,6 +33,7 @@ PEER_PORT = 7000
 COORDINATOR_PORT = 8080
 READY_S = 120.0
 LOOK_S = 0.05
+STILL_S, STILL_SHARE = 1.0, 0.03  # of a core: an idle agent takes less
 MANAGEMENT = Path(__file__).parents[1] / "testbed/management.py"
 
 
@@ -65,6 +66,7 @@ class _Race:
         self._start_agents()
         names = [host.name for host in self.bed.hosts]
         self._until(lambda: {each.worker_id for each in client.workers()} >= set(names))
+        self._until(self._are_still)
         startup_s = time.monotonic() - began_s
         machine, before = Machine(), self.bed.counters()
         cpu_before = {host: cpu_s(each.pid) for host, each in self.agents.items()}
@@ -216,6 +218,13 @@ class _Race:
             if time.monotonic() > end_s:
                 raise NotReady("the agents did not register in time", wanted=len(self.agents))
             time.sleep(LOOK_S)
+
+    def _are_still(self) -> bool:
+        """Return whether the agents have started: what they import at first is not the relay's."""
+        before_s = sum(cpu_s(each.pid) for each in self.agents.values())
+        time.sleep(STILL_S)
+        grown_s = sum(cpu_s(each.pid) for each in self.agents.values()) - before_s
+        return grown_s < STILL_SHARE * STILL_S * len(self.agents)
 
     def _check_agents(self) -> None:
         for host, process in self.agents.items():

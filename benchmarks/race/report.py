@@ -7,8 +7,26 @@ from pathlib import Path
 from typing import Any
 
 ORDER = (
-    *("auto", "auto-killed", "auto-slowed", "auto-racks", "chain", "tree", "tree-of-chains"),
-    *("mesh", "direct", "libtorrent", "aria2", "aria2-s3", "boto3-s3"),
+    *(
+        "auto",
+        "auto-killed",
+        "auto-slowed",
+        "auto-racks",
+        "auto-mtls",
+        "chain",
+        "tree",
+        "tree-of-chains",
+    ),
+    *(
+        "mesh",
+        "direct",
+        "bare-chain",
+        "bare-chain-tls",
+        "libtorrent",
+        "aria2",
+        "aria2-s3",
+        "boto3-s3",
+    ),
 )
 TICKS = (1, 1.2, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 CPU_BOUND = 0.9  # of all cores busy: then the link was not the bound
@@ -41,11 +59,25 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "peak_mb": max(run["usage"]["nodes_peak_mb"] for run in good),
                 "load": max(run["usage"]["load_before"] for run in good),
             }
+            # Of the same repetition: the machine was as busy for both.
+            chains = {run["repeat"]: run for run in runs if _is_yardstick(run, hosts)}
+            of_chain = [
+                run["usage"]["nodes_cpu_s"] / chains[run["repeat"]]["usage"]["nodes_cpu_s"]
+                for run in good
+                if run["repeat"] in chains
+            ]
+            if of_chain:
+                line["cpu_of_chain"] = round(statistics.median(of_chain), 2)
+                line["cpu_of_chain_worst"] = round(max(of_chain), 2)
             errors = [run["seconds"] / run["predicted_s"] for run in good if "predicted_s" in run]
             if errors:
                 line["of_prediction"] = round(statistics.median(errors), 4)
         lines.append(line)
     return lines
+
+
+def _is_yardstick(run: dict[str, Any], hosts: int) -> bool:
+    return run["row"] == "bare-chain" and run["hosts"] == hosts and "error" not in run
 
 
 def _place(row: str) -> tuple[int, str]:
@@ -57,16 +89,17 @@ def _place(row: str) -> tuple[int, str]:
 def table(runs: list[dict[str, Any]]) -> str:
     """Return the summary as aligned text."""
     heads = ("hosts", "row", "runs", "median", "worst", "goal", "of plan", "origin", "x-rack")
-    heads = (*heads, "CPU-s/GB", "busy", "MB", "load")
+    heads = (*heads, "CPU-s/GB", "CPU of bare chain", "worst", "busy", "MB", "load")
     keys = ("hosts", "row", "runs", "ratio_median", "ratio_worst", "goal", "of_prediction")
-    keys = (*keys, "origin_ratio", "cross_rack", "cpu_s_per_gb", "cpu_busy", "peak_mb", "load")
+    keys = (*keys, "origin_ratio", "cross_rack", "cpu_s_per_gb", "cpu_of_chain")
+    keys = (*keys, "cpu_of_chain_worst", "cpu_busy", "peak_mb", "load")
     rows = [heads]
     for line in summary(runs):
         cells = ["" if line.get(key) is None else f"{line[key]}" for key in keys]
         if line["failed"]:
             cells[2] += f" ({line['failed']} failed)"
         if line.get("cpu_busy", 0) > CPU_BOUND:
-            cells[10] += "!"
+            cells[12] += "!"
         rows.append(tuple(cells))
     widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
     return "\n".join(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from benchmarks.peers.aria2 import run_aria2, run_aria2_s3
+from benchmarks.peers.chain import run_chain
 from benchmarks.peers.s3 import run_s3
 from benchmarks.peers.torrent import run_torrent
 from benchmarks.race.case import Case, Outcome
@@ -60,11 +61,16 @@ ROWS = {
         _relay("auto-killed", "auto", trouble="kill", goal=1.06, clumsy=1.2),
         _relay("auto-slowed", "auto", trouble="slow", goal=1.06, clumsy=1.2),
         _relay("auto-racks", "auto", racked=True, goal=1.06, clumsy=1.1),
+        Row(
+            name="auto-mtls", run=run_relay, settings={"topology": "auto", "mtls": True}, goal=1.06
+        ),
         _relay("chain", "chain", clumsy=1.1),
         _relay("tree", "tree", clumsy=2.2),
         _relay("tree-of-chains", "tree-of-chains", clumsy=1.3),
         _relay("mesh", "mesh", clumsy=1.3),
         _relay("direct", "direct", everyone_from_origin=True),
+        Row(name="bare-chain", run=run_chain, clumsy=1.2),
+        Row(name="bare-chain-tls", run=run_chain, settings={"tls": True}, clumsy=1.2),
         Row(name="libtorrent", run=run_torrent, clumsy=2.0),
         Row(name="aria2", run=run_aria2, clumsy=2.5),
         Row(name="aria2-s3", run=run_aria2_s3, everyone_from_origin=True),

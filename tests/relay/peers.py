@@ -59,10 +59,10 @@ class Heard:
         return [event for event in self.events if isinstance(event, kind)]
 
     def pieces(self, kind: type[Any] = PieceVerified) -> list[int]:
-        return [event.extent.first for event in self.of(kind)]
+        return [piece for event in self.of(kind) for piece in range(*event.extent)]
 
     def wait_pieces(self, count: int, kind: type[Any] = PieceVerified) -> list[int]:
-        self.wait(lambda _: len(self.of(kind)) >= count)
+        self.wait(lambda _: len(self.pieces(kind)) >= count)
         return self.pieces(kind)
 
     def failure(self) -> Any:

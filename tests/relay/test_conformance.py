@@ -250,7 +250,7 @@ def test_an_abrupt_end_is_reported_and_leaves_no_claim(pair: Pair) -> None:
 
 
 def test_a_half_open_connection_is_noticed(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.relay.transport.intake.SILENCE_S", 0.6)
+    monkeypatch.setattr("paceline.relay.transport.piece_receiver.SILENCE_S", 0.6)
     _, mine = pair.open()
     proxy = Proxy(pair.address)
     try:

@@ -404,10 +404,10 @@ def test_grants_after_a_death_count_bytes_read_and_fit_under_the_fuse(
         given.append(lanes)
         deploy(self, lanes, manifest)
 
-    def full(self: Staging, piece: Piece) -> None:
-        if f"{head()}/" in str(self.directory) and piece.index >= 8:
+    def full(self: Staging, *pieces: Piece) -> None:
+        if f"{head()}/" in str(self.directory) and any(each.index >= 8 for each in pieces):
             raise StorageFull("planted", where=self.directory)
-        hold(self, piece)
+        hold(self, *pieces)
 
     def head() -> str:
         return next(each.worker_id for each in given if each.origin_lanes)

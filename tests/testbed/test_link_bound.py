@@ -55,9 +55,15 @@ def test_the_summary_names_median_worst_and_failures() -> None:
     usage = {"nodes_cpu_s": 3.0, "cpu_busy": 0.95, "nodes_peak_mb": 50.0, "load_before": 0.5}
     run = {"hosts": 8, "row": "auto", "goal": 1.03, "size": 10**9, "usage": usage}
     run |= {"origin_bytes": 10**9, "cross_rack_bytes": 0, "predicted_s": 60.0}
-    good = [{**run, "ratio": ratio, "seconds": ratio * 60.0} for ratio in (1.01, 1.05, 1.02)]
-    runs = [*good, {"hosts": 8, "row": "auto", "error": "x"}]
+    good = [
+        {**run, "repeat": number, "ratio": ratio, "seconds": ratio * 60.0}
+        for number, ratio in enumerate((1.01, 1.05, 1.02))
+    ]
+    chain = {**run, "repeat": 1, "row": "bare-chain", "ratio": 1.0, "seconds": 60.0}
+    chain |= {"usage": {**usage, "nodes_cpu_s": 2.0}}
+    runs = [*good, {"hosts": 8, "row": "auto", "repeat": 0, "error": "x"}, chain]
     line = summary(runs)[0]
     assert (line["ratio_median"], line["ratio_worst"]) == (1.02, 1.05)
     assert (line["runs"], line["failed"]) == (3, 1)
+    assert line["cpu_of_chain"] == 1.5, "beside the bare chain of the same repetition"
     assert "0.95!" in table(runs)  # the CPU was the bound

@@ -9,7 +9,6 @@ import contextlib
 import fcntl
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from paceline.config import Profile, Runtime
 from paceline.errors import InvalidProfile, NotReady, PacelineError
 from paceline.extras import require_extras
 from paceline.schemas import InstallationStatus, ServiceStatus
-from paceline.system import ensure_own_directory, ensure_private, process_holding
+from paceline.system import ensure_own_directory, ensure_private, is_readable, process_holding
 
 STOP_DEADLINE_S = 40.0
 # On top of the profile's readiness deadline: imports, stopping after a failure.
@@ -176,8 +175,9 @@ def _await_ready(reports: int, deadline: float, log_path: Path) -> Runtime:
     """Return what the supervisor reports once: its runtime; raises the error that ended it."""
     line = b""
     while not line.endswith(b"\n"):
-        readable, _, _ = select.select([reports], [], [], max(0.0, deadline - time.monotonic()))
-        chunk = os.read(reports, 65536) if readable else b""
+        chunk = (
+            os.read(reports, 65536) if is_readable(reports, deadline - time.monotonic()) else b""
+        )
         if not chunk:
             ended = f"it ended: {last_line(log_path) or '(no output)'}"
             raise NotReady(

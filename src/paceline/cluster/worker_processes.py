@@ -27,7 +27,7 @@ from typing import IO
 from paceline.cluster.processes import Guarded, node_environment, start_guarded
 from paceline.config import this_node
 from paceline.errors import Conflict, NotFound, WorkerLost
-from paceline.system import own_program
+from paceline.system import is_writable, own_program
 
 LEASE_S = 30.0
 MAX_LINE_BYTES = 4 * 1024 * 1024
@@ -130,7 +130,7 @@ def tell(process_id: str, text: str) -> None:
     deadline = time.monotonic() + TELL_PATIENCE_S
     while data:
         left = deadline - time.monotonic()
-        if left <= 0 or not select.select([], [descriptor], [], left)[1]:
+        if left <= 0 or not is_writable(descriptor, left):
             raise WorkerLost("the process does not read its orders", where=process_id)
         try:
             data = data[os.write(descriptor, data[: select.PIPE_BUF]) :]

@@ -68,6 +68,7 @@ class ActiveDeployment:
     # Verified pieces that the session has not processed yet: byte threads append, the owner takes.
     arrivals: deque[PieceVerified] = field(default_factory=deque)
     delivery_posted: bool = False  # the owner has been woken for them
+    delivered_pieces: int = 0  # verified ones when the owner last took them
     streams: dict[str, tuple[int, PullStream]] = field(default_factory=dict)
     readers: dict[str, RangeReader] = field(default_factory=dict)
     status: WorkerStatus = WorkerStatus.RECEIVING
@@ -88,6 +89,7 @@ class ActiveDeployment:
         if not self.arrivals:
             return []
         self.delivery_posted = False
+        self.delivered_pieces = self.staging.verified.count if self.staging else 0
         taken: dict[tuple[str, int], Extents] = {}
         while self.arrivals:
             event = self.arrivals.popleft()

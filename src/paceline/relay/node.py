@@ -45,11 +45,11 @@ log = logging.getLogger(__name__)
 INBOX_SIZE = 8192
 LONGEST_WAIT_S = 1.0
 DELIVER_INTERVAL_S = (
-    0.03  # how long a verified piece may wait for others before its session receives it,
+    0.1  # how long a verified piece may wait for others before its session receives it,
 )
 # and how many bytes may wait: an eighth of the largest window. Waking the owner takes about 0.1 ms.
 DELIVER_BYTES = 4 * 1024 * 1024
-REFRESH_S = 0.1  # the largest age of a reported count
+REFRESH_S = 0.3  # the largest age of a reported count
 SUSPENSION_S = 0.3  # a wake-up that is so much late means that the process was suspended
 DRAIN_S = 0.5  # at a stop, for the pieces that are in flight
 DRAIN_LOOK_S = 0.02
@@ -394,7 +394,8 @@ class RelayDriver:
                 return
             if isinstance(event, PieceVerified):
                 arrivals.append(event)
-                if len(arrivals) >= enough and not deployment.delivery_posted:
+                waiting = staging.verified.count - deployment.delivered_pieces
+                if waiting >= enough and not deployment.delivery_posted:
                     deployment.delivery_posted = True
                     self.post(deliver)
                 full = staging.pending_bytes >= GROUP_BYTES or staging.verified.count == pieces

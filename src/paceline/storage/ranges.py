@@ -24,7 +24,7 @@ from paceline.storage.url import parse_url
 # cache; smaller ones cost calls.
 MIN_STEP = 32 * 1024
 MAX_STEP = 256 * 1024
-STEP_S = 0.02
+STEP_S = 0.04
 
 AttemptFailed = Callable[
     [ServiceUnavailable, float], None

@@ -27,6 +27,8 @@ from .machine import (
 )
 from .processes import (
     PYTHON as PYTHON,
+    is_readable as is_readable,
+    is_writable as is_writable,
     own_program as own_program,
     process_holding as process_holding,
 )

@@ -1,4 +1,4 @@
-"""Send signals by pid without hitting an unrelated process; name a program for any machine.
+"""Signals by pid that reach no unrelated process; programs for any machine; waiting for a pipe.
 
 The kernel reuses pids. Here a signal goes through a process descriptor (pidfd), and only if that
 process has a given file open, such as the lock of its state directory or store.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,22 @@ PYTHON = "python"  # as the first word of an argv: the interpreter of the machin
 def own_program(argv: Sequence[str]) -> list[str]:
     """Return ``argv`` with this process's interpreter in the place of ``PYTHON``."""
     return [sys.executable if argv[0] == PYTHON else argv[0], *argv[1:]]
+
+
+def is_writable(descriptor: int, timeout_s: float) -> bool:
+    """Return whether ``descriptor`` takes bytes (or is broken) within ``timeout_s``."""
+    return _occurs(descriptor, select.POLLOUT, timeout_s)
+
+
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Return whether ``descriptor`` has bytes (or its end) within ``timeout_s``."""
+    return _occurs(descriptor, select.POLLIN, timeout_s)
+
+
+def _occurs(descriptor: int, event: int, timeout_s: float) -> bool:
+    poll = select.poll()  # select.select refuses descriptors from 1,024 on
+    poll.register(descriptor, event)
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
 
 
 class ProcessHandle:

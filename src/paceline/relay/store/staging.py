@@ -233,17 +233,18 @@ class Staging:
         except OSError as error:
             raise_disk_error(error, self.directory)
 
-    def hold(self, piece: Piece) -> None:
-        """Count a claimed and written ``piece`` as verified: its digest matched."""
-        extent = Extent(piece.index, piece.index + 1)
+    def hold(self, *pieces: Piece) -> None:
+        """Count claimed and written ``pieces`` as verified: their digests matched."""
         with self._mutex:
-            self._claims.discard(piece.index)
-            if self.verified.add(extent):
-                self._fresh.add(extent)
-                self._dirty.add(piece.file_index)
-                self.pending_bytes += piece.length
-                for queue in self._requests:
-                    queue.became_verified(extent)
+            for piece in pieces:
+                self._claims.discard(piece.index)
+                extent = Extent(piece.index, piece.index + 1)
+                if self.verified.add(extent):
+                    self._fresh.add(extent)
+                    self._dirty.add(piece.file_index)
+                    self.pending_bytes += piece.length
+                    for queue in self._requests:
+                        queue.became_verified(extent)
             if self._waiting:
                 self._lock.notify_all()
 

@@ -1,8 +1,8 @@
 """How pieces travel between workers: one contract, implemented over framed TCP and over gRPC.
 
-``serving`` selects what a peer receives and ``intake`` verifies what arrives; the ``tcp_*`` and
-``grpc_*`` modules only carry bytes, encoded by ``frames``. ``tls`` and ``identity`` authenticate
-peers, ``pacing`` limits rates. Nothing here depends on lanes or plans.
+``serving`` selects what a peer receives and ``piece_receiver`` verifies what arrives; the ``tcp_*``
+and ``grpc_*`` modules only carry bytes, encoded by ``frames``. ``tls`` and ``identity``
+authenticate peers, ``pacing`` limits rates. Nothing here depends on lanes or plans.
 """
 
 import lazy_loader

@@ -50,7 +50,6 @@ from .identity import (
     new_request as new_request,
     requested_key as requested_key,
 )
-from .intake import PieceReceiver as PieceReceiver
 from .pacing import (
     HOLD_S as HOLD_S,
     LEAST_BYTES as LEAST_BYTES,
@@ -60,6 +59,7 @@ from .pacing import (
     ReceiveWindow as ReceiveWindow,
     no_limit as no_limit,
 )
+from .piece_receiver import PieceReceiver as PieceReceiver
 from .serving import (
     CorruptReport as CorruptReport,
     PeerMessage as PeerMessage,

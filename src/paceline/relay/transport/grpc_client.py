@@ -1,7 +1,7 @@
 """The client side of the gRPC transport: one stream from one source, with one receiving thread.
 
-Messages are passed to ``intake``, which verifies and writes their bytes. gRPC reads this side's
-messages from a generator on another thread; the same generator detects a silent source.
+Messages are passed to ``piece_receiver``, which verifies and writes their bytes. gRPC reads this
+side's messages from a generator on another thread; the same generator detects a silent source.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import grpc
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
 from paceline.relay.protocol import Extent
-from paceline.relay.transport import intake
+from paceline.relay.transport import piece_receiver
 from paceline.relay.transport.contract import PullSpec, Transport
 from paceline.relay.transport.frames import (
     MAX_DATA,
@@ -28,7 +28,7 @@ from paceline.relay.transport.frames import (
     proof,
     proofs_equal,
 )
-from paceline.relay.transport.intake import PieceReceiver
+from paceline.relay.transport.piece_receiver import PieceReceiver
 from paceline.relay.transport.tls import diagnose_refusal, worker_host_name
 
 CONNECT_S = 3.0
@@ -50,7 +50,7 @@ class GrpcPullStream:
         self._token = transport.token
         self._tls = transport.tls
         self._hello = pull.hello()
-        self._intake = PieceReceiver(pull)
+        self._receiver = PieceReceiver(pull)
         self._lock = threading.Lock()
         self._outbox: queue.SimpleQueue[ChunkRequest | None] = queue.SimpleQueue()
         self._backlog: list[ChunkRequest] = []  # until the source has authenticated
@@ -64,7 +64,7 @@ class GrpcPullStream:
         """Request pieces; returns at once."""
         asked = ChunkRequest(first_piece=extent.first, piece_count=extent.size)
         with self._lock:
-            self._intake.ask(extent)
+            self._receiver.ask(extent)
             (self._outbox.put if self._welcomed else self._backlog.append)(asked)
 
     def close(self) -> None:
@@ -98,8 +98,8 @@ class GrpcPullStream:
             yield encode_request(said)
 
     def _watch(self) -> None:
-        silence_s = intake.SILENCE_S if self._welcomed else CONNECT_S
-        waiting = not self._welcomed or self._intake.waiting
+        silence_s = piece_receiver.SILENCE_S if self._welcomed else CONNECT_S
+        waiting = not self._welcomed or self._receiver.waiting
         if waiting and time.monotonic() - self._heard_s > silence_s:
             self._silent = True
             self._call.cancel()
@@ -111,7 +111,7 @@ class GrpcPullStream:
             with self._pull.receiving(lambda: self._closed), self._channel() as channel:
                 self._receive(channel)
         finally:
-            self._intake.drop()
+            self._receiver.drop()
             self._outbox.put(None)
 
     def _channel(self) -> grpc.Channel:
@@ -149,7 +149,7 @@ class GrpcPullStream:
         if not self._welcomed:
             self._welcome(said)
         elif said.waiting:
-            self._intake.waits()
+            self._receiver.waits()
         elif said.data:
             self._take(said)
         else:
@@ -175,16 +175,17 @@ class GrpcPullStream:
         piece = manifest.piece_of(said.piece)
         at = said.offset - piece.stream_offset
         if self._arriving != said.piece:
-            self._intake.begin(said.piece, piece.length)
+            self._receiver.begin(said.piece, piece.length)
             self._arriving, self._expected = said.piece, 0
         if at != self._expected:
             raise InvalidFrame("bytes out of order", got=at, wanted=self._expected)
-        self._intake.take(said.data)
+        self._receiver.take(said.data)
         self._expected += len(said.data)
         if said.checksum:
             self._arriving = -1
-            if not self._intake.end():
+            if self._receiver.end() is not None:
                 self._outbox.put(ChunkRequest(first_piece=said.piece, corrupt=True))
+            self._receiver.flush()
 
     def _failure(self, call: Any) -> PacelineError:
         where, details = self._pull.key, call.details()

@@ -1,7 +1,8 @@
 """The client side of the TCP transport: one stream from one source, with one receiving thread.
 
-Blocks are received into a reused buffer and passed to ``intake``, which hashes and writes them.
-Another thread sends the requests; a request is a 12-byte frame.
+A read of a reused buffer brings part of a large piece or several small ones; ``piece_receiver``
+hashes and writes them, and counts those that became whole together. Another thread sends the
+requests; a request is a 12-byte frame.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import struct
 import threading
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
 from paceline.relay.protocol import Extent
-from paceline.relay.transport import intake
+from paceline.relay.transport import piece_receiver
 from paceline.relay.transport.contract import PullSpec
 from paceline.relay.transport.frames import (
     HEADER,
@@ -29,8 +30,8 @@ from paceline.relay.transport.frames import (
     proof,
     proofs_equal,
 )
-from paceline.relay.transport.intake import PieceReceiver
 from paceline.relay.transport.pacing import ReceiveWindow
+from paceline.relay.transport.piece_receiver import PieceReceiver
 from paceline.relay.transport.sockets import (
     Channel,
     PlainChannel,
@@ -59,7 +60,7 @@ class TcpPullStream:
         self._token = transport.token
         self._tls = transport.client_tls
         self._hello = pull.hello()
-        self._intake = PieceReceiver(pull)
+        self._receiver = PieceReceiver(pull)
         self._receive_window = ReceiveWindow(pull.planned_rate)
         self._buffer = memoryview(bytearray(pull.pacer.block_bytes))
         self._lock = threading.Lock()
@@ -73,7 +74,7 @@ class TcpPullStream:
     def request(self, extent: Extent) -> None:
         """Request pieces; never blocks for long (a request is 12 bytes)."""
         with self._lock:
-            self._intake.ask(extent)
+            self._receiver.ask(extent)
             if not self._ready:
                 self._backlog.append(extent)
                 return
@@ -98,10 +99,9 @@ class TcpPullStream:
         try:
             with self._pull.receiving(lambda: self._closed):
                 channel = self._connect()
-                while not self._closed:  # a shut socket still returns bytes that have arrived
-                    self._next_frame(channel)
+                self._receive(channel)
         finally:
-            self._intake.drop()
+            self._receiver.drop()
             with self._lock:
                 self._ready = False
                 for each in (self._channel, self._sock):
@@ -161,37 +161,56 @@ class TcpPullStream:
         channel.timeout_s = timeout_s
         return channel
 
-    def _next_frame(self, channel: Channel) -> None:
-        raw = bytearray(HEADER.size)
-        # An idle stream waits until the server closes it; a busy one is bounded here too.
-        silence_s = intake.SILENCE_S if self._intake.waiting else IDLE_S
-        channel.receive(memoryview(raw), time.monotonic() + silence_s)
-        if raw.startswith(_PIECE):  # decoded here: this is the hot path
-            self._take_piece(channel, *_NUMBERS.unpack_from(raw, len(_PIECE)))
-            return
-        header = decode(raw)
-        match header.kind:
-            case Kind.WAITING:
-                self._intake.waits()
-            case Kind.ERROR:
-                payload = bytearray(header.payload_bytes)
-                channel.receive(memoryview(payload), time.monotonic() + CONNECT_S)
-                said = payload.decode("utf-8", "replace")
-                raise PeerLost("the peer refused", got=said, where=self._pull.key)
-            case _:
-                raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
+    def _receive(self, channel: Channel) -> None:
+        """Take frames until the stream ends: each turn takes all that a read brought."""
+        arriving, buffer, kept = self._receiver, self._buffer, 0
+        deadline_s = 0.0
+        while not self._closed:  # a shut socket still returns bytes that have arrived
+            got = channel.read(buffer[kept:], arriving.due_bytes, arriving.left)
+            if got:
+                deadline_s = 0.0
+            elif not deadline_s:
+                # An idle stream waits until the server closes it; a busy one is bounded here too.
+                silence_s = piece_receiver.SILENCE_S if arriving.waiting else IDLE_S
+                deadline_s = time.monotonic() + silence_s
+            elif time.monotonic() > deadline_s:
+                raise PeerLost("the peer went silent", where=self._pull.key)
+            end = kept + got
+            at = self._take_frames(channel, end)
+            kept = end - at  # the beginning of a frame
+            buffer[:kept] = buffer[at:end]
 
-    def _take_piece(self, channel: Channel, index: int, length: int) -> None:
-        arriving, left = self._intake, length
-        arriving.begin(index, length)
-        deadline_s = time.monotonic() + intake.SILENCE_S
-        while left:
-            block = self._buffer[:left]
-            channel.receive(block, deadline_s, lambda: arriving.alive(moving=True))
-            if self._closed:
-                return
-            arriving.take(block)
-            left -= len(block)
-        if not arriving.end():
-            with self._lock:
-                channel.send(encode(Kind.CORRUPT, index))
+    def _take_frames(self, channel: Channel, end: int) -> int:
+        """Take the frames in the buffer up to ``end``; return where an incomplete header begins."""
+        arriving, buffer, at = self._receiver, self._buffer, 0
+        while at < end:
+            if arriving.left:
+                block = buffer[at : min(end, at + arriving.left)]
+                arriving.take(block)
+                at += len(block)
+                if not arriving.left and (corrupt := arriving.end()) is not None:
+                    with self._lock:
+                        channel.send(encode(Kind.CORRUPT, corrupt))
+                continue
+            header_end = at + HEADER.size
+            if header_end > end:
+                break
+            if buffer[at : at + len(_PIECE)] == _PIECE:  # decoded here: this is the hot path
+                arriving.begin(*_NUMBERS.unpack_from(buffer, at + len(_PIECE)))
+            else:
+                header = decode(buffer[at:header_end])
+                if header.kind is Kind.ERROR:
+                    self._refused(channel, buffer[header_end:end], header.payload_bytes)
+                if header.kind is not Kind.WAITING:
+                    raise InvalidFrame("unexpected frame", got=header.kind.name, wanted="PIECE")
+                arriving.waits()
+            at = header_end
+        arriving.flush()
+        return at
+
+    def _refused(self, channel: Channel, begun: memoryview, payload_bytes: int) -> NoReturn:
+        payload = bytearray(begun[:payload_bytes])
+        rest = bytearray(payload_bytes - len(payload))
+        channel.receive(memoryview(rest), time.monotonic() + CONNECT_S)
+        said = (payload + rest).decode("utf-8", "replace")
+        raise PeerLost("the peer refused", got=said, where=self._pull.key)

@@ -204,21 +204,24 @@ class TcpServer(PeerServer[socket.socket]):
                 for index in range(*run):
                     piece = manifest.piece_of(index)
                     descriptor = staging.descriptor(piece.file_index)
-                    for sent in self._send_piece(channel, descriptor, piece):
+                    more = index + 1 < run.stop
+                    for sent in self._send_piece(channel, descriptor, piece, more):
                         peer.carried(sent, last=False)
                 peer.carried(0, last=True)
 
-    def _send_piece(self, channel: Channel, descriptor: int, piece: Piece) -> Iterator[int]:
-        # The header is sent in one segment with the first bytes.
-        channel.send(encode(Kind.PIECE, piece.index, piece.length), more=True)
+    def _send_piece(
+        self, channel: Channel, descriptor: int, piece: Piece, more: bool
+    ) -> Iterator[int]:
+        header = encode(Kind.PIECE, piece.index, piece.length)
         offset, stop = piece.file_offset, piece.file_offset + piece.length
         # Unpaced, the kernel accepts the whole piece in one call and waits for the link itself.
         longest = self.spec.pacer.block_bytes if self.spec.pacer.paced else piece.length
         while offset < stop:
             block = min(longest, stop - offset)
-            sent = channel.send_file(descriptor, offset, block)
+            sent = channel.send_file(descriptor, offset, block, header, more)
             if sent == 0:
                 raise PeerLost("a file became shorter while it was served")
+            header = b""
             offset += sent
             self.spec.pacer.take(sent)
             yield sent

@@ -30,6 +30,7 @@ from paceline.config import one_certificate, read_other
 from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.transport.sockets import (
     IO_TIMEOUT_S,
+    LEAST_BYTES,
     Channel,
     broken,
 )
@@ -143,44 +144,42 @@ class TlsChannel(Channel):
         self._lock = threading.Lock()  # held for one non-blocking call
         self._sending = threading.Lock()  # held for one frame: records of two frames must not mix
         self._block = memoryview(bytearray(SEND_BLOCK))
+        self._filled = 0  # bytes of the block that wait for more
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
         sock.setblocking(False)
 
-    def receive(
-        self, view: memoryview, deadline_s: float, on_some: Callable[[], None] | None = None
-    ) -> None:
-        """Fill ``view``; see Channel."""
-        done, blocked_s = 0, 0.0
-        began_s = told_s = time.monotonic()
+    _sleeps_inside = True
+
+    def _read(self, view: memoryview, whole: bool) -> int:
+        done = 0
         while done < len(view):
             try:
                 with self._lock:
-                    got = self._sock.recv_into(view[done:])
+                    got = self._sock.recv_into(view[done:])  # a record at most
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
-                # Nothing had arrived: from here on the time is the link's.
-                self.coalescer.sleep(len(view) - done)
+                if done and not whole:
+                    break
+                if whole:
+                    self._coalescer.sleep(len(view) - done)
                 wait_s = time.monotonic()
-                self._wait(error, self.timeout_s)
-                now = time.monotonic()
-                blocked_s = max(blocked_s, now - wait_s)
-                if done and on_some is not None and now - told_s >= self.timeout_s:
-                    told_s = now
-                    on_some()
-                if now > deadline_s:
-                    raise PeerLost(
-                        "the peer went silent", got=f"{done} bytes", wanted=len(view)
-                    ) from None
+                if not self._wait(error, self.timeout_s):
+                    break
+                self._blocked_s = max(self._blocked_s, time.monotonic() - wait_s)
                 continue
             except OSError as error:
+                if done:  # what came before it counts; the next read meets the error again
+                    break
                 raise refused(error) from error
             if got == 0:
+                if done:
+                    break
                 raise PeerLost("the peer closed the connection")
             done += got
-        self.coalescer.read(len(view), began_s, blocked_s)
+        return done
 
-    def send(self, data: bytes | memoryview, more: bool = False) -> None:  # noqa: ARG002
-        """Send all of ``data`` at once, ignoring ``more``; see Channel."""
+    def send(self, data: bytes | memoryview) -> None:
+        """Send all of ``data``; see Channel."""
         view = memoryview(data)
         with self._sending:
             while view:
@@ -193,13 +192,20 @@ class TlsChannel(Channel):
                 except OSError as error:
                     raise refused(error) from error
 
-    def send_file(self, descriptor: int, offset: int, count: int) -> int:
-        """Read part of the file into the reused block and send it; see Channel."""
+    def send_file(self, descriptor: int, offset: int, count: int, header: bytes, more: bool) -> int:
+        """Read part of the file into the reused block, and send it once it is full or there is no
+        more; see Channel.
+        """
+        block, start = self._block, self._filled + len(header)
+        block[self._filled : start] = header
         try:
-            got = os.preadv(descriptor, [self._block[: min(count, SEND_BLOCK)]], offset)
+            got = os.preadv(descriptor, [block[start : start + count]], offset)
         except OSError as error:
             raise broken(error) from error
-        self.send(self._block[:got])
+        self._filled = start + got
+        if not more or got < count or self._filled + LEAST_BYTES > len(block):
+            self.send(block[: self._filled])
+            self._filled = 0
         return got
 
     def readable(self, wait_s: float) -> bool:

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from paceline.errors import WorkerLost
 from paceline.extras import require_extras
-from paceline.system import PYTHON, own_program
+from paceline.system import PYTHON, is_writable, own_program
 from paceline.training.launcher.ports import NodeMessage
 
 log = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class _Node:
                 data = memoryview(json.dumps(order).encode() + b"\n")
                 while data:
                     left = deadline - time.monotonic()
-                    if left <= 0 or not select.select([], [pipe], [], left)[1]:
+                    if left <= 0 or not is_writable(pipe, left):
                         return "its launcher does not read its orders"
                     data = data[os.write(pipe, data[: select.PIPE_BUF]) :]
         except (OSError, ValueError) as error:

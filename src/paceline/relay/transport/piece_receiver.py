@@ -2,7 +2,7 @@
 
 A piece counts as held, and may be forwarded, only when its digest matches (I3). Results are
 reported as session events. It does not depend on how the bytes arrive. One thread delivers pieces;
-any thread may request.
+any thread may request. What comes from S3 is verified in ``relay.origin``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SILENCE_S = 30.0  # a last bound for the byte threads; the session notices silen
 class _ArrivingPiece:
     """A piece that is arriving; ``writing`` guards ``mine``."""
 
-    __slots__ = ("descriptor", "done", "extent", "hash", "memory", "mine", "piece", "writing")
+    __slots__ = ("descriptor", "extent", "hash", "held", "memory", "mine", "piece", "writing")
 
     def __init__(self, pull: PullSpec, piece: Piece, extent: Extent) -> None:
         self.piece = piece
         self.extent = extent
         self.descriptor = pull.staging.descriptor(piece.file_index)
         self.hash = pull.staging.manifest.new_piece_hash()
-        self.done = 0
+        self.held = False  # written and counted from memory
         self.mine = False  # whether this stream holds the claim to write it
         self.writing = threading.Lock()  # held while it is written, and while the claim moves
         self.memory: memoryview | None = None  # a copy, while another stream writes the piece
@@ -51,6 +51,9 @@ class PieceReceiver:
         self._ever = Extents()  # a piece requested twice may arrive twice
         self._reported_alive_s = 0.0
         self._arriving: _ArrivingPiece | None = None
+        self.left = 0  # bytes of the arriving piece that are missing
+        self._received = 0  # bytes since the last ``flush``
+        self._whole: list[_ArrivingPiece] = []  # verified since the last ``flush``
 
     def ask(self, extent: Extent) -> None:
         """Record that ``extent`` is requested."""
@@ -62,6 +65,11 @@ class PieceReceiver:
     def waiting(self) -> bool:
         """Return whether any requested piece has not arrived."""
         return self._asked.count > 0 or self._arriving is not None
+
+    @property
+    def due_bytes(self) -> int:
+        """Return about how many bytes have yet to arrive."""
+        return self.left + self._asked.count * self._staging.manifest.piece_bytes
 
     def begin(self, index: int, length: int) -> None:
         """Start piece ``index`` of ``length`` bytes; raises InvalidFrame if it is unrequested."""
@@ -86,62 +94,98 @@ class PieceReceiver:
             arriving.memory = memoryview(bytearray(length))
         if arriving.mine:
             self._staging.writers[index] = arriving.leave
-        self._arriving = arriving
+        self._arriving, self.left = arriving, length
 
     def take(self, block: memoryview) -> None:
         """Write and hash the next bytes of the piece; the bytes of a duplicate are dropped."""
-        arriving = self._arriving
-        if arriving is None or arriving.done + len(block) > arriving.piece.length:
-            raise InvalidFrame("bytes beyond a piece", got=len(block), where=self._key)
+        arriving, size = self._arriving, len(block)
+        if arriving is None or size > self.left:
+            raise InvalidFrame("bytes beyond a piece", got=size, where=self._key)
+        done = arriving.piece.length - self.left
         if arriving.memory is not None:
             arriving.hash.update(block)
-            arriving.memory[arriving.done : arriving.done + len(block)] = block
+            arriving.memory[done : done + size] = block
         elif arriving.mine:
             arriving.hash.update(block)
             with arriving.writing:
                 if arriving.mine:
-                    at = arriving.piece.file_offset + arriving.done
+                    at = arriving.piece.file_offset + done
                     self._staging.write(arriving.descriptor, block, at)
-        arriving.done += len(block)
+        self.left -= size
+        self._received += size
         if self._pull.pacer.paced:
-            self._pull.pacer.take(len(block))
-        if arriving.done < arriving.piece.length:
+            self._pull.pacer.take(size)
+        if self.left:
             self.alive(self._pull.keepalive_s, moving=True)
 
-    def end(self) -> bool:
-        """Verify the piece and report it; return whether its digest matches."""
-        arriving, staging = self._arriving, self._staging
-        if arriving is None or arriving.done != arriving.piece.length:
-            got = arriving.done if arriving else 0
-            raise InvalidFrame("a piece ended early", got=got, where=self._key)
-        piece = arriving.piece
+    def end(self) -> int | None:
+        """Verify the piece that has arrived; return its number if it is corrupt. ``flush`` counts
+        and reports the others.
+        """
+        arriving = self._arriving
+        if arriving is None or self.left:
+            got = self.left if arriving else None
+            raise InvalidFrame("a piece ended early", got=f"{got} bytes left", where=self._key)
         judged = arriving.mine or arriving.memory is not None
-        matches = not judged or arriving.hash.hexdigest() == piece.digest
-        held = False
-        if matches and arriving.memory is not None:
-            try:
-                held = staging.keep(piece, arriving.memory)
-            except TimeoutError as error:
-                raise PeerLost(str(error), where=self._key) from error
-        with arriving.writing:
-            if arriving.mine and matches:
-                staging.writers.pop(piece.index, None)
-                staging.hold(piece)
-                held, arriving.mine = True, False
+        if not judged or arriving.hash.hexdigest() == arriving.piece.digest:
+            if arriving.memory is not None:
+                self._keep(arriving, arriving.memory)
+            self._whole.append(arriving)
+            self._arriving = None
+            return None
         self.drop()
-        if not held:
-            self._pull.counters.add(refetched=piece.length)
-        kind = PieceVerified if matches else PieceRejected
-        self._pull.report(kind(self._key, self._pull.stream, arriving.extent))
-        return matches
+        self._count(arriving.piece.length)
+        self._pull.report(PieceRejected(self._key, self._pull.stream, arriving.extent))
+        return arriving.piece.index
+
+    def _keep(self, arriving: _ArrivingPiece, data: memoryview) -> None:
+        try:
+            arriving.held = self._staging.keep(arriving.piece, data)
+        except TimeoutError as error:
+            raise PeerLost(str(error), where=self._key) from error
+        arriving.memory = None
+
+    def flush(self) -> None:
+        """Count the verified pieces as held and report them: readers wake once for all of them."""
+        if not self._whole:
+            return
+        whole, self._whole = self._whole, []
+        mine, refetched = [], 0
+        runs: list[Extent] = []
+        for arriving in whole:
+            first, stop = arriving.extent
+            if runs and runs[-1].stop == first:
+                first = runs.pop().first
+            runs.append(Extent(first, stop))
+            with arriving.writing:
+                if arriving.mine:
+                    arriving.mine = False
+                    self._staging.writers.pop(arriving.piece.index, None)
+                    mine.append(arriving.piece)
+                elif not arriving.held:
+                    refetched += arriving.piece.length
+        try:
+            self._staging.hold(*mine)
+        except BaseException:
+            for piece in mine:  # another stream may bring them
+                self._staging.release(piece.index)
+            raise
+        self._count(refetched)
+        for run in runs:
+            self._pull.report(PieceVerified(self._key, self._pull.stream, run))
+
+    def _count(self, refetched: int = 0) -> None:
+        received, self._received = self._received, 0
+        self._pull.counters.add(received=received, refetched=refetched)
 
     def drop(self) -> None:
-        """Discard the piece that is arriving, unless it is held."""
-        arriving, self._arriving = self._arriving, None
+        """Discard the piece that is arriving."""
+        self.flush()
+        self._count()
+        arriving, self._arriving, self.left = self._arriving, None, 0
         if arriving is None:
             return
         arriving.memory = None
-        self._pull.counters.add(received=arriving.done)
         with arriving.writing:
             if arriving.mine:
                 arriving.mine = False

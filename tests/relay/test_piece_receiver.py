@@ -55,7 +55,7 @@ class Shelf:
             report=heard,
         )
 
-    def intake(self, name: str, heard: Heard) -> PieceReceiver:
+    def receiver(self, name: str, heard: Heard) -> PieceReceiver:
         made = PieceReceiver(self.pull(name, heard))
         made.ask(Extent(0, 4))
         return made
@@ -79,71 +79,76 @@ def shelf(tmp_path: Path) -> Iterator[Shelf]:
     made.store.close()
 
 
+def finish(receiver: PieceReceiver) -> None:
+    assert receiver.end() is None, "the piece matches its digest"
+    receiver.flush()
+
+
 def test_a_hedged_piece_is_taken_from_whoever_has_it_whole_first(shelf: Shelf) -> None:
     slow, fast = Heard(), Heard()
-    first, second = shelf.intake("slow", slow), shelf.intake("fast", fast)
+    first, second = shelf.receiver("slow", slow), shelf.receiver("fast", fast)
     data = shelf.data(1)
     first.begin(1, len(data))
     first.take(data[:100])
     second.begin(1, len(data))
     second.take(data)
-    assert second.end()
+    finish(second)
     assert 1 in shelf.staging.verified
     first.take(memoryview(bytes(len(data) - 100)))  # whatever the loser still brings is dropped
-    assert first.end()
+    finish(first)
     assert shelf.on_disk(1) == data
     assert (slow.pieces(), fast.pieces()) == ([1], [1])
     assert shelf.counters.refetched_bytes == len(data)
 
 
 def test_a_hedge_that_comes_later_is_dropped(shelf: Shelf) -> None:
-    first, second = shelf.intake("a", Heard()), shelf.intake("b", Heard())
+    first, second = shelf.receiver("a", Heard()), shelf.receiver("b", Heard())
     data = shelf.data(0)
-    for intake in (first, second):
-        intake.begin(0, len(data))
+    for receiver in (first, second):
+        receiver.begin(0, len(data))
     first.take(data)
-    assert first.end()
+    finish(first)
     second.take(data)
-    assert second.end()
+    finish(second)
     assert shelf.counters.refetched_bytes == len(data)
 
 
 def test_a_corrupt_hedge_takes_nothing_over(shelf: Shelf) -> None:
     good, bad = Heard(), Heard()
-    first, second = shelf.intake("good", good), shelf.intake("bad", bad)
+    first, second = shelf.receiver("good", good), shelf.receiver("bad", bad)
     data = shelf.data(0)
-    for intake in (first, second):
-        intake.begin(0, len(data))
+    for receiver in (first, second):
+        receiver.begin(0, len(data))
     first.take(data[:10])
     second.take(memoryview(bytes(len(data))))
-    assert not second.end()
+    assert second.end() == 0
     first.take(data[10:])
-    assert first.end()
+    finish(first)
     assert (good.pieces(), bad.pieces(PieceRejected)) == ([0], [0])
     assert shelf.on_disk(0) == data
 
 
 def test_a_hedge_goes_on_where_the_first_writer_is_gone(shelf: Shelf) -> None:
-    first, second = shelf.intake("gone", Heard()), shelf.intake("here", Heard())
+    first, second = shelf.receiver("gone", Heard()), shelf.receiver("here", Heard())
     data = shelf.data(0)
-    for intake in (first, second):
-        intake.begin(0, len(data))
+    for receiver in (first, second):
+        receiver.begin(0, len(data))
     first.take(data[:10])
     first.drop()  # its connection broke
     second.take(data)
-    assert second.end()
+    finish(second)
     assert shelf.on_disk(0) == data
 
 
 def test_a_corrupt_first_writer_leaves_the_piece_to_its_hedge(shelf: Shelf) -> None:
-    first, second = shelf.intake("bad", Heard()), shelf.intake("good", Heard())
+    first, second = shelf.receiver("bad", Heard()), shelf.receiver("good", Heard())
     data = shelf.data(0)
-    for intake in (first, second):
-        intake.begin(0, len(data))
+    for receiver in (first, second):
+        receiver.begin(0, len(data))
     first.take(memoryview(bytes(len(data))))
-    assert not first.end()
+    assert first.end() == 0
     second.take(data)
-    assert second.end()
+    finish(second)
     assert shelf.on_disk(0) == data
 
 
@@ -153,14 +158,15 @@ def test_many_streams_with_the_same_piece_leave_one_right_copy(shelf: Shelf) -> 
     start = threading.Barrier(count)
 
     def bring(number: int) -> None:
-        intake = shelf.intake(f"w{number}", heard[number])
+        receiver = shelf.receiver(f"w{number}", heard[number])
         wrong = number % 3 == 2
         start.wait()
-        intake.begin(2, len(data))
+        receiver.begin(2, len(data))
         for at in range(0, len(data), 1000):
             block = data[at : at + 1000]
-            intake.take(memoryview(bytes(len(block))) if wrong else block)
-        intake.end()
+            receiver.take(memoryview(bytes(len(block))) if wrong else block)
+        receiver.end()
+        receiver.flush()
 
     threads = [threading.Thread(target=bring, args=(number,)) for number in range(count)]
     for thread in threads:
@@ -174,28 +180,28 @@ def test_many_streams_with_the_same_piece_leave_one_right_copy(shelf: Shelf) -> 
 
 def test_a_piece_asked_twice_may_come_twice(shelf: Shelf) -> None:
     heard = Heard()
-    intake, data = shelf.intake("a", heard), shelf.data(3)
+    receiver, data = shelf.receiver("a", heard), shelf.data(3)
     for _ in range(2):
-        intake.begin(3, len(data))
-        intake.take(data)
-        assert intake.end()
+        receiver.begin(3, len(data))
+        receiver.take(data)
+        finish(receiver)
     assert heard.pieces() == [3, 3]
     with pytest.raises(InvalidFrame, match="not requested"):
-        intake.begin(4, len(shelf.data(4)))
+        receiver.begin(4, len(shelf.data(4)))
 
 
 def test_bytes_of_an_unfinished_piece_are_a_source_that_moves(shelf: Shelf) -> None:
     heard = Heard()
-    intake, data = shelf.intake("a", heard), shelf.data(3)
-    intake.alive()
-    intake.begin(3, len(data))
-    intake.take(data[:5])
+    receiver, data = shelf.receiver("a", heard), shelf.data(3)
+    receiver.alive()
+    receiver.begin(3, len(data))
+    receiver.take(data[:5])
     assert [event.moving for event in heard.of(SourceAlive)] == [False, True]
     with pytest.raises(InvalidFrame, match="beyond"):
-        intake.take(memoryview(bytes(len(data))))
+        receiver.take(memoryview(bytes(len(data))))
     with pytest.raises(InvalidFrame, match="early"):
-        intake.end()
-    intake.drop()
+        receiver.end()
+    receiver.drop()
     assert shelf.staging.claim(3)
 
 
@@ -204,12 +210,12 @@ def test_requests_are_served_in_the_order_they_were_made(
 ) -> None:
     staging = shelf.staging
     heard = Heard()
-    intake = shelf.intake("a", heard)
-    intake.ask(Extent(0, shelf.manifest.piece_count))
+    receiver = shelf.receiver("a", heard)
+    receiver.ask(Extent(0, shelf.manifest.piece_count))
     for index in range(10):
-        intake.begin(index, len(shelf.data(index)))
-        intake.take(shelf.data(index))
-        assert intake.end()
+        receiver.begin(index, len(shelf.data(index)))
+        receiver.take(shelf.data(index))
+        finish(receiver)
     serving = ServedStream(
         worker_id="node-0",
         reader="me",
