@@ -213,10 +213,9 @@ def asynchronous(rank: int, port: int, asked: argparse.Namespace, method: str) -
         compute = GradientComputer(model, workload, settings, REPLICAS, open_share)
         worker = Worker(rank - SERVING, meeting.servers, terms, compute)
         worker.run(compute)
-        counts = worker.counts
         return {
-            "bytes": counts.computed * 2 * 4 * compute.count,  # weights one way, gradient back
-            "staleness": statistics.fmean(counts.staleness),
+            "bytes": worker.computed * 2 * 4 * compute.count,  # weights one way, gradient back
+            "staleness": statistics.fmean(worker.staleness),
         }
     timing = Timing()
     server = ParameterServer(Learner(model, settings, REPLICAS), terms, meeting, timing)

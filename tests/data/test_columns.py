@@ -18,7 +18,6 @@ from paceline.data.loading import (
     choose_columns,
     columns_by,
     copies,
-    reading_cost,
 )
 from paceline.errors import CorruptData, DataRejected, InvalidInput
 from paceline.storage import ObjectStore
@@ -199,17 +198,13 @@ def test_more_nodes_than_columns_are_usual_get_columns_of_their_own() -> None:
     settings = DataSettings(batching="packed")
     shards = shards_of(4000, 2, 100)
     for readers, batch, columns in ((1, 960, 16), (16, 960, 16), (24, 960, 24), (1000, 1000, 1000)):
-        found = reading_cost(settings, shards, 2048, batch, readers)
-        assert (found.columns, found.copies, found.advice) == (columns, 1.0, ""), readers
-    assert reading_cost(settings, shards, 2048, 1500, 1000).copies <= 1.4, (
-        "1,500 rows do not go round"
-    )
+        assert columns_by(settings, shards, 2048, batch, readers) == columns
+        assert copies(columns, batch, readers) == 1.0
     huge = shards_of(4000, 64, 130_000)
     assert columns_by(settings, huge, 2048, 64, 1) == 16, "as many as of small shards"
     mine = settings.model_copy(update={"columns": 8})
-    found = reading_cost(mine, shards, 2048, 64, 32)
-    assert (found.columns, found.copies) == (8, 4.0), "the profile overrules"
-    assert "set data.columns to 0" in found.advice and "4.0 times" in str(found)
+    assert columns_by(mine, shards, 2048, 64, 32) == 8, "the profile overrules"
+    assert copies(8, 64, 32) == 4.0
 
 
 def test_twenty_ranks_without_a_columns_setting_read_their_own_shards() -> None:
@@ -224,19 +219,6 @@ def test_twenty_ranks_without_a_columns_setting_read_their_own_shards() -> None:
             opened.update(set(np.concatenate(mine).tolist()))
     assert sorted(opened) == list(range(40))
     assert sum(opened.values()) == 40, "shards are of one size: no edge falls inside of one"
-
-
-def test_reading_costs_and_settings_are_reported_before_ranks_start() -> None:
-    def advice(shards: list[Shard], readers: int, batch: int = 1000, **changes: object) -> str:
-        settings = DataSettings.model_validate({"batching": "packed", **changes})
-        return reading_cost(settings, shards, 2048, batch, readers).advice
-
-    assert advice(shards_of(4000, 2, 100), 1000) == ""
-    assert "at least 2000 shards" in advice(shards_of(500, 16, 32_000), 1000)
-    assert "use data.batching packed" in advice(shards_of(4000, 2, 100), 1000, batching="bucketed")
-    assert "lengths of all" in advice(shards_of(4000, 2, 4000), 1000, batching="carried")
-    assert advice(shards_of(4000, 2, 4000), 1000, batching="windows") == ""
-    assert advice(shards_of(40, 1, 1000), 4) == "", "what is small may be read four times"
 
 
 @given(

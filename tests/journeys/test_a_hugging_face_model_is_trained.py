@@ -67,7 +67,7 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
     for number, line in enumerate(lines):
         output = str(tmp_path / f"out-{number}")
         done = typed("bash", "-ec", line.replace(places["OUTPUT"], output), home=tmp_path)
-        assert "tokenised with" in done.stderr
+        assert "of Qwen2ForCausalLM, rows of 64 tokens (its own tokens)" in done.stderr
         export = export_of(output)
         for name in ("config.json", "generation_config.json", "tokenizer.json"):
             assert (export / name).read_bytes() == (Path(places["MODEL"]) / name).read_bytes()

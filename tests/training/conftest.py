@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -30,9 +29,7 @@ from paceline.models import config_for, load_model, new_model, save_model, weigh
 from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import ObjectStore
 from paceline.training import LocalLauncher, run_job
-from paceline.training.launcher import admission
 from paceline.training.loop import EventWriter, RankIdentity, StopFlag, run_rank
-from paceline.training.user_code import require_code
 from tests.support.rclone import RcloneS3
 
 PARAMETERS, CONTEXT, BATCH = 50_000, 32, 6
@@ -151,7 +148,7 @@ def camp(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cam
 
 @pytest.fixture(scope="session")
 def troubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory of files that change what the tasks of ``poisoned`` and ``noting`` do."""
+    """A directory of files that change what the tasks of ``poisoned`` do."""
     return tmp_path_factory.mktemp("troubles")
 
 
@@ -200,22 +197,6 @@ def run(
 def pair(camp: Camp, launcher: LocalLauncher) -> Story:
     """Two ranks on two nodes, undisturbed."""
     return run(camp, launcher, camp.job("dp2", ranks=2, checkpoints={"keep": 10}))
-
-
-@pytest.fixture(scope="module")
-def user_code_tried_once() -> Iterator[None]:
-    """User code is tried in a process of its own before ranks start: once a source, not a job."""
-    tried: set[str] = set()
-
-    def once(job: TrainJob, *more: Any) -> None:
-        source = str(job.settings.code_ref).partition("#")[0]
-        if source not in tried:
-            tried.add(source)
-            require_code(job, *more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(admission, "require_code", once)
-        yield
 
 
 @pytest.fixture

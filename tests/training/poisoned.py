@@ -1,4 +1,4 @@
-"""Tasks of one's own: one with a NaN in a batch (fault 23), one that hangs or dies, a slow one."""
+"""Tasks of one's own: one with a NaN in a batch (fault 23), one that hangs or dies."""
 
 from __future__ import annotations
 
@@ -33,16 +33,6 @@ class Poisoned(TransformerWorkload):
         return dataclasses.replace(found, targets=(targets, weights * float("nan")))
 
 
-class Paced(TransformerWorkload):
-    """The transformer's task, slow for as long as a file is there."""
-
-    def inputs(self, batch: Batch, device: torch.device) -> Inputs:
-        """Return the batch's tensors, in a while."""
-        if (TROUBLES / "slow").exists():
-            time.sleep(0.3)
-        return super().inputs(batch, device)
-
-
 def _meets(trouble: str) -> bool:
     """Return whether it is rank 1's turn for a trouble; each comes once."""
     if os.environ.get("RANK") != "1":
@@ -71,11 +61,6 @@ def troubled(asked: Task) -> Troubled:
     if _meets("hang-loading"):
         time.sleep(600)
     return Troubled(config_for(20_000, asked.context), asked.seed)
-
-
-def paced(asked: Task) -> Paced:
-    """Return the slow workload (a ``codeRef`` entrypoint)."""
-    return Paced(config_for(50_000, asked.context), asked.seed)
 
 
 def task(asked: Task) -> Poisoned:

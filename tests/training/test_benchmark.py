@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-import time
 from pathlib import Path
 from types import ModuleType
 
@@ -32,12 +31,6 @@ def test_training_overhead_runs_and_prints_json(capsys: pytest.CaptureFixture[st
     assert race["ours_tokens_per_second"] > 0
 
 
-def test_the_interval_of_a_median_lies_around_it() -> None:
-    ratios = [0.9 + 0.01 * number for number in range(21)]
-    low, high = loaded("training_overhead").interval(ratios)
-    assert 0.9 < low < 1.0 < high < 1.1
-
-
 def test_mfu_says_that_it_was_not_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     module = loaded("mfu")
     tiny = module.main(["--tiny"])
@@ -49,22 +42,3 @@ def test_mfu_says_that_it_was_not_run_and_why(capsys: pytest.CaptureFixture[str]
     result = module.main([])
     assert not result["run"]
     assert "no GPU here" in result["why"]
-
-
-def test_nothing_of_ours_runs_while_the_other_loop_is_timed() -> None:
-    module = loaded("mfu")
-    case = module.Case(module.config_for(20_000, 32), 2, module.torch.device("cpu"), compile=False)
-    handed: list[int] = []
-
-    class Counted(module.OneBatch):
-        def next(self) -> object:
-            handed.append(len(handed))
-            return super().next()
-
-    module.OneBatch = Counted
-    steps = module.ours(case)
-    for number in range(1, 4):
-        next(steps)
-        time.sleep(0.05)  # a loop that went on would have asked for its next batch by now
-        assert len(handed) == number
-    steps.close()

@@ -21,6 +21,7 @@ from paceline.errors import (
     InvalidInput,
     NotSaved,
     ServiceUnavailable,
+    StorageFull,
     TrainingFailed,
 )
 from paceline.models import config_for, new_model, save_model
@@ -370,17 +371,26 @@ def test_hanging_storage_costs_training_only_a_longer_interval(
         proxy.close()
 
 
-def test_a_store_that_is_away_costs_saves_and_training_goes_on(
-    two: State, generations: Generations
+@pytest.mark.parametrize("full", [False, True], ids=["away", "full"])
+def test_a_store_that_is_away_or_full_costs_saves_and_training_goes_on(
+    two: State, generations: Generations, full: bool
 ) -> None:
-    saver = two.saver(failing(generations, "upload_file", AWAY))
+    def upload_file(path: Path, url: str, sha256: str = "") -> None:
+        generations.store.put_bytes(url, path.read_bytes()[:100])
+        raise StorageFull("disk is full", where=url, do="Free space.") if full else AWAY
+
+    store: Any = Instead(generations.store, upload_file=upload_file)
+    saver = two.saver(Generations(store, generations.url))
     for step in range(3, 3 + MAX_TEMPORARY_FAILURES - 1):
         saver.save(step, {}, {})
         saver.finish()
     assert generations.steps() == [2, 1], "the generations before are intact"
     assert {alert.kind for alert in saver.alerts} == {"checkpoint-failed"}
+    if full:
+        assert generations.find().unfinished == (), "half a save would be in the next one's way"
+        assert "disk is full" in saver.alerts[0].message and "room for" in saver.alerts[0].message
     saver.save(90, {}, {})
-    with pytest.raises(ServiceUnavailable):
+    with pytest.raises(NotSaved if full else ServiceUnavailable):
         saver.finish()
 
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from paceline.cli.training import Lines, beside, facts, output as training_facts, train
 from paceline.cli.training.checkpoints import checkpoints
@@ -30,7 +29,6 @@ from paceline.training import LocalLauncher, single
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
-    PacelineReader,
     TrainState,
     WholeModel,
 )
@@ -366,44 +364,6 @@ def test_a_figures_file_that_cannot_be_written_does_not_end_training(tmp_path: P
     lines(event("step", 2))
     assert lines.step == 2
     assert len([each for each in lines.notes if "is not written any more" in each]) == 1
-
-
-def test_a_dcp_checkpoint_is_where_a_training_starts_optimizer_included(
-    tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("paceline.cli.training.command.say", told.append)
-    model = new_model(config_for(20_000, 32), 3)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for number, each in enumerate(model.parameters()):
-        each.grad = torch.full_like(each, number + 1.0)
-    optimizer.step()
-    state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, checkpoint_id=tmp_path / "dcp")
-    output = tmp_path / "out"
-    for _ in range(2):  # the same command again finds it begun
-        with pytest.raises(AssertionError, match="no rank"):
-            ask("--text", str(text), "--model", str(tmp_path / "dcp"), "--output", str(output))
-    count = len(list(model.parameters()))
-    lines = [each for each in told if f"optimizer state of {count} of {count} parameters" in each]
-    assert len(lines) == 1, "once: the second time it is there"
-    (job,) = (output / "checkpoints").iterdir()
-    generations = Generations(DiskStore(), DiskStore.url_of(job))
-    (begun,) = generations.find().committed
-    assert begun.step == 0
-    found = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(found, storage_reader=PacelineReader(job))
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(found["model"][name], tensor)
-    for name in state["optim"]["state"]:  # other moments are another training
-        state["optim"]["state"][name]["step"] += 1
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, checkpoint_id=tmp_path / "other")
-    with pytest.raises(AssertionError, match="no rank"):
-        ask("--text", str(text), "--model", str(tmp_path / "other"), "--output", str(output))
-    assert len(list((output / "checkpoints").iterdir())) == 2
 
 
 def test_checkpoints_are_listed_exported_and_imported(tmp_path: Path, text: Path) -> None:

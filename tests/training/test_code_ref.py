@@ -20,8 +20,7 @@ from paceline.errors import (
     ServiceUnavailable,
     TrainingFailed,
 )
-from paceline.models import RecurrentBytes
-from paceline.training import byte_gru, run_job
+from paceline.training import RecurrentBytes, byte_gru, run_job
 from paceline.training.loop import Workload
 from paceline.training.user_code import (
     Task,

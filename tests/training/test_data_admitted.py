@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from paceline.errors import InvalidInput
@@ -25,16 +23,3 @@ def test_what_ranks_could_not_do_is_refused(camp: Camp, data: dict, words: str) 
     with camp.trusting(NOWHERE), pytest.raises(InvalidInput, match=words) as caught:
         admit(camp.job("refused", data=data), "node-0", camp.store)
     assert caught.value.do
-
-
-def test_what_reading_costs_many_nodes_is_said(
-    camp: Camp, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = camp.job("many", ranks=6)
-    admit(job, "node-0", camp.store)
-    assert not caplog.messages, "of so little data nothing is"
-    monkeypatch.setattr("paceline.data.loading.columns.TOLD_BYTES", 0)
-    with caplog.at_level(logging.WARNING):
-        admit(job, "node-0", camp.store)
-    (said,) = caplog.messages
-    assert "fetch the data 6.0 times in all" in said and "fewer nodes" in said

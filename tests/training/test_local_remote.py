@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 
 from paceline.cli.training import Lines, TrainingLog, location, ranges_of
 from paceline.config import Profile, load_profile
@@ -23,12 +18,11 @@ from paceline.errors import (
     ServiceUnavailable,
     SourceMissing,
 )
-from paceline.models import load_model
 from paceline.registry import Registry
 from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
 from paceline.training import single
-from paceline.training.checkpoint import Generations, export_dcp, generation_at
+from paceline.training.checkpoint import Generations, generation_at
 from paceline.training.loop import RankIdentity, StopFlag, run_rank
 from tests.support.rclone import RcloneS3
 from tests.training.conftest import Listener
@@ -291,51 +285,3 @@ def test_a_password_in_the_uri_is_shown_to_nobody() -> None:
 def test_missing_steps_are_named_in_stretches() -> None:
     assert ranges_of([3, 7, 8, 9, 11]) == "3, 7-9, 11"
     assert ranges_of(list(range(0, 40, 2))).endswith("18, …")
-
-
-@pytest.mark.chaos
-@pytest.mark.timeout(300)
-def test_a_command_that_is_killed_goes_on_in_an_empty_directory(
-    credentials: ObjectStore, text: Path, tmp_path: Path, uri: str
-) -> None:
-    """The whole command, its ranks and all, killed; then by plain torch what came of it."""
-
-    def command(output: str) -> list[str]:
-        dials = ["model.parameters=20000", "model.context=32", "training.batch_sequences=4"]
-        dials += ["training.checkpoints.every_steps=20", "training.mesh.shard=2"]
-        return [
-            *(sys.executable, "-m", "paceline.cli.main", "train", "--ranks", "2", "--steps", "300"),
-            *("--text", str(text), "--output", str(tmp_path / output), "--json"),
-            *("--checkpoints", f"s3://{BUCKET}/killed", "--mlflow", uri),
-            *(each for dial in dials for each in ("--set", dial)),
-        ]
-
-    with subprocess.Popen(command("one"), stderr=subprocess.PIPE, text=True) as first:
-        assert first.stderr is not None
-        for line in first.stderr:
-            if "checkpoint of step" in line:
-                first.kill()
-                break
-    assert first.returncode == -9
-    second = subprocess.run(command("two"), capture_output=True, text=True, timeout=200, check=True)
-    answer = json.loads(second.stdout)
-    assert answer["resumed_from_step"] > 0
-    assert answer["steps"] == 300
-    registry = Registry(uri)
-    assert registry.find_run(answer["run_id"]) == answer["mlflow_run_id"]
-    there = registry.history(answer["mlflow_run_id"], "train.loss")
-    missing = [step for step in range(1, 301) if step not in there]
-    assert all(step <= answer["resumed_from_step"] for step in missing)
-    assert bool(missing) == ("MLflow lacks the figures" in second.stderr)
-
-    export_dcp(*generation_at(tmp_path / "two"), tmp_path / "dcp")
-    exported = tmp_path / "model"
-    exported.mkdir()
-    for each in credentials.list(answer["export_url"]):
-        credentials.download_file(each.url, exported / each.url.rpartition("/")[2])
-    model, _ = load_model(exported)
-    found = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.load(found, checkpoint_id=tmp_path / "dcp")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(found["model"][name], tensor), name

@@ -12,8 +12,17 @@ import pytest
 
 from paceline.config import DataSettings
 from paceline.data import build_snapshot
-from paceline.errors import CorruptData, DataRejected, InvalidInput, InvalidSnapshot, TrainingFailed
+from paceline.errors import (
+    CorruptData,
+    DataRejected,
+    InvalidInput,
+    InvalidSnapshot,
+    NotSaved,
+    StorageFull,
+    TrainingFailed,
+)
 from paceline.models import load_model, weights_digest
+from paceline.storage import ObjectStore
 from paceline.training.checkpoint import Generations
 from paceline.training.loop import STOPPED_EXIT, StopFlag
 from tests.training.conftest import BUCKET, Camp
@@ -89,6 +98,25 @@ def test_a_request_to_stop_saves_the_step_and_a_restart_continues_it(camp: Camp)
     digest = whole.of("result")[0].data["weights_digest"]
     assert resumed.of("result")[0].data["weights_digest"] == digest
     assert resumed.of("result")[0].data["first_loss"] == whole.losses[0]
+
+
+def test_a_stop_whose_state_cannot_be_saved_says_so(
+    camp: Camp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise StorageFull("disk is full", do="Free space.")
+
+    stop = StopFlag()
+    stop._asked = True
+    with monkeypatch.context() as patch:
+        patch.setattr(ObjectStore, "upload_file", full)
+        code, said = camp.run_alone(camp.job("unsaved"), stop)
+    assert code == NotSaved.exit_code, "143 would say that the state is saved"
+    (failed,) = said.of("failed")
+    assert (failed.data["code"], failed.data["stopped"]) == ("NotSaved", True)
+    assert "disk is full" in failed.data["message"]
+    generations = Generations(camp.store, f"s3://{BUCKET}/checkpoints/unsaved").find()
+    assert (generations.committed, generations.unfinished) == ((), ())
 
 
 def test_divergence_stops_with_a_reason_and_leaves_the_last_checkpoint(camp: Camp) -> None:

@@ -1,4 +1,4 @@
-"""Recovery of real training: fewer ranks and back, spares, notices, cancels, hangs."""
+"""Recovery of real training: spares, cancels, hangs."""
 
 from __future__ import annotations
 
@@ -19,47 +19,8 @@ from paceline.training import LocalLauncher
 from paceline.training.loop import waits_for_peers
 from paceline.training.user_code import tree_digest
 from tests.training.conftest import Camp, Story, run
-from tests.training.small_disk import disk_camp, small_disk
 
-pytestmark = [pytest.mark.xdist_group("gangs"), pytest.mark.usefixtures("user_code_tried_once")]
-
-
-@pytest.mark.nightly  # test_recovery_policy and test_recovery_driver show it on played gangs
-@pytest.mark.usefixtures("trusting")
-def test_a_lost_node_is_done_without_and_taken_back_at_a_checkpoint(
-    camp: Camp, launcher: LocalLauncher, troubles: Path
-) -> None:
-    slow = troubles / "slow"  # so that the job outlasts the start of a launcher
-    slow.touch()
-    killed: list[int] = []
-
-    def kill(event: RankEvent, story: Story) -> None:
-        if event.event == "checkpoint" and not killed:
-            killed.append(launcher.launcher_pids["node-1"])
-            os.kill(killed[0], signal.SIGKILL)
-        if event.event == "step" and event.attempt == 3:
-            slow.unlink(missing_ok=True)
-
-    guard = {"min_ranks": 1, "failures_per_host": 3}
-    own = {"code_ref": reference(camp, "paced"), "ranks": 2, "steps": 60}
-    often = {"every_steps": 3}
-    story = run(camp, launcher, camp.job("elastic", guard=guard, checkpoints=often, **own), kill)
-    whole = run(camp, launcher, camp.job("inelastic", checkpoints={"every_steps": 60}, **own))
-    worlds = {
-        e.attempt: len({each.rank for each in story.events if each.attempt == e.attempt})
-        for e in story.events
-    }
-    assert [worlds[attempt] for attempt in sorted(worlds)] == [2, 1, 2]
-    assert [each.kind for each in story.result.restarts] == ["lost", "returned"]
-    assert [each.ranks for each in story.result.restarts] == [1, 2]
-    assert story.result.restarts[1].lost_steps == 0
-    assert story.result.ranks == 2
-    assert story.result.failures.hosts == {"node-1": 1}
-    assert story.losses == pytest.approx(whole.losses, abs=1e-5), "the same gradient, whoever adds"
-    ledger = story.result.ledger
-    accounts = [v for k, v in ledger.model_dump().items() if k not in ("wall_s", "goodput")]
-    assert sum(accounts) == pytest.approx(ledger.wall_s, abs=1e-6)
-    assert ledger.restart_s > 0
+pytestmark = pytest.mark.xdist_group("gangs")
 
 
 def test_a_spare_takes_over_and_no_bit_changes(
@@ -97,33 +58,6 @@ def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(
     more = run(camp, launcher, job)
     assert more.result.resumed_from_step == stopped.pop() < 24
     assert story.losses | more.losses == pair.losses
-
-
-def test_a_notice_on_a_full_disk_costs_steps_and_no_generation(
-    launcher: LocalLauncher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with small_disk(tmp_path / "small", monkeypatch) as disk:
-        if not disk.is_real:
-            pytest.skip("a file system of one's own cannot be mounted here")
-        camp = disk_camp(tmp_path / "camp")
-
-        def fill_and_ask(event: RankEvent, story: Story) -> None:
-            if event.event == "checkpoint" and event.attempt == 1:
-                disk.fill()
-                os.kill(launcher.pids[1], signal.SIGTERM)
-            elif event.event == "failed":
-                disk.free()
-
-        changes = {"ranks": 2, "steps": 120, "checkpoints": {"every_steps": 50}}
-        job = camp.job("full", checkpoint_url=disk.url, **changes)
-        story = run(camp, launcher, job, fill_and_ask)
-        kept = [e.step for e in story.events if e.event == "checkpoint" and e.attempt == 1]
-        (restart,) = story.result.restarts
-        assert "stopped as asked" in restart.reason and "disk is full" in restart.reason
-        assert (restart.kind, restart.resumed_step) == ("preempted", max(kept))
-        assert restart.lost_steps > 0
-        assert disk.generations("full").find().unfinished == ()
-        assert max(story.losses) == 120
 
 
 def reference(camp: Camp, function: str) -> str:

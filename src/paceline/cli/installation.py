@@ -312,10 +312,11 @@ def worker(
 @click.command()
 @state_option
 def cluster(state: Path | None) -> int:
-    """Run Dask's scheduler, and with [cluster] kind = "ssh" a worker on each host, until SIGTERM.
+    """Run Dask's scheduler and the workers of [cluster] kind = "ssh" or "slurm", until SIGTERM.
 
-    A host needs Paceline and a login without a password: the TLS files and a join token are copied
-    there, and the worker starts the node's agent. A worker that ends is started again.
+    ssh: a worker on each host, which needs Paceline and a login without a password. slurm: a worker
+    on each node of one allocation, which is cancelled at the end. The TLS files and a join token
+    are copied to each node, and the worker starts its agent. A worker that ends is started again.
     """
     from paceline.cluster import run, serve
 
@@ -325,7 +326,7 @@ def cluster(state: Path | None) -> int:
         raise InvalidInput(
             "this profile's nodes are started by `paceline up`",
             got=f'[cluster] kind = "{runtime.profile.cluster.kind}"',
-            wanted='"ssh" or "address", and a scheduler',
+            wanted='"ssh", "slurm" or "address", and a scheduler',
             do="Make the directory with `paceline init --scheduler tls://HOST:PORT`.",
         )
     run(serve(runtime))

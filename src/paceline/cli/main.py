@@ -73,7 +73,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     ),
     "where": ("installation", "where", "Print every link of a run: pages, logs, records."),
     "agent": ("installation", "agent", "Run a node's agent (services and Dask start it)."),
-    "cluster": ("installation", "cluster", "Run Dask's scheduler, and workers over SSH."),
+    "cluster": (
+        "installation",
+        "cluster",
+        "Run Dask's scheduler, and workers over SSH or in Slurm.",
+    ),
     "worker": ("installation", "worker", "Run a node's Dask worker, for flows and training."),
     "coordinator": (
         "installation",

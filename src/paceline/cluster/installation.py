@@ -175,9 +175,8 @@ def _await_ready(reports: int, deadline: float, log_path: Path) -> Runtime:
     """Return what the supervisor reports once: its runtime; raises the error that ended it."""
     line = b""
     while not line.endswith(b"\n"):
-        chunk = (
-            os.read(reports, 65536) if is_readable(reports, deadline - time.monotonic()) else b""
-        )
+        readable = is_readable(reports, deadline - time.monotonic())
+        chunk = os.read(reports, 65536) if readable else b""
         if not chunk:
             ended = f"it ended: {last_line(log_path) or '(no output)'}"
             raise NotReady(

@@ -142,8 +142,7 @@ class GuardSettings(Settings):
     # From a preemption notice to the ranks' end. Clouds and Kubernetes kill 30 s after the notice,
     # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
     grace_s: float = Field(default=20.0, gt=0)
-    # Besides SIGTERM: a metadata URL, or a ``code_ref`` of a function that returns a watcher.
-    preemption: str = ""
+    preemption: str = ""  # besides SIGTERM: the URL of a metadata service
     node_wait_s: float = Field(default=600.0, ge=0)  # wait for nodes that another gang uses
 
 
@@ -190,15 +189,30 @@ class HostSettings(Settings):
     program: str = "paceline"  # where its PATH does not have it: the path
 
 
+class SlurmSettings(Settings):
+    """The allocation that `paceline cluster` asks Slurm for; "" leaves a choice to Slurm."""
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    time_limit: str = ""  # as sbatch takes it: 2-00:00:00
+    # More of sbatch's options, such as "--gpus-per-node=8".
+    options: tuple[Annotated[str, StringConstraints(pattern=r"^--[a-z]")], ...] = ()
+    state: str = "paceline-state"  # the nodes' state directory, from the user's home there
+    program: str = "paceline"  # where the PATH of the control host does not lead to it: the path
+
+
 class ClusterSettings(Settings):
     """The machines: where Dask's scheduler is; and of ``local`` number, racks, links, memory."""
 
     # local: `paceline up` starts the nodes below on this machine; address: workers that their own
     # operators start register with the Dask scheduler at ``scheduler``; ssh: `paceline cluster`
-    # starts that scheduler and a worker on each of ``hosts``.
-    kind: Literal["local", "address", "ssh"] = "local"
+    # starts that scheduler and a worker on each of ``hosts``; slurm: it does so on each node of one
+    # allocation of ``nodes`` whole nodes.
+    kind: Literal["local", "address", "ssh", "slurm"] = "local"
     scheduler: Annotated[str, StringConstraints(pattern=r"^(tls://[^/]+:[0-9]+)?$")] = ""
     hosts: tuple[HostSettings, ...] = ()
+    slurm: SlurmSettings = SlurmSettings()
     nodes: int = Field(default=4, ge=1, le=10_000)
     racks: int = Field(default=2, ge=1)
     threads_per_node: int = Field(default=2, ge=1)

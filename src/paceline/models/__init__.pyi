@@ -16,6 +16,5 @@ from .files import (
     weights_digest as weights_digest,
 )
 from .pretrained import Pretrained as Pretrained
-from .recurrent import BLOCKS as BLOCKS, RecurrentBytes as RecurrentBytes
 from .transformer import Transformer as Transformer, new_model as new_model
 from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model

@@ -45,7 +45,7 @@ TOKENIZER_FILE = "tokenizer.json"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 FILE_BYTES = 5_000_000_000  # of a weights file, at most (a larger tensor has its own)
-OURS = ("manifest.json", "started-from.json")  # that Paceline adds beside a model
+OURS = "manifest.json"  # that Paceline adds beside a model
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Pretrained:
     def copy_others(self, into: Path) -> None:
         """Copy config, tokenizer, chat template and generation config: all but the weights."""
         for each in sorted(self.directory.iterdir()):
-            if each.suffix in COPIED_SUFFIXES and each.name not in (*OURS, INDEX_FILE):
+            if each.suffix in COPIED_SUFFIXES and each.name not in (OURS, INDEX_FILE):
                 shutil.copyfile(each, into / each.name)
 
     def copy(self, into: Path) -> None:

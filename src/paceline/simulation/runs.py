@@ -20,8 +20,7 @@ from paceline.relay.protocol import (
     PieceVerified,
     SessionEvent,
 )
-from paceline.simulation.coalescing import Gathering
-from paceline.simulation.hosts import Disk, Flow, Host
+from paceline.simulation.hosts import Disk, Flow, Gathering, Host
 from paceline.simulation.network import NEAR, Clock, Network
 
 ASIDE = -1  # in place of a lane number: a repair, or pieces that were skipped

@@ -15,9 +15,8 @@ from paceline.manifest import Manifest
 from paceline.plan import SHARING_OVERHEAD, origin_cap_bytes
 from paceline.relay.protocol import Extent, Extents, SessionLimits
 from paceline.schemas import DeploymentStatus, SimulationReport, Topology
-from paceline.simulation.coalescing import AWAY_EXTENTS
 from paceline.simulation.control import Control
-from paceline.simulation.hosts import ORIGIN_RACK, Host
+from paceline.simulation.hosts import AWAY_EXTENTS, ORIGIN_RACK, Host
 from paceline.simulation.scenario import MBIT, STRAGGLERS_RATE, Fault, Scenario, seeded_deaths
 from paceline.simulation.streams import Streams
 

@@ -35,8 +35,7 @@ from paceline.relay.protocol import (
     Tick,
 )
 from paceline.schemas import Source, WorkerLanes
-from paceline.simulation.coalescing import Gathering
-from paceline.simulation.hosts import Disk, Flow, Host, Tally
+from paceline.simulation.hosts import Disk, Flow, Gathering, Host, Tally
 from paceline.simulation.keepalives import Keepalives
 from paceline.simulation.network import Clock, Network
 from paceline.simulation.runs import ASIDE, Runs

@@ -22,6 +22,7 @@ from .launcher.ports import (
 )
 from .recurrent import (
     CarriedState as CarriedState,
+    RecurrentBytes as RecurrentBytes,
     RecurrentWorkload as RecurrentWorkload,
     byte_gru as byte_gru,
 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import secrets
@@ -59,7 +58,7 @@ from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
-from paceline.training.loop import require_allowed_watcher, starting_state as starting
+from paceline.training.loop import MetadataWatcher, require_model, require_pretrained
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class TrainingRequest:
     profile: Profile
     source: str | None = None  # a directory of text; None: the profile's
     snapshot_url: str | None = None  # a snapshot that already exists, instead of ``source``
-    model: Path | None = None  # initial model (see ``loop.starting_state``); None: a new one
+    model: Path | None = None  # initial model (see ``require_model``); None: a new one
     labels: Literal["true", "shuffled"] = "true"  # "shuffled": the control run, a separate job
     checkpoints: str | None = None  # s3://bucket/prefix or a directory; None: below ``output``
 
@@ -137,9 +136,7 @@ def _create(directory: Path) -> bool:
     return new
 
 
-def prepare(
-    asked: TrainingRequest, run_id: str | None = None, tell: Callable[[str], None] = log.info
-) -> TrainJob:
+def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     """Build or find snapshot and base model below ``asked.output``; return the job.
 
     Idempotent; call it inside ``locked_output(asked.output)``. Raises InvalidInput where mesh,
@@ -148,11 +145,11 @@ def prepare(
     """
     _require_possible(asked.profile)
     if asked.model is not None:
-        starting.require_model(asked.model, asked.profile.training.code_ref)
+        require_model(asked.model, asked.profile.training.code_ref)
     if not _is_remote(asked.checkpoints):
         _require_local(asked.snapshot_url or "", "--snapshot")
     _require_local(asked.source or asked.profile.data.source, "data.source")
-    asked, pretrained = _pretrained(asked, tell)
+    asked, pretrained = _pretrained(asked)
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     checkpoint_url, endpoints = _checkpoint_location(asked.checkpoints, output, asked.profile)
@@ -164,9 +161,7 @@ def prepare(
     runtime.state_dir.mkdir(exist_ok=True)
     save_runtime(runtime)
     snapshot = _snapshot(asked, output, store)
-    manifest_digest, start = _base(asked, runtime, snapshot, pretrained)
-    if asked.model is not None and starting.is_checkpoint(asked.model):
-        tell(f"weights are those of the DCP checkpoint in {asked.model}")
+    manifest_digest = _base(asked, runtime, snapshot, pretrained)
     settings = asked.profile.training
     require_memory(settings, _weights_bytes(runtime), free_memory())
     job = TrainJob(
@@ -187,26 +182,21 @@ def prepare(
     if pretrained is not None:
         size = TaskSize(context=asked.profile.model.context, parameters=pretrained.parameters)
         job = job.model_copy(update={"task": size})
-        starting.require_pretrained(pretrained, job, runtime, snapshot)
+        require_pretrained(pretrained, job, runtime, snapshot)
     job = with_derived_id(job)
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
     if run_id is None and (earlier := _previous_run_id(job, store)):
         job = job.model_copy(update={"run_id": earlier})  # the same training resumes
-    if start is not None and start.save(job, store):
-        count = len(list(start.model.parameters()))
-        tell(f"optimizer state of {len(start.moments)} of {count} parameters is taken over")
     return job
 
 
-def _pretrained(
-    asked: TrainingRequest, tell: Callable[[str], None]
-) -> tuple[TrainingRequest, Pretrained | None]:
+def _pretrained(asked: TrainingRequest) -> tuple[TrainingRequest, Pretrained | None]:
     """Return the model in transformers' layout that ``asked`` names, every weight checked, and the
     request with its tokenizer; None for another model.
     """
     source = asked.model
-    if source is None or starting.is_checkpoint(source) or not is_pretrained(source):
+    if source is None or not is_pretrained(source):
         return asked, None
     require_extras("hf")
     from paceline.models import Pretrained
@@ -215,7 +205,6 @@ def _pretrained(
     found.require_sound()
     profile, tokenizer = asked.profile, source.absolute() / "tokenizer.json"
     if asked.snapshot_url is None and profile.data.tokenizer == "bytes" and found.tokenizer_digest:
-        tell(f"text is tokenised with {tokenizer}")
         data = profile.data.model_copy(update={"tokenizer": str(tokenizer)})
         asked = replace(asked, profile=profile.model_copy(update={"data": data}))
     return asked, found
@@ -230,7 +219,7 @@ def _require_possible(profile: Profile) -> None:
     if settings.code_ref:
         code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
     if settings.guard.preemption:
-        require_allowed_watcher(settings.guard.preemption, sources)
+        MetadataWatcher(settings.guard.preemption)
     require_memory(settings, 0, free_memory())
 
 
@@ -377,25 +366,21 @@ def _snapshot(asked: TrainingRequest, output: Path, store: ObjectStore) -> Snaps
 
 def _base(
     asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot, pretrained: Pretrained | None
-) -> tuple[str, starting.ImportedState | None]:
-    """Write the base model into the node's store; return its manifest digest and, for a DCP
-    checkpoint, the initial optimiser state."""
+) -> str:
+    """Write the base model into the node's store; return its manifest digest."""
     from paceline.manifest import build_manifest, write_manifest
 
     if asked.profile.training.code_ref:
-        return digest_of({"code_ref": asked.profile.training.code_ref}), None
+        return digest_of({"code_ref": asked.profile.training.code_ref})
     directory = runtime.node_dir(WORKER) / "store" / "models" / MODEL / VERSION
     making = directory.with_name(f".{VERSION}.{os.getpid()}")
     shutil.rmtree(making, ignore_errors=True)
     making.mkdir(parents=True)
-    start: starting.ImportedState | None = None
     try:
         if asked.model is None:
             _new_model(asked, snapshot, making)
         elif pretrained is not None:
             pretrained.copy(making)
-        elif starting.is_checkpoint(asked.model):
-            start = _model_from_dcp(asked, asked.model, snapshot, making)
         else:
             _copy_model(asked.model, making)
         link_mbit = asked.profile.cluster.link_mbit
@@ -413,28 +398,7 @@ def _base(
         sync_directory(directory.parent)
     finally:
         shutil.rmtree(making, ignore_errors=True)
-    return manifest.digest, start
-
-
-def _model_from_dcp(
-    asked: TrainingRequest, source: Path, snapshot: Snapshot, directory: Path
-) -> starting.ImportedState | None:
-    """Write a DCP checkpoint's weights as the base model; return its optimiser state, if any."""
-    from paceline.models import save_model
-
-    training = asked.profile.training
-    model, config, found = starting.model_of_dcp(
-        source,
-        asked.profile.model,
-        _shape(asked, snapshot),
-        weights_only=training.optimizer != "adamw" or training.synchrony.kind != "every-step",
-    )
-    save_model(model, config, directory)
-    if not found.moments:
-        return None
-    start = starting.ImportedState(str(source.absolute()), model, found.moments)
-    (directory / starting.START_FILE).write_text(json.dumps({"state": start.digest()}) + "\n")
-    return start
+    return manifest.digest
 
 
 def _weights_bytes(runtime: Runtime) -> int:

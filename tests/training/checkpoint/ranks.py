@@ -27,7 +27,6 @@ from paceline.storage import DiskStore
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,
-    PacelineReader,
     TrainState,
     export,
     resume_newest_healthy,
@@ -246,7 +245,14 @@ def cases(root: Path, group: Group) -> dict[str, object]:
     found["rotten"] = [restored.step if restored else None, rejected, generations.steps()]
 
     found["slow"] = slow_store(root, group)
-    found |= by_dcp(root.parent, group)
+    run.spoil()
+    assert resume_newest_healthy(
+        Generations(DiskStore(), DiskStore.url_of(root.parent / "jobs" / "shard2")),
+        run.state,
+        config_digest=DIGEST,
+        work_dir=root / f"w{group.rank}",
+    )
+    dcp.save(plain_state(run), checkpoint_id=root.parent / "by-dcp")
     return found
 
 
@@ -257,23 +263,6 @@ def plain_state(run: Run) -> dict[str, object]:
         kind, _, of = name.partition(".")
         state[name if kind == "model" else f"optimizer.state.{of}.{kind}"] = tensor
     return state
-
-
-def by_dcp(root: Path, group: Group) -> dict[str, object]:
-    """Load what was saved into shards, by plain DCP and by resuming; save shards by plain DCP."""
-    found: dict[str, object] = {}
-    for name in ("single", "shard2"):
-        run, resumed = Run("shard2", group), Run("shard2", group)
-        run.take(0, 1)  # so that there are moments to fill
-        run.spoil()
-        dcp.load(plain_state(run), storage_reader=PacelineReader(root / "jobs" / name))
-        generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / name))
-        assert resume_newest_healthy(
-            generations, resumed.state, config_digest=DIGEST, work_dir=root / f"w{group.rank}"
-        )
-        found |= {f"dcp {name}": run.bits(), f"resumed {name}": resumed.bits()}
-    dcp.save(plain_state(run), checkpoint_id=root / "by-dcp")
-    return found
 
 
 def slow_store(root: Path, group: Group) -> dict[str, object]:

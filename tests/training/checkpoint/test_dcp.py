@@ -1,10 +1,9 @@
-"""Our generations by plain ``dcp.load``, and DCP's directories as where a training starts."""
+"""Export of our generations to DCP directories, and import of the weights in such ones."""
 
 from __future__ import annotations
 
 import pickle
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -23,21 +21,15 @@ from paceline.errors import Conflict, CorruptData, InvalidInput, SourceMissing
 from paceline.models import new_model
 from paceline.storage import DiskStore
 from paceline.training.checkpoint import (
-    DcpPrefixes,
     Generations,
-    PacelineReader,
     export_dcp,
     generation_at,
     generations_at,
     read_dcp,
-    resume_newest_healthy,
 )
 from paceline.training.loop import Group, new_optimizer
-from tests.support.rclone import RcloneS3
 from tests.training.checkpoint.ranks import (
-    DIGEST,
     SAVE_AT,
-    STEPS,
     Run,
     config,
     saver_of,
@@ -108,20 +100,13 @@ def same_as(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-@pytest.mark.parametrize("exported", [False, True], ids=["generation", "export"])
 def test_plain_torch_loads_weights_and_optimizer_bit_for_bit(
-    saved: tuple[Path, Run], tmp_path: Path, flat: bool, exported: bool
+    saved: tuple[Path, Run], tmp_path: Path, flat: bool
 ) -> None:
     root, run = saved
-    reader: dcp.StorageReader = PacelineReader(root / "single")
-    if exported:
-        export_dcp(*generation_at(root / "single"), tmp_path / "out")
-        assert {each.name for each in (tmp_path / "out").iterdir()} == {
-            ".metadata",
-            "__0_0.distcp",
-            "SHA256SUMS",
-        }
-        reader = dcp.FileSystemReader(tmp_path / "out")
+    export_dcp(*generation_at(root / "single"), tmp_path / "out")
+    names = {each.name for each in (tmp_path / "out").iterdir()}
+    assert names == {".metadata", "__0_0.distcp", "SHA256SUMS"}
     model, optimizer = plain()
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     optimizer.param_groups[0]["lr"] = 9.0
@@ -130,7 +115,7 @@ def test_plain_torch_loads_weights_and_optimizer_bit_for_bit(
         "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
         "paceline": {"step": -1},
     }
-    dcp.load(state, storage_reader=reader)
+    dcp.load(state, checkpoint_id=tmp_path / "out")
     model.load_state_dict(state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     same_as(run, model, optimizer)
@@ -145,28 +130,21 @@ def test_shards_are_one_model_for_a_single_process(
     saved: tuple[Path, Run], gangs: Path, tmp_path: Path
 ) -> None:
     _, run = saved
-    ours, theirs = plain()[0].state_dict(), plain()[0].state_dict()
-    dcp.load({"model": ours}, storage_reader=PacelineReader(gangs / "jobs" / "shard2"))
+    theirs = plain()[0].state_dict()
     dcp.load({"model": theirs}, checkpoint_id=gangs / "by-dcp")
-    export_dcp(
-        *generation_at(gangs / "jobs" / "shard2"), tmp_path / "out", names=DcpPrefixes(model="")
-    )
+    export_dcp(*generation_at(gangs / "jobs" / "shard2"), tmp_path / "out", model_prefix="")
     exported = plain()[0].state_dict()
     dcp.load(exported, checkpoint_id=tmp_path / "out")  # weights at the root, as torchtitan has
-    assert bits_of(ours) == bits_of(theirs) == bits_of(exported)
+    assert bits_of(theirs) == bits_of(exported)
     wanted = run.state.tensors()
-    for name, tensor in ours.items():  # the same training under another layout
+    for name, tensor in exported.items():  # the same training under another layout
         torch.testing.assert_close(tensor, wanted[f"model.{name}"], rtol=1e-9, atol=1e-12)
 
 
-def test_a_damaged_file_is_named_and_nothing_of_it_is_given_out(
+def test_a_damaged_file_is_named_and_nothing_is_exported(
     saved: tuple[Path, Run], tmp_path: Path
 ) -> None:
     root, _ = saved
-    state = {"model": {n: torch.zeros_like(t) for n, t in plain()[0].state_dict().items()}}
-    with pytest.raises(CheckpointException, match="does not match its hash"):
-        dcp.load(state, storage_reader=PacelineReader(root / "damaged"))
-    assert not any(each.any() for each in state["model"].values())
     with pytest.raises(CorruptData, match="does not match its hash") as caught:
         export_dcp(*generation_at(root / "damaged"), tmp_path / "out")
     assert "rank-00000-of-00001" in str(caught.value.where)
@@ -182,27 +160,6 @@ def test_weights_only_leaves_the_optimizer_out(saved: tuple[Path, Run], tmp_path
     assert {name.removeprefix("model.") for name in names} == set(weights_of(saved[1]))
     with pytest.raises(Conflict):
         export_dcp(*generation_at(root / "single"), tmp_path / "out")
-
-
-def test_from_s3_as_from_a_disk(saved: tuple[Path, Run], s3: RcloneS3, tmp_path: Path) -> None:
-    root, run = saved
-    store = s3.store()
-    store.ensure_bucket("dcp")
-    for path in (root / "single").rglob("*.*"):
-        store.upload_file(path, f"s3://dcp/jobs/one/{path.relative_to(root / 'single')}")
-    model, _ = plain()
-    state = {"model": model.state_dict()}
-    work = tmp_path / "work"
-    work.mkdir()
-    dcp.load(state, storage_reader=PacelineReader("s3://dcp/jobs/one", store=store, work_dir=work))
-    assert bits_of(state["model"]) == bits_of(weights_of(run))
-    assert list(work.iterdir()) == [], "what was fetched is gone"
-    (file,) = [each for each in store.list("s3://dcp/jobs/one") if "rank-" in each.url]
-    raw = bytearray(store.get_bytes(file.url))
-    raw[-5] ^= 1
-    store.put_bytes(file.url, bytes(raw))
-    with pytest.raises(CheckpointException, match=r"s3://dcp/jobs/one/step-.*/rank-00000"):
-        dcp.load(state, storage_reader=PacelineReader("s3://dcp/jobs/one", store=store))
 
 
 def test_places_are_named_as_people_name_them(saved: tuple[Path, Run], tmp_path: Path) -> None:
@@ -229,30 +186,13 @@ def meta() -> dict[str, Tensor]:
         return dict(new_model(config(), 0).double().state_dict())
 
 
-def test_a_training_goes_on_from_what_plain_dcp_saved_of_shards(
-    saved: tuple[Path, Run], gangs: Path
-) -> None:
-    """Two ranks' DCP directory holds the same weights and moments as our generation of them."""
-    root, run = saved
+def test_weights_that_plain_dcp_saved_of_shards_are_read(gangs: Path) -> None:
+    """Two ranks' DCP directory holds the same weights as our generation of them."""
     found = read_dcp(gangs / "by-dcp", meta())
     assert found.prefix == "model."
-    other = Run("single", Group())
-    (model,) = other.parallel.modules
-    model.load_state_dict(found.weights)
-    parameters = dict(model.named_parameters())
-    assert set(found.moments) == set(parameters)
-    other.optimizer.state |= {parameters[name]: its for name, its in found.moments.items()}
-    same = run.state.tensors()
-    for name, tensor in other.state.tensors().items():  # of one rank, not of two: sums round
-        torch.testing.assert_close(tensor, same[name], rtol=1e-9, atol=1e-12)
-    other.take(SAVE_AT, STEPS)
-    again = Run("single", Group())
-    generations = Generations(DiskStore(), DiskStore.url_of(root / "single"))
-    assert resume_newest_healthy(
-        generations, again.state, config_digest=DIGEST, work_dir=root / "work"
-    )
-    again.take(SAVE_AT, STEPS)
-    assert other.losses == pytest.approx(again.losses, rel=1e-9)
+    wanted = plain()[0].state_dict()
+    dcp.load({"model": wanted}, checkpoint_id=gangs / "by-dcp")
+    assert bits_of(found.weights) == bits_of(wanted)
 
 
 def test_another_model_and_foreign_code_and_damage_are_refused(gangs: Path, tmp_path: Path) -> None:
@@ -281,7 +221,7 @@ def test_another_model_and_foreign_code_and_damage_are_refused(gangs: Path, tmp_
     with pytest.raises(CorruptData, match=r"\.metadata"):
         read_dcp(cut, wanted)
     (cut / ".metadata").write_bytes((gangs / "by-dcp" / ".metadata").read_bytes())
-    (cut / "__1_0.distcp").write_bytes((cut / "__1_0.distcp").read_bytes()[:-100_000])
+    (cut / "__1_0.distcp").write_bytes((cut / "__1_0.distcp").read_bytes()[:1000])
     with pytest.raises(CorruptData):
         read_dcp(cut, wanted)
     (cut / "__1_0.distcp").unlink()
@@ -301,21 +241,3 @@ def test_every_flipped_bit_of_our_own_export_is_found(
         with pytest.raises(CorruptData, match=r"__0_0\.distcp"):
             read_dcp(tmp_path / "bad", meta())
         shutil.rmtree(tmp_path / "bad")
-
-
-def test_moments_come_where_all_of_them_fit_only(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model, optimizer = plain()
-        state = get_optimizer_state_dict(model, optimizer)
-        first, second = list(state["state"])[:2]
-        del state["state"][first]["step"]
-        state["state"][second]["exp_avg"] = torch.zeros(3)
-        dcp.save(
-            {"net": model.state_dict(), "optim": state}, checkpoint_id=tmp_path / "d", no_dist=True
-        )
-    found = read_dcp(tmp_path / "d", meta())
-    assert found.prefix == "net."
-    assert found.trained == len(state["state"]) - 2
-    assert not {first, second} & set(found.moments)
-    assert read_dcp(tmp_path / "d", meta(), weights_only=True).trained == 0

@@ -46,14 +46,6 @@ def test_every_checkpoint_resumes_on_every_layout(runs: dict[int, list[dict[str,
         assert losses == pytest.approx(wanted, rel=1e-9), name
 
 
-def test_plain_dcp_load_fills_shards_as_resuming_does(
-    runs: dict[int, list[dict[str, Any]]],
-) -> None:
-    for rank, found in enumerate(runs[2]):
-        for name in ("single", "shard2"):
-            assert found["cases"][f"dcp {name}"] == found["cases"][f"resumed {name}"], rank
-
-
 def test_resume_on_the_same_layout_is_bit_identical(
     runs: dict[int, list[dict[str, Any]]],
 ) -> None:

@@ -110,7 +110,7 @@ def run(spec: dict[str, Any]) -> None:
         compute = GradientComputer(model, workload, settings, WORKERS, Shares)
         worker = Worker(rank - SERVING, meeting.servers, terms, compute)
         worker.run(compute)
-        log(ended="worker", applied=len(worker.counts.staleness), computed=worker.counts.computed)
+        log(ended="worker", applied=len(worker.staleness), computed=worker.computed)
         return
     server = ParameterServer(Learner(model, settings, WORKERS), terms, meeting, Logging(log))
     with server.listening("127.0.0.1") as address:

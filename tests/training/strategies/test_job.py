@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paceline.errors import Cancelled, InvalidInput, TrainingFailed
+from paceline.errors import Cancelled, InvalidInput
 from paceline.models import load_model, weights_digest
 from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.training import LocalLauncher, run_job
@@ -140,33 +140,6 @@ def test_a_requested_trace_is_made_by_the_leader_and_by_every_worker(
         assert ("aten::mm" if rank else "Optimizer.step") in traced, "its own work"
 
 
-@pytest.mark.chaos
-def test_a_third_server_succeeds_the_second_and_a_frozen_worker_restarts(
-    camp: Camp, launcher: LocalLauncher
-) -> None:
-    def strike_often(story: Story, step: int) -> None:
-        strike(story, step)
-        if step >= 6:
-            story.kill("frozen", launcher.pids[4], signal.SIGSTOP)
-        if "leader" in story.killed and len(story.of("resumed")) == story.standbys == 2:
-            story.kill("its standby", launcher.pids[1])
-
-    story = Story(camp, launcher, strike_often)
-    # A server takes seconds to start: the job has to last until it follows.
-    settings = {"steps": 600, "checkpoints": {"every_steps": 50, "keep": 3}}
-    result = story.run(job_of(camp, "struck-often", **settings, evaluate_every_steps=200))
-    assert set(story.killed) == {"worker", "frozen", "leader", "its standby"}
-    ended = {each.failed_rank: each for each in result.restarts}
-    assert {rank: each.kind for rank, each in ended.items()} == {
-        0: "failed", 1: "failed", 3: "failed", 4: "hung"
-    }  # fmt: skip
-    assert {each.attempt for each in result.restarts} == {1}, "no other rank was stopped"
-    assert "it is stopped" in ended[4].reason
-    assert [each.lost_steps for each in result.restarts] == [0, 0, 0, 0]
-    assert len(story.of("resumed")) == 3, "three servers led, one after the other"
-    assert story.steps == list(range(1, 601))
-
-
 @pytest.mark.nightly
 def test_a_cancelled_job_goes_on_where_it_was_with_other_workers(
     camp: Camp, launcher: LocalLauncher
@@ -214,17 +187,6 @@ def test_without_any_server_the_job_resumes_from_its_checkpoint(
 
 
 @pytest.mark.chaos
-def test_a_worker_that_ends_too_often_ends_the_attempt_and_is_named(
-    camp: Camp, launcher: LocalLauncher
-) -> None:
-    story = Story(
-        camp, launcher, lambda story, step: step >= 4 and story.kill("worker", launcher.pids[3])
-    )
-    with pytest.raises(TrainingFailed, match="rank 3 on node-1 was killed by signal 9"):
-        story.run(job_of(camp, "ends-often", guard={"max_restarts": 0}))
-
-
-@pytest.mark.chaos
 @pytest.mark.usefixtures("trusting")
 def test_a_planted_nan_rolls_the_job_back_and_its_batch_is_skipped(
     camp: Camp, launcher: LocalLauncher
@@ -261,17 +223,3 @@ def test_a_job_that_loses_its_gangs_store_resumes_from_its_last_step(
     assert [each.step for each in story.of("resumed")] == [0, restart.resumed_step]
     assert restart.resumed_step >= 12, "the leader saved before it ended"
     assert story.steps == list(range(1, 41))
-
-
-@pytest.mark.chaos
-def test_without_the_leaders_node_no_other_rank_is_stopped(
-    camp: Camp, launcher: LocalLauncher
-) -> None:
-    story = Story(camp, launcher, without("node-0"))
-    result = story.run(job_of(camp, "leader-lost", steps=400))
-    assert result.steps == 400 and set(story.killed) == {"node-0"}
-    assert {each.attempt for each in result.restarts} == {1}
-    assert {each.failed_rank for each in result.restarts} == {0, 2, 4}, "those of that node"
-    steps = story.steps
-    assert steps == sorted(set(steps)) and steps[-1] == 400
-    assert len(steps) >= 399, "its last step may have been acknowledged, but not reported"

@@ -80,7 +80,6 @@ def list_checkpoints(
     show_default=True,
     help="What stands before the names of weights; '' for torchtitan.",
 )
-@click.option("--optimizer-prefix", default="optimizer", show_default=True)
 @profile_options
 @json_option
 def export_checkpoint(
@@ -89,7 +88,6 @@ def export_checkpoint(
     step: int | None,
     weights_only: bool,
     model_prefix: str,
-    optimizer_prefix: str,
     profile: str,
     overrides: tuple[str, ...],
     as_json: bool,
@@ -99,10 +97,9 @@ def export_checkpoint(
     \b
       dcp.load({"model": model.state_dict()}, checkpoint_id=DIRECTORY)
 
-    Every byte is verified on the way. (dcp.load also reads PLACE itself, without an export:
-    storage_reader=paceline.training.checkpoint.dcp_export.PacelineReader(PLACE).)
+    Every byte is verified on the way.
     """
-    from paceline.training.checkpoint import DcpPrefixes, export_dcp, generation_at
+    from paceline.training.checkpoint import export_dcp, generation_at
 
     began = time.monotonic()
     settings = read_profile(profile, overrides)
@@ -111,7 +108,7 @@ def export_checkpoint(
         generations,
         generation,
         directory,
-        names=DcpPrefixes(model_prefix, optimizer_prefix),
+        model_prefix=model_prefix,
         weights_only=weights_only,
         config=_config_of(place, generations),
     )
@@ -144,18 +141,16 @@ def import_checkpoint(
     a directory that dcp.save wrote.
 
     The model's shape is SOURCE/config.json's, else what --set model.parameters and model.context
-    say. To train on from here, optimizer included: `paceline train --model SOURCE`.
+    say. To train on from here: `paceline train --model DIRECTORY`.
     """
-    from paceline.models import save_model, weights_digest
-    from paceline.training.loop import model_of_dcp
+    from paceline.models import weights_digest
+    from paceline.training.checkpoint import import_dcp
 
     if directory.exists() and any(directory.iterdir()):
         raise Conflict(
             "there is something already", got=directory, wanted="a new or empty directory"
         )
-    settings = read_profile(profile, overrides).model
-    model, config, found = model_of_dcp(source, settings, weights_only=True)
-    save_model(model, config, directory)
+    found = import_dcp(source, directory, read_profile(profile, overrides).model)
     done = ModelImported(
         source=str(source.absolute()),
         directory=str(directory.absolute()),

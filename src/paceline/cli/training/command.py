@@ -76,8 +76,7 @@ if TYPE_CHECKING:
     "--model",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="Here: what to start from: a model directory, or a checkpoint that dcp.save wrote, its "
-    "optimizer included (default: a new model).",
+    help="Here: the model directory to start from (default: a new model).",
 )
 @click.option(
     "--output",
@@ -227,7 +226,7 @@ def train_here(
     cancel = SignalEvent()
     with warnings_told() as told, single.locked_output(output), _stopping_gently(cancel) as signals:
         with preparing(output):
-            job = single.prepare(asked, run_id, lambda line: say(f"  {line}"))
+            job = single.prepare(asked, run_id)
         record, place = (
             single.local_record_dir(job),
             single.display_url(single.checkpoints_url(job)),

@@ -307,7 +307,8 @@ def _shape(job: TrainJob, config: ModelConfig | Pretrained | None) -> str:
     if config is None:
         return job.settings.code_ref
     if isinstance(config, Pretrained):
-        return f"{config}, rows of {job.task.context if job.task else '?'} tokens"
+        tokens = "its own tokens" if config.tokenizer_digest else "bytes"
+        return f"{config}, rows of {job.task.context if job.task else '?'} tokens ({tokens})"
     return (
         f"{count_parameters(config):,} parameters: {config.num_hidden_layers} layers of width "
         f"{config.hidden_size}, context {config.context}, {config.vocab_size} tokens"

@@ -1,5 +1,5 @@
 from .fill import RowFiller as RowFiller
-from .open_shards import ShardReader as ShardReader, ShardSource as ShardSource
+from .open_shards import ShardReader as ShardReader
 from .planner import GroupPlanner as GroupPlanner
 from .plans import (
     BucketedPlan as BucketedPlan,

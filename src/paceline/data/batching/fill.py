@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.batching.layout import Layout, PlannedBatches, lay_out
 from paceline.data.batching.open_shards import OpenShard
+from paceline.data.batching.planner import Layout, PlannedBatches, lay_out
 from paceline.data.batching.rows import Ints
 from paceline.data.loading import Batch
 from paceline.data.snapshot import Column, Vocabulary, require_token_features

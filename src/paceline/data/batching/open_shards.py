@@ -17,7 +17,7 @@ import logging
 import threading
 from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,9 @@ from paceline.data.batching.rows import Ints
 from paceline.data.formats import ShardSamples
 from paceline.data.snapshot import Shard
 from paceline.errors import CorruptData, DataRejected, InvalidInput, TemporaryError
+
+if TYPE_CHECKING:
+    from paceline.data.loading import ShardCache
 
 log = logging.getLogger(__name__)
 
@@ -121,15 +124,6 @@ class OpenShard:
 LENGTHS_AT_ONCE = 16  # small files, and a plan needs those of a whole group
 
 
-class ShardSource(Protocol):
-    """What a stream needs of a shard cache; its methods are called on several threads."""
-
-    quarantined: dict[str, str]  # sha256 of a shard, or sha256#sample → reason
-
-    def lengths(self, shard: Shard) -> npt.NDArray[np.int32]: ...
-    def samples(self, shard: Shard) -> ShardSamples: ...
-
-
 class ShardReader:
     """The open shards of one stream; close it. All methods but ``lengths`` are for one thread only.
 
@@ -140,7 +134,7 @@ class ShardReader:
     """
 
     def __init__(
-        self, shards: Sequence[Shard], cache: ShardSource, *, threads: int, max_bad_share: float
+        self, shards: Sequence[Shard], cache: ShardCache, *, threads: int, max_bad_share: float
     ) -> None:
         self.shards = shards
         self.share = 1.0

@@ -7,7 +7,6 @@ from .columns import (
     copies as copies,
     fewest_shards as fewest_shards,
     group_shards as group_shards,
-    reading_cost as reading_cost,
     shards_for_columns as shards_for_columns,
     tokens_seen as tokens_seen,
 )

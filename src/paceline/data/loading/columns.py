@@ -4,13 +4,12 @@ Each epoch has its own order of shards, cut into groups; samples are shuffled wi
 memory and read-ahead are bounded by a group, and resuming in the middle of an epoch costs one
 group. The rows of a global batch may be read in *columns*, each from its own shards, so that a rank
 opens only its columns' shards. A *reader* is one share of the data with a disk of its own, usually
-a node. Nothing here depends on the number of ranks, except the estimate of what an epoch costs.
+a node. Nothing here depends on the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +31,6 @@ MAX_GROUP_TOKENS = 1 << 28  # 0.5 M documents: planned in 0.2 to 0.4 s with 100 
 MAX_GROUP_DOCUMENTS = 1 << 21
 USUAL_COLUMNS = 16  # default maximum, independent of readers
 COLUMN_ROWS = 512  # of a group, in each column: packing wastes about a row in each
-
-# Thresholds for a warning before a job starts: bytes an epoch of all readers together,
-TOLD_BYTES = 1 << 30
-COPIES_TOLD = 1.5  # times that the data are fetched,
-LENGTHS_TOLD = 0.5  # or lengths, as a share of the shards that a reader fetches
-LENGTH_BYTES = 4
 
 
 def fewest_shards(tokens: Sequence[int]) -> int:
@@ -165,54 +158,6 @@ def _planned(settings: DataSettings, shards: Sequence[Shard], context: int) -> i
     if settings.batching == "windows":
         return sum(each.stream_bytes for each in shards) // max(1, context)
     return sum(each.samples for each in shards)
-
-
-@dataclass(frozen=True)
-class ReadingCost:
-    """The cost of an epoch for so many readers, each with its own disk."""
-
-    columns: int
-    readers: int
-    copies: float  # of the data, fetched by all readers together
-    lengths_share: float  # bytes of lengths, relative to the shards fetched
-    advice: str = ""  # recommended settings; empty: none
-
-    def __str__(self) -> str:
-        """Return a one-sentence summary."""
-        return (
-            f"{self.readers} readers in {self.columns} columns fetch the data "
-            f"{self.copies:.1f} times in all, lengths beside it {self.lengths_share:.0%}"
-        )
-
-
-def reading_cost(
-    settings: DataSettings, shards: Sequence[Shard], context: int, global_batch: int, readers: int
-) -> ReadingCost:
-    """Return the cost of reading ``shards`` for ``readers``; raises as ``choose_columns``."""
-    columns = columns_by(settings, shards, context, global_batch, readers)
-    times = copies(columns, global_batch, readers)
-    size = sum(each.bytes for each in shards)
-    lengths = readers * LENGTH_BYTES * sum(each.samples for each in shards)
-    if settings.batching == "windows":
-        lengths = 0
-    advice = []
-    if times > COPIES_TOLD and (times - 1) * size > TOLD_BYTES:
-        advice.append(_advice(settings, readers))
-    if lengths > max(TOLD_BYTES, LENGTHS_TOLD * times * size):
-        advice.append("every reader plans from the lengths of all documents: windows need none")
-    return ReadingCost(columns, readers, times, lengths / (times * size), "; ".join(advice))
-
-
-def _advice(settings: DataSettings, readers: int) -> str:
-    if settings.columns:
-        return "set data.columns to 0, or to a divisor of the batch that the readers divide"
-    if settings.batching == "bucketed":
-        return "use data.batching packed, or set data.columns (batches are then less alike)"
-    return (
-        f"use fewer nodes, build the snapshot in at least {2 * readers} shards of thousands of "
-        "documents at most (data.shard_bytes), or make training.batch_sequences a multiple of the "
-        "nodes"
-    )
 
 
 # The order of shards.

@@ -28,13 +28,13 @@ from paceline.data.batching import (
     RowFiller,
     Rows,
     ShardReader,
-    ShardSource,
     StatefulPlan,
     WindowPlan,
     identity,
 )
 from paceline.data.loading.batch import Batch, Position
 from paceline.data.loading.columns import columns_by, columns_read, open_concurrency
+from paceline.data.loading.shards import ShardCache
 from paceline.data.snapshot import (
     BYTE_VOCABULARY,
     Column,
@@ -56,7 +56,7 @@ MOST_AT_ONCE = 32  # maximum of small batches made at once
 def open_stream(
     snapshot: Snapshot,
     split: Split,
-    cache: ShardSource,
+    cache: ShardCache,
     settings: DataSettings,
     *,
     context: int,
@@ -102,7 +102,7 @@ class PlannedStream:
     def __init__(
         self,
         shards: Sequence[Shard],
-        cache: ShardSource,
+        cache: ShardCache,
         settings: DataSettings,
         *,
         context: int,

@@ -1,10 +1,7 @@
-from .dcp_export import (
-    DcpPrefixes as DcpPrefixes,
-    PacelineReader as PacelineReader,
-    export_dcp as export_dcp,
-)
+from .dcp_export import export_dcp as export_dcp
 from .dcp_reading import (
     ImportedCheckpoint as ImportedCheckpoint,
+    import_dcp as import_dcp,
     read_dcp as read_dcp,
     read_metadata as read_metadata,
 )
@@ -29,8 +26,6 @@ from .layout import (
     index_of as index_of,
     local_of as local_of,
     reads_for as reads_for,
-    roll_back_all as roll_back_all,
-    snapshot_all as snapshot_all,
     stateful_of as stateful_of,
     to_bytes as to_bytes,
 )

@@ -1,9 +1,7 @@
-"""Our checkpoints for torch.distributed.checkpoint (DCP): a reader, and a directory export.
+"""Export of a generation as a standard torch.distributed.checkpoint (DCP) directory.
 
-``PacelineReader`` is a ``StorageReader``: ``dcp.load(state, storage_reader=PacelineReader(place))``
-fills plain tensors and DTensors of any layout, from a disk or S3. A file is verified whole against
-its committed SHA-256 before any of its bytes are returned; files that no rank needs are not read.
-``export_dcp`` writes a standard DCP directory with DCP's own writer.
+DCP's own writer stores the tensors; each file of ours is verified whole against its committed
+SHA-256 before any of its bytes are used.
 
 Names are those of plain PyTorch: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg`` and
 ``optimizer.param_groups.…``, flattened or nested as in ``get_optimizer_state_dict``;
@@ -15,14 +13,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import io
 import os
 import re
 import shutil
 import tempfile
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +27,8 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-)
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from paceline.errors import (
     Conflict,
@@ -50,11 +38,10 @@ from paceline.errors import (
     StorageFull,
     TrainingFailed,
 )
-from paceline.storage import ObjectStore
 from paceline.system import make_directories, sync_directory, sync_tree
-from paceline.training.checkpoint.generations import Generation, Generations, generation_at
-from paceline.training.checkpoint.layout import DTYPES, EXTRA, KEPT, MODEL, metadata_of, reads_for
-from paceline.training.checkpoint.records import Commit, Index, StoredTensor, key_of
+from paceline.training.checkpoint.generations import Generation, Generations
+from paceline.training.checkpoint.layout import DTYPES, EXTRA, KEPT, MODEL, reads_for
+from paceline.training.checkpoint.records import Commit, Index, StoredTensor
 from paceline.training.checkpoint.resume import VerifiedFiles
 
 SUMS_FILE = "SHA256SUMS"
@@ -64,36 +51,16 @@ _PREFIX = re.compile(r"([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*)?")
 StatePath = tuple[str | int, ...]  # of an entry in a nested state
 
 
-@dataclass(frozen=True)
-class DcpPrefixes:
-    """Prefixes of weights and optimizer state in a DCP state; "" is the root of the state."""
-
-    model: str = "model"
-    optimizer: str = "optimizer"
-
-    def __post_init__(self) -> None:
-        for each in (self.model, self.optimizer):
-            if not _PREFIX.fullmatch(each):
-                raise InvalidInput(
-                    "not a prefix of names", got=repr(each), wanted="words joined by dots, or ''"
-                )
-        if self.model == self.optimizer:
-            raise InvalidInput(
-                "weights and optimizer share a prefix", got=repr(self.model), wanted="two prefixes"
-            )
-
-
 class DcpContents:
     """The tensors and values of a generation, by their names in a DCP state."""
 
     def __init__(
-        self, commit: Commit, index: Index, names: DcpPrefixes, weights_only: bool = False
+        self, commit: Commit, index: Index, model_prefix: str, weights_only: bool = False
     ) -> None:
         self.tensors: dict[str, tuple[str, StoredTensor]] = {}  # → (name in the generation, tensor)
         self.values: dict[str, object] = {}  # entries that are not tensors
         self.paths: dict[str, StatePath] = {}
-        weights: StatePath = (names.model,) if names.model else ()
-        optimizer: StatePath = (names.optimizer,) if names.optimizer else ()
+        weights: StatePath = (model_prefix,) if model_prefix else ()
         trained: dict[str, int] = {}  # parameters with moments → their number of dimensions
         for name, stored in index.tensors.items():
             kind, _, of = name.partition(".")
@@ -104,7 +71,7 @@ class DcpContents:
             elif name.startswith((EXTRA, KEPT)):
                 path = (name,)
             else:
-                path = (*optimizer, "state", of, kind)
+                path = ("optimizer", "state", of, kind)
                 trained[of] = len(index.tensors[MODEL + of].shape)
             self.tensors[self._named(path)] = (name, stored)
         if weights_only:
@@ -114,18 +81,16 @@ class DcpContents:
         if index.groups is not None:
             matrices = [name for name, dimensions in trained.items() if dimensions >= 2]
             vectors = [name for name, dimensions in trained.items() if dimensions < 2]
-            self._groups(
-                optimizer, [(index.groups.matrices, matrices), (index.groups.vectors, vectors)]
-            )
+            self._groups([(index.groups.matrices, matrices), (index.groups.vectors, vectors)])
 
-    def _groups(self, optimizer: StatePath, groups: list[tuple[dict[str, Any], list[str]]]) -> None:
+    def _groups(self, groups: list[tuple[dict[str, Any], list[str]]]) -> None:
         for number, (settings, members) in enumerate(each for each in groups if each[1]):
             for key, raw in settings.items():
                 value = tuple(raw) if isinstance(raw, list) else raw  # JSON has no tuples
-                self._value((*optimizer, "param_groups", number, key), value)
+                self._value(("optimizer", "param_groups", number, key), value)
                 for each in members:
-                    self._value((*optimizer, f"param_groups.{each}.{key}"), value)
-            self._value((*optimizer, "param_groups", number, "params"), members)
+                    self._value(("optimizer", f"param_groups.{each}.{key}"), value)
+            self._value(("optimizer", "param_groups", number, "params"), members)
 
     def state(self) -> dict[str, Any]:
         """Return the nested state with a tensor without memory for each saved one."""
@@ -147,118 +112,6 @@ class DcpContents:
         return name
 
 
-class PacelineReader(StorageReader):
-    """Reads a committed generation for ``dcp.load``.
-
-    ``place`` is a directory or s3:// URL: of one generation, of a job (its newest is read), or the
-    output directory of a local training. S3's endpoint and credentials come from the environment,
-    or from ``store``. ``model`` and ``optimizer`` are the keys in your state; "" is its root, where
-    torchtitan has its weights.
-
-    Raises SourceMissing where there is no checkpoint. Errors inside ``dcp.load`` (CorruptData for a
-    damaged file) arrive as DCP's CheckpointException, by rank.
-    """
-
-    def __init__(
-        self,
-        place: str | os.PathLike[str],
-        *,
-        step: int | None = None,
-        model: str = "model",
-        optimizer: str = "optimizer",
-        store: ObjectStore | None = None,
-        work_dir: Path | None = None,
-    ) -> None:
-        self._place, self._step = str(place), step
-        self._names = DcpPrefixes(model, optimizer)
-        self._store, self._work_dir = store, work_dir
-        self._at: tuple[Generations, Generation] | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Return the URL of the generation."""
-        generations, generation = self._found()
-        return generations.url_of(generation)
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Forget the chosen generation; with ``checkpoint_id``, read from there instead."""
-        if checkpoint_id is not None:
-            self._place, self._step = str(checkpoint_id), None
-        self._at = None
-
-    def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        """Return DCP's metadata; it names the generation, so that every rank reads the same."""
-        generations, generation = self._found()
-        _, contents = self._read()
-        tensors = {name: metadata_of(stored) for name, (_, stored) in contents.tensors.items()}
-        return Metadata(
-            state_dict_metadata={
-                **dict.fromkeys(contents.values, BytesStorageMetadata()),
-                **tensors,
-            },
-            planner_data=dict(contents.paths),
-            storage_data=str(generation),
-            storage_meta=StorageMeta(checkpoint_id=generations.url_of(generation)),
-        )
-
-    def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *_args: Any, **_kwargs: Any
-    ) -> None:
-        """Use the generation that the coordinator chose."""
-        del is_coordinator
-        chosen = Generation.named(str(metadata.storage_data))
-        assert chosen is not None
-        self._at = (self._found()[0], chosen)
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return ``plan`` unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return ``plans`` unchanged: each rank reads on its own."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors and values of ``plan``, each file verified first."""
-        generations, generation = self._found()
-        commit, contents = self._read()
-        with _verified(generations, generation, commit, self._work_dir) as files:
-            for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
-                    raw = io.BytesIO()
-                    torch.save(contents.values[item.storage_index.fqn], raw)
-                    raw.seek(0)
-                    planner.load_bytes(item, raw)
-                    continue
-                name, stored = contents.tensors[item.storage_index.fqn]
-                offsets = tuple(item.storage_index.offset or ())
-                (file,) = (each.file for each in stored.chunks if each.offsets == offsets)
-                target = planner.resolve_tensor(item).detach()
-                key = key_of(name, offsets)
-                target.copy_(files.read(file, key, item.storage_offsets, item.lengths))
-                planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether the id is a local directory or an S3 URL."""
-        return str(checkpoint_id).startswith("s3://") or Path(checkpoint_id).is_dir()
-
-    def _read(self) -> tuple[Commit, DcpContents]:
-        """Return marker and contents; raises CorruptData where the generation is damaged."""
-        generations, generation = self._found()
-        commit = generations.commit_of(generation)
-        index = generations.index_of(generation, commit)
-        return commit, DcpContents(commit, index, self._names)
-
-    def _found(self) -> tuple[Generations, Generation]:
-        if self._at is None:
-            self._at = generation_at(self._place, self._step, self._store)
-        return self._at
-
-
 class _ReadAsWritten(DefaultSavePlanner):
     """Plans a DCP directory of ``contents``; a tensor is read when DCP's writer stores it."""
 
@@ -276,33 +129,30 @@ class _ReadAsWritten(DefaultSavePlanner):
         return whole
 
 
-@contextlib.contextmanager
-def _verified(
-    generations: Generations, generation: Generation, commit: Commit, work_dir: Path | None = None
-) -> Iterator[VerifiedFiles]:
-    scratch = Path(tempfile.mkdtemp("-checkpoint", dir=work_dir))
-    with VerifiedFiles(generations, generation, commit, scratch) as files:
-        yield files
-
-
 def export_dcp(
     generations: Generations,
     generation: Generation,
     directory: Path,
     *,
-    names: DcpPrefixes | None = None,
+    model_prefix: str = "model",
     weights_only: bool = False,
     config: bytes = b"",
 ) -> tuple[Commit, int]:
     """Write ``generation`` into the new ``directory``, every byte verified; return its marker and
     the number of tensors.
 
-    ``SHA256SUMS`` (DCP stores no digests) and ``config``, the model's config.json (b"": none), are
-    added. Memory holds one tensor at a time. The directory appears whole or not at all.
+    ``model_prefix`` stands before the names of weights; "" is the root of the state, where
+    torchtitan has them. ``SHA256SUMS`` (DCP stores no digests) and ``config``, the model's
+    config.json (b"": none), are added. Memory holds one tensor at a time. The directory appears
+    whole or not at all.
 
     Raises CorruptData where a file does not match its commit, Conflict where ``directory`` is not
-    empty.
+    empty, InvalidInput for a prefix that cannot stand before names.
     """
+    if not _PREFIX.fullmatch(model_prefix) or model_prefix == "optimizer":
+        raise InvalidInput(
+            "not a prefix of weights' names", got=repr(model_prefix), wanted="words joined by dots"
+        )
     directory = directory.absolute()
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise Conflict(
@@ -313,13 +163,14 @@ def export_dcp(
         )
     commit = generations.commit_of(generation)
     index = generations.index_of(generation, commit)
-    contents = DcpContents(commit, index, names or DcpPrefixes(), weights_only)
+    contents = DcpContents(commit, index, model_prefix, weights_only)
     making = directory.with_name(f".{directory.name}.{os.getpid()}")
     try:
         with _translated(directory):
             make_directories(directory.parent)
             making.mkdir()
-            with _verified(generations, generation, commit) as files:
+            scratch = Path(tempfile.mkdtemp("-checkpoint"))
+            with VerifiedFiles(generations, generation, commit, scratch) as files:
                 planner, writer = _ReadAsWritten(contents, files), FileSystemWriter(making)
                 save(contents.state(), storage_writer=writer, planner=planner, no_dist=True)
             if config:

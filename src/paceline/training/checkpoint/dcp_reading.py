@@ -1,4 +1,4 @@
-"""Import of a DCP directory of unknown origin: its weights, and AdamW's moments if any.
+"""Import of the weights in a DCP directory of unknown origin.
 
 Nothing is unpickled: torch's own readers are not used. ``.metadata`` is parsed once as data
 (``pickled``) into the records below. Each box of a tensor is in a ``.distcp`` file as torch.save
@@ -17,14 +17,16 @@ import re
 import struct
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from paceline.config import ModelSettings
 from paceline.errors import CorruptData, InvalidInput, SourceMissing, StorageFailed
+from paceline.models import CONFIG_FILE, Transformer, config_for, read_config, save_model
 from paceline.training.checkpoint.layout import DTYPES
 from paceline.training.checkpoint.pickled import PERSISTENT, PickledCall, PickledGlobal, parse
 from paceline.training.checkpoint.records import Sizes, key_of
@@ -32,8 +34,6 @@ from paceline.training.checkpoint.records import Sizes, key_of
 METADATA_FILE = ".metadata"
 SUMS_FILE = "SHA256SUMS"
 MAX_SUMS_BYTES = 64 * 1024 * 1024
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW; our optimizers have no others
-_STATE = re.compile(r"(?<![^.])state\.")
 _SUM = re.compile(r"([0-9a-f]{64}) [ *]([^/\0]+)")
 MAX_METADATA_BYTES = 128 * 1024 * 1024  # about a million boxes
 MAX_NAME = 4096  # characters of a tensor's name
@@ -80,21 +80,33 @@ class ImportedCheckpoint:
     """Tensors read from a DCP directory."""
 
     weights: dict[str, Tensor]  # by name in our model
-    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # by parameter
     prefix: str = ""  # of the weights' names in the directory
     cast: int = 0  # number of weights stored with another dtype
 
-    @property
-    def trained(self) -> int:
-        """Return the number of parameters with all of AdamW's moments."""
-        return len(self.moments)
+
+def import_dcp(source: Path, directory: Path, settings: ModelSettings) -> ImportedCheckpoint:
+    """Write the weights in the DCP directory ``source`` as a model into ``directory``.
+
+    The shape comes from ``source``'s config.json, else from ``settings``. Raises InvalidInput where
+    weights and shape do not match, CorruptData where ``source`` is damaged.
+    """
+    if (source / CONFIG_FILE).is_file():
+        config = read_config(source)
+    else:
+        config = config_for(settings.parameters, settings.context)
+    with torch.device("meta"):
+        model = Transformer(config)
+    model = model.to(getattr(torch, config.torch_dtype))
+    found = read_dcp(source, model.state_dict())
+    model = model.to_empty(device="cpu")
+    model.load_state_dict(found.weights)
+    save_model(model, config, directory)
+    return found
 
 
-def read_dcp(
-    directory: Path, wanted: Mapping[str, Tensor], *, weights_only: bool = False
-) -> ImportedCheckpoint:
+def read_dcp(directory: Path, wanted: Mapping[str, Tensor]) -> ImportedCheckpoint:
     """Return the weights that ``wanted`` names (its tensors may be on the meta device), in its
-    dtypes, and AdamW's moments of the parameters that have all three.
+    dtypes.
 
     The prefix of the weights' names is detected (``model.``, or none). Raises InvalidInput where a
     weight is missing or has another shape, CorruptData for damaged files.
@@ -115,51 +127,10 @@ def read_dcp(
                 "config.json beside its .metadata.",
             )
     weights = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in wanted.items()}
-    state = {prefix + name: tensor for name, tensor in weights.items()}
-    moments: dict[str, dict[str, Tensor]] = {}
-    if not weights_only:
-        endings = _states_in(there, wanted)
-        for name, tensor in wanted.items():
-            if found := _moments_of(name, tuple(tensor.shape), there, endings, state):
-                moments[name] = found
-    for name, tensor in state.items():
-        fill(tensor, there[name], directory, name)
+    for name, tensor in weights.items():
+        fill(tensor, there[prefix + name], directory, prefix + name)
     cast = sum(there[prefix + n].dtype != each.dtype for n, each in weights.items())
-    return ImportedCheckpoint(weights, moments, prefix, cast)
-
-
-def _states_in(
-    there: Mapping[str, DcpTensor], wanted: Mapping[str, Tensor]
-) -> dict[str, list[str]]:
-    """Return the names that end in ``state.<parameter>.<moment>``, by that end without state."""
-    found: dict[str, list[str]] = {f"{name}.{each}": [] for name in wanted for each in MOMENTS}
-    longest = max(map(len, found)) + len("state.")
-    for name in there:
-        for match in _STATE.finditer(name, max(0, len(name) - longest)):
-            if (ending := name[match.end() :]) in found:
-                found[ending].append(name)
-    return found
-
-
-def _moments_of(
-    name: str,
-    shape: tuple[int, ...],
-    there: Mapping[str, DcpTensor],
-    endings: Mapping[str, list[str]],
-    state: dict[str, Tensor],
-) -> dict[str, Tensor]:
-    """Allocate the moments of a parameter and add them to ``state``; {} unless all match."""
-    found: dict[str, tuple[str, Tensor]] = {}
-    for moment in MOMENTS:
-        keys = endings[f"{name}.{moment}"]
-        if len(keys) != 1:
-            return {}
-        its = there[keys[0]]
-        if its.shape != (() if moment == "step" else shape):
-            return {}
-        found[moment] = keys[0], torch.empty(its.shape, dtype=its.dtype)
-    state |= dict(found.values())
-    return {moment: tensor for moment, (_, tensor) in found.items()}
+    return ImportedCheckpoint(weights, prefix, cast)
 
 
 def _prefix_of(there: Mapping[str, Any], names: list[str], where: Path) -> str:

@@ -78,18 +78,6 @@ def stateful_of(*owners: object) -> list[Stateful]:
     return found
 
 
-def snapshot_all(keeps: Sequence[Stateful]) -> None:
-    """Take a snapshot of each."""
-    for each in keeps:
-        each.snapshot()
-
-
-def roll_back_all(keeps: Sequence[Stateful]) -> None:
-    """Discard the state of the last batch in each."""
-    for each in keeps:
-        each.roll_back()
-
-
 MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 

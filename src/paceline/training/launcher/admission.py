@@ -9,12 +9,11 @@ code.
 from __future__ import annotations
 
 import contextlib
-import logging
 from pathlib import Path
 
 from paceline.config import TrainingSettings, load_runtime
 from paceline.data import Snapshot, Split, load_snapshot, require_purpose, require_readable
-from paceline.data.loading import reading_cost, require_allowed, require_runnable
+from paceline.data.loading import require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
 from paceline.manifest import directory_name
 from paceline.models import (
@@ -28,10 +27,9 @@ from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, task_size_of
-from paceline.training.parallel import MeshSpec, data_shares_of, replicas_of, require_layout
-from paceline.training.user_code import check_watcher, require_code
-
-log = logging.getLogger(__name__)
+from paceline.training.loop import MetadataWatcher
+from paceline.training.parallel import MeshSpec, replicas_of, require_layout
+from paceline.training.user_code import require_code
 
 
 def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
@@ -44,8 +42,8 @@ def admit(job: TrainJob, worker_id: str, store: ObjectStore) -> None:
     require_data(job, worker_id, snapshot)
     require_mesh(job, worker_id)
     runtime = load_runtime(job.state_dir)
-    if watcher := job.settings.guard.preemption:
-        check_watcher(watcher, runtime.profile.security.code_sources, runtime.state_dir / "code")
+    if url := job.settings.guard.preemption:
+        MetadataWatcher(url)
     require_checkpoint(job, store)
     require_code(job, runtime, snapshot.vocabulary.vocab_size)
 
@@ -94,22 +92,17 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
 
 
 def require_readable_batches(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
-    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch; log a warning
-    where nodes read much of the same data."""
+    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch."""
     settings = job.settings
-    if config is None:
+    if config is not None:
+        context = config.context
+    elif settings.code_ref:
         context = task_size_of(job, load_runtime(job.state_dir).profile).context
     else:
-        context = config.context
-    # For a model on another machine's disk the profile's context is a guess; each rank checks.
-    surely = context if config is not None or settings.code_ref else 0
+        context = 0  # unknown: the model is on another machine's disk; each rank checks
     splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
     rows = settings.batch_sequences
-    require_readable(snapshot, job.data, context=surely, global_batch=rows, splits=splits)
-    train = snapshot.of_split("train")
-    found = reading_cost(job.data, train, context, rows, data_shares_of(settings))
-    if found.advice:
-        log.warning("%s; %s", found, found.advice)
+    require_readable(snapshot, job.data, context=context, global_batch=rows, splits=splits)
 
 
 def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:

@@ -82,7 +82,7 @@ def run_job(
         gangs = GangSupervisor(
             nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S)
         )
-        gangs.watch_for_preemption(guard.preemption, guard.grace_s, job.state_dir)
+        gangs.watch_for_preemption(guard.preemption, guard.grace_s)
         if (finished := stored_result(job, store)) is not None:
             return finished  # by the driver that held the nodes before
         return run_on_nodes(job, workers, gangs, store, on_event)

@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline.training.launcher.children import (
@@ -51,7 +50,7 @@ class ForkServer:
 
     Orders received: ``store`` (host, job), ``start`` (attempt, ranks, input, loose), ``spare``
     (name, env, input), ``signal`` (number, rank), ``stop`` (grace_s, stacks), ``watch``
-    (preemption, state_dir, grace_s). With ``loose`` ranks restart independently: one rank's failure
+    (preemption, grace_s). With ``loose`` ranks restart independently: one rank's failure
     does not end the others, and ``start`` may repeat for a rank that ended.
 
     Events sent: ``ready``, ``store`` (host, port or error), ``started`` (pids), ``beat`` (ranks,
@@ -164,7 +163,7 @@ class ForkServer:
                 self._ask_to_stop(float(order["grace_s"]))
         elif do == "watch":
             self._grace_s = float(order["grace_s"])
-            self._watch(order["preemption"], order.get("state_dir", ""))
+            self._watch(order["preemption"])
         else:
             raise ValueError(f"no such order: {do}")
 
@@ -218,9 +217,9 @@ class ForkServer:
             pids[child.rank] = child.pid
         self._tell("started", attempt=attempt, pids=pids)
 
-    def _watch(self, named: str, state_dir: str) -> None:
-        if named and not self._children.living("preemption"):
-            self._children.keep(fork("preemption", lambda: watch_preemption(named, state_dir)))
+    def _watch(self, url: str) -> None:
+        if url and not self._children.living("preemption"):
+            self._children.keep(fork("preemption", lambda: watch_preemption(url)))
 
     def _ask_to_stop(self, grace_s: float) -> None:
         self._signal(signal.SIGTERM)
@@ -352,20 +351,11 @@ def keep_store(host: str, answer_fd: int) -> NoReturn:
         store.num_keys()  # keeps the object, and with it the server, alive
 
 
-def watch_preemption(named: str, state_dir: str) -> int:
-    """Return 0 once the watcher ``named`` (URL or code reference) reports a notice.
+def watch_preemption(url: str) -> int:
+    """Return 0 once the metadata service at ``url`` reports a notice."""
+    from paceline.training.loop import MetadataWatcher
 
-    The profile in ``state_dir`` ("": this node's own) lists the allowed code sources.
-    """
-    from paceline.config import load_runtime
-    from paceline.training.loop import is_metadata_url, open_watcher
-
-    sources: tuple[str, ...] = ()
-    directory = Path()
-    if not is_metadata_url(named):
-        runtime = load_runtime(state_dir)
-        sources, directory = runtime.profile.security.code_sources, runtime.state_dir / "code"
-    open_watcher(named, sources, directory).wait()
+    MetadataWatcher(url).wait()
     return 0
 
 

@@ -62,12 +62,9 @@ class GangSupervisor:
 
     # -- nodes
 
-    def watch_for_preemption(self, named: str, grace_s: float, state_dir: str = "") -> None:
-        """Make every node's launcher watch for preemption notices (see preemption.py); the profile
-        in ``state_dir`` lists the allowed code sources of a watcher."""
-        self._watch = {
-            "do": "watch", "preemption": named, "state_dir": state_dir, "grace_s": grace_s
-        }  # fmt: skip
+    def watch_for_preemption(self, url: str, grace_s: float) -> None:
+        """Make every node's launcher poll ``url`` for preemption notices (see preemption.py)."""
+        self._watch = {"do": "watch", "preemption": url, "grace_s": grace_s}
         self.notice_grace_s = grace_s
 
     def prepare(self, workers: Sequence[str], deadline_s: float = READY_DEADLINE_S) -> set[str]:

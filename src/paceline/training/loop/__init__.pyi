@@ -32,12 +32,7 @@ from .optimizer import (
     master_dtype as master_dtype,
     new_optimizer as new_optimizer,
 )
-from .preemption import (
-    MetadataWatcher as MetadataWatcher,
-    is_metadata_url as is_metadata_url,
-    open_watcher as open_watcher,
-    require_allowed_watcher as require_allowed_watcher,
-)
+from .preemption import MetadataWatcher as MetadataWatcher
 from .rank import run_rank as run_rank
 from .rank_process import (
     STOPPED_EXIT as STOPPED_EXIT,
@@ -61,7 +56,11 @@ from .rank_setup import (
     tracer_of as tracer_of,
     uploaded_traces as uploaded_traces,
 )
-from .starting_state import RankContext as RankContext, model_of_dcp as model_of_dcp
+from .starting_state import (
+    RankContext as RankContext,
+    require_model as require_model,
+    require_pretrained as require_pretrained,
+)
 from .step_guard import (
     BadStep as BadStep,
     StepGuard as StepGuard,

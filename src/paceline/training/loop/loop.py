@@ -1,7 +1,7 @@
 """The training loop: batch, split, accumulate, clip, all-reduce, judge, save, step, report.
 
 It does not depend on a layout, model or file format: ``Parallel`` distributes the work, a
-``Workload`` defines the task, a ``Saver`` stores states. Randomness is a pure function of
+``Workload`` defines the task, a ``Checkpointer`` stores states. Randomness is a pure function of
 (seed, step, data rank), so no generator state is saved.
 
 A due state is saved only after the next batch has a sane loss under it, and before the optimiser
@@ -16,20 +16,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch, PlannedStream
-from paceline.training.checkpoint import local_of, roll_back_all, snapshot_all, stateful_of
+from paceline.training.checkpoint import local_of, stateful_of
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
 from paceline.training.loop.step_guard import StepGuard, Verdict
 from paceline.training.loop.workload import LossSums, Workload
 from paceline.training.metrics import AlertChange, StepMetrics, Straggler
 from paceline.training.parallel import Parallel
+
+if TYPE_CHECKING:
+    from paceline.training.checkpoint import Checkpointer
 
 
 @runtime_checkable
@@ -89,21 +92,6 @@ class Evaluator:
 
 
 CPU = torch.device("cpu")
-
-
-class Saver(Protocol):
-    """The checkpointer interface of the loop; every rank calls it at the same steps."""
-
-    stall_s: float  # total time that saves blocked training
-
-    def due(self, step: int, steps: int) -> bool:
-        """Return rank 0's decision whether to save the state after ``step`` steps; False on the
-        other ranks. Called once per step."""
-        ...
-
-    def save(self, step: int, position: dict[str, Any], metrics: dict[str, float]) -> bool:
-        """Start saving the current state."""
-        ...
 
 
 @dataclass
@@ -186,7 +174,7 @@ def train(
     *,
     progress: Progress,
     device: torch.device = CPU,
-    saver: Saver | None = None,
+    saver: Checkpointer | None = None,
     evaluator: Evaluator | None = None,
     guard: StepGuard | None = None,
     numbers: StepMetrics | None = None,
@@ -207,7 +195,8 @@ def train(
     numbers = numbers or StepMetrics.of(settings, parallel, group, device)
     stateful, started, owed = stateful_of(parallel, workload), time.perf_counter(), False
     while progress.step < settings.steps:
-        snapshot_all(stateful)
+        for kept in stateful:
+            kept.snapshot()
         numbers.begin(progress.step + 1, stream.data_wait_s, progress.stall_s)
         seed_step(settings.seed, progress.step, parallel.data_rank, device)
         position = stream.position
@@ -233,7 +222,8 @@ def train(
                 progress.stall_s, owed = saver.stall_s, False
             apply_gradients(optimizer, rate)
         else:
-            roll_back_all(stateful)
+            for kept in stateful:
+                kept.roll_back()
 
         _record_step(progress, batch, loss, verdict, stopped=stops > 0)
         # In place: the saver holds the same dict.
@@ -265,7 +255,8 @@ def train(
             )
         if progress.stopped:
             break
-    snapshot_all(stateful)
+    for kept in stateful:
+        kept.snapshot()
     numbers.close()
     guard.require_sound(
         group.all(finite_state(parallel.modules, optimizer)),

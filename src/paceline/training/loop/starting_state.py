@@ -1,35 +1,30 @@
-"""Starting state of a rank: load and verify base model, snapshot and workload; import DCP state.
+"""Starting state of a rank: load and verify base model, snapshot and workload.
 
-Each part is verified against the digests in the job. A torch DCP checkpoint can be the starting
-point: its weights become the base model, its AdamW state a checkpoint generation of step 0, which
-ranks of any layout resume like any other. Does not depend on process groups.
+Each part is verified against the digests in the job. Does not depend on process groups.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.config import ModelSettings, Runtime, load_runtime
+from paceline.config import Runtime, load_runtime
 from paceline.errors import InvalidInput, SourceMissing
-from paceline.models import CONFIG_FILE, ModelConfig, config_for, read_config, weight_files
+from paceline.models import CONFIG_FILE, ModelConfig, weight_files
 from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.checkpoint import Generations
-from paceline.training.identity import code_version, config_digest, stream_seed, task_size_of
+from paceline.training.identity import config_digest, stream_seed, task_size_of
 from paceline.training.loop.rank_process import retain_freed_memory
 from paceline.training.reproducibility import CUBLAS_DETERMINISTIC
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from paceline.data import PlannedStream, ShardCache, Snapshot
-    from paceline.models import ModelConfig, Pretrained, Transformer
-    from paceline.training.checkpoint import ImportedCheckpoint
+    from paceline.models import ModelConfig, Pretrained
     from paceline.training.loop.workload import Workload
 
 
@@ -255,16 +250,6 @@ def verified_base(node: Path, job: TrainJob) -> Path:
     return directory
 
 
-log = logging.getLogger(__name__)
-
-START_FILE = "started-from.json"  # in the base model's directory, hence part of its digest
-
-
-def is_checkpoint(source: Path) -> bool:
-    """Return whether ``source`` is a DCP checkpoint directory; does not import torch."""
-    return (source / ".metadata").is_file()
-
-
 def require_model(source: Path, code_ref: str) -> None:
     """Check that training can start from ``source``; raises InvalidInput or SourceMissing."""
     if code_ref:
@@ -276,103 +261,14 @@ def require_model(source: Path, code_ref: str) -> None:
         )
     if not source.is_dir():
         raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
-    if is_checkpoint(source):
-        return
     if (source / CONFIG_FILE).is_file():
         weight_files(source)  # names pickled weights
     if not any(source.glob("*.safetensors")) or not (source / CONFIG_FILE).is_file():
         raise InvalidInput(
             "no model of ours in the model directory",
             got=", ".join(sorted(each.name for each in source.iterdir())[:5]) or "nothing",
-            wanted=f"*.safetensors and {CONFIG_FILE}, or what dcp.save wrote (.metadata)",
+            wanted=f"*.safetensors and {CONFIG_FILE}",
             where=source,
-            do="Name the export of a training, or a directory that transformers wrote.",
+            do="Name the export of a training, or a directory that transformers wrote; `paceline "
+            "checkpoints import` makes one of what dcp.save wrote.",
         )
-
-
-def model_of_dcp(
-    source: Path,
-    settings: ModelSettings,
-    shape: Mapping[str, Any] | None = None,
-    *,
-    weights_only: bool = False,
-) -> tuple[Transformer, ModelConfig, ImportedCheckpoint]:
-    """Return the model with the weights of the DCP directory ``source``, its config, and the state.
-
-    The shape comes from ``source``'s config.json, else from ``settings`` and ``shape`` (further
-    arguments of ``config_for``). Raises InvalidInput where weights and shape do not match,
-    CorruptData where ``source`` is damaged.
-    """
-    import torch
-
-    from paceline.models import Transformer
-    from paceline.training.checkpoint import read_dcp
-
-    if (source / CONFIG_FILE).is_file():
-        config = read_config(source)
-    else:
-        config = config_for(settings.parameters, settings.context, **(shape or {}))
-    with torch.device("meta"):
-        model = Transformer(config)
-    model = model.to(getattr(torch, config.torch_dtype))
-    found = read_dcp(source, model.state_dict(), weights_only=weights_only)
-    model = model.to_empty(device="cpu")
-    model.load_state_dict(found.weights)
-    if found.cast:
-        log.warning(
-            "%d of %d weights have another dtype in the checkpoint: they are made %s source=%s",
-            found.cast, len(found.weights), config.torch_dtype, source,
-        )  # fmt: skip
-    return model, config, found
-
-
-@dataclass(frozen=True)
-class ImportedState:
-    """An imported model and the optimiser state of its parameters."""
-
-    source: str
-    model: Transformer
-    moments: dict[str, dict[str, Tensor]]  # by parameter
-
-    def digest(self) -> str:
-        """Return the SHA-256 over all tensors (names, dtypes, shapes, bytes)."""
-        import hashlib
-
-        import torch
-
-        tensors = {f"model.{name}": each for name, each in self.model.state_dict().items()}
-        for name, moments in self.moments.items():
-            tensors |= {f"{moment}.{name}": each for moment, each in moments.items()}
-        digest = hashlib.sha256()
-        for name, tensor in sorted(tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return digest.hexdigest()
-
-    def save(self, job: TrainJob, store: ObjectStore) -> bool:
-        """Save the state as the job's step 0 unless checkpoints exist; return whether it did.
-
-        Ranks of every layout resume from it. The position is empty: data start at the beginning.
-        """
-        from paceline.training.checkpoint import Checkpointer, TrainState, WholeModel
-        from paceline.training.loop.group import Group
-        from paceline.training.loop.optimizer import new_optimizer
-
-        generations = Generations(store, join_url(job.checkpoint_url, job.job_id))
-        if generations.find().committed:
-            return False
-        optimizer = new_optimizer(self.model, job.settings)
-        for name, parameter in self.model.named_parameters():
-            if name in self.moments:
-                optimizer.state[parameter] = dict(self.moments[name])
-        imported = {"format": "torch.distributed.checkpoint", "directory": self.source}
-        Checkpointer(
-            generations,
-            TrainState(WholeModel(self.model), optimizer, Group()),
-            job.settings.checkpoints,
-            job_id=job.job_id,
-            config_digest=config_digest(job),
-            code_version=code_version(),
-            environment={"imported_from": imported},
-        ).save_last(0, {}, {})
-        return True

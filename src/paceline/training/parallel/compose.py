@@ -1,24 +1,173 @@
-"""``parallelise``: turn a plain model and a mesh into the ``Parallel`` that the loop drives."""
+"""``parallelise``: turn a plain model and a mesh into the ``Parallel`` that the loop drives.
+
+``SingleStage`` is the one without pipeline stages: single, replicated, sharded or tensor-parallel.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config import TrainingSettings
+from paceline.errors import InvalidInput
 from paceline.models import Transformer
-from paceline.training.loop import Workload, autocast, master_dtype
-from paceline.training.parallel import tensor
+from paceline.training.checkpoint import Stateful
+from paceline.training.loop import Inputs, LossSums, Workload, autocast, master_dtype
+from paceline.training.parallel import clipping, sharded, tensor
 from paceline.training.parallel.base import Parallel, compile_blocks, recompute_blocks
 from paceline.training.parallel.checks import require_layout, require_uncut
-from paceline.training.parallel.data_parallel import SentBytes, replicate
+from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
 from paceline.training.parallel.pipeline import Pipelined, drop_children, stages
 from paceline.training.parallel.sharded import shard
-from paceline.training.parallel.straight import SingleStage
+
+
+class SingleStage:
+    """A ``Parallel`` without stages: this rank runs the module from end to end.
+
+    ``run`` is ``module``, or the DDP wrapper that synchronises its gradients.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        run: nn.Module,
+        mesh: Mesh,
+        settings: TrainingSettings,
+        workload: Workload,
+        sent: SentBytes,
+        memory: CompressionMemory | None = None,
+    ) -> None:
+        self.keeps: Sequence[Stateful] = () if memory is None else (memory,)
+        self._memory = memory
+        self.modules: Sequence[nn.Module] = (module,)
+        self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
+        self._mesh, self._settings, self._workload = mesh, settings, workload
+        self._run = run
+        self._parameters = [each for each in module.parameters() if each.requires_grad]
+        self._replica = run if isinstance(run, DistributedDataParallel) else None
+        self._shards = module if isinstance(module, FSDPModule) else None
+        self._warm = self._replica is None
+        self._sent = sent
+        self._step_bytes = self._uncounted_bytes()
+        self._compiled: Callable[..., Tensor] | None = None
+        if settings.compile and mesh.spec.tp == 1:
+            self._compiled = torch.compile(workload.loss_sum)
+
+    @property
+    def bytes_reduced(self) -> int:
+        """Return the bytes of gradients that this rank gave to reductions so far."""
+        return self._sent.bytes
+
+    def accumulate(self, parts: Sequence[Inputs], scale: float) -> LossSums:
+        """Run all parts forward and backward; see ``Parallel``."""
+        with tensor.loss_context(self._mesh):
+            if not self._warm:
+                self._warm_up(parts[0])
+            self._clear()
+            # DDP averages over replicas; we want the sum.
+            factor = scale * (self.data_world if self._replica is not None else 1)
+            sums: list[LossSums] = []
+            for number, part in enumerate(parts, start=1):
+                with self._synchronised(number == len(parts)):
+                    loss = self._loss(self._run, part)
+                    torch.autograd.backward(loss * factor)
+                sums.append(LossSums(loss.detach(), part.weight))
+        if self._shards is None:
+            clipping.reduce_pending(self._parameters)
+        self._sent.bytes += self._step_bytes
+        return LossSums.of(sums)
+
+    def clip(self, max_norm: float, unscale: float = 1.0) -> float:
+        """Return the norm of all gradients and clip them; see ``Parallel``."""
+        return clipping.clip(self._parameters, self._mesh, max_norm, unscale)
+
+    def evaluate(self, inputs: Inputs) -> LossSums:
+        """Return the sums of the loss of this rank's share."""
+        (module,) = self.modules
+        training = module.training
+        module.eval()
+        try:
+            with torch.no_grad(), tensor.loss_context(self._mesh):
+                loss = self._loss(module, inputs)
+        finally:
+            module.train(training)
+            sharded.reshard_all(module)
+        return LossSums(loss, inputs.weight)
+
+    def _loss(self, run: nn.Module, part: Inputs) -> Tensor:
+        self._require_divisible(part)
+        half = contextlib.nullcontext() if self._shards is not None else self._autocast()
+        with half:
+            outputs = run(*part.args, **part.kwargs)
+            if self._compiled is not None:
+                return self._compiled(outputs, *part.targets)
+            return tensor.loss_sum(self._workload, self._mesh, outputs, part.targets)
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        return autocast(self._settings, self._mesh.device_type)
+
+    def _clear(self) -> None:
+        for each in self._parameters:
+            if self._replica is None:
+                each.grad = None
+            elif each.grad is not None:
+                each.grad.zero_()  # a view into DDP's bucket
+
+    @contextlib.contextmanager
+    def _synchronised(self, last: bool) -> Iterator[None]:
+        if self._shards is not None:
+            self._shards.set_is_last_backward(last)
+            self._shards.set_requires_gradient_sync(last)
+            self._shards.set_reshard_after_backward(last)
+        if last or self._replica is None:
+            yield
+            return
+        with self._replica.no_sync():
+            yield
+
+    def _warm_up(self, part: Inputs) -> None:
+        """Run one backward pass that changes nothing.
+
+        DDP lays out its buckets anew after the first backward pass. Doing that before the first
+        step makes a resumed run add gradients in the same order as an uninterrupted one. Random
+        state (dropout) and buffers (batch norm) are restored.
+        """
+        devices = [torch.cuda.current_device()] if self._mesh.device_type == "cuda" else []
+        buffers = [(each, each.clone()) for each in self._run.buffers()]
+        with torch.random.fork_rng(devices):
+            torch.autograd.backward(self._loss(self._run, part) * 0.0)
+        with torch.no_grad():
+            for each, before in buffers:
+                each.copy_(before)
+        self._warm = True
+        if self._memory is not None:
+            self._memory.buckets_ready()
+
+    def _uncounted_bytes(self) -> int:
+        """Return the bytes sent each step where no hook counts them."""
+        if self._shards is not None:
+            return sharded.reduced_bytes(self.modules[0], self._mesh, self._settings)
+        if self._replica is not None and self._settings.mesh.hook == "none":
+            return sum(each.numel() * each.element_size() for each in self._parameters)
+        return 0
+
+    def _require_divisible(self, part: Inputs) -> None:
+        tp = self._mesh.spec.tp
+        if tp > 1 and self._settings.mesh.sequence_parallel and part.args[0].shape[1] % tp:
+            raise InvalidInput(
+                "tensor parallelism does not divide the sequence",
+                got=f"{part.args[0].shape[1]} tokens, tp {tp}",
+                wanted=f"a multiple of {tp} tokens",
+                do="Change training.mesh.tp, or set training.mesh.sequence_parallel to false.",
+            )
 
 
 def parallelise(

@@ -439,7 +439,7 @@ def _work(
                 events.emit("step", task.sequence, **data)
 
         def on_frame() -> None:  # a live server resets the deadline of the step
-            if worker.counts.staleness:
+            if worker.staleness:
                 events.enter("step")
 
         away_s = settings.guard.start_deadline_s

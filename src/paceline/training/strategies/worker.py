@@ -11,16 +11,15 @@ import math
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.config import TrainingSettings
-from paceline.data import Batch
+from paceline.data import PlannedStream
 from paceline.errors import InvalidFrame, InvalidInput, PeerLost
-from paceline.training.checkpoint import roll_back_all, stateful_of
+from paceline.training.checkpoint import stateful_of
 from paceline.training.loop import Inputs, Workload, seed_step
 from paceline.training.parallel import Mesh, MeshSpec, parallelise
 from paceline.training.strategies.frames import (
@@ -40,15 +39,6 @@ RETRY_S = 0.05
 SILENCES = 2  # times ``silence_s``, before a worker looks for another server
 
 
-@dataclass
-class WorkerCounts:
-    """Counts of one worker."""
-
-    computed: int = 0  # gradients, including those computed again after a lost connection
-    lost: int = 0  # connections
-    staleness: list[int] = field(default_factory=list)  # of each applied gradient
-
-
 class Worker:
     """The connection of worker ``worker`` to the server that leads at one of ``addresses()``."""
 
@@ -66,7 +56,8 @@ class Worker:
         self._worker, self._addresses, self._terms = worker, addresses, terms
         self._count, self._dtype, self._away_s = compute.count, compute.dtype, away_s
         self._on_frame = on_frame
-        self.counts = WorkerCounts()
+        self.computed = 0  # gradients, including those computed again after a lost connection
+        self.staleness: list[int] = []  # of each applied gradient
 
     def run(self, compute: Compute, on_push: Callable[[Task], None] = lambda _: None) -> None:
         """Push ``terms.pushes`` gradients; ``on_push`` is called after each that was applied.
@@ -76,13 +67,12 @@ class Worker:
         """
         lost_at: float | None = None
         while True:
-            before = len(self.counts.staleness)
+            before = len(self.staleness)
             try:
                 return self._push_all(compute, on_push)
             except PeerLost as error:
-                self.counts.lost += 1
                 now = time.monotonic()
-                if lost_at is None or len(self.counts.staleness) > before:
+                if lost_at is None or len(self.staleness) > before:
                     lost_at = now
                 if now > lost_at + self._away_s:
                     raise PeerLost(
@@ -103,11 +93,11 @@ class Worker:
                 frame = self._expect(connection, FrameKind.WEIGHTS, self._count * 8 + 1024)
                 base, weights = integer_of(frame, "version"), self._array(frame)
                 gradient, report = compute(task, weights)
-                self.counts.computed += 1
+                self.computed += 1
                 head = {"sequence": sequence, "base": base, "report": report.model_dump()}
                 send(connection, array_frame(FrameKind.PUSH, gradient, **head))
                 answer = self._expect(connection, FrameKind.ANSWER)
-                self.counts.staleness.append(integer_of(answer, "version") - 1 - base)
+                self.staleness.append(integer_of(answer, "version") - 1 - base)
                 on_push(task)
 
     def _array(self, frame: Frame) -> Array:
@@ -146,19 +136,6 @@ class Worker:
         return frame
 
 
-class BatchSource(Protocol):
-    """The batches of a share, in order: the part of a data stream that is used here."""
-
-    @property
-    def data_wait_s(self) -> float: ...
-    @property
-    def quarantined(self) -> dict[str, str]: ...
-    @property
-    def position(self) -> dict[str, Any] | None: ...
-    def next(self) -> Batch: ...
-    def close(self) -> None: ...
-
-
 class GradientComputer:
     """The ``Compute`` of a workload; ``open_share`` opens the data of a share at a task.
 
@@ -173,7 +150,7 @@ class GradientComputer:
         workload: Workload,
         settings: TrainingSettings,
         workers: int,
-        open_share: Callable[[Task], BatchSource],
+        open_share: Callable[[Task], PlannedStream],
         device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
         self._workload, self._settings, self._workers = workload, settings, workers
@@ -185,7 +162,7 @@ class GradientComputer:
         self.dtype = str(self._parameters[0].dtype).removeprefix("torch.")
         self._keeps = stateful_of(self._parallel, workload)
         self.report = BatchReport()  # of the last gradient
-        self._source: BatchSource | None = None
+        self._source: PlannedStream | None = None
         self._sequence = 0  # of the present batch
         self._parts: list[Inputs] = []
         self._share_tokens = 1.0
@@ -201,7 +178,8 @@ class GradientComputer:
         sums = self._parallel.accumulate(self._parts, 1.0 / self._share_tokens)
         loss = float(sums.loss) / sums.weight if sums.weight else 0.0
         if not math.isfinite(loss):  # the server will not apply it
-            roll_back_all(self._keeps)
+            for each in self._keeps:
+                each.roll_back()
         self.report = BatchReport(loss=loss, tokens=sums.weight, **self._fields)
         return flat_gradients(self._parameters), self.report
 

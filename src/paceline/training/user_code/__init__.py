@@ -7,7 +7,6 @@
 
 Every reference is pinned and its source must be listed in ``security.code_sources``; both are
 checked before any of it runs. The function is called with a ``Task`` and returns the workload.
-``training.guard.preemption`` may be a reference of the same kinds.
 
 What is guarded: which code runs (allow-list and pin), changes to it (the digest is checked at each
 load), and its environment (an allow-list of variables, no credentials). What is NOT guarded: the

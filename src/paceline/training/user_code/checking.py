@@ -1,9 +1,8 @@
 """Check of user code in a process of its own, before any rank starts.
 
 ``python -m paceline.training.user_code.checking`` is that process: it reads one line of JSON on
-standard input, imports, calls and builds the reference, and runs a first batch of the job's data
-through it. On failure its last line of output is the error as JSON. A preemption watcher is only
-opened.
+standard input, and imports, calls and builds the reference. On failure its last line of output is
+the error as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline import errors
 from paceline.config import scrub_variables
@@ -25,8 +24,6 @@ from paceline.training.user_code.loading import MAX_MESSAGE_CHARACTERS, Task, lo
 from paceline.training.user_code.reference import CodeRef, parse, require_allowed
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from paceline.config import Runtime
     from paceline.schemas import TrainJob
     from paceline.training.loop import Workload
@@ -35,43 +32,17 @@ CHECK_S = 180.0  # import, call and build
 
 
 def check(
-    text: str,
-    sources: Sequence[str],
-    cache: Path,
-    task: Task,
-    *,
-    job: TrainJob | None = None,
-    deadline_s: float = CHECK_S,
+    text: str, sources: Sequence[str], cache: Path, task: Task, *, deadline_s: float = CHECK_S
 ) -> None:
-    """Load the reference and build its model in a process of its own, before any rank starts; with
-    a ``job``, run it on a first batch of that job's data.
+    """Load the reference and build its model in a process of its own, before any rank starts.
 
-    Raises what ``load`` and ``try_batch`` raise, with the same fields. The process gets no ambient
-    credentials.
+    Raises what ``load`` raises, with the same fields. The process gets no ambient credentials.
     """
-    more = {"task": asdict(task), "job": None if job is None else job.model_dump_json()}
-    _check_in_process(parse(text), sources, cache, more, deadline_s)
-
-
-def check_watcher(
-    text: str, sources: Sequence[str], cache: Path, deadline_s: float = CHECK_S
-) -> None:
-    """Open the preemption watcher ``text`` in a process of its own; raises that process's error."""
-    from paceline.training.loop import require_allowed_watcher
-
-    ref = require_allowed_watcher(text, sources)
-    if ref is not None:
-        _check_in_process(ref, sources, cache, {"task": None}, deadline_s)
-
-
-def _check_in_process(
-    ref: CodeRef, sources: Sequence[str], cache: Path, more: dict[str, Any], deadline_s: float
-) -> None:
-    """Run ``main`` in a process without ambient credentials; raise the error that it reports."""
+    ref = parse(text)
     require_allowed(ref, sources)
     environment = dict(os.environ)
     scrub_variables(environment)
-    asked = {"text": ref.text, "sources": list(sources), "cache": str(cache), **more}
+    asked = {"text": text, "sources": list(sources), "cache": str(cache), "task": asdict(task)}
     command = [sys.executable, "-m", "paceline.training.user_code.checking"]
     try:
         done = subprocess.run(
@@ -108,7 +79,7 @@ def _check_in_process(
 
 
 def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
-    """Check the job's user code on the job's data before any rank starts; see ``check``."""
+    """Check the job's user code before any rank starts; see ``check``."""
     if not job.settings.code_ref:
         return
     size = task_size_of(job, runtime.profile)
@@ -119,7 +90,7 @@ def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
         parameters=size.parameters,
     )
     sources = runtime.profile.security.code_sources
-    check(job.settings.code_ref, sources, runtime.state_dir / "code", task, job=job)
+    check(job.settings.code_ref, sources, runtime.state_dir / "code", task)
 
 
 _KINDS: dict[str, type[PacelineError]] = {
@@ -131,19 +102,10 @@ _KINDS: dict[str, type[PacelineError]] = {
 
 def main() -> int:
     """Check the reference on standard input; on failure the last line of output is the error."""
-    from paceline.training.loop import open_watcher
-
     asked = json.loads(sys.stdin.readline())
-    what = asked["text"], asked["sources"], Path(asked["cache"])
     try:
-        if asked["task"] is None:
-            open_watcher(*what)
-            return 0
         task, ref = Task(**asked["task"]), parse(asked["text"])
-        workload = load(*what, task)
-        model = _build(workload, ref)
-        if asked["job"] is not None:
-            _try(workload, model, asked["job"], task, ref)
+        _build(load(asked["text"], asked["sources"], Path(asked["cache"]), task), ref)
     except PacelineError as error:
         said = {"code": error.code, "what": error.what, "do": error.do}
         for name in ("got", "wanted", "where"):
@@ -154,16 +116,7 @@ def main() -> int:
     return 0
 
 
-def _try(workload: Workload, model: nn.Module, job: str, task: Task, ref: CodeRef) -> None:
-    from paceline.schemas import TrainJob
-    from paceline.training.user_code.trying import first_rows, try_batch
-
-    batch = first_rows(TrainJob.model_validate_json(job), task)
-    if batch is not None:
-        try_batch(workload, model, batch, ref)
-
-
-def _build(workload: Workload, ref: CodeRef) -> nn.Module:
+def _build(workload: Workload, ref: CodeRef) -> None:
     from torch import nn
 
     try:
@@ -179,7 +132,6 @@ def _build(workload: Workload, ref: CodeRef) -> nn.Module:
             wanted="a torch.nn.Module with parameters",
             where=ref.where,
         )
-    return model
 
 
 if __name__ == "__main__":

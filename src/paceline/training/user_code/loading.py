@@ -66,30 +66,16 @@ def load(
     TrainingFailed (the code raised).
     """
     ref = parse(text)
-    return require_workload(
-        call(ref, sources, cache, task, scrub_environment=scrub_environment), ref
-    )
-
-
-def call(
-    ref: CodeRef,
-    sources: Sequence[str],
-    cache: Path,
-    *arguments: object,
-    scrub_environment: bool = True,
-) -> Any:
-    """Return the result of the function that ``ref`` names, called in this process without ambient
-    credentials; raises the errors of ``load``.
-    """
     require_allowed(ref, sources)
     tree = fetch(ref, cache)
     if scrub_environment:
         scrub_variables(os.environ)
     entry = _entry(ref, tree)
     try:
-        return entry(*arguments)
+        found = entry(task)
     except Exception as error:
         raise user_code_error("code reference raised", ref, error) from error
+    return require_workload(found, ref)
 
 
 def require_workload(found: Any, ref: CodeRef) -> Workload:

@@ -16,7 +16,7 @@ from typing import Literal
 from paceline.config import module_allowed
 from paceline.errors import AccessDenied, InvalidInput
 
-DIAL = "training.code_ref"  # the setting that holds a reference, by default
+DIAL = "training.code_ref"  # the setting that holds a reference
 OURS = "paceline"  # the release is the pin; ``code_version`` is in every checkpoint
 
 _NAME = r"[A-Za-z_]\w*"
@@ -36,7 +36,6 @@ class CodeRef:
     function: str
     url: str = ""
     pin: str = ""  # a commit or a digest; "" only for our own modules
-    dial: str = DIAL  # name of the profile's setting
 
     @property
     def top(self) -> str:
@@ -46,7 +45,7 @@ class CodeRef:
     @property
     def where(self) -> str:
         """Return the reference as an error message names it."""
-        return where(self.text, self.dial)
+        return f"{DIAL} {self.text[:300]}"
 
     @property
     def directory(self) -> Path:
@@ -54,43 +53,38 @@ class CodeRef:
         return Path(self.url.removeprefix("file://"))
 
 
-def parse(text: str, dial: str = DIAL) -> CodeRef:
-    """Return the parsed reference ``text`` of the profile's setting ``dial``.
-
-    Raises InvalidInput where it is malformed or not pinned.
-    """
+def parse(text: str) -> CodeRef:
+    """Return the parsed reference; raises InvalidInput where it is malformed or not pinned."""
     if found := _GIT.fullmatch(text):
         if not re.fullmatch(r"[0-9a-f]{40}", found["commit"]):
-            raise _unpinned(
-                text, found["commit"] or "no commit", "a full commit of 40 hex digits", dial
-            )
+            raise _unpinned(text, found["commit"] or "no commit", "a full commit of 40 hex digits")
         if "@" in found["url"].partition("://")[2].partition("/")[0]:
             raise InvalidInput(
                 "code reference carries credentials",
                 wanted="a URL without a user",
-                where=where(text, dial),
+                where=f"{DIAL} {text[:300]}",
             )
         names = found["module"], found["function"], found["url"], found["commit"]
-        return CodeRef(text, "git", *names, dial=dial)
+        return CodeRef(text, "git", *names)
     if found := _DIRECTORY.fullmatch(text):
-        _require_digest(text, found["digest"], f"directory_digest({found['url']!r})", dial)
+        _require_digest(text, found["digest"], f"directory_digest({found['url']!r})")
         names = found["module"], found["function"], found["url"], found["digest"]
-        ref = CodeRef(text, "directory", *names, dial=dial)
+        ref = CodeRef(text, "directory", *names)
         if not ref.directory.is_absolute():
             raise InvalidInput("code directory is not absolute", got=text, wanted="file:///…")
         return ref
     if found := _MODULE.fullmatch(text):
         digest = found["digest"]
         if found["module"].partition(".")[0] != OURS or digest:
-            _require_digest(text, digest, "module_digest", dial)
+            _require_digest(text, digest, "module_digest")
         pin = digest or ""
-        return CodeRef(text, "module", found["module"], found["function"], pin=pin, dial=dial)
+        return CodeRef(text, "module", found["module"], found["function"], pin=pin)
     raise InvalidInput(
         "code reference cannot be read",
         got=repr(text[:200]),
         wanted="module:function@sha256:…, file:///DIRECTORY@sha256:…#module:function, or "
         "git+https://…@COMMIT#module:function",
-        where=dial,
+        where=DIAL,
     )
 
 
@@ -118,22 +112,17 @@ def _covers(source: str, ref: CodeRef) -> bool:
     return source.endswith("/") and "://" in source and ref.url.startswith(source)
 
 
-def where(text: str, dial: str = DIAL) -> str:
-    """Return the reference ``text`` as an error message names it."""
-    return f"{dial} {text[:300]}"
-
-
-def _require_digest(text: str, digest: str | None, how: str, dial: str) -> None:
+def _require_digest(text: str, digest: str | None, how: str) -> None:
     if digest is None or not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise _unpinned(text, digest or "no digest", f"@sha256: and 64 hex digits ({how})", dial)
+        raise _unpinned(text, digest or "no digest", f"@sha256: and 64 hex digits ({how})")
 
 
-def _unpinned(text: str, got: str, wanted: str, dial: str) -> InvalidInput:
+def _unpinned(text: str, got: str, wanted: str) -> InvalidInput:
     return InvalidInput(
         "code reference is not pinned",
         got=got,
         wanted=wanted,
-        where=where(text, dial),
+        where=f"{DIAL} {text[:300]}",
         do="`python -m paceline.training.code_digest MODULE_OR_DIRECTORY` prints a digest.",
     )
 

@@ -1,9 +1,8 @@
-"""Workers on hosts over SSH: `[cluster] kind = "ssh"`.
+"""Keep a worker running on another machine, through a command that runs a shell there.
 
-For each host of the profile the plain ``ssh`` of this machine (its keys, known hosts and
-configuration) copies Dask's TLS files and, until the node joined, a join token; then it runs
-`paceline worker` there, which ends when the connection does and is started again. Nothing but ssh
-and Paceline is expected on a host.
+It copies Dask's TLS files and, until the node joined, a join token through the shell's standard
+input. Then it runs `paceline worker`, which ends when that input does, and is started again. It
+does not know how the machine is reached.
 """
 
 from __future__ import annotations
@@ -13,20 +12,17 @@ import io
 import logging
 import shlex
 import tarfile
+from dataclasses import dataclass
 
 from paceline.client import AccessClient
 from paceline.cluster.embedded import TLS_DIRECTORY
-from paceline.config import HostSettings, Runtime
+from paceline.config import Runtime
 from paceline.errors import PacelineError, WorkerLost
 from paceline.schemas import CreateJoinToken
 from paceline.text import printable
 
 log = logging.getLogger(__name__)
 
-SSH = (
-    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
 TOKEN_FILE = "join-token"  # noqa: S105 - a file's name
 TOKEN_TTL_S = 3600.0
 PREPARE_S = 60.0
@@ -35,17 +31,21 @@ BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 STEADY_S = 60.0  # a worker that ran this long resets its host's backoff
 
 
-async def serve_hosts(runtime: Runtime, stop: asyncio.Event) -> None:
-    """Run a worker on each host of the profile until ``stop``; one that ends is started again."""
-    hosts = runtime.profile.cluster.hosts
-    keeping = [asyncio.create_task(_keep(runtime, each)) for each in hosts]
-    await stop.wait()
-    for task in keeping:
-        task.cancel()
-    await asyncio.gather(*keeping, return_exceptions=True)
+@dataclass(frozen=True, kw_only=True)
+class RemoteHost:
+    """A machine and the worker that runs there."""
+
+    name: str  # in log lines
+    shell: tuple[str, ...]  # argv that runs the command line appended to it in a shell there
+    worker_id: str
+    state: str  # its state directory, from its user's home
+    program: str
+    rack: str = ""
+    zone: str = ""
 
 
-async def _keep(runtime: Runtime, host: HostSettings) -> None:
+async def keep_worker(runtime: Runtime, host: RemoteHost) -> None:
+    """Run the host's worker until this is cancelled; one that ends is started again."""
     failures = 0
     loop = asyncio.get_running_loop()
     while True:
@@ -53,25 +53,25 @@ async def _keep(runtime: Runtime, host: HostSettings) -> None:
         try:
             await _run_worker(runtime, host, joins=await _prepare(runtime, host))
         except (PacelineError, OSError) as error:
-            log.warning("no worker on host=%s why=%s", host.ssh, error)
+            log.warning("no worker on host=%s why=%s", host.name, error)
         failures = 0 if loop.time() - began > STEADY_S else failures + 1
         await asyncio.sleep(BACKOFF_S[min(failures, len(BACKOFF_S) - 1)])
 
 
-async def _prepare(runtime: Runtime, host: HostSettings) -> bool:
+async def _prepare(runtime: Runtime, host: RemoteHost) -> bool:
     """Copy to ``host`` what its worker needs; return whether it has yet to join.
 
     Raises WorkerLost where it cannot be reached.
     """
     state = shlex.quote(host.state)
-    joined = await _answer(host, f"test -f {state}/identity/identity.json && echo joined || true")
+    joined = await _shell(host, f"test -f {state}/identity/identity.json && echo joined || true")
     token = b"" if b"joined" in joined else await asyncio.to_thread(_new_token, runtime, host)
     packed = _packed(runtime, token)
-    await _answer(host, f"umask 077 && mkdir -p {state} && tar -xf - -C {state}", packed)
+    await _shell(host, f"umask 077 && mkdir -p {state} && tar -xf - -C {state}", packed)
     return bool(token)
 
 
-async def _run_worker(runtime: Runtime, host: HostSettings, *, joins: bool) -> None:
+async def _run_worker(runtime: Runtime, host: RemoteHost, *, joins: bool) -> None:
     argv = [host.program, "worker", "--state", host.state, "--worker-id", host.worker_id]
     if joins:
         argv += ["--coordinator", runtime.endpoints.coordinator_url]
@@ -80,14 +80,14 @@ async def _run_worker(runtime: Runtime, host: HostSettings, *, joins: bool) -> N
     for label in ("rack", "zone"):
         if value := getattr(host, label):
             argv += [f"--{label}", value]
-    process = await _ssh(host, f"exec {shlex.join(argv)}")
+    process = await _start(host, f"exec {shlex.join(argv)}")
     assert process.stdout is not None
     assert process.stdin is not None
     try:
         async for line in process.stdout:
             text = printable(line.decode(errors="replace").strip(), 500)
             log.info("%s: %s", host.worker_id, text)
-        log.warning("worker ended host=%s code=%s", host.ssh, await process.wait())
+        log.warning("worker ended host=%s code=%s", host.name, await process.wait())
     finally:
         process.stdin.close()  # the worker ends, and with it the connection
         try:
@@ -97,7 +97,7 @@ async def _run_worker(runtime: Runtime, host: HostSettings, *, joins: bool) -> N
             await process.wait()
 
 
-def _new_token(runtime: Runtime, host: HostSettings) -> bytes:
+def _new_token(runtime: Runtime, host: RemoteHost) -> bytes:
     client = AccessClient.of(runtime)
     try:
         call = CreateJoinToken(worker_id=host.worker_id, ttl_seconds=TOKEN_TTL_S)
@@ -119,29 +119,29 @@ def _packed(runtime: Runtime, token: bytes) -> bytes:
     return packed.getvalue()
 
 
-async def _answer(host: HostSettings, command: str, sent: bytes = b"") -> bytes:
+async def _shell(host: RemoteHost, command: str, sent: bytes = b"") -> bytes:
     """Return what ``command`` printed on ``host``; raises WorkerLost."""
-    process = await _ssh(host, command)
+    process = await _start(host, command)
     try:
         out, _ = await asyncio.wait_for(process.communicate(sent), PREPARE_S)
     except TimeoutError as error:
         process.kill()
         await process.wait()
-        raise WorkerLost("the host does not answer over SSH", where=host.ssh) from error
+        raise WorkerLost("the host does not answer", where=host.name) from error
     if process.returncode:
         raise WorkerLost(
-            "the host cannot be prepared over SSH",
+            "the host cannot be prepared",
             got=printable(out.decode(errors="replace").strip()[-300:], 300),
-            wanted="a login without a password, and a home that can be written",
-            where=host.ssh,
-            do=f"Try: {shlex.join([*SSH, host.ssh, 'true'])}",
+            wanted="a shell without a password, and a home that can be written",
+            where=host.name,
+            do=f"Try: {shlex.join([*host.shell, 'true'])}",
         )
     return out
 
 
-async def _ssh(host: HostSettings, command: str) -> asyncio.subprocess.Process:
+async def _start(host: RemoteHost, command: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(*SSH, "--", host.ssh, command),
+        *(*host.shell, command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
