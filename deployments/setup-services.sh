@@ -6,6 +6,7 @@ packages=(
   strace iproute2 iptables aria2 chromium chromium-driver
   etcd-server etcd-client redis-server postgresql prometheus
   docker-registry # models as artefacts of a registry
+  slurm-wlm munge # a batch system that gives nodes to workers
   openssh-server openssh-client # hosts that workers are started on
   ceph-mon ceph-osd radosgw uuid-runtime # an S3 server beside rclone's: Ceph's object gateway
   buildah mmdebstrap # images from the Containerfile, on a base made here
@@ -26,11 +27,15 @@ export DEBIAN_FRONTEND=noninteractive
 apt-get update -qq
 apt-get install -y -qq --no-install-recommends "${missing[@]}"
 for each in "${missing[@]}"; do # a server that was here before keeps its setting
-  case "$each" in etcd-server | redis-server | postgresql | prometheus | docker-registry | radosgw | openssh-server)
-    service=${each/etcd-server/etcd}
-    service=${service/openssh-server/ssh}
-    if [ -d /run/systemd/system ]; then service=${service/radosgw/ceph.target}; fi
-    if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
-    ;;
+  case "$each" in
+  etcd-server) services=etcd ;;
+  openssh-server) services=ssh ;;
+  slurm-wlm) services="slurmctld slurmd" ;;
+  radosgw) if [ -d /run/systemd/system ]; then services=ceph.target; else services=radosgw; fi ;;
+  redis-server | postgresql | prometheus | docker-registry | munge) services=$each ;;
+  *) continue ;;
   esac
+  for service in $services; do
+    if [ -d /run/systemd/system ]; then systemctl disable --quiet --now "$service"; else update-rc.d "$service" disable; fi
+  done
 done

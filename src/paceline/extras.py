@@ -25,6 +25,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
         "requests",
     ),
     "stores": ("psycopg", "redis"),
+    "control": ("prefect_redis",),
     "grpc": ("grpc",),
     "hf": ("tokenizers", "transformers"),
     "gpu": ("pynvml",),

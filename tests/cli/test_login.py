@@ -37,6 +37,7 @@ from tests.support.command import Ended, paceline
 from tests.support.web import Call, Web, serving
 
 RUN = "0192f0c1-0000-7000-8000-000000000001"
+SUB_RUN = "0192f0c1-0000-7000-8000-000000000002"
 NODES = {"node-1": ("r1", "a100"), "node-2": ("r1", "h100"), "node-3": ("r2", "h100")}
 
 
@@ -53,8 +54,13 @@ class Prefect:
             self.started.append(json.loads(call.body))
             answer = self.run() | {"state_type": "SCHEDULED"}
         elif call.path == "/api/logs/filter":
+            asked = json.loads(call.body)
             lines = ["Beginning flow run", "Finished"]
-            answer = [{"message": each} for each in lines[json.loads(call.body)["offset"] :]]
+            lines[1:1] = ["Of the sub-flow"] * (SUB_RUN in asked["logs"]["flow_run_id"]["any_"])
+            answer = [{"message": each} for each in lines[asked["offset"] :]]
+        elif call.path == "/api/flow_runs/filter":
+            parents = json.loads(call.body)["flow_runs"]["parent_flow_run_id"]["any_"]
+            answer = [{"id": SUB_RUN}] if parents == [RUN] else []
         elif call.path == f"/api/flow_runs/{RUN}":
             answer = self.run()
         elif call.path.startswith("/api/deployments/name/"):
@@ -366,6 +372,7 @@ def test_a_flow_is_started_there_and_followed_to_its_result(
     assert answer["training_digest"] == "d" * 64
     assert answer["notes"] == ["a rank restarted"]
     assert "Beginning flow run" in done.stderr
+    assert "Of the sub-flow" in done.stderr
     (started,) = prefect.started
     assert started["parameters"] == {
         "model_id": "m",
@@ -407,7 +414,7 @@ def test_what_a_client_may_not_have_a_flow_read_is_refused(
 ) -> None:
     prefect.started = []
     (laptop / "texts").mkdir()
-    one_line(paceline("lifecycle", "--data", "texts"), 2, "no such parameter", "got data")
+    one_line(paceline("lifecycle", "--data", "texts"), 2, "names its data by URL")
     one_line(paceline("snapshot", "texts"), 2, "names its data by URL", "wanted s3://bucket/prefix")
     other = ("train", "m", "1", "--snapshot", "s3://elsewhere/x")
     one_line(paceline(*other), 77, "not a source", "s3://elsewhere/x")

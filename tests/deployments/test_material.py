@@ -18,9 +18,12 @@ import yaml
 from paceline.api import ROUTES
 from paceline.cli import cli
 from paceline.errors import InvalidInput
+from tests.journeys.guide import commands
 
 ROOT = Path(__file__).resolve().parents[2] / "deployments"
 UNITS = sorted((ROOT / "systemd").glob("*.service"))
+OURS = [each for each in UNITS if "bin/paceline " in each.read_text().split("ExecStart=")[1]]
+STAY = [each for each in UNITS if "Type=exec" in each.read_text()]
 MANIFESTS = sorted((ROOT / "kubernetes").glob("*.yaml"))
 WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet")
 
@@ -59,7 +62,11 @@ def workload(component: str) -> dict[str, Any]:
 def test_the_material_is_there() -> None:
     assert [each.name for each in UNITS] == [
         "paceline-agent@.service",
+        "paceline-backup.service",
         "paceline-coordinator.service",
+        "paceline-mlflow.service",
+        "paceline-prefect-worker.service",
+        "paceline-prefect.service",
     ]
     assert [each.name for each in MANIFESTS] == [
         "agent.yaml",
@@ -68,7 +75,7 @@ def test_the_material_is_there() -> None:
     ]
 
 
-@pytest.mark.parametrize("path", UNITS, ids=lambda each: each.name)
+@pytest.mark.parametrize("path", OURS, ids=lambda each: each.name)
 def test_a_unit_starts_a_command_with_options_that_it_has(path: Path) -> None:
     (start,) = unit(path)["ExecStart"]
     filled = start.replace("%i", "node-7").replace("%H", "host-7").replace("%d", "/run/credentials")
@@ -93,7 +100,17 @@ def test_a_unit_starts_a_command_with_options_that_it_has(path: Path) -> None:
         assert "node-7" in words
 
 
-@pytest.mark.parametrize("path", UNITS, ids=lambda each: each.name)
+@pytest.mark.parametrize("path", ["prefect", "mlflow"])
+def test_a_server_starts_as_its_page_says_after_the_check_of_its_settings(path: str) -> None:
+    settings = unit(ROOT / "systemd" / f"paceline-{path}.service")
+    (check,) = settings["ExecStartPre"]
+    assert parsed(shlex.split(check)[1:])["servers"] is True
+    typed = commands("how-to/run-the-control-plane.md")[path].splitlines()[-1]
+    assert settings["ExecStart"] == [typed.replace("exec ", "/opt/paceline/bin/")]
+    assert settings["EnvironmentFile"] == [f"/etc/paceline/{path}.env"]
+
+
+@pytest.mark.parametrize("path", STAY, ids=lambda each: each.name)
 def test_a_unit_is_hardened_and_gives_up_on_what_restarts_cannot_mend(path: Path) -> None:
     settings = unit(path)
     wanted = {
@@ -123,7 +140,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit(path: Path, tmp_path: Path) -> 
     program = tmp_path / "paceline"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    copy.write_text(path.read_text().replace("/opt/paceline/bin/paceline", str(program)))
+    copy.write_text(re.sub(r"/opt/paceline/bin/\w+", str(program), path.read_text()))
     done = subprocess.run(
         [tool, "verify", "--man=no", str(copy)], capture_output=True, text=True, check=False
     )

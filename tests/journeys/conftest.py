@@ -44,3 +44,9 @@ def control_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -
 def training_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the software of hosts that run flows and ranks."""
     return build_software(tmp_path_factory.mktemp("training"), "base", "flows", "train", "torch")
+
+
+@pytest.fixture(scope="session")
+def plane_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of a fleet that trains, with its Prefect and MLflow on PostgreSQL."""
+    return build_software(tmp_path_factory.mktemp("plane"), "base", "control", "train", "torch")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -196,10 +197,23 @@ class Site:
 
     def __init__(self, bed: Testbed, directory: Path, software: Sequence[Path]) -> None:
         self.bed = bed
+        self._directory, self._software = directory, list(software)
         self.hosts = [
             Host(bed, each.index, each.address, directory / each.name, installed)
             for each, installed in zip(bed.hosts, software, strict=True)
         ]
+
+    def replace(self, host: Host) -> Host:
+        """Lose a host with its disk; return a fresh machine that has its address."""
+        place = next(n for n, each in enumerate(self.hosts) if each.index == host.index)
+        name = self.bed.hosts[place].name
+        host.power_off()
+        shutil.rmtree(self._directory / name)
+        made = Host(
+            self.bed, host.index, host.address, self._directory / name, self._software[place]
+        )
+        self.hosts[place] = made
+        return made
 
     @property
     def enter_outside(self) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.journeys.fleet import KEY, SECRET, rclone_s3
 from tests.journeys.hosts import Host, site, until
-from tests.journeys.trainers import TYPED, Trainers, make_base, name_of, start_control
+from tests.journeys.trainers import TYPED, Trainers, add_nodes, make_base, name_of, start_control
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -29,21 +29,6 @@ def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         add_nodes(made)
         make_base(made)
         yield made
-
-
-def add_nodes(fleet: Trainers) -> None:
-    """Let every node join, with an agent and a worker."""
-    for host in fleet.nodes:
-        token = fleet.type("token", **fleet.node(host)).out
-        host.write("token", token)
-        host.run("mkdir", "state").ok()
-        fleet.control.copy(".paceline/dask-tls", host, into="state")  # the page's `scp -pr`
-        fleet.stays("agent", host, **fleet.node(host))
-        until(
-            lambda at=host: at.run("test", "-f", "state/runtime.json").code == 0,
-            f"{name_of(host)} joins",
-        )
-        fleet.stays("worker", host, **fleet.node(host))
 
 
 def listeners(host: Host) -> set[str]:

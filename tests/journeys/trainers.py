@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import subprocess
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,26 @@ class Trainers:
     bed: Site
     env: dict[str, str]
     logs: Path
+    typed: Mapping[str, str] = field(default_factory=lambda: TYPED)
 
     def type(self, block: str, host: Host | None = None, **more: str) -> Ended:
         """Type a block of the page on a host (the control host), in its home."""
         on = host or self.control
         env = {**self.env, **more}
-        return on.run("bash", "-euc", TYPED[block], env=env, timeout_s=400).ok()
+        return on.run("bash", "-euc", self.typed[block], env=env, timeout_s=400).ok()
+
+    def type_with(self, block: str, options: Sequence[str]) -> Ended:
+        """Type a block of one command on the control host, with ``options`` beside the page's."""
+        line = f"{self.typed[block].rstrip()} {shlex.join(options)}"
+        return self.control.run("bash", "-euc", line, env=self.env).ok()
 
     def stays(self, block: str, host: Host | None = None, **more: str) -> subprocess.Popen[Any]:
         """Start a block of the page that goes on."""
         on = host or self.control
         log = self.logs / f"{block}-{on.index}"
-        return on.start("bash", "-euc", f"exec {TYPED[block]}", env={**self.env, **more}, log=log)
+        text = self.typed[block]
+        last = text if "exec " in text else f"exec {text}"
+        return on.start("bash", "-euc", last, env={**self.env, **more}, log=log)
 
     def node(self, host: Host) -> dict[str, str]:
         return {"NODE": host.address, "NAME": name_of(host)}
@@ -65,7 +74,7 @@ def start_control(
     control, *nodes = bed.hosts
     env = {**ENVIRONMENT, "CONTROL": control.address, "S3": s3_url, "BUCKET": "models", **more}
     fleet = Trainers(control, tuple(nodes), bed, env, logs)
-    control.run("bash", "-euc", f"{TYPED[init].rstrip()} {shlex.join(SMALL)}", env=env).ok()
+    fleet.type_with(init, SMALL)
     for each in ("coordinator", "prefect", "mlflow", *servers):
         fleet.stays(each)
     for url in (
@@ -88,3 +97,18 @@ def make_base(fleet: Trainers) -> None:
         " --set model.parameters=100000 --set model.context=64 --mlflow '' --json"
     )
     fleet.control.run("bash", "-euc", f"{first} && mv made/checkpoints/*/export base").ok()
+
+
+def add_nodes(fleet: Trainers) -> None:
+    """Let every node join, with an agent and a worker."""
+    for host in fleet.nodes:
+        token = fleet.type("token", **fleet.node(host)).out
+        host.write("token", token)
+        host.run("mkdir", "state").ok()
+        fleet.control.copy(".paceline/dask-tls", host, into="state")  # the page's `scp -pr`
+        fleet.stays("agent", host, **fleet.node(host))
+        until(
+            lambda at=host: at.run("test", "-f", "state/runtime.json").code == 0,
+            f"{name_of(host)} joins",
+        )
+        fleet.stays("worker", host, **fleet.node(host))

@@ -125,6 +125,22 @@ def run(gangs: GangSupervisor, attempt: int = 1, on_event: Any = None) -> GangRe
     return gangs.run_gang(members, "{}", attempt, on_event)
 
 
+def test_a_gang_whose_nodes_are_all_gone_waits_for_one_and_then_for_the_rest(nodes: Nodes) -> None:
+    nodes.away = {"a", "b"}
+    gangs = GangSupervisor(nodes, Deadlines(), node_wait_s=600.0)
+    nodes.later(300.0, lambda: nodes.away.discard("a"))
+    nodes.later(310.0, lambda: nodes.away.discard("b"))
+    assert gangs.prepare(["a", "b"]) == {"a", "b"}
+    assert 1310 <= nodes.now < 1312
+
+
+def test_a_gang_without_any_node_gives_up_after_its_wait(nodes: Nodes) -> None:
+    nodes.away = {"a", "b"}
+    gangs = GangSupervisor(nodes, Deadlines(), node_wait_s=600.0)
+    assert gangs.prepare(["a", "b"]) == set()
+    assert 1600 < nodes.now < 1640
+
+
 def stops(nodes: Nodes) -> list[tuple[str, float]]:
     return [(at, order["grace_s"]) for at, order in nodes.told if order["do"] == "stop"]
 

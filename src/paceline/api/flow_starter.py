@@ -134,18 +134,24 @@ class PrefectStarter:
         raise Conflict("this run failed too often", got=f"{ATTEMPTS} flow runs", where=run_id)
 
     def view(self, flow_run_id: str, after: int = 0) -> FlowRunView:
-        """Return a flow run's state and the lines of its log after the first ``after``.
+        """Return a flow run's state and the lines of its and its sub-flows' logs after the first
+        ``after``.
 
         Raises NotFound for a flow run that was not started for Paceline.
         """
         found = self._call("GET", f"/flow_runs/{quote(flow_run_id, safe='')}")
         if TAG not in found["tags"]:
             raise NotFound("no such flow run of this installation", got=flow_run_id)
+        below = {"flow_runs": {"parent_flow_run_id": {"any_": [flow_run_id]}}, "limit": AT_ONCE}
+        runs = [
+            flow_run_id,
+            *(each["id"] for each in self._call("POST", "/flow_runs/filter", below)),
+        ]
         logs = self._call(
             "POST",
             "/logs/filter",
             {
-                "logs": {"flow_run_id": {"any_": [flow_run_id]}},
+                "logs": {"flow_run_id": {"any_": runs}},
                 "sort": "TIMESTAMP_ASC",
                 "offset": after,
                 "limit": LINES,

@@ -366,6 +366,7 @@ def _write_worker_file(runtime: Runtime) -> Path:
         f"PACELINE_STATE={runtime.state_dir}",
         f"PREFECT_API_URL={runtime.endpoints.prefect_api_url}",
         "PREFECT_LOGGING_EXTRA_LOGGERS=paceline",
+        "PREFECT_RESULTS_DEFAULT_SERIALIZER=json",
         "PREFECT_SERVER_ANALYTICS_ENABLED=false",
         "DO_NOT_TRACK=1",
     ]

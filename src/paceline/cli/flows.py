@@ -106,12 +106,12 @@ version_argument = click.argument("version")
 
 
 @click.command()
-@click.option("--data", type=click.Path(path_type=Path), default=None, help="Your own text files.")
+@click.option("--data", help="Your own text files: a directory, or s3://bucket/prefix.")
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
 @flow_options
-def lifecycle(call: FlowCall, data: Path | None, approver: str | None) -> int:
+def lifecycle(call: FlowCall, data: str | None, approver: str | None) -> int:
     """Run the whole lifecycle on the installation that is up."""
-    source = None if data is None else str(data.absolute())
+    source = None if data is None else _placed(data)
     return call.run("lifecycle.run_lifecycle", data=source, approver=approver)
 
 

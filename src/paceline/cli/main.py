@@ -185,7 +185,7 @@ def _translated(error: Exception) -> PacelineError:
             "Prefect's server does not answer",
             got=first or type(error).__name__,
             where=os.environ.get("PREFECT_API_URL"),
-            do="See `paceline status`; start the installation with `paceline up`.",
+            do="Start it where it runs; `paceline up` starts an embedded installation's.",
         )
     sys.stderr.write(indented("".join(traceback.format_exception(error)).rstrip()) + "\n")
     return PacelineError(

@@ -193,14 +193,16 @@ def _followed(client: CoordinatorClient, view: FlowRunView) -> FlowRunView:
 
 def _patiently(call: Callable[[], FlowRunView], away_s: float) -> FlowRunView:
     """Return what ``call`` returns, repeated while a server is away for at most ``away_s``."""
-    until_s = time.monotonic() + away_s
+    until_s, shown = time.monotonic() + away_s, ""
     while True:
         try:
             return call()
         except TemporaryError as error:
             if time.monotonic() > until_s:
                 raise
-            click.echo(f"! trying again: {error.one_line()}", err=True)
+            if shown != error.one_line():  # once, not every second
+                shown = error.one_line()
+                click.echo(f"! trying again: {shown}", err=True)
             time.sleep(POLL_S)
 
 

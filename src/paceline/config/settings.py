@@ -143,7 +143,7 @@ class GuardSettings(Settings):
     # which is seen at most 2 s late; the rest is for finishing a step and ending processes.
     grace_s: float = Field(default=20.0, gt=0)
     preemption: str = ""  # besides SIGTERM: the URL of a metadata service
-    node_wait_s: float = Field(default=600.0, ge=0)  # wait for nodes that another gang uses
+    node_wait_s: float = Field(default=600.0, ge=0)  # for nodes: another gang's, or all gone
 
 
 class TrainingSettings(Settings):

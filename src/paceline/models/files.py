@@ -46,7 +46,7 @@ def is_pretrained(directory: Path) -> bool:
 
     Ours has an index and no other setting in its config than ours.
     """
-    if not (directory / INDEX_FILE).is_file():
+    if not (directory / INDEX_FILE).is_file() and any(directory.glob(f"*{SUFFIX}")):
         return True
     config = read_json(directory / CONFIG_FILE)
     known = set(config) <= set(ModelConfig.model_fields)

@@ -18,7 +18,7 @@ FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
 # The Prefect deployments that a token of scope deploy may start, and their parameters that such a
 # caller may give. Paths are left out: they would be read on the flow's machine.
 FLOW_PARAMETERS: dict[str, frozenset[str]] = {
-    "lifecycle": frozenset({"approver"}),
+    "lifecycle": frozenset({"data", "approver"}),
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
     "train-model": frozenset({"model_id", "version", "snapshot_url", "labels", "steps"}),

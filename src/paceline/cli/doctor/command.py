@@ -7,6 +7,7 @@ and disk; on a control host also stores, Prefect, MLflow, Dask and certificates.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -40,13 +41,22 @@ FINDING_CHARS = 300
 @click.option(
     "--source", default="", metavar="URL", help="Read S3 here: s3://bucket/prefix of a model."
 )
+@click.option(
+    "--servers",
+    is_flag=True,
+    help="Check what Prefect's and MLflow's servers here are given (their variables), no more.",
+)
 @state_option
 @json_option
-def doctor(bundle: Path | None, source: str, state: Path | None, as_json: bool) -> int:
+def doctor(
+    bundle: Path | None, source: str, servers: bool, state: Path | None, as_json: bool
+) -> int:
     """Check this machine and what it reaches: each finding with what mends it.
 
     Exit code 1 where something failed; a warning alone is 0.
     """
+    if servers:
+        return _servers(as_json)
     if source and not source.startswith("s3://"):
         raise InvalidInput("not a source", got=source, wanted="s3://bucket/prefix")
     runtime: Runtime | None = None
@@ -81,6 +91,22 @@ def doctor(bundle: Path | None, source: str, state: Path | None, as_json: bool) 
     elif bundle is not None:
         click.echo(f"{bundle} holds these findings, settings and ends of logs, without secrets")
     return 1 if diagnosis.status == "failed" else 0
+
+
+def _servers(as_json: bool) -> int:
+    from paceline.cli.doctor.servers import server_checks
+
+    found: list[Check] = []
+    for each in server_checks(os.environ):
+        found.append(each)
+        if not as_json:
+            _print([each])
+    bad = any(each.status == "failed" for each in found)
+    if as_json:
+        status: Literal["failed", "ok"] = "failed" if bad else "ok"
+        made = Diagnosis(status=status, place="control", checks=tuple(found), bundle="")
+        click.echo(made.model_dump_json())
+    return int(bad)
 
 
 def place_of(runtime: Runtime) -> Place:

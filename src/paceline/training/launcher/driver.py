@@ -80,7 +80,11 @@ def run_job(
         workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait
     ) as nodes:
         gangs = GangSupervisor(
-            nodes, deadlines, cancel=cancel, grace_s=min(guard.grace_s, CANCEL_GRACE_S)
+            nodes,
+            deadlines,
+            cancel=cancel,
+            grace_s=min(guard.grace_s, CANCEL_GRACE_S),
+            node_wait_s=guard.node_wait_s,
         )
         gangs.watch_for_preemption(guard.preemption, guard.grace_s)
         if (finished := stored_result(job, store)) is not None:

@@ -44,11 +44,13 @@ class GangSupervisor:
         *,
         cancel: threading.Event | None = None,
         grace_s: float = 10.0,
+        node_wait_s: float = 0.0,
     ) -> None:
         self.nodes = nodes
         self.deadlines = deadlines
         self.cancel = cancel
         self.grace_s = grace_s
+        self.node_wait_s = node_wait_s  # for one of the nodes, where none can be reached
         self.id = uuid.uuid4().hex[:12]
         self.ready: set[str] = set()
         self.last_message_at: dict[str, float] = {}
@@ -71,12 +73,19 @@ class GangSupervisor:
         """Return which of ``workers`` have a ready launcher; start the missing ones.
 
         Waits for launchers that start, and up to ``RETURN_DEADLINE_S`` for unreachable nodes: a
-        Dask worker that died is back within seconds. Raises Cancelled.
+        Dask worker that died is back within seconds. Where none can be reached (Slurm took the
+        allocation back), it first waits ``node_wait_s`` for one. Raises Cancelled.
         """
-        began = time.monotonic()
         away = [each for each in dict.fromkeys(workers) if each not in self.ready]
         starting: set[str] = set()
-        while (passed := time.monotonic() - began) < deadline_s:
+        began = time.monotonic()
+        wait_until_s = began + self.node_wait_s
+        while True:
+            now = time.monotonic()
+            if not starting and not self.ready.intersection(workers) and now < wait_until_s:
+                began = now
+            if (passed := now - began) >= deadline_s:
+                break
             settled = starting <= self.ready | self.lost
             if settled and (not away or passed > RETURN_DEADLINE_S):
                 break

@@ -1,0 +1,51 @@
+"""`paceline doctor --servers` checks the settings of Prefect's and MLflow's servers."""
+
+from __future__ import annotations
+
+import json
+import socket
+
+import pytest
+
+from tests.support.command import paceline
+
+
+@pytest.fixture
+def nowhere() -> str:
+    """Return a port of loopback at which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_without_settings_the_files_are_named() -> None:
+    done = paceline("doctor", "--servers")
+    assert done.returncode == 1
+    assert done.stdout.startswith("FAILED  servers")
+    assert "Load prefect.env or mlflow.env first" in done.stdout
+
+
+def test_each_server_that_is_away_is_one_finding(
+    nowhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_HOST", "127.0.0.1")
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_PORT", nowhere)
+    monkeypatch.setenv("PREFECT_SERVER_DATABASE_PASSWORD", "hunter2")
+    monkeypatch.setenv("PREFECT_REDIS_MESSAGING_URL", f"redis://:hunter2@127.0.0.1:{nowhere}/0")
+    url = f"postgresql+psycopg://mlflow:hunter2@127.0.0.1:{nowhere}/mlflow"
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", url)
+    done = paceline("doctor", "--servers", "--json")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)["checks"]
+    names = ["prefect-database", "prefect-redis", "mlflow-database"]
+    assert [each["name"] for each in found] == names
+    for each in found:
+        assert each["status"] == "failed" and "refused" in each["found"].lower()
+        assert "\n" not in each["found"] and each["do"]
+    assert "hunter2" not in done.stdout
+
+
+def test_mlflow_on_a_file_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "sqlite:///mlflow.db")
+    done = paceline("doctor", "--servers")
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,227 @@
+"""Prefect and MLflow on servers of others; a laptop runs the lifecycle; the control host is lost.
+
+Types docs/how-to/run-the-control-plane.md and back-up-and-restore.md. The tests follow each other
+on one fleet, whose hosts share nothing: a coordinator, a host with the Prefect worker, nodes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.control_plane import (
+    MLFLOW_HEALTH,
+    PREFECT_HEALTH,
+    SECRETS,
+    ControlPlane,
+    control_plane,
+    start_stores,
+)
+from tests.journeys.hosts import Ended, Host, until
+from tests.journeys.stores import PASSWORD
+from tests.journeys.trainers import SMALL, name_of
+
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(600)]
+
+TINY = [*SMALL, "--set", "model.parameters=100000", "--set", "model.context=64"]
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    plane_software: Path, software: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ControlPlane]:
+    logs = tmp_path_factory.mktemp("logs")
+    with control_plane(plane_software, software, logs, *TINY) as made:
+        texts = logs / "s3/models/texts"  # as any S3 tool puts them there
+        texts.mkdir()
+        for number in range(40):
+            lines = "".join(f"line {n} of text {number} says {n * number}\n" for n in range(400))
+            (texts / f"{number}.txt").write_text(lines)
+        yield made
+
+
+def active(fleet: ControlPlane, model: str) -> list[str]:
+    """Return the version that each node serves."""
+    script = 'basename "$(readlink "$1")"'
+    places = [f"state/nodes/{name_of(each)}/store/models/{model}/active" for each in fleet.nodes]
+    return [
+        each.run("sh", "-c", script, "sh", place).out.strip()
+        for each, place in zip(fleet.nodes, places, strict=True)
+    ]
+
+
+def flow_state(fleet: ControlPlane, host: Host, flow_run: str) -> str:
+    """Return a flow run's state as Prefect's server on ``host`` has it."""
+    url = f"http://127.0.0.1:4200/api/flow_runs/{flow_run}"
+    user = f"paceline:{SECRETS['API_PASSWORD']}"
+    return str(json.loads(host.run("curl", "-sf", "-u", user, url).ok().out)["state_type"])
+
+
+def flow_runs(host: Host) -> int:
+    """Return how many flow runs Prefect's server on ``host`` has."""
+    url, user = "http://127.0.0.1:4200/api/flow_runs/count", f"paceline:{SECRETS['API_PASSWORD']}"
+    return int(host.run("curl", "-sf", "-u", user, "-X", "POST", url).ok().out)
+
+
+def champion(host: Host, model: str) -> str:
+    """Return the champion's version as MLflow on ``host`` has it."""
+    url = "http://127.0.0.1:5000/api/2.0/mlflow/registered-models/alias"
+    found = host.run("curl", "-sf", "-G", url, "-d", f"name={model}", "-d", "alias=champion")
+    return str(json.loads(found.ok().out)["model_version"]["version"])
+
+
+def one_line(done: Ended, code: int, *words: str) -> None:
+    last = done.err.splitlines()[-1]
+    assert done.code == code, done
+    assert last.startswith("paceline: ") and all(each in last for each in words), done.err
+
+
+@dataclass(frozen=True)
+class Lived:
+    """A lifecycle that a laptop ran: its model, and what it showed meanwhile."""
+
+    model_id: str
+    version: str
+    shown: str
+
+
+@pytest.fixture(scope="module")
+def lived(fleet: ControlPlane) -> Lived:
+    """Type the page's lifecycle on the laptop, once."""
+    return run_lifecycle(fleet)
+
+
+def run_lifecycle(fleet: ControlPlane) -> Lived:
+    done = fleet.on_laptop(fleet.typed["lifecycle"]).ok()
+    answer = json.loads(fleet.laptop.run("cat", "lifecycle.json").ok().out)
+    return Lived(answer["model"]["model_id"], answer["model"]["version"], done.err)
+
+
+OLDER_SCHEMA = """
+set -a; . "$ETC/mlflow.env"; set +a
+export MLFLOW_BACKEND_STORE_URI="${MLFLOW_BACKEND_STORE_URI/\\/mlflow\\?//older?}"
+"""
+MAKE_OLDER = """
+python - <<'END_PYTHON'
+import os
+import alembic.command, sqlalchemy
+from alembic.script import ScriptDirectory
+from mlflow.store.db.utils import _get_alembic_config
+from mlflow.store.tracking.dbmodels.initial_models import Base
+url = os.environ["MLFLOW_BACKEND_STORE_URI"]
+Base.metadata.create_all(sqlalchemy.create_engine(url))
+config = _get_alembic_config(url)
+before = ScriptDirectory.from_config(config).get_revision("head").down_revision
+alembic.command.upgrade(config, before)
+END_PYTHON
+"""
+
+
+def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, lived: Lived) -> None:
+    for stage in ("snapshot", "base", "train", "evaluate", "publish", "promote"):
+        assert f"stage {stage} done" in lived.shown
+    assert active(fleet, lived.model_id) == [lived.version] * len(fleet.nodes)
+    flow_run = lived.shown.split("/flow-run/")[1].split()[0]
+    for host in (fleet.control, fleet.flows):  # made at one replica, run from the other
+        assert flow_state(fleet, host, flow_run) == "COMPLETED"
+        assert champion(host, lived.model_id) == "1"
+        heard = host.run("ss", "-Hltn").ok().out
+        assert "127.0.0.1:4200" in heard and "127.0.0.1:5000" in heard
+        assert not [each for each in heard.split() if each.endswith((":4200", ":5000"))
+                    and not each.startswith("127.0.0.1:")]  # fmt: skip
+        shown = host.run("sh", "-c", "cat /proc/[0-9]*/cmdline", root=True).out
+        assert not [each for each in SECRETS.values() if each in shown]
+        assert host.run("grep", "-rlE", "|".join(SECRETS.values()), ".paceline").code == 1
+    assert list((fleet.logs / "s3/models/mlflow").rglob("*evidence*")), "artefacts lie in S3"
+
+
+def test_each_bad_setting_is_one_line_before_a_server_starts(fleet: ControlPlane) -> None:
+    def check(change: str, *words: str, code: int = 1) -> None:
+        text = fleet.typed["check"].replace("paceline doctor", f"{change}\npaceline doctor")
+        done = fleet.control.run("bash", "-euc", text, env=fleet.env)
+        bad = [each for each in done.out.splitlines() if each.startswith("FAILED")]
+        assert (done.code, len(bad)) == (code, code), done
+        assert all(word in "".join(bad) for word in words), bad
+
+    check("true", code=0)
+    wrong = "password authentication failed for user"
+    check("export PREFECT_SERVER_DATABASE_PASSWORD=wrong", "prefect-database", f'{wrong} "prefect"')
+    check("export PGPASSWORD=wrong", "mlflow-database", f'{wrong} "mlflow"')
+    away = fleet.env["S3"].replace(":9000", ":9999")
+    check(f"export MLFLOW_S3_ENDPOINT_URL={away}", "mlflow-artifacts", away)
+    check(
+        "export PREFECT_REDIS_MESSAGING_URL=rediss://:wrong@$STORES:6379/0?ssl_ca_certs=$PKI/ca.pem",
+        "prefect-redis",
+        "invalid username-password",
+    )
+
+    fleet.stores.run(
+        *("psql", fleet.env["POSTGRES_ADMIN"], "-qc", "CREATE DATABASE older OWNER mlflow"),
+        env={"PGPASSWORD": PASSWORD},
+    ).ok()
+    fleet.control.run("bash", "-euc", OLDER_SCHEMA + MAKE_OLDER, env=fleet.env).ok()
+    check(OLDER_SCHEMA, "mlflow-schema", "one of an older MLflow")
+    upgrade = OLDER_SCHEMA + fleet.typed["upgrade"].splitlines()[-1]
+    fleet.control.run("bash", "-euc", upgrade, env=fleet.env).ok()
+    check(OLDER_SCHEMA, code=0)
+
+
+def test_a_server_that_is_away_ends_the_lifecycle_before_its_work(fleet: ControlPlane) -> None:
+    for name, host, health in (
+        ("prefect", fleet.control, PREFECT_HEALTH),
+        ("mlflow", fleet.flows, MLFLOW_HEALTH),
+    ):
+        host.run("pkill", "-f", f"{name} server").ok()
+        until(lambda at=health, on=host: on.run("curl", "-s", at).code == 7, f"{name} ends")
+        done = fleet.on_laptop(fleet.typed["lifecycle"])
+        one_line(done, 75, {"prefect": "Prefect's server", "mlflow": "MLflow"}[name], health[:21])
+        assert "stage " not in done.err
+        fleet.stays(name, host)
+        until(lambda at=health, on=host: on.run("curl", "-sf", at).code == 0, f"{name} is back", 60)
+
+
+def test_the_control_host_is_lost_and_comes_back_from_its_backup(
+    fleet: ControlPlane, lived: Lived
+) -> None:
+    """With the stores' host; nothing is typed on a node, and the laptop keeps its login."""
+    (fleet.logs / "s3/backups").mkdir()
+    fleet.type("backup")
+    before = fleet.on_laptop("paceline status --json").ok().out
+    tokens = [each.run("sha256sum", "token").ok().out for each in fleet.nodes]
+
+    fleet = replace(
+        fleet, control=fleet.bed.replace(fleet.control), stores=fleet.bed.replace(fleet.stores)
+    )
+    assert fleet.control.run("ls", "-A").out == "", "its disk is empty"
+    assert active(fleet, lived.model_id) == [lived.version] * 2, "nodes serve meanwhile"
+    for host in (fleet.control, fleet.stores):
+        fleet.authority.issue(host)
+    start_stores(fleet.stores, fleet.logs)
+    fleet.type("databases", fleet.stores, PGPASSWORD=PASSWORD)
+    for block in ("fetch", "restore-databases", "restore-state"):
+        fleet.type(block)
+    fleet.start_servers(fleet.control)
+    fleet.start_coordinator()
+    until(
+        lambda: fleet.on_laptop("paceline workers --json").out.count('"alive":true') == 2,
+        "every agent is back",
+        60,
+    )
+    shown = fleet.on_laptop(fleet.typed["compare"]).ok().out
+    known = {each["deployment_id"] for each in json.loads(before)["deployments"]}
+    after = json.loads(fleet.on_laptop("paceline status --json").ok().out)["deployments"]
+    assert len(known) >= 2 and {each["deployment_id"] for each in after} == known, shown
+    for host in (fleet.control, fleet.flows):
+        assert champion(host, lived.model_id) == "1"
+        assert flow_runs(host) >= 7, "the lifecycle and its sub-flows"
+
+    again = run_lifecycle(fleet)  # its ledger and evidence came back
+    assert (again.model_id, again.version) == (lived.model_id, lived.version), again.shown
+    line = "mkdir acme; head -c 4000000 /dev/urandom > acme/w; paceline publish acme --model acme"
+    fleet.on_laptop(f"{line} --version 1; paceline distribute acme 1").ok()
+    assert active(fleet, "acme") == ["1", "1"]
+    assert [each.run("sha256sum", "token").ok().out for each in fleet.nodes] == tokens
