@@ -27,7 +27,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "stores": ("psycopg", "redis"),
     "control": ("prefect_redis",),
     "grpc": ("grpc",),
-    "hf": ("tokenizers",),
+    "hf": ("tokenizers", "transformers"),
     "gpu": ("pynvml",),
 }  # fmt: skip
 

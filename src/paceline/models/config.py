@@ -7,7 +7,7 @@ tools read them. Does not import torch.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -149,7 +149,17 @@ def config_for(
     return best
 
 
-def require_tokenizer(config: ModelConfig, tokenizer_digest: str, vocabulary: int) -> None:
+class HasVocabulary(Protocol):
+    """The part of a model's description that ``require_tokenizer`` needs."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def tokenizer_digest(self) -> str: ...
+
+
+def require_tokenizer(config: HasVocabulary, tokenizer_digest: str, vocabulary: int) -> None:
     """Raise InvalidInput unless the model can read data of this tokenizer.
 
     ``tokenizer_digest`` is "" for bytes.

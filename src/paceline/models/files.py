@@ -30,7 +30,7 @@ def read_config(directory: Path) -> ModelConfig:
     """
     path = Path(directory) / CONFIG_FILE
     try:
-        return ModelConfig.model_validate(_read_json(path))
+        return ModelConfig.model_validate(read_json(path))
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInput(
@@ -39,6 +39,18 @@ def read_config(directory: Path) -> ModelConfig:
             wanted=first["msg"],
             where=path,
         ) from error
+
+
+def is_pretrained(directory: Path) -> bool:
+    """Return whether ``directory`` is read as transformers' layout, not as our own.
+
+    Ours has an index and no other setting in its config than ours.
+    """
+    if not (directory / INDEX_FILE).is_file() and any(directory.glob(f"*{SUFFIX}")):
+        return True
+    config = read_json(directory / CONFIG_FILE)
+    known = set(config) <= set(ModelConfig.model_fields)
+    return not (known and config.get("model_type", "llama") == "llama")
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -68,7 +80,7 @@ def weight_files(directory: Path) -> list[Path]:
 def read_index(directory: Path) -> dict[str, str]:
     """Return ``tensor name → file name`` of the index in ``directory``, names checked."""
     path = Path(directory) / INDEX_FILE
-    weight_map = _read_json(path).get("weight_map")
+    weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InvalidInput("weights index is malformed", wanted="a weight_map", where=path)
     for name, file in weight_map.items():
@@ -92,7 +104,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``path``; raises SourceMissing, CorruptData or InvalidInput."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise InvalidInput("file is too large", wanted=f"≤ {MAX_JSON_BYTES} bytes", where=path)

@@ -16,9 +16,9 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ValidationError
 
@@ -42,15 +42,27 @@ from paceline.errors import (
     SourceMissing,
     StateLocked,
 )
-from paceline.models import ModelConfig, read_config
-from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json, digest_of, new_run_id
+from paceline.extras import require_extras
+from paceline.models import ModelConfig, is_pretrained, read_config
+from paceline.schemas import (
+    RankEvent,
+    TaskSize,
+    TrainJob,
+    TrainResult,
+    canonical_json,
+    digest_of,
+    new_run_id,
+)
 from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
 from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
-from paceline.training.loop import MetadataWatcher, require_model
+from paceline.training.loop import MetadataWatcher, require_model, require_pretrained
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout
+
+if TYPE_CHECKING:
+    from paceline.models import Pretrained
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +149,7 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     if not _is_remote(asked.checkpoints):
         _require_local(asked.snapshot_url or "", "--snapshot")
     _require_local(asked.source or asked.profile.data.source, "data.source")
+    asked, pretrained = _pretrained(asked)
     output = asked.output.absolute()
     output.mkdir(parents=True, exist_ok=True)
     checkpoint_url, endpoints = _checkpoint_location(asked.checkpoints, output, asked.profile)
@@ -148,7 +161,7 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     runtime.state_dir.mkdir(exist_ok=True)
     save_runtime(runtime)
     snapshot = _snapshot(asked, output, store)
-    manifest_digest = _base(asked, runtime, snapshot)
+    manifest_digest = _base(asked, runtime, snapshot, pretrained)
     settings = asked.profile.training
     require_memory(settings, _weights_bytes(runtime), free_memory())
     job = TrainJob(
@@ -166,12 +179,35 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
         data=asked.profile.data,
         task=code_ref_task_size(asked.profile),
     )
+    if pretrained is not None:
+        size = TaskSize(context=asked.profile.model.context, parameters=pretrained.parameters)
+        job = job.model_copy(update={"task": size})
+        require_pretrained(pretrained, job, runtime, snapshot)
     job = with_derived_id(job)
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
     if run_id is None and (earlier := _previous_run_id(job, store)):
         job = job.model_copy(update={"run_id": earlier})  # the same training resumes
     return job
+
+
+def _pretrained(asked: TrainingRequest) -> tuple[TrainingRequest, Pretrained | None]:
+    """Return the model in transformers' layout that ``asked`` names, every weight checked, and the
+    request with its tokenizer; None for another model.
+    """
+    source = asked.model
+    if source is None or not is_pretrained(source):
+        return asked, None
+    require_extras("hf")
+    from paceline.models import Pretrained
+
+    found = Pretrained.open(source)
+    found.require_sound()
+    profile, tokenizer = asked.profile, source.absolute() / "tokenizer.json"
+    if asked.snapshot_url is None and profile.data.tokenizer == "bytes" and found.tokenizer_digest:
+        data = profile.data.model_copy(update={"tokenizer": str(tokenizer)})
+        asked = replace(asked, profile=profile.model_copy(update={"data": data}))
+    return asked, found
 
 
 def _require_possible(profile: Profile) -> None:
@@ -292,13 +328,18 @@ def _previous_run_id(job: TrainJob, store: ObjectStore) -> str | None:
         return None
 
 
-def snapshot_and_config(job: TrainJob) -> tuple[Snapshot, ModelConfig | None]:
+def snapshot_and_config(job: TrainJob) -> tuple[Snapshot, ModelConfig | Pretrained | None]:
     """Return the job's snapshot and its base model's config (None for a user's own model)."""
     snapshot = load_snapshot(job.snapshot_url, open_store(load_runtime(job.state_dir)))
     if job.settings.code_ref:
         return snapshot, None
     node = Path(job.state_dir) / "nodes" / WORKER
-    return snapshot, read_config(node / "store" / "models" / job.model_id / job.version)
+    directory = node / "store" / "models" / job.model_id / job.version
+    if is_pretrained(directory):
+        from paceline.models import Pretrained
+
+        return snapshot, Pretrained.open(directory)
+    return snapshot, read_config(directory)
 
 
 def display_url(url: str) -> str:
@@ -323,7 +364,9 @@ def _snapshot(asked: TrainingRequest, output: Path, store: ObjectStore) -> Snaps
     )
 
 
-def _base(asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot) -> str:
+def _base(
+    asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot, pretrained: Pretrained | None
+) -> str:
     """Write the base model into the node's store; return its manifest digest."""
     from paceline.manifest import build_manifest, write_manifest
 
@@ -336,6 +379,8 @@ def _base(asked: TrainingRequest, runtime: Runtime, snapshot: Snapshot) -> str:
     try:
         if asked.model is None:
             _new_model(asked, snapshot, making)
+        elif pretrained is not None:
+            pretrained.copy(making)
         else:
             _copy_model(asked.model, making)
         link_mbit = asked.profile.cluster.link_mbit

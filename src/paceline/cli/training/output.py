@@ -25,7 +25,7 @@ from paceline.text import OneLine
 
 if TYPE_CHECKING:
     from paceline.data import Snapshot
-    from paceline.models import ModelConfig
+    from paceline.models import ModelConfig, Pretrained
     from paceline.schemas import RankEvent, TrainJob, TrainResult
 
 JOB_FILE, METRICS_FILE = "job.json", "metrics.jsonl"  # beside a job's checkpoints
@@ -272,7 +272,7 @@ def _list(value: object) -> list[object]:
 # The facts at the start and the summary at the end.
 
 
-def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list[str]:
+def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | Pretrained | None) -> list[str]:
     """Return lines on model and data, for the user to check before training."""
     record = snapshot.record
     train, aside = snapshot.of_split("train"), snapshot.of_split("held-out")
@@ -301,11 +301,14 @@ def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> list
     return lines
 
 
-def _shape(job: TrainJob, config: ModelConfig | None) -> str:
-    from paceline.models import count_parameters
+def _shape(job: TrainJob, config: ModelConfig | Pretrained | None) -> str:
+    from paceline.models import Pretrained, count_parameters
 
     if config is None:
         return job.settings.code_ref
+    if isinstance(config, Pretrained):
+        tokens = "its own tokens" if config.tokenizer_digest else "bytes"
+        return f"{config}, rows of {job.task.context if job.task else '?'} tokens ({tokens})"
     return (
         f"{count_parameters(config):,} parameters: {config.num_hidden_layers} layers of width "
         f"{config.hidden_size}, context {config.context}, {config.vocab_size} tokens"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.models import CONFIG_FILE, INDEX_FILE, ModelConfig, file_groups
+from paceline.models import CONFIG_FILE, INDEX_FILE, ModelConfig, Pretrained, file_groups
 from paceline.system import write_durably
 from paceline.training.checkpoint.layout import DTYPES, MODEL, TrainState, name_of
 from paceline.training.checkpoint.writer import Exchange, header_of
@@ -31,12 +31,14 @@ def export(
     config: ModelConfig | None,
     directory: Path,
     *,
+    pretrained: Pretrained | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
     """Write the model into ``directory`` on rank 0; every rank calls it.
 
-    Weights are written in ``config.torch_dtype``; without a config (a user's own model) in their
-    own dtypes, in one file. Raises InvalidInput on rank 0 where weights are not finite,
+    Weights are written in ``config.torch_dtype``; those of a ``pretrained`` model in its dtype and
+    layout, tied ones once, with its config and tokenizer; without either (a user's own model) in
+    their own dtypes, in one file. Raises InvalidInput on rank 0 where weights are not finite,
     TrainingFailed where rank 0 cannot write; TrainingFailed on the other ranks in both cases.
     """
     live = {
@@ -54,6 +56,13 @@ def export(
         dtype = getattr(torch, config.torch_dtype)
         written = {name: (dtype, shape) for name, (_, _, shape) in owners.items()}
         groups = file_groups(config, sorted(owners))
+    elif pretrained is not None:
+        written = {
+            name: (pretrained.dtype, shape)
+            for name, (_, _, shape) in owners.items()
+            if pretrained.is_written(name)
+        }
+        groups = pretrained.file_groups(list(written))
     else:
         written = {name: (dtype, shape) for name, (_, dtype, shape) in owners.items()}
         groups = [sorted(owners)]
@@ -70,7 +79,10 @@ def export(
     wrong: PacelineError | None = None
     if state.group.rank == 0:
         try:
-            _write_all(directory, files, written, tensors, config)
+            names = None if pretrained is None else pretrained.file_name
+            _write_all(directory, files, written, tensors, config, names or str)
+            if pretrained is not None:
+                pretrained.copy_others(directory)
         except PacelineError as error:
             wrong = error
         except OSError as error:
@@ -112,8 +124,9 @@ def _write_all(
     written: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     tensors: Iterator[Tensor],
     config: ModelConfig | None,
+    stored_name: Callable[[str], str],
 ) -> None:
-    """Write every file, the index and the config."""
+    """Write every file, index and config; ``stored_name`` returns a weight's name in files."""
     directory.mkdir(parents=True, exist_ok=True)
     total = 0
     for file_name, names in files.items():
@@ -121,7 +134,7 @@ def _write_all(
         for name in names:
             dtype, shape = written[name]
             size = torch.Size(shape).numel() * dtype.itemsize
-            entries.append((name, name_of(dtype), shape, size))
+            entries.append((stored_name(name), name_of(dtype), shape, size))
             total += size
         with (directory / file_name).open("wb") as file:
             file.write(header_of(entries, align=8))
@@ -135,7 +148,7 @@ def _write_all(
                 file.write(flat.numpy().data)
             file.flush()
             os.fsync(file.fileno())
-    weight_map = {name: file for file, names in files.items() for name in names}
+    weight_map = {stored_name(name): file for file, names in files.items() for name in names}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"
     write_durably(directory / INDEX_FILE, text.encode(), 0o666)

@@ -16,7 +16,13 @@ from paceline.data import Snapshot, Split, load_snapshot, require_purpose, requi
 from paceline.data.loading import require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
 from paceline.manifest import directory_name
-from paceline.models import CONFIG_FILE, ModelConfig, read_config, require_tokenizer
+from paceline.models import (
+    CONFIG_FILE,
+    ModelConfig,
+    is_pretrained,
+    read_config,
+    require_tokenizer,
+)
 from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
@@ -103,7 +109,8 @@ def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
     base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
     directory = base / directory_name(job.model_id) / job.version
     known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
-    return read_config(directory) if known else None
+    # A model in transformers' layout is compared with the job by each rank, which has torch.
+    return read_config(directory) if known and not is_pretrained(directory) else None
 
 
 # The memory estimate is a lower bound: it never refuses a job that fits.

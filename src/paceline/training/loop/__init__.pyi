@@ -49,13 +49,18 @@ from .rank_setup import (
     evaluator_of as evaluator_of,
     export_model as export_model,
     exporter_of as exporter_of,
+    load_weights as load_weights,
     restore_checkpoint as restore_checkpoint,
     result_of as result_of,
     save_last as save_last,
     tracer_of as tracer_of,
     uploaded_traces as uploaded_traces,
 )
-from .starting_state import RankContext as RankContext, require_model as require_model
+from .starting_state import (
+    RankContext as RankContext,
+    require_model as require_model,
+    require_pretrained as require_pretrained,
+)
 from .step_guard import (
     BadStep as BadStep,
     StepGuard as StepGuard,

@@ -18,9 +18,17 @@ import torch
 from paceline.data import PlannedStream
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError
-from paceline.models import weights_digest
+from paceline.models import Pretrained, weights_digest
 from paceline.storage import join_url
-from paceline.training.checkpoint import Checkpointer, TrainState, export, resume_newest_healthy
+from paceline.training.checkpoint import (
+    Checkpointer,
+    TrainState,
+    box_of,
+    clean,
+    export,
+    local_of,
+    resume_newest_healthy,
+)
 from paceline.training.identity import code_version
 from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
@@ -71,7 +79,22 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
 
         averaged = local_sgd(its.model, mesh, settings, its.workload)
         return averaged, averaged.follow
-    return parallelise(its.model, mesh, settings, its.workload), lambda *_: None
+    parallel = parallelise(its.model, mesh, settings, its.workload)
+    if its.pretrained is not None:
+        load_weights(its.pretrained, parallel)
+    return parallel, lambda *_: None
+
+
+def load_weights(pretrained: Pretrained, parallel: Parallel) -> int:
+    """Fill this rank's parts of the model from the files; return the number of bytes read."""
+    read = 0
+    for module in parallel.modules:
+        pretrained.restore_buffers(module)
+        read += pretrained.fill({
+            clean(name): (local_of(each.detach()), box_of(each.detach())[0])
+            for name, each in module.state_dict().items()
+        })  # fmt: skip
+    return read
 
 
 def stream_of(its: RankContext, mesh: Mesh, position: dict[str, Any] | None) -> PlannedStream:
@@ -210,7 +233,7 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     elsewhere."""
     directory = its.work_dir / "export"
     shutil.rmtree(directory, ignore_errors=True)
-    export(state, its.config, directory)
+    export(state, its.config, directory, pretrained=its.pretrained)
     if rank != 0:
         return {}
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Runtime, load_runtime
 from paceline.errors import InvalidInput, SourceMissing
-from paceline.models import CONFIG_FILE, ModelConfig
+from paceline.models import CONFIG_FILE, ModelConfig, weight_files
 from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.checkpoint import Generations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.data import PlannedStream, ShardCache, Snapshot
-    from paceline.models import ModelConfig, Transformer
+    from paceline.models import ModelConfig, Pretrained
     from paceline.training.loop.workload import Workload
 
 
@@ -43,10 +43,11 @@ class RankContext:
     snapshot: Snapshot
     cache: ShardCache
     model: nn.Module
-    config: ModelConfig | None  # None: a user's own model
+    config: ModelConfig | None  # None: a user's own model, or ``pretrained``
     workload: Workload
     generations: Generations
     config_digest: str
+    pretrained: Pretrained | None = None  # its model has no values until it is parallelised
 
     @property
     def context(self) -> int:
@@ -124,7 +125,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
             where=job.snapshot_url,
         )
     require_purpose(snapshot, job.purpose, job.data.project)
-    model, config, workload = _load_task(job, runtime, node, snapshot)
+    model, config, workload, pretrained = _load_task(job, runtime, node, snapshot)
     cache = ShardCache(
         snapshot,
         store,
@@ -153,17 +154,19 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         workload=workload,
         generations=Generations(store, join_url(job.checkpoint_url, job.job_id)),
         config_digest=config_digest(job),
+        pretrained=pretrained,
     )
 
 
 def _load_task(
     job: TrainJob, runtime: Runtime, node: Path, snapshot: Snapshot
-) -> tuple[nn.Module, ModelConfig | None, Workload]:
-    from paceline.models import require_tokenizer
+) -> tuple[nn.Module, ModelConfig | None, Workload, Pretrained | None]:
+    from paceline.models import Pretrained, is_pretrained, load_model, require_tokenizer
     from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload
 
     vocabulary = snapshot.vocabulary
     config: ModelConfig | None = None
+    pretrained: Pretrained | None = None
     workload: Workload
     if job.settings.code_ref:
         from paceline.training import user_code as code_ref
@@ -179,17 +182,42 @@ def _load_task(
         sources = profile.security.code_sources
         workload = code_ref.load(job.settings.code_ref, sources, node / "code", task)
         model = workload.build()
+    elif is_pretrained(directory := verified_base(node, job)):
+        pretrained = Pretrained.open(directory)
+        require_pretrained(pretrained, job, runtime, snapshot)
+        workload = TransformerWorkload(pretrained, job.settings.seed)
+        model = workload.build()
     else:
-        model, config = load_base(node, job)
+        model, config = load_model(directory)
         require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
         workload = TransformerWorkload(config, job.settings.seed)
     if job.labels == "shuffled":
         workload = ShuffledLabels(workload, job.settings.seed)
-    return model, config, workload
+    return model, config, workload, pretrained
 
 
-def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
-    """Return the base model from this node's store, after verifying every byte.
+def require_pretrained(
+    pretrained: Pretrained, job: TrainJob, runtime: Runtime, snapshot: Snapshot
+) -> None:
+    """Raise InvalidInput unless ``job`` can train ``pretrained`` on ``snapshot``."""
+    from paceline.training.parallel import MeshSpec, replicas_of, require_uncut
+
+    settings = job.settings
+    require_uncut(MeshSpec.of(settings.mesh, replicas_of(settings)), str(pretrained))
+    if settings.synchrony.kind != "every-step":
+        raise InvalidInput(
+            "models in transformers' layout are trained in step only",
+            got=settings.synchrony.kind,
+            wanted="every-step",
+            where="training.synchrony.kind",
+        )
+    vocabulary = snapshot.vocabulary
+    context = task_size_of(job, runtime.profile).context
+    pretrained.require_trainable(context, vocabulary.sha256 or "", vocabulary.vocab_size)
+
+
+def verified_base(node: Path, job: TrainJob) -> Path:
+    """Return the base model's directory in this node's store, after verifying every byte.
 
     Raises InvalidInput where it is missing or another model than the job's.
     """
@@ -199,7 +227,6 @@ def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
         parse_manifest,
         verify_directory,
     )
-    from paceline.models import load_model
 
     directory = node / "store/models" / directory_name(job.model_id) / job.version
     try:
@@ -220,7 +247,7 @@ def load_base(node: Path, job: TrainJob) -> tuple[Transformer, ModelConfig]:
             where=directory,
         )
     verify_directory(directory, manifest)
-    return load_model(directory)
+    return directory
 
 
 def require_model(source: Path, code_ref: str) -> None:
@@ -234,12 +261,14 @@ def require_model(source: Path, code_ref: str) -> None:
         )
     if not source.is_dir():
         raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
+    if (source / CONFIG_FILE).is_file():
+        weight_files(source)  # names pickled weights
     if not any(source.glob("*.safetensors")) or not (source / CONFIG_FILE).is_file():
         raise InvalidInput(
             "no model of ours in the model directory",
             got=", ".join(sorted(each.name for each in source.iterdir())[:5]) or "nothing",
             wanted=f"*.safetensors and {CONFIG_FILE}",
             where=source,
-            do="Name the export of a training, or a directory in Llama's layout; `paceline "
+            do="Name the export of a training, or a directory that transformers wrote; `paceline "
             "checkpoints import` makes one of what dcp.save wrote.",
         )

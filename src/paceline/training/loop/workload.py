@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
 from paceline.data import Batch
-from paceline.models import ModelConfig, new_model
+from paceline.models import ModelConfig, Pretrained, new_model
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,15 @@ class Workload(Protocol):
 
 @dataclass(frozen=True)
 class TransformerWorkload:
-    """Next-token prediction with the built-in decoder."""
+    """Next-token prediction with the built-in decoder, or a model in transformers' layout."""
 
-    config: ModelConfig
+    config: ModelConfig | Pretrained
     seed: int = 0
 
     def build(self) -> nn.Module:
-        """Return the model of ``config``, initialised from ``seed``."""
+        """Return the model of ``config``: initialised from ``seed``, or without values."""
+        if isinstance(self.config, Pretrained):
+            return self.config.build()
         return new_model(self.config, self.seed)
 
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:

@@ -7,6 +7,7 @@ from .checks import (
     replicas_of as replicas_of,
     require_layout as require_layout,
     require_ranks as require_ranks,
+    require_uncut as require_uncut,
 )
 from .compose import parallelise as parallelise
 from .data_parallel import CompressionMemory as CompressionMemory

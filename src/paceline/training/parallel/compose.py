@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +208,8 @@ def parallelise(
             _cast_products(part, mesh, settings)
         if _is_meta(part):
             part.to_empty(device=mesh.device_type)
+            if isinstance(part, HasTiedWeights):  # now separate, and the optimizer comes next
+                part.tie_weights()
     if spec.pp > 1:
         return Pipelined(
             [each for each in parts if isinstance(each, Transformer)], mesh, settings, workload
@@ -216,6 +219,13 @@ def parallelise(
         return SingleStage(model, model, mesh, settings, workload, sent)
     run, memory = replicate(model, mesh, settings.mesh, sent)
     return SingleStage(model, run, mesh, settings, workload, sent, memory)
+
+
+@runtime_checkable
+class HasTiedWeights(Protocol):
+    """A model of transformers, which can share parameters between modules again."""
+
+    def tie_weights(self) -> None: ...
 
 
 def _is_meta(model: nn.Module) -> bool:

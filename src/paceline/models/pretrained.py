@@ -1,0 +1,388 @@
+"""A model directory that Hugging Face's transformers wrote: checked, built, filled, written again.
+
+``config.json`` is read by ``AutoConfig`` for the families below, the model is built without values,
+and weights are copied from the safetensors files into whatever part of the model a process has.
+Never runs code of the directory and never reads pickled weights. Contains no parallelism.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import InvalidInput
+from paceline.models.config import require_tokenizer
+from paceline.models.files import CONFIG_FILE, INDEX_FILE, read_json
+from paceline.models.tensor_files import (
+    StoredTensor,
+    fill,
+    require_equal,
+    require_finite,
+    stored_tensors,
+)
+
+FAMILIES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TOKENIZER_FILE = "tokenizer.json"
+OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
+COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+FILE_BYTES = 5_000_000_000  # of a weights file, at most (a larger tensor has its own)
+OURS = "manifest.json"  # that Paceline adds beside a model
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A checked model directory; ``config`` is transformers' own."""
+
+    directory: Path
+    config: Any
+    stored: Mapping[str, StoredTensor]  # by the name that the weight has in the model
+    empty: nn.Module  # on the meta device
+
+    @classmethod
+    def open(cls, directory: Path) -> Pretrained:
+        """Return the model in ``directory``, after comparing its weights with its architecture.
+
+        Reads headers only; ``require_sound`` reads the values. Raises InvalidInput where names,
+        shapes or dtypes do not fit, where the family is unknown, or for code or pickled weights.
+        """
+        directory = Path(directory)
+        config = _read_config(directory)
+        stored, empty = stored_tensors(directory), _build(config)
+        found = cls(directory, config, _renamed(stored, empty), empty)
+        found._require_weights()
+        return found
+
+    @property
+    def family(self) -> str:
+        """Return the ``model_type``."""
+        return str(self.config.model_type)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of rows of the embedding."""
+        return int(self.config.vocab_size)
+
+    @property
+    def longest_context(self) -> int:
+        """Return the number of positions that the model was made for."""
+        return int(self.config.max_position_embeddings)
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Return the SHA-256 of the tokenizer.json; "" without one: tokens are bytes."""
+        path = self.directory / TOKENIZER_FILE
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights (tied ones once)."""
+        return sum(each.numel() for name, each in self._expected.items() if name not in self._tied)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the files."""
+        return DTYPES[next(iter(self._used.values())).dtype]
+
+    def __str__(self) -> str:
+        return f"{self.parameters:,} parameters of {FAMILIES[self.family]}"
+
+    def require_trainable(self, context: int, tokenizer_digest: str, vocabulary: int) -> None:
+        """Raise InvalidInput unless rows of ``context`` tokens of this tokenizer fit the model."""
+        require_tokenizer(self, tokenizer_digest, vocabulary)
+        if context > self.longest_context:
+            raise InvalidInput(
+                "rows are longer than the model's context",
+                got=f"{context} tokens",
+                wanted=f"at most {self.longest_context} (max_position_embeddings)",
+                where=self.directory,
+                do="Set model.context: --set model.context=…",
+            )
+
+    def require_sound(self) -> None:
+        """Raise InvalidInput where a weight is not finite, or tied weights differ; reads all."""
+        require_finite(self._used)
+        for target, source in self._tied.items():
+            if target in self.stored and source in self.stored:
+                require_equal(self.stored[target], self.stored[source])
+
+    def build(self) -> nn.Module:
+        """Return the model without values (on the meta device).
+
+        ``forward(tokens_BT, positions_BT, documents_BT)`` returns logits_BTV, as ours does.
+        """
+        return _build(self.config)
+
+    def restore_buffers(self, model: nn.Module) -> None:
+        """Compute what no file has: the frequencies of rotary positions, scales of embeddings.
+
+        ``model`` may be sharded; its buffers are whole on each process.
+        """
+        with torch.no_grad():
+            for module in model.modules():
+                if module._non_persistent_buffers_set:
+                    _initialise_buffers(model, module)
+
+    def fill(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]]) -> int:
+        """Copy weights from the files into ``parts`` (name → destination, offsets of its box).
+
+        Returns the number of bytes read: those of the boxes, and no others.
+        """
+        alias = {name: self._stored_name(name) for name in parts if name not in self._tied}
+        return fill({alias[name]: parts[name] for name in alias}, self.stored)
+
+    def is_written(self, name: str) -> bool:
+        """Return whether the weight ``name`` is in a file of its own: not a second, tied name."""
+        return name not in self._tied
+
+    def file_name(self, name: str) -> str:
+        """Return the name that a weight of the model has in files."""
+        return self.stored[self._stored_name(name)].name
+
+    def file_groups(self, names: Sequence[str]) -> list[list[str]]:
+        """Return the names of each file to write, in the order of the model, up to 5 GB a file."""
+        sizes = {name: self._expected[name].numel() * self.dtype.itemsize for name in names}
+        groups: list[list[str]] = []
+        held = FILE_BYTES + 1
+        for name in [each for each in self._expected if each in sizes]:
+            if held + sizes[name] > FILE_BYTES:
+                groups.append([])
+                held = 0
+            groups[-1].append(name)
+            held += sizes[name]
+        return groups
+
+    def copy_others(self, into: Path) -> None:
+        """Copy config, tokenizer, chat template and generation config: all but the weights."""
+        for each in sorted(self.directory.iterdir()):
+            if each.suffix in COPIED_SUFFIXES and each.name not in (OURS, INDEX_FILE):
+                shutil.copyfile(each, into / each.name)
+
+    def copy(self, into: Path) -> None:
+        """Copy the files of the model that are used."""
+        self.copy_others(into)
+        for path in {each.file for each in self.stored.values()}:
+            shutil.copyfile(path, into / path.name)
+        index = self.directory / INDEX_FILE
+        if index.is_file():
+            shutil.copyfile(index, into / INDEX_FILE)
+
+    @cached_property
+    def _expected(self) -> dict[str, torch.Size]:
+        return {name: each.shape for name, each in self.empty.state_dict().items()}
+
+    @cached_property
+    def _tied(self) -> dict[str, str]:
+        """Return second name → first name of tied weights."""
+        tied: dict[str, str] = dict(getattr(self.empty, "all_tied_weights_keys", None) or {})
+        return tied
+
+    @cached_property
+    def _used(self) -> dict[str, StoredTensor]:
+        return {
+            name: self.stored[name]
+            for name in map(self._stored_name, self._expected)
+            if name in self.stored
+        }
+
+    def _stored_name(self, name: str) -> str:
+        """Return the name under which the files have the weight: of tied ones, either."""
+        same = {self._tied.get(name, name)}
+        same |= {target for target, source in self._tied.items() if source in same}
+        return name if name in self.stored else next(iter(sorted(same & set(self.stored))), name)
+
+    def _require_weights(self) -> None:
+        missing = [name for name in self._expected if self._stored_name(name) not in self.stored]
+        ignored = getattr(self.empty, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unknown = [
+            name
+            for name in sorted(self.stored)
+            if name not in self._expected and not any(re.search(each, name) for each in ignored)
+        ]
+        for what, names in (("lack", missing), ("have unknown", unknown)):
+            if names:
+                raise InvalidInput(
+                    f"weights {what} tensors of the architecture",
+                    got=f"{names[0]} (and {len(names) - 1} more)",
+                    wanted=f"the tensors of {FAMILIES[self.family]}",
+                    where=self.directory,
+                )
+        for name, shape in self._expected.items():
+            its = self.stored[self._stored_name(name)]
+            if its.shape != tuple(shape):
+                raise InvalidInput(
+                    "weights are of another shape than the config's",
+                    got=f"{name}: {list(its.shape)}",
+                    wanted=str(list(shape)),
+                    where=its.file,
+                )
+        self._require_dtype()
+
+    def _require_dtype(self) -> None:
+        by_dtype: dict[str, str] = {}
+        for name, each in self._used.items():
+            by_dtype.setdefault(each.dtype, name)
+        odd = [each for each in by_dtype if each not in DTYPES]
+        if odd or len(by_dtype) > 1:
+            raise InvalidInput(
+                "weights have a dtype that is not trained" if odd else "weights mix dtypes",
+                got=", ".join(f"{name} {dtype}" for dtype, name in by_dtype.items()),
+                wanted=f"one of {', '.join(DTYPES)} for all weights",
+                where=self.directory,
+                do="Load it with transformers and save it in one dtype.",
+            )
+
+
+def _read_config(directory: Path) -> Any:
+    path = directory / CONFIG_FILE
+    raw = read_json(path)
+    if "auto_map" in raw:
+        raise InvalidInput(
+            "model needs code of its own directory",
+            got="auto_map (trust_remote_code)",
+            wanted=f"one of {', '.join(FAMILIES)}",
+            where=path,
+            do="Train it as a model of your own: training.code_ref.",
+        )
+    family = raw.get("model_type")
+    if family not in FAMILIES:
+        raise InvalidInput(
+            "model family is not supported",
+            got=f"model_type {family!r}",
+            wanted=f"one of {', '.join(FAMILIES)}",
+            where=path,
+            do="Train it as a model of your own: training.code_ref.",
+        )
+    made_for = raw.get("architectures") or [FAMILIES[family]]
+    if FAMILIES[family] not in made_for:
+        raise InvalidInput(
+            "not a language model", got=made_for, wanted=FAMILIES[family], where=path
+        )
+    if raw.get("quantization_config"):
+        raise InvalidInput(
+            "quantised weights are not trained",
+            got="quantization_config",
+            wanted="weights in float32, bfloat16 or float16",
+            where=path,
+        )
+    if not (directory / TOKENIZER_FILE).is_file():
+        for name in OTHER_TOKENIZERS:
+            if (directory / name).is_file():
+                raise InvalidInput(
+                    "tokenizer is not a tokenizer.json",
+                    got=name,
+                    wanted=TOKENIZER_FILE,
+                    where=directory,
+                    do="Save it with transformers: AutoTokenizer.from_pretrained(…)"
+                    ".save_pretrained(…).",
+                )
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False
+        )
+        with torch.device("meta"):
+            int(config.max_position_embeddings), int(config.vocab_size)
+    except Exception as error:
+        raise InvalidInput(
+            "model config is not acceptable", got=str(error).split("\n")[0][:300], where=path
+        ) from error
+    config.use_cache = False
+    return config
+
+
+def _build(config: Any) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(
+            config, attn_implementation=_attention(config.model_type)
+        )
+    plain: Any = type(model)
+    model.__class__ = _with_documents(plain)
+    return model
+
+
+def _renamed(stored: Mapping[str, StoredTensor], empty: nn.Module) -> dict[str, StoredTensor]:
+    """Return ``stored`` by the names in the model: files of some families have other names."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, apply_renamings
+
+    mapping = get_model_conversion_mapping(empty, add_legacy=False)
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    return {apply_renamings(name, renamings): each for name, each in stored.items()}
+
+
+def _attention(family: str) -> str:
+    """Return the attention code: torch's kernel, or plain products where scores are capped."""
+    return "eager" if family == "gemma2" else "sdpa"
+
+
+@cache
+def _with_documents(kind: type[Any]) -> type[Any]:
+    """Return ``kind`` with the arguments and the result of our transformer's ``forward``."""
+
+    def forward(
+        self: Any,
+        tokens_BT: Tensor,
+        positions_BT: Tensor | None = None,
+        documents_BT: Tensor | None = None,
+    ) -> Tensor:
+        mask = None if documents_BT is None else document_masks(self.config, documents_BT)
+        outputs = kind.forward(
+            self, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask
+        )
+        logits_BTV: Tensor = outputs.logits
+        return logits_BTV
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+def document_masks(config: Any, documents_BT: Tensor) -> Any:
+    """Return which earlier tokens of its own document each token attends to.
+
+    One mask_B1TT, or one by kind of layer where layers differ (full, sliding window).
+    """
+    t = documents_BT.shape[1]
+    at_T = torch.arange(t, device=documents_BT.device)
+    distance_TT = at_T[:, None] - at_T[None, :]
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    full_B1TT = (same_BTT & (distance_TT >= 0))[:, None]
+    window = getattr(config, "sliding_window", None)
+    near_B1TT = full_B1TT if window is None else full_B1TT & (distance_TT < window)
+    if config._attn_implementation == "eager":  # adds the mask to the scores
+        full_B1TT, near_B1TT = _as_bias(full_B1TT), _as_bias(near_B1TT)
+    if getattr(config, "layer_types", None):
+        return {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
+    return near_B1TT
+
+
+def _as_bias(mask_B1TT: Tensor) -> Tensor:
+    lowest = torch.finfo(torch.float32).min
+    return torch.zeros(mask_B1TT.shape, device=mask_B1TT.device).masked_fill(~mask_B1TT, lowest)
+
+
+def _initialise_buffers(model: Any, module: nn.Module) -> None:
+    """Let transformers initialise the buffers of ``module``; its weights are filled afterwards."""
+    for each in module.parameters(recurse=False):
+        each._is_hf_initialized = True  # type: ignore[attr-defined] # its mark: leave it alone
+    model._init_weights(module)

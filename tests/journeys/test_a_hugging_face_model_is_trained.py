@@ -1,0 +1,115 @@
+"""docs/how-to/train-your-hugging-face-model.md, typed: a directory of transformers in, one out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.guide import commands_under
+from tests.support.hugging_face import write_model, write_tokenizer
+
+PAGE = "how-to/train-your-hugging-face-model.md"
+HEADING = "Train it"
+# What a user does with the result, without a network and without paceline.
+LOAD = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+chat = tokenizer.apply_chat_template([{"role": "user", "content": "line 7"}], tokenize=False)
+with torch.no_grad():
+    logits = model(**tokenizer("line 7 of file 3", return_tensors="pt")).logits
+wrong = sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]]))
+print(json.dumps({"wrong": wrong, "chat": chat, "n": logits.shape[2]}))
+"""
+
+
+def typed(*line: str, home: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"HF_HUB_OFFLINE": "1", "HOME": str(home)}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    done = subprocess.run(
+        line, cwd=home, env=env, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert not check or done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> dict[str, str]:
+    text = tmp_path / "text"
+    text.mkdir()
+    said = [
+        "".join(f"line {n} of file {number} is {n * number}\n" for n in range(80))
+        for number in range(12)
+    ]
+    for number, each in enumerate(said):
+        (text / f"{number}.txt").write_text(each)
+    model = write_model("qwen2", tmp_path / "model", vocab_size=320)
+    write_tokenizer(model, said)
+    return {"MODEL": str(model), "TEXT": str(text), "OUTPUT": str(tmp_path / "out")}
+
+
+def export_of(output: str) -> Path:
+    (found,) = Path(output).glob("checkpoints/*/export")
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_path) -> None:
+    lines = commands_under(PAGE, HEADING, **places)
+    assert len(lines) == 2
+    for number, line in enumerate(lines):
+        output = str(tmp_path / f"out-{number}")
+        done = typed("bash", "-ec", line.replace(places["OUTPUT"], output), home=tmp_path)
+        assert "of Qwen2ForCausalLM, rows of 64 tokens (its own tokens)" in done.stderr
+        export = export_of(output)
+        for name in ("config.json", "generation_config.json", "tokenizer.json"):
+            assert (export / name).read_bytes() == (Path(places["MODEL"]) / name).read_bytes()
+        loaded = json.loads(typed(sys.executable, "-c", LOAD, str(export), home=tmp_path).stdout)
+        assert loaded["wrong"] == []
+        assert loaded["n"] == 320
+        assert loaded["chat"] == "<|user|>line 7"
+    figures = [
+        [json.loads(each)["loss"] for each in path.read_text().splitlines()]
+        for path in sorted(tmp_path.glob("out-*/checkpoints/*/metrics.jsonl"))
+    ]
+    replicas, shards = figures
+    assert len(replicas) == 20
+    assert replicas[-1] < replicas[0] - 0.5
+    assert shards == pytest.approx(replicas, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("--set training.mesh.tp=2", "only our transformer can be cut"),
+        ("--set training.mesh.pp=2", "only our transformer can be cut"),
+        ("--set training.synchrony.kind=local-sgd", "every-step"),
+        ("--set model.context=128", "rows are longer than the model's context"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_any_rank_starts(
+    places, tmp_path, more, words
+) -> None:
+    line = commands_under(PAGE, HEADING, **places)[0]
+    done = typed("bash", "-c", f"{line} {more}", home=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not Path(places["OUTPUT"]).exists()
+
+
+def test_pickled_weights_are_named(places, tmp_path) -> None:
+    model = Path(places["MODEL"])
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    line = commands_under(PAGE, HEADING, **places)[0]
+    done = typed("bash", "-c", line, home=tmp_path, check=False)
+    assert done.returncode == 2
+    assert "pytorch_model.bin" in done.stderr
+    assert not Path(places["OUTPUT"]).exists()

@@ -1,0 +1,146 @@
+"""A directory that transformers wrote is checked by name before it is trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.errors import PacelineError, PermanentError
+from paceline.models import Pretrained, config_for, is_pretrained, new_model, save_model
+from tests.support.hugging_face import write_model, write_tokenizer
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("written")
+    return {family: write_model(family, root / family) for family in ("llama", "qwen2")}
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def weighted(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def rewrite(directory: Path) -> None:
+        tensors = load_file(directory / WEIGHTS)
+        change(tensors)
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+    return rewrite
+
+
+def indexed(directory: Path) -> None:
+    """An index that names a file that is not there."""
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+NORM = "model.norm.weight"
+BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "code of its own": (
+        "llama",
+        configured(auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
+        "trust_remote_code",
+    ),
+    "an unknown family": ("llama", configured(model_type="bert"), "model_type 'bert'"),
+    "a classifier": (
+        "llama",
+        configured(architectures=["LlamaForSequenceClassification"]),
+        "not a language model",
+    ),
+    "quantised": ("llama", configured(quantization_config={"bits": 4}), "quantised"),
+    "another shape": ("llama", configured(intermediate_size=128), "another shape"),
+    "another depth": ("llama", configured(num_hidden_layers=3), "model.layers.2"),
+    "an impossible config": ("llama", configured(num_attention_heads="x"), "config"),
+    "pickled": ("llama", lambda path: (path / "pytorch_model.bin").touch(), "pytorch_model.bin"),
+    "only a slow tokenizer": (
+        "llama",
+        lambda path: (path / "vocab.json").touch(),
+        "tokenizer.json",
+    ),
+    "a missing weight": ("llama", weighted(lambda t: t.pop(NORM)), f"got {NORM}"),
+    "an unknown weight": (
+        "llama",
+        weighted(lambda t: t.update({"model.extra": torch.ones(2)})),
+        "got model.extra",
+    ),
+    "mixed dtypes": (
+        "llama",
+        weighted(lambda t: t.update({NORM: t[NORM].bfloat16()})),
+        f"{NORM} BF16",
+    ),
+    "integers": (
+        "llama",
+        weighted(lambda t: t.update({k: v.to(torch.int8) for k, v in t.items()})),
+        "I8",
+    ),
+    "NaN": (
+        "llama",
+        weighted(lambda t: t[NORM][3:4].fill_(torch.nan)),
+        f"NaN or infinity in {NORM}",
+    ),
+    "tied weights that differ": (
+        "qwen2",
+        weighted(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})),
+        "tied weights differ",
+    ),
+    "a lost file": ("llama", indexed, "model-00002-of-00002.safetensors"),
+    "cut short": ("llama", lambda path: (path / WEIGHTS).write_bytes(b"\x10\0\0"), WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD))
+def test_a_directory_that_cannot_be_trained_is_refused_in_one_line(written, tmp_path, name) -> None:
+    family, spoil, words = BAD[name]
+    directory = tmp_path / "model"
+    shutil.copytree(written[family], directory)
+    spoil(directory)
+    with pytest.raises(PacelineError) as caught:
+        Pretrained.open(directory).require_sound()
+    assert words in caught.value.one_line()
+    assert "\n" not in caught.value.one_line()
+    assert isinstance(caught.value, PermanentError), "never tried again"
+
+
+def test_tied_weights_may_be_written_twice(written, tmp_path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(written["qwen2"], directory)
+    weighted(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(
+        directory
+    )
+    found = Pretrained.open(directory)
+    found.require_sound()
+    assert found.parameters == Pretrained.open(written["qwen2"]).parameters
+
+
+def test_our_own_exports_stay_our_own(written, tmp_path) -> None:
+    config = config_for(20_000, 32)
+    save_model(new_model(config, 0), config, tmp_path)
+    assert not is_pretrained(tmp_path)
+    assert is_pretrained(written["llama"])
+
+
+def test_rows_and_tokens_must_fit_the_model(written, tmp_path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(written["llama"], directory)
+    bare = Pretrained.open(directory)
+    bare.require_trainable(64, "", 256)
+    with pytest.raises(PacelineError, match="rows are longer"):
+        bare.require_trainable(65, "", 256)
+    with pytest.raises(PacelineError, match="more tokens than the model"):
+        bare.require_trainable(64, "", 257)
+    write_tokenizer(directory, ["some text of this test"])
+    with pytest.raises(PacelineError, match="different tokenizers"):
+        Pretrained.open(directory).require_trainable(64, "", 256)

@@ -1,0 +1,93 @@
+"""Small random models, a tokenizer and a chat template, written by transformers itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import torch
+import transformers
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": 255,
+    "eos_token_id": 255,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LAYERS = ["sliding_attention", "full_attention"]
+WINDOW = 6  # tokens: shorter than the tests' documents
+# family → its config class and what differs from SHAPE (None: the config has no such setting)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "mistral": ("MistralConfig", {"sliding_window": WINDOW}),
+    "gemma": ("GemmaConfig", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {"sliding_window": WINDOW, "layer_types": LAYERS, "query_pre_attn_scalar": 8},
+    ),
+    "gemma3_text": (
+        "Gemma3TextConfig",
+        {"sliding_window": WINDOW, "layer_types": LAYERS, "query_pre_attn_scalar": 8},
+    ),
+    "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "head_dim": None}),
+}
+CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+
+
+def write_model(family: str, directory: Path, *, shard: str = "1GB", **changes: Any) -> Path:
+    """Save a random model of ``family``; ``shard`` is the greatest size of a weights file."""
+    name, own = FAMILIES[family]
+    settings = {k: v for k, v in (SHAPE | own | changes).items() if v is not None}
+    dtype = settings.pop("dtype", torch.float32)
+    config = getattr(transformers, name)(**settings)
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for each in model.parameters():  # norms and biases of a trained model are not 0 and 1
+            if each.ndim == 1:
+                each.add_(torch.randn_like(each) * 0.1)
+    model.to(dtype).save_pretrained(directory, max_shard_size=shard)
+    return directory
+
+
+def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int = 300) -> Path:
+    """Save a byte-pair tokenizer trained on ``texts``, with a chat template."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(texts, trainer)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+    )
+    fast.save_pretrained(directory)
+    return directory

@@ -1,0 +1,185 @@
+"""Models of transformers in every way of training, in one launch of ranks.
+
+``python -m tests.training.parallel.hugging_face_ranks train DIRECTORY FAMILY…`` writes the models
+below DIRECTORY/models (by transformers), trains each, exports below DIRECTORY/exports, and prints
+one JSON object: job → what rank 0 answered; ``load DIRECTORY`` prints what transformers reads of
+each export. test_hugging_face.py holds it to its promises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from benchmarks.layouts.layouts import CPU, batch_of
+from benchmarks.layouts.ranks import Job, run_jobs
+from paceline.config import TrainingSettings
+from paceline.models import Pretrained
+from paceline.training.checkpoint import TrainState, export
+from paceline.training.loop import Group, TransformerWorkload, load_weights, new_optimizer
+from paceline.training.parallel import MeshSpec, open_mesh, parallelise
+from tests.support.hugging_face import write_model
+
+STEPS = 3
+RATE = 3e-3
+CLIP = 1.0
+# way → ranks and settings
+WAYS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {}),
+    "recomputed": (1, {"activation_checkpointing": True}),
+    "DDP": (2, {"mesh": {"dp": 2}}),
+    "FSDP2": (2, {"mesh": {"shard": 2}}),
+    "FSDP2, recomputed": (2, {"mesh": {"shard": 2}, "activation_checkpointing": True}),
+}
+BF16 = "llama, bfloat16"
+SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
+
+
+def settings_of(way: str) -> TrainingSettings:
+    ranks, more = WAYS[way]
+    return TrainingSettings.model_validate({
+        "ranks": ranks, "batch_sequences": 8, "learning_rate": RATE, "clip_norm": CLIP, **more,
+    })  # fmt: skip
+
+
+def trained(directory: Path, way: str, into: Path | None = None) -> dict[str, Any]:
+    """Train as ranks do, and export into ``into``."""
+    settings = settings_of(way)
+    world = WAYS[way][0]
+    group = Group(dist.get_rank(), world) if world > 1 else Group()
+    pretrained = Pretrained.open(directory)
+    workload = TransformerWorkload(pretrained)
+    mesh = open_mesh(MeshSpec.of(settings.mesh, world))
+    parallel = parallelise(workload.build(), mesh, settings, workload)
+    read = load_weights(pretrained, parallel)
+    optimizer = new_optimizer(parallel.modules, settings)
+    losses, norms = [], []
+    for step in range(STEPS):
+        whole = batch_of(step).global_tokens
+        batch = batch_of(step, parallel.data_rank, parallel.data_world)
+        sums = parallel.accumulate([workload.inputs(batch, CPU)], 1.0 / whole)
+        norms.append(parallel.clip(settings.clip_norm))
+        losses.append(group.sums([float(sums.loss)])[0] / whole)
+        optimizer.step()
+    answer: dict[str, Any] = {"losses": losses, "norms": norms, "read": read}
+    (module,) = parallel.modules
+    weights = {}
+    for name, each in module.state_dict().items():
+        full = each.full_tensor() if isinstance(each, DTensor) else each
+        weights[name] = digest(full.to(pretrained.dtype))
+    if into is not None:
+        export(TrainState(parallel, optimizer, group), None, into, pretrained=pretrained)
+        module.eval()
+        with torch.no_grad():
+            answer["logits"] = module(tokens()).flatten()[::97].tolist()
+        answer["weights"] = weights
+    return answer
+
+
+def tokens() -> torch.Tensor:
+    return torch.from_numpy(batch_of(9).inputs_BT.astype(np.int64))
+
+
+def digest(tensor: torch.Tensor) -> str:
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(raw.data).hexdigest()
+
+
+def plain(directory: Path) -> dict[str, Any]:
+    """The loop that a user of transformers writes: each document by itself, no masks."""
+    from transformers import AutoModelForCausalLM
+
+    settings = settings_of("single")
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
+    decayed = [each for each in model.parameters() if each.ndim >= 2]
+    others = [each for each in model.parameters() if each.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ],
+        lr=RATE,
+        betas=(0.9, 0.95),
+    )
+    losses, norms = [], []
+    for step in range(STEPS):
+        batch = batch_of(step)
+        assert batch.documents_BT is not None
+        total = torch.zeros(())
+        for row, documents_T in enumerate(batch.documents_BT):
+            for document in sorted(set(documents_T.tolist()) - {-1}):
+                its = documents_T == document
+                inputs, targets = (
+                    torch.from_numpy(each[row][its].astype(np.int64))
+                    for each in (batch.inputs_BT, batch.targets_BT)
+                )
+                logits = model(input_ids=inputs[None]).logits[0]
+                loss_T = F.cross_entropy(logits, targets, reduction="none")
+                total = total + torch.dot(loss_T, torch.from_numpy(batch.weights_BT[row][its]))
+        optimizer.zero_grad()
+        loss = total / batch.global_tokens
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        losses.append(float(loss.detach()))
+        optimizer.step()
+    return {"losses": losses, "norms": norms}
+
+
+def loaded(directory: Path) -> dict[str, Any]:
+    """What a user of transformers loads from an export."""
+    from transformers import AutoModelForCausalLM
+
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    with torch.no_grad():
+        logits = model.float().eval()(input_ids=tokens()).logits
+    saved = AutoModelForCausalLM.from_pretrained(directory)
+    return {
+        "logits": logits.flatten()[::97].tolist(),
+        "weights": {name: digest(each) for name, each in saved.state_dict().items()},
+        "dtype": str(saved.dtype),
+        "wrong": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])),
+    }
+
+
+def main(root: Path, families: list[str]) -> dict[str, Any]:
+    models = {
+        family: write_model(
+            family,
+            root / "models" / family,
+            shard="20KB" if family in SHARDED_FILES else "1GB",
+        )
+        for family in families
+    }
+    if "llama" in families:
+        models[BF16] = write_model("llama", root / "models" / "bf16", dtype=torch.bfloat16)
+    jobs = [
+        Job(f"{name}: plain", 1, lambda path=path: plain(path)) for name, path in models.items()
+    ]
+    for name, path in models.items():
+        for way, (ranks, _) in WAYS.items():
+            into = root / "exports" / name.replace(", ", "-") if way == "FSDP2" else None
+            jobs.append(
+                Job(
+                    f"{name}: {way}",
+                    ranks,
+                    lambda path=path, way=way, into=into: trained(path, way, into),
+                )
+            )
+    return {each["job"]: each["answer"] for each in run_jobs(jobs, deadline_s=200)}
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "load":
+        found = {each.name: loaded(each) for each in sorted(Path(sys.argv[2]).iterdir())}
+    else:
+        found = main(Path(sys.argv[2]), sys.argv[3:])
+    sys.stdout.write(json.dumps(found) + "\n")
