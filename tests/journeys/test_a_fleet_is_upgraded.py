@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(400)]
 
 NODES = 4
 MEGABYTES, RATE_MBIT = 80.0, 20.0  # takes half a minute
-FUSE_BYTES = 64e6
 TYPED = commands("how-to/upgrade.md")
 
 
@@ -104,7 +103,7 @@ def test_a_deployment_goes_on_while_coordinator_and_nodes_are_upgraded(old: Upgr
         timeout_s=180,
     )
     read = old.bed.bed.counters()["origin_out"] - sent
-    assert read <= 1.02 * size + FUSE_BYTES, "within the origin's budget"
+    assert read <= 1.08 * size, "read once, with headers, though every process was restarted"
     for node in fleet.nodes:
         assert fleet.holds(node, "1") == wanted
     assert version(fleet.nodes[-1]) == before, "one node of the release before served with them"

@@ -13,6 +13,7 @@ import pytest
 from tests.journeys.guide import commands_under
 from tests.support.hugging_face import write_model, write_tokenizer
 
+pytestmark = pytest.mark.nightly
 PAGE = "how-to/train-your-hugging-face-model.md"
 HEADING = "Train it"
 # What a user does with the result, without a network and without paceline.
@@ -59,7 +60,6 @@ def export_of(output: str) -> Path:
     return found
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_path) -> None:
     lines = commands_under(PAGE, HEADING, **places)

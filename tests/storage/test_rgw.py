@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
+import time
 from pathlib import Path
 
+import botocore.auth
 import pytest
 
 from paceline.errors import AccessDenied, SourceChanged, SourceMissing
@@ -117,3 +120,16 @@ def test_its_errors_are_ours(store: ObjectStore) -> None:
     stranger = ObjectStore(endpoint_url=store.endpoint_url, access_key="a", secret_key="b" * 20)
     with pytest.raises(AccessDenied):
         stranger.put_bytes(URL, b"x")
+
+
+def test_a_clock_that_is_off_is_named_and_not_the_access_key(
+    store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put_bytes(URL, b"now")
+    ahead_s = 20 * 60.0
+    ahead = botocore.auth.get_current_datetime() + datetime.timedelta(seconds=ahead_s)
+    now_s = time.time
+    monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda: ahead)
+    monkeypatch.setattr("paceline.storage.client.time.time", lambda: now_s() + ahead_s)
+    with pytest.raises(AccessDenied, match=r"clock here is \+20 min .*Set the clock"):
+        store.get_bytes(URL)

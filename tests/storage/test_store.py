@@ -13,6 +13,7 @@ from paceline.errors import (
     SourceMissing,
 )
 from paceline.storage import ObjectStore
+from paceline.storage.client import from_client_error
 from tests.support.rclone import RcloneS3, rclone_s3
 
 
@@ -148,3 +149,15 @@ def test_a_bucket_that_is_not_there_is_told_from_an_object(store: ObjectStore) -
         store.get_bytes("s3://no-such-bucket/key")
     with pytest.raises(SourceMissing, match="object does not exist"):
         store.get_bytes("s3://objects/no-such-key")
+
+
+def test_a_bucket_in_another_region_is_named_with_that_region() -> None:
+    """The answer is AWS's own, as its documents have it: no server here minds the region."""
+    answer = {
+        "Error": {"Code": "AuthorizationHeaderMalformed", "Region": "eu-central-1"},
+        "ResponseMetadata": {"HTTPStatusCode": 400},
+    }
+    said = from_client_error(answer, "https://s3.amazonaws.com", "s3://models/a").one_line()
+    assert "another region: got AuthorizationHeaderMalformed (400)" in said
+    assert "wanted region eu-central-1" in said
+    assert "[objects] region" in said

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -172,9 +173,15 @@ _DENIED = {
     "SignatureDoesNotMatch",
     "InvalidToken",
     "ExpiredToken",
-    "AuthorizationHeaderMalformed",
     "401",
     "403",
+}
+MAX_CLOCK_S = 900.0  # S3 refuses what was signed longer ago, or later than now
+_CLOCK = {"RequestTimeTooSkewed"}
+_REGION = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
 }
 _CHANGED = {"PreconditionFailed", "412", "InvalidRange", "416"}
 _FULL = {"InsufficientStorage", "QuotaExceeded", "507"}
@@ -222,6 +229,19 @@ def translate_s3_errors(endpoint_url: str, url: str) -> Iterator[None]:
         ) from error
 
 
+def _clock_ahead_s(meta: object) -> float:
+    """Return how far this machine's clock is ahead of the server's, 0 where it names no time.
+
+    An answer to HEAD has no other sign of it: S3 refuses it like a wrong key.
+    """
+    headers = meta.get("HTTPHeaders") if isinstance(meta, dict) else None
+    date = headers.get("date") if isinstance(headers, dict) else None
+    try:
+        return time.time() - parsedate_to_datetime(str(date)).timestamp()
+    except ValueError:
+        return 0.0
+
+
 def from_client_error(response: dict[str, object], endpoint_url: str, url: str) -> PacelineError:
     """Return the PacelineError for an S3 error ``response``."""
     details = response.get("Error")
@@ -234,6 +254,24 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
     if known & _MISSING:
         what = "bucket does not exist" if code == "NoSuchBucket" else "object does not exist"
         return SourceMissing(what, got=got, where=where, do="Check the URL, or publish it first.")
+    ahead_s = _clock_ahead_s(meta)
+    if known & _CLOCK or (known & _DENIED and abs(ahead_s) > MAX_CLOCK_S):
+        return AccessDenied(
+            "S3 refuses this machine's clock",
+            got=f"{got}, the clock here is {ahead_s / 60:+.0f} min from the server's",
+            wanted=f"at most {MAX_CLOCK_S / 60:.0f} min",
+            where=where,
+            do="Set the clock (NTP) on this machine, or on the S3 server.",
+        )
+    if known & _REGION:
+        region = details.get("Region") if isinstance(details, dict) else None
+        return AccessDenied(
+            "the bucket is in another region",
+            got=got,
+            wanted=f"region {region}" if region else "the bucket's region",
+            where=where,
+            do="Set [objects] region in the profile, or AWS_REGION where the profile has none.",
+        )
     if known & _DENIED:
         return AccessDenied(
             "S3 refused the credentials",
