@@ -23,7 +23,7 @@ from paceline.cli.training import recorded_run
 from paceline.cluster import Fleet, call, worker_processes as remote
 from paceline.config import Runtime
 from paceline.registry import Registry, lineage
-from paceline.schemas import new_run_id
+from paceline.schemas import digest_of, new_run_id
 from paceline.storage import ObjectStore, join_url
 from paceline.training import Recorded
 from tests.deployments.test_monitoring import BOARDS, RULES, expressions_of, rules_of
@@ -221,8 +221,8 @@ def test_a_cancel_while_a_candidate_is_judged_ends_the_judge(
 ) -> None:
     flow_run_id, run_id = begin(
         stack, "evaluate-model", model_id=trained.job.model_id,
-        base_version=trained.job.version, candidate_url=trained.result.export_url,
-        candidate_digest="f" * 64, snapshot_url=trained.job.snapshot_url,
+        base_version=trained.job.version, trained=digest_of(trained.result),
+        snapshot_url=trained.job.snapshot_url,
     )  # fmt: skip
 
     def judging() -> list[psutil.Process]:

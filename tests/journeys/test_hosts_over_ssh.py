@@ -104,7 +104,7 @@ def test_a_host_that_refuses_the_login_is_named_with_what_to_try(fleet: Trainers
     lost.run("mv", ".ssh/authorized_keys", ".ssh/away").ok()
     running = fleet.stays("cluster")
     log = fleet.logs / "cluster-0"
-    said = f"no worker on host=ops@{lost.address} why=the host cannot be prepared over SSH"
+    said = f"no worker on host=ops@{lost.address} why=the host cannot be prepared"
     until(lambda: said in log.read_text(), "it is named", timeout_s=60)
     assert "Permission denied" in log.read_text()
     lost.run("mv", ".ssh/away", ".ssh/authorized_keys").ok()
