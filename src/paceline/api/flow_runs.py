@@ -32,7 +32,7 @@ FlowRunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f-]{36}$")]
 # Sections of the profile that clients use; paths of files on this machine are left out.
 CLIENT_SECTIONS: dict[str, set[str]] = {
     "storage": set(StorageSettings.model_fields),
-    "objects": {"endpoint_url", "region", "addressing", "parameters"},
+    "objects": {"endpoint_url", "region", "addressing", "ca", "parameters"},
     "cluster": {"link_mbit", "external_mbit", "oversubscription"},
     "relay": {"topology", "max_failed", "piece_bytes", "chunk_bytes"},
     "security": {"trusted_publishers", "require_signature", "fips"},
