@@ -52,7 +52,11 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
         for each in documents(snapshot, "held-out", store, cache_dir, HELD_OUT_READ_FACTOR * budget)
     ]
     held_out = choose_prefixes(read, budget)
-    train = [each.text for each in documents(snapshot, "train", store, cache_dir, TRAIN_BYTES)]
+    tokenizer = tokenizer_of(snapshot, store)
+    train = [
+        each.text
+        for each in documents(snapshot, "train", store, cache_dir, TRAIN_BYTES, tokenizer=tokenizer)
+    ]
     with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
         report = score_models(
             {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()},
@@ -61,6 +65,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
             spec.settings,
             snapshot_digest=snapshot.digest,
             on_progress=_progress,
+            tokenizer=tokenizer,
         )
     began = time.monotonic()
     try:

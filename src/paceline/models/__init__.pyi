@@ -15,6 +15,6 @@ from .files import (
     weight_files as weight_files,
     weights_digest as weights_digest,
 )
-from .pretrained import Pretrained as Pretrained
+from .pretrained import TOKENIZER_FILE as TOKENIZER_FILE, Pretrained as Pretrained
 from .transformer import Transformer as Transformer, new_model as new_model
 from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from paceline.data.formats import ShardSamples
     from paceline.data.loading.transform import ProcessTransform
+    from paceline.data.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -285,9 +286,11 @@ def documents(
     *,
     purpose: str | None = None,
     quarantine: dict[str, str] | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Iterator[Document]:
     """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
 
+    The training split of a tokenised snapshot keeps tokens only: ``tokenizer`` decodes them.
     A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
     reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
     InvalidInput where its samples have no text.
@@ -302,7 +305,10 @@ def documents(
                 log.warning("shard quarantined shard=%s", shard.sha256[:12])
                 continue
             for i in range(len(samples)):
-                text = samples.text_bytes(i)
+                if samples.keeps_text or tokenizer is None:
+                    text = samples.text_bytes(i)
+                else:
+                    text = tokenizer.text(samples.tokens(i))
                 if max_bytes is not None and taken and taken + len(text) > max_bytes:
                     return
                 taken += len(text)
