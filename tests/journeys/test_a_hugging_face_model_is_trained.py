@@ -75,6 +75,8 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
         assert loaded["wrong"] == []
         assert loaded["n"] == 320
         assert loaded["chat"] == "<|user|>line 7"
+        (look,) = commands_under(PAGE, "Use what was trained", EXPORT=str(export))
+        assert len(typed("bash", "-ec", look, home=tmp_path).stdout) > 10
     figures = [
         [json.loads(each)["loss"] for each in path.read_text().splitlines()]
         for path in sorted(tmp_path.glob("out-*/checkpoints/*/metrics.jsonl"))

@@ -55,7 +55,9 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
     tokenizer = tokenizer_of(snapshot, store)
     train = [
         each.text
-        for each in documents(snapshot, "train", store, cache_dir, TRAIN_BYTES, tokenizer=tokenizer)
+        for each in documents(
+            snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text
+        )
     ]
     with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
         report = score_models(
@@ -186,7 +188,12 @@ def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
         return this_node().directory / "store" / "models" / directory_name(model_id) / version
     if not where.startswith("s3://"):
         return Path(where)
-    directory = scratch / name
+    return download_model(where, scratch / name, store)
+
+
+def download_model(where: str, directory: Path, store: ObjectStore) -> Path:
+    """Download the files of the model at ``where`` (``s3://bucket/prefix``) into a new
+    ``directory``, and return that. Raises SourceMissing where there are none."""
     directory.mkdir()
     prefix = where.rstrip("/") + "/"
     found = store.list(prefix)

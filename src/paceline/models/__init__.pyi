@@ -12,6 +12,7 @@ from .files import (
     is_pretrained as is_pretrained,
     read_config as read_config,
     read_index as read_index,
+    read_json as read_json,
     weight_files as weight_files,
     weights_digest as weights_digest,
 )
