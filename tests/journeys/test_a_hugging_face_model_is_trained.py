@@ -150,6 +150,9 @@ def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_pat
             assert bits["candidate"]["high"] < bits[other]["low"], bits
         (candidate,) = [each for each in report["scores"] if each["name"] == "candidate"]
         assert 0 < candidate["tokens"] < report["bytes"] / 1.5, "its own tokens, not bytes"
+        typed("bash", "-ec", blocks["continue"], home=tmp_path)
+        went_on = json.loads((tmp_path / "continued.json").read_text())
+        assert (went_on["resumed_from_step"], went_on["steps"]) == (300, 340)
         hub = tmp_path / ".paceline/nodes/node-2/store/hub"
         said = typed(sys.executable, "-c", GENERATE, str(hub), home=tmp_path).stdout
         assert said.startswith("line 7 of file")
