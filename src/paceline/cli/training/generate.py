@@ -63,9 +63,12 @@ def _directory(model: str, state: Path | None, stack: ExitStack) -> Path:
             got=model,
             wanted="a directory, s3://bucket/prefix, or models:/name@alias of an installation",
         )
-    access = object_access(Profile()) if runtime is None else runtime.object_access
+    if runtime is None:
+        store = ObjectStore(object_access(Profile()))
+    else:
+        store = ObjectStore.from_runtime(runtime)
     scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-")))
-    return download_model(model, scratch / "model", ObjectStore(access))
+    return download_model(model, scratch / "model", store)
 
 
 def _installation(state: Path | None) -> Runtime | None:
