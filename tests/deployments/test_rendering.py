@@ -18,6 +18,7 @@ import yaml
 
 from paceline.cluster.dask_service import dask_settings
 from tests.deployments.test_material import ROOT, parsed, pods_of_dask
+from tests.journeys.guide import commands
 from tests.support.command import Ended, paceline
 
 SCHEMA = Path(__file__).with_name("daskcluster.schema.json")
@@ -235,7 +236,13 @@ def test_a_bad_profile_is_one_line_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("found", "instead", "parts", "said"),
     [
-        ('namespace = "ml-team"', 'namespace = "other"', ["dask"], "wanted .other.svc"),
+        (
+            'namespace = "ml-team"',
+            'namespace = "other"',
+            ["dask"],
+            "wanted tls://paceline-scheduler.other.svc:8786",
+        ),
+        ('namespace = "ml-team"', 'namespace = "other"', ["coordinator"], "do not run in pods"),
         ('audit = "postgres"', "", ["coordinator"], "keep nothing on their disks"),
         ("", "", [], "--render all | kubectl apply"),
         ('kind = "kubernetes"', 'kind = "address"', ["dask"], "only there"),
@@ -259,54 +266,79 @@ def test_a_coordinator_outside_of_the_cluster_is_what_pods_join(tmp_path: Path) 
     assert "--coordinator=https://control.example:7400" in worker["args"]
 
 
+# qsub hands the job the variables that -v names and runs a copy of the script; pbsdsh starts one
+# process for each line of the job's list of nodes, with an empty environment.
+QSUB = """#!/bin/bash
+while [ $# -gt 1 ]; do [ "$1" = -v ] && names=$2; shift; done
+cp "$1" "$HERE/spooled"
+given=(HERE="$HERE" PATH="$PATH" PBS_NODEFILE="$HERE/nodes")
+for name in ${names//,/ }; do given+=("$name=${!name}"); done
+exec env -i "${given[@]}" bash "$HERE/spooled"
+"""
 PBSDSH = """#!/bin/bash
-# One process for each line of the job's list of nodes, with an empty environment, as pbsdsh has it.
 test "$1" = --; shift
 while read -r node; do
   mkdir -p "$HERE/$node"
   printf '#!/bin/sh\\necho %s\\n' "$node" > "$HERE/$node/hostname"
   chmod +x "$HERE/$node/hostname"
-  (cd "$HERE/$node" && env -i PATH="$HERE/$node:/usr/bin:/bin" "$@") & wait $! || exit 1
+  (cd "$HERE/$node" && env -i PATH="$HERE/$node:/usr/bin:/bin" "$@") || exit 1
 done < "$PBS_NODEFILE"
+"""
+PACELINE = """#!/bin/sh
+if [ "$1" = tokens ]; then echo "token of $4"; exit; fi
+printf '%s\\n' "$@" > called
+cat state/dask-tls/ca.pem >> called
 """
 
 
-def test_a_job_of_pbs_starts_a_worker_on_each_node(tmp_path: Path) -> None:
-    script = ROOT / "pbs" / "paceline.pbs"
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
-    assert re.findall(r"(?m)^#PBS -l place=(.*)$", script.read_text()) == ["scatter:excl"]
-    shared, programs = tmp_path / "shared", tmp_path / "bin"
-    (shared / "dask-tls").mkdir(parents=True)
-    (shared / "dask-tls" / "ca.pem").write_text("the authority")
+@pytest.fixture
+def pbs(tmp_path: Path) -> dict[str, str]:
+    """Return the environment of a control host with stand-ins for PBS and Paceline."""
+    programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in {
-        "pbsdsh": PBSDSH,
-        "paceline": '#!/bin/sh\nprintf "%s\\n" "$@" > called; cat state/dask-tls/ca.pem >> called\n',
-    }.items():
+    for name, text in {"qsub": QSUB, "pbsdsh": PBSDSH, "paceline": PACELINE}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
+    (tmp_path / ".paceline" / "dask-tls").mkdir(parents=True)
+    (tmp_path / ".paceline" / "dask-tls" / "ca.pem").write_text("the authority")
+    (tmp_path / "deployments").symlink_to(ROOT)
     (tmp_path / "nodes").write_text("cn01\ncn02\n")
-    given = {
-        "HERE": tmp_path, "PATH": f"{programs}:/usr/bin:/bin", "PBS_NODEFILE": tmp_path / "nodes",
-        "PACELINE_BIN": programs, "PACELINE_SHARED": shared, "PACELINE_STATE": "state",
-        "PACELINE_COORDINATOR": "https://control:7400",
+    return {
+        "HERE": str(tmp_path), "PATH": f"{programs}:/usr/bin:/bin", "NODES": "cn01 cn02",
+        "PACELINE_BIN": str(programs), "PACELINE_SHARED": str(tmp_path / "shared"),
+        "PACELINE_STATE": "state", "PACELINE_COORDINATOR": "https://control:7400",
         "PACELINE_SCHEDULER": "tls://control:8786",
     }  # fmt: skip
-    environment = {key: str(value) for key, value in given.items()}
-    done = subprocess.run(
-        ["bash", script], env=environment, capture_output=True, text=True, check=False
-    )
+
+
+def submitted(environment: dict[str, str], where: Path) -> subprocess.CompletedProcess[str]:
+    """Type the page's block."""
+    typed = commands("how-to/train-on-a-fleet.md")["pbs"]
+    return subprocess.run(
+        ["bash", "-ec", typed], env=environment, cwd=where,
+        capture_output=True, text=True, check=False, timeout=30,
+    )  # fmt: skip
+
+
+def test_a_job_of_pbs_starts_a_worker_on_each_node(pbs: dict[str, str], tmp_path: Path) -> None:
+    done = submitted(pbs, tmp_path)
     assert done.returncode == 0, done.stderr
     for node in ("cn01", "cn02"):
         *words, copied = (tmp_path / node / "called").read_text().splitlines()
         assert copied == "the authority"
         params = parsed(words)
         assert (words[0], params["worker_id"], params["host"]) == ("worker", node, node)
-        assert params["join_token"] == f"@{shared}/join/{node}"
-        assert params["scheduler"] == environment["PACELINE_SCHEDULER"]
-    del environment["PACELINE_SHARED"]
-    refused = subprocess.run(
-        ["bash", script], env=environment, capture_output=True, text=True, check=False
-    )
-    assert refused.returncode != 0
-    assert "PACELINE_SHARED" in refused.stderr
+        token = Path(params["join_token"].removeprefix("@"))
+        assert token.read_text() == f"token of {node}\n"
+        assert params["coordinator_url"] == pbs["PACELINE_COORDINATOR"]
+        assert params["scheduler"] == pbs["PACELINE_SCHEDULER"]
+    text = (ROOT / "pbs" / "paceline.pbs").read_text()
+    assert re.findall(r"(?m)^#PBS -l place=(.*)$", text) == ["scatter:excl"], "whole nodes"
+
+
+def test_a_job_of_pbs_without_a_setting_names_it(pbs: dict[str, str], tmp_path: Path) -> None:
+    del pbs["PACELINE_SCHEDULER"]
+    done = submitted(pbs, tmp_path)
+    assert done.returncode != 0
+    assert "PACELINE_SCHEDULER" in done.stderr
+    assert not (tmp_path / "cn01").exists()

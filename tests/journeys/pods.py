@@ -1,4 +1,4 @@
-"""Pods without Kubernetes: ``kubectl`` keeps what it is given, and ``run_pod`` runs a pod's process.
+"""Pods without Kubernetes: ``kubectl`` keeps what it is given, and ``Pod`` runs a pod's process.
 
 The process has the files, the variables and the command that the manifest names, on a host of the
 testbed. Not imitated: schedulers and controllers, images, cgroups, policies, the pod's own network.
@@ -89,11 +89,11 @@ class Pod:
         """Start the container's process."""
         words = [*self._container["command"], *self._container["args"]]
         argv = [re.sub(r"\$\((\w+)\)", lambda found: self.env[found[1]], each) for each in words]
-        return self.host.start(*argv, env=self.env, log=log, at="/tmp")  # noqa: S108
+        return self.host.start(*argv, env=self.env, log=log, at="/tmp")
 
     def exec(self, *argv: str) -> None:
         """Run a command in the pod, as `kubectl exec` does."""
-        self.host.run(*argv, env=self.env, at="/tmp").ok()  # noqa: S108
+        self.host.run(*argv, env=self.env, at="/tmp").ok()
 
     def _values(self, reference: Mapping[str, Any]) -> dict[str, str]:
         place = f"kube/secrets/{reference['name']}"

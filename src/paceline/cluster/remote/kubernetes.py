@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from paceline.config import KubernetesSettings, Runtime
 from paceline.errors import InvalidInput
@@ -29,16 +28,15 @@ def render(runtime: Runtime, parts: Sequence[str]) -> str:
     """
     import yaml
 
-    _require_names(runtime)
-    if "coordinator" in parts:
-        _require_stores(runtime)
+    _require_runnable(runtime, parts)
     place = _directory()
     documents = [
         _filled_in(runtime, document)
         for part in dict.fromkeys(parts)
         for document in yaml.safe_load_all((place / f"{part}.yaml").read_text())
     ]
-    return yaml.safe_dump_all(documents, sort_keys=False, width=100)
+    text: str = yaml.safe_dump_all(documents, sort_keys=False, width=100)
+    return text
 
 
 def _directory() -> Path:
@@ -108,27 +106,40 @@ def _pods(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [each["spec"] for each in held if each]
 
 
-def _require_names(runtime: Runtime) -> None:
-    """Raise InvalidInput where an address names a Service of another namespace, or no scheduler."""
-    namespace = runtime.profile.cluster.kubernetes.namespace
-    for url in (*runtime.endpoints.coordinator_urls, runtime.endpoints.scheduler_address):
-        host, dot, _ = (urlsplit(url).hostname or "").partition(".svc")
-        if dot and not host.endswith(f".{namespace}"):
-            raise InvalidInput(
-                "an address is not of the profile's namespace",
-                got=url,
-                wanted=f".{namespace}.svc",
-                where="[cluster.kubernetes] namespace",
-                do="Make the directory with `paceline init` and addresses of that namespace.",
-            )
+def _require_runnable(runtime: Runtime, parts: Sequence[str]) -> None:
+    """Raise InvalidInput where an address names no Service of these manifests, or a store a disk.
 
-
-def _require_stores(runtime: Runtime) -> None:
-    control = runtime.profile.control
+    An address outside of the cluster (without ``.svc``) is a site's own way to the same port.
+    """
+    settings, control = runtime.profile.cluster.kubernetes, runtime.profile.control
+    within = f".{settings.namespace}.svc"
+    urls = runtime.endpoints.coordinator_urls
+    replicas = tuple(
+        _COORDINATOR.replace("-0.", f"-{n}.").replace(f".{_NAMESPACE}.svc", within)
+        for n in range(len(urls))
+    )
+    scheduler = _SCHEDULER.replace(f".{_NAMESPACE}.svc", within)
+    address = runtime.endpoints.scheduler_address
+    if "dask" in parts and ".svc" in address and address != scheduler:
+        raise InvalidInput(
+            "the scheduler's address is not of the profile's namespace",
+            got=f"cluster.scheduler = {address}",
+            wanted=scheduler,
+            do="Make the directory with `paceline init` and that address.",
+        )
+    if "coordinator" not in parts:
+        return
+    if urls != replicas:
+        raise InvalidInput(
+            "these coordinators do not run in pods",
+            got=", ".join(urls),
+            wanted=", ".join(replicas),
+            do="Render the other parts, or make the directory with `paceline init` and these URLs.",
+        )
     if (control.coordination, control.audit) != ("etcd", "postgres"):
         raise InvalidInput(
             "coordinators in pods keep nothing on their disks",
             got=f'[control] coordination = "{control.coordination}", audit = "{control.audit}"',
             wanted='coordination = "etcd" and audit = "postgres"',
-            do="Run the coordinator outside, or name these stores in the profile.",
+            do="Name these stores in the profile, or run the coordinator outside.",
         )
