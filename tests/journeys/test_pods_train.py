@@ -88,10 +88,20 @@ def test_a_laptop_runs_the_lifecycle_on_pods(fleet: Trainers) -> None:
     assert objects["DaskCluster"]["spec"]["worker"]["replicas"] == len(nodes)
     started = Pod(scheduler, pods, control, "pods", {}).start(logs / "scheduler")
     until(lambda: "Scheduler at" in (logs / "scheduler").read_text(), "the scheduler listens")
-    for host in nodes:
-        Pod(worker, host, control, name_of(host), ENVIRONMENT).start(logs / name_of(host))
-    registered = "Register worker"
-    until(lambda: (logs / "scheduler").read_text().count(registered) >= 2, "both register", 120)
+    (probe,) = {
+        each["httpGet"]["path"]
+        for kind, each in scheduler["containers"][0].items()
+        if kind.endswith("Probe")
+    }
+    pods.run("curl", "-sf", f"http://127.0.0.1:8787{probe}").ok()
+
+    def registered() -> int:
+        return (logs / "scheduler").read_text().count("Register worker")
+
+    workers = [Pod(worker, host, control, name_of(host), ENVIRONMENT) for host in nodes]
+    for each in workers:
+        each.start(logs / name_of(each.host))
+    until(lambda: registered() == 2, "both register", 120)
     flows = Pod(
         objects["Deployment"]["spec"]["template"]["spec"], pods, control, "pods", ENVIRONMENT
     )
@@ -115,5 +125,10 @@ def test_a_laptop_runs_the_lifecycle_on_pods(fleet: Trainers) -> None:
         assert ranks.strip(), "a rank ran here"
         assert host.run("grep", "-rlE", f"{KEY}|{SECRET}", "/var/lib/paceline").code == 1
         assert not host.run("ls", "-A").ok().out, "the container's own files cannot be written"
+    # A container that ends is started again; its token is spent, and not needed.
+    nodes[0].run("pkill", "-TERM", "-f", "bin/paceline worker").ok()
+    until(lambda: nodes[0].run("pgrep", "-f", "bin/paceline").code, "nothing of it runs")
+    workers[0].start(logs / "again")
+    until(lambda: registered() == 3, "the worker registers again", 60)
     assert "failed with remote" not in (logs / "scheduler").read_text()
     assert started.poll() is None
