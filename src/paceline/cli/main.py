@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "snapshot": ("flows", "snapshot", "Make a data snapshot: text, JSONL, Parquet or tar."),
     "train": ("training.command", "train", "Train here, or fine-tune what an installation holds."),
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
+    "generate": ("training.generate", "generate", "Generate text from a model, to look at it."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
     "checkpoints": (
         "training.checkpoints",

@@ -330,7 +330,7 @@ class ObjectSettings(Settings):
     region: str = ""
     profile: str = ""  # a section of AWS's shared configuration and credentials files
     addressing: Literal["", "auto", "path", "virtual"] = ""  # "": path with endpoint_url
-    ca: str = ""  # PEM file that verifies the endpoint's certificate
+    ca: str = ""  # verifies the endpoint's certificate: a PEM file; its text from then on
     # Sent with every request that takes them, for instance RequestPayer = "requester",
     # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
     parameters: dict[str, str] = {}

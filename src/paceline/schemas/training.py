@@ -197,6 +197,7 @@ class ModelScore(Record):
     dtype: str | None = None
     format: str | None = None  # of the weights that were loaded: "safetensors"
     model_bytes: int | None = None
+    tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
 
 
 class Overlap(Record):

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from paceline.data import PlannedStream
+from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError
-from paceline.models import Pretrained, weights_digest
+from paceline.models import TOKENIZER_FILE, Pretrained, weights_digest
 from paceline.storage import join_url
+from paceline.system import write_durably
 from paceline.training.checkpoint import (
     Checkpointer,
     TrainState,
@@ -236,6 +237,8 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     export(state, its.config, directory, pretrained=its.pretrained)
     if rank != 0:
         return {}
+    if its.config is not None and (file := tokenizer_file(its.snapshot, its.store)):
+        write_durably(directory / TOKENIZER_FILE, file, 0o666)
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
     for path in sorted(directory.iterdir()):
         its.store.upload_file(path, join_url(url, path.name))
