@@ -259,11 +259,15 @@ def test_what_cannot_run_so_is_not_rendered(
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_coordinator_outside_of_the_cluster_is_what_pods_join(tmp_path: Path) -> None:
-    assert initialised(tmp_path, urls=["https://control.example:7400"]).returncode == 0
+def test_addresses_outside_of_the_cluster_are_what_pods_get(tmp_path: Path) -> None:
+    outside = SITE.replace("paceline-scheduler.ml-team.svc:8786", "dask.example:18786")
+    assert initialised(tmp_path, outside, ["https://control.example:7400"]).returncode == 0
     (cluster,) = rendered(tmp_path, "dask")
     (worker,) = cluster["spec"]["worker"]["spec"]["containers"]
     assert "--coordinator=https://control.example:7400" in worker["args"]
+    assert "--scheduler=tls://dask.example:18786" in worker["args"]
+    assert {"name": "DASK_SCHEDULER_ADDRESS", "value": "tls://dask.example:18786"} in worker["env"]
+    assert not [each for each in texts(worker) if ".svc" in each]
 
 
 # qsub hands the job the variables that -v names and runs a copy of the script; pbsdsh starts one
