@@ -32,13 +32,17 @@ match words:
         made = kept / ("secrets" if words[1] == "secret" else "configmaps") / name
         made.mkdir(parents=True)
         for option, _, value in (each.partition("=") for each in sources):
-            place = pathlib.Path(value)
+            key, _, path = value.rpartition("=")
+            place = pathlib.Path(path)
+            if option == "--from-file" and key:
+                (made / key).write_bytes(place.read_bytes())
+                continue
             if option == "--from-file":
                 for each in [place] if place.is_file() else place.iterdir():
                     (made / each.name).write_bytes(each.read_bytes())
                 continue
-            assert option in ("--from-env-file", "--from-literal"), option
-            for line in [value] if option == "--from-literal" else place.read_text().splitlines():
+            assert option == "--from-env-file", option
+            for line in place.read_text().splitlines():
                 if line and not line.startswith("#"):
                     key, _, content = line.partition("=")
                     (made / key).write_text(content)
