@@ -77,7 +77,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cluster": (
         "installation",
         "cluster",
-        "Run Dask's scheduler, and workers over SSH or in Slurm.",
+        "Run Dask's scheduler and workers (SSH, Slurm), or render them.",
     ),
     "worker": ("installation", "worker", "Run a node's Dask worker, for flows and training."),
     "coordinator": (

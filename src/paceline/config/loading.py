@@ -55,6 +55,13 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
         profile = Profile.model_validate(raw)
     except ValidationError as error:
         raise _explain(error, path, overrides or {}) from error
+    if profile.cluster.kind == "kubernetes" and not profile.cluster.kubernetes.image:
+        raise InvalidProfile(
+            "the profile names no image",
+            got='[cluster] kind = "kubernetes" without cluster.kubernetes.image',
+            wanted="an image such as registry.example/paceline:0.1.0",
+            where=path,
+        )
     if not (named := profile.objects.ca) or named.startswith(PEM):
         return profile
     objects = profile.objects.model_copy(update={"ca": _certificates(Path(named))})
@@ -156,7 +163,7 @@ def _wanted(message: str, location: list[str]) -> str:
     """Return the expected value from pydantic's message, without its internal terms."""
     if "dictionary or instance" in message:
         return f"a section with {', '.join(_keys_at(location))}"
-    wanted = message.removeprefix("Input should be ")
+    wanted = message.removeprefix("Input should be ").removeprefix("Value error, ")
     return "a list, e.g. [1, 2]" if wanted == "a valid tuple" else wanted
 
 
