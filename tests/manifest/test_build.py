@@ -137,6 +137,17 @@ def test_chosen_sizes_keep_their_bounds(total: int, link_mbit: float) -> None:
     assert total <= 16 * 64 * KIB or total / chunk >= 15
 
 
+@pytest.mark.parametrize(
+    ("total", "kib"), [(50 * 10**6, 64), (110 * 10**6, 128), (256 * 10**6, 256), (2 * 10**9, 256)]
+)
+def test_a_line_of_eight_takes_at_most_one_percent_longer_for_its_pieces(
+    total: int, kib: int
+) -> None:
+    piece, _ = choose_sizes(total, 100.0)
+    assert piece == kib * KIB
+    assert 8 * piece <= 0.011 * total
+
+
 def test_a_large_model_on_a_fast_link_has_chunks_of_a_gigabyte() -> None:
     piece, chunk = choose_sizes(500 * 10**9, 10_000)
     assert chunk == pytest.approx(1e9, rel=0.02)
