@@ -55,10 +55,11 @@ format: setup ## rewrite the sources in the project's format
 
 bench: setup ## every benchmark, results in benchmarks/results/
 	@mkdir -p benchmarks/results
-	@for each in $(filter-out benchmarks/link_bound.py,$(wildcard benchmarks/*.py)); do \
+	@for each in $(filter-out benchmarks/link_bound.py benchmarks/one_relay.py,$(wildcard benchmarks/*.py)); do \
 	  echo "== $$each"; $(BIN)/python $$each || exit 1; done
 
-bench-links: setup ## Paceline and its peers on hosts with limited links (root; an hour): a table and a plot
+bench-links: setup ## one relay on fast links, then Paceline and its peers on limited ones (root; an hour)
+	$(BIN)/python benchmarks/one_relay.py
 	$(BIN)/python benchmarks/link_bound.py --hosts 8 16 32 --rate 50 50 25 --seconds 60 60 120 --budget-s 3600 $(ARGS)
 	$(BIN)/python benchmarks/link_bound.py --plot benchmarks/results/link_bound.json
 

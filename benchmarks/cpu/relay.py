@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cpu.stage import TIMEOUT_S, Nodes, Order, delivery, hear, say
-from paceline.manifest import build_manifest, parse_manifest, write_manifest
+from paceline.manifest import Manifest, build_manifest, parse_manifest, write_manifest
 from paceline.relay import RelayDriver
 from paceline.relay.store import Store
 from paceline.relay.transport import TlsSettings, Transport, issue_identity, make_authority
@@ -17,11 +18,17 @@ from tests.support.local_fleet import open_directory
 ID, VERSION = "bench", "v1"
 
 
-def conduct(order: Order, transport: str, mtls: bool) -> None:
-    """Run the source and the receivers."""
-    names = ["source", *(f"node-{number}" for number in range(order.receivers))]
-    final = Path("store/models") / ID / VERSION
-    seeded = order.scratch / "source" / final
+FINAL = Path("store/models") / ID / VERSION
+
+
+def names_of(order: Order) -> list[str]:
+    """Return the names of the source and of the receivers, along the chain."""
+    return ["source", *(f"node-{number}" for number in range(order.receivers))]
+
+
+def seed(order: Order, mtls: bool) -> Manifest:
+    """Publish the model in the source's store, and issue identities; return the manifest."""
+    seeded = order.scratch / "source" / FINAL
     shutil.copytree(order.source.parent, seeded)
     manifest = build_manifest(
         seeded, model_id=ID, version=VERSION, link_mbit=10_000, piece_bytes=order.piece_bytes
@@ -29,30 +36,42 @@ def conduct(order: Order, transport: str, mtls: bool) -> None:
     write_manifest(seeded, manifest)
     if mtls:
         authority = make_authority(order.scratch / "pki")
-        for name in names:
+        for name in names_of(order):
             issue_identity(authority, name, order.scratch / "pki")
+    return manifest
+
+
+def chain_lanes(names: Sequence[str], addresses: Sequence[str], manifest: Manifest) -> list[str]:
+    """Return the lanes of each receiver, as JSON: the whole model from the one before it."""
+    lanes = []
+    for number, name in enumerate(names[1:]):
+        upstream = Source(kind="worker", worker_id=names[number], address=addresses[number])
+        whole = Lane(source=upstream, first_chunk=0, last_chunk=len(manifest.chunks) - 1)
+        lanes.append(
+            WorkerLanes(
+                deployment_id="bench",
+                epoch=1,
+                manifest_digest=manifest.digest,
+                worker_id=name,
+                lanes=(whole,),
+                origin_budget_bytes=0,
+                piece_deadline_s=5.0,
+            ).model_dump_json()
+        )
+    return lanes
+
+
+def conduct(order: Order, transport: str, mtls: bool) -> None:
+    """Run the source and the receivers."""
+    names, manifest = names_of(order), seed(order, mtls)
     with Nodes() as nodes:
         addresses = []
         for name in names:
             number = nodes.start("benchmarks.cpu.relay", name, transport, int(mtls))
             nodes.tell(number, order.text())
             addresses.append(nodes.hear(number)["address"])
-        lanes = []
-        for number, name in enumerate(names[1:]):
-            upstream = Source(kind="worker", worker_id=names[number], address=addresses[number])
-            whole = Lane(source=upstream, first_chunk=0, last_chunk=len(manifest.chunks) - 1)
-            lanes.append(
-                WorkerLanes(
-                    deployment_id="bench",
-                    epoch=1,
-                    manifest_digest=manifest.digest,
-                    worker_id=name,
-                    lanes=(whole,),
-                    origin_budget_bytes=0,
-                    piece_deadline_s=5.0,
-                ).model_dump_json()
-            )
-        copies = [order.scratch / name / final / order.source.name for name in names[1:]]
+        lanes = chain_lanes(names, addresses, manifest)
+        copies = [order.scratch / name / FINAL / order.source.name for name in names[1:]]
         with delivery(copies, order.sha256):
             for number, mine in enumerate(lanes):
                 nodes.tell(number + 1, mine)
@@ -60,8 +79,8 @@ def conduct(order: Order, transport: str, mtls: bool) -> None:
                 nodes.hear(number)
 
 
-def node(name: str, kind: str, mtls: str) -> None:
-    """Be one node."""
+def node(name: str, kind: str, mtls: str, host: str = "127.0.0.1") -> None:
+    """Be one node, whose peer port listens on ``host``."""
     order = Order.parse(hear())
     pki = order.scratch / "pki"
     tls = None
@@ -72,12 +91,13 @@ def node(name: str, kind: str, mtls: str) -> None:
         store=Store(order.scratch / name / "store"),
         transport=_transport(kind, tls),
         open_source=open_directory,
+        host=host,
     )
     driver.start()
     say(address=driver.server.address)
     lanes = WorkerLanes.model_validate_json(hear())
-    seeded = order.scratch / "source/store/models" / ID / VERSION
-    driver.deploy(lanes, parse_manifest((seeded / "manifest.json").read_bytes()))
+    manifest = (order.scratch / "source" / FINAL / "manifest.json").read_bytes()
+    driver.deploy(lanes, parse_manifest(manifest))
     final = (WorkerStatus.COMPLETE, WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
     driver.wait(lambda beats: any(beat.status in final for beat in beats), TIMEOUT_S)
     (beat,) = driver.beats()

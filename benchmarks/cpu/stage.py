@@ -72,9 +72,9 @@ class Nodes:
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[str]] = []
 
-    def start(self, *argv: object) -> int:
-        """Start ``python -m argv`` and return its number."""
-        command = [sys.executable, "-m", *(str(each) for each in argv)]
+    def start(self, *argv: object, inside: Sequence[str] = ()) -> int:
+        """Start ``python -m argv``, by the command ``inside`` where given; return its number."""
+        command = [*inside, sys.executable, "-m", *(str(each) for each in argv)]
         self._processes.append(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         )
@@ -92,6 +92,10 @@ class Nodes:
         if not line:
             raise RuntimeError(f"node {number} ended with {self._processes[number].wait()}")
         return json.loads(line)
+
+    def pid(self, number: int) -> int:
+        """Return the process id of one node."""
+        return self._processes[number].pid
 
     def __len__(self) -> int:
         return len(self._processes)

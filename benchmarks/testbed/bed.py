@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -82,7 +83,8 @@ def start(
 
     Hosts fill the racks evenly, in order. A rack's uplink carries its hosts' rates divided by
     ``oversubscription`` (with one rack it is not limited). ``origin_mbit``: as fast as one host
-    unless said. ``burst_segments``: how many segments a sender hands down at once.
+    unless said. ``burst_segments``: how many segments a sender hands down at once. A rate of
+    infinity: links as fast as the kernel, one rack.
     Raises MissingTool where there is no root or no ``ip`` and ``tc``.
     """
     if not 1 <= hosts <= MAX_HOSTS or not 1 <= racks <= hosts or rate_mbit <= 0:
@@ -159,6 +161,9 @@ class Testbed:
         members = [*(host.namespace for host in self.hosts), self.origin]
         self._ip(None, [f"netns add {name}" for name in (self.core, *members)])
         self._ip(self.core, self._wiring())
+        if self.rate_mbit == math.inf:
+            self._unlimited(members)
+            return
         self._tc(self.core, self._core_limits())
         addresses = [*(host.address for host in self.hosts), ORIGIN_ADDRESS]
         rates = [*(self.rate_mbit for _ in self.hosts), self.origin_mbit]
@@ -181,6 +186,12 @@ class Testbed:
                 "net.ipv4.tcp_no_metrics_save=1"
             ]
         _run(["sh", "-e"], "\n".join(script) + "\n")
+
+    def _unlimited(self, members: Sequence[str]) -> None:
+        addresses = [*(host.address for host in self.hosts), ORIGIN_ADDRESS]
+        for name, address in zip(members, addresses, strict=True):
+            up = ["link set lo up", f"addr add {address}/16 dev eth0", "link set eth0 up"]
+            self._ip(name, up)
 
     def _wiring(self) -> list[str]:
         lines = [
