@@ -24,8 +24,8 @@ MIN_CHUNKS = 16  # enough for progress to mean something in a small model
 CHUNK_SECONDS = 0.8  # 1 GB at 10 Gbps
 # A line of 32 workers adds 32 x piece / link to size / link; 0.5 % of it makes piece = size / 6400.
 PIECES_FOR_HALF_A_PERCENT = 32 * 200
-# A piece costs about 0.2 ms of Python a hop beside its bytes: 8 hosts at 100 Mbit/s took a tenth less
-# CPU with 256 KiB than with 128 KiB. Smaller ones only where a line of 8 would take 1 % longer.
+# A piece costs about 0.2 ms of Python a hop beside its bytes: 8 hosts at 100 Mbit/s took a tenth
+# less CPU with 256 KiB than with 128. Smaller ones only where a line of 8 would take 1 % longer.
 CHEAP_PIECE = 256 * KIB
 PIECES_FOR_EIGHT = 8 * 100
 MAX_PIECES = 1 << 19  # 8 TiB; parsing any manifest stays below 256 MB
