@@ -22,7 +22,7 @@ def train_model(
     snapshot_url: str,
     labels: Literal["true", "shuffled"] = "true",
     steps: int | None = None,
-    continue_from: str = "",
+    continue_from: str | None = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:

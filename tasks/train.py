@@ -40,7 +40,7 @@ def train(
     nodes: list[str],
     labels: str = "true",
     steps: int | None = None,
-    continue_from: str = "",
+    continue_from: str | None = None,
 ) -> StageResult:
     """Fine-tune ``manifest``'s model on ``snapshot`` with the profile's ranks, resuming the newest
     healthy checkpoint where the same job was interrupted. ``continue_from`` is the id of a finished

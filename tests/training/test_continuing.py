@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from paceline.training import config_digest
+from paceline.training.loop import new_optimizer
 from tests.support.hugging_face import write_model
+from tests.training.test_recovery_driver import job_in
 
 # At a constant rate, the first steps of a long training are those of a short one.
 CONSTANT = ("training.schedule=linear", "training.final_share=1", "training.warmup_steps=2")
@@ -102,6 +106,17 @@ def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
         (line,) = [each for each in said.splitlines() if each.startswith("paceline: ")]
         assert named in line, line
     assert sorted(each.name for each in (output / "checkpoints").iterdir()) == before
+
+
+def test_a_setting_of_a_later_release_changes_no_earlier_job() -> None:
+    """The digest is that of the release before ``betas``; other values are another job."""
+    job = job_in(Path("/tmp/x"))
+    known = "e3a9fdf17d54d079ca2a5a206f482590794932e59aefbc44e93e6dd9704301d7"
+    assert config_digest(job) == known
+    other = job.settings.model_copy(update={"betas": (0.8, 0.99)})
+    assert config_digest(job.model_copy(update={"settings": other})) != known
+    groups = new_optimizer(torch.nn.Linear(2, 2), other).param_groups
+    assert {each["betas"] for each in groups} == {(0.8, 0.99)}
 
 
 def test_a_checkpoint_that_is_gone_is_named(text: Path, tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ class GuardSettings(Settings):
     node_wait_s: float = Field(default=600.0, ge=0)  # for nodes: another gang's, or all gone
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TrainingSettings(Settings):
     """The training job."""
 
@@ -165,6 +168,7 @@ class TrainingSettings(Settings):
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
     learning_rate: float = Field(default=1e-3, gt=0)
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW's two moments
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     warmup_steps: int = Field(default=10, ge=0)
     decay_share: float = Field(default=0.2, gt=0, le=1)  # of the steps, at the end of wsd

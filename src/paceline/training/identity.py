@@ -30,6 +30,7 @@ _RESULT_NEUTRAL_SETTINGS = {
     "guard",
     "ranks_per_node",
 }
+_LATER_DEFAULTS = {"betas": [0.9, 0.95]}
 # Of the mesh, only the settings that change how gradients are rounded in transit.
 _RESULT_MESH_SETTINGS = {"hook", "powersgd_rank"}
 
@@ -56,10 +57,22 @@ def config_digest(job: TrainJob) -> str:
             "purpose": job.purpose,
             "labels": job.labels,
             "data": result_data_settings(job.data),
-            "settings": job.settings.model_dump(mode="json", exclude=_RESULT_NEUTRAL_SETTINGS)
+            "settings": _without_later_defaults(
+                job.settings.model_dump(mode="json", exclude=_RESULT_NEUTRAL_SETTINGS)
+            )
             | {"mesh": job.settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)},
         }
     )
+
+
+def _without_later_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return ``settings`` without those that earlier releases did not have, at their defaults: jobs
+    of these releases keep their digest."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name not in _LATER_DEFAULTS or value != _LATER_DEFAULTS[name]
+    }
 
 
 def training_inputs(job: TrainJob) -> dict[str, str]:

@@ -191,7 +191,7 @@ def train(
         snapshot_url=snapshot,
         labels=labels,
         steps=steps,
-        continue_from=continue_from,
+        continue_from=continue_from or None,
     )
 
 

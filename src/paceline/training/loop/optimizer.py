@@ -19,8 +19,6 @@ from torch import nn
 from paceline.config import TrainingSettings
 from paceline.errors import CorruptData, TrainingFailed
 
-BETAS = (0.9, 0.95)
-
 
 def new_optimizer(
     modules: nn.Module | Sequence[nn.Module], settings: TrainingSettings
@@ -40,7 +38,7 @@ def new_optimizer(
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
     filled = [each for each in groups if each["params"]]
-    return torch.optim.AdamW(filled, lr=settings.learning_rate, betas=BETAS, fused=True)
+    return torch.optim.AdamW(filled, lr=settings.learning_rate, betas=settings.betas, fused=True)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
