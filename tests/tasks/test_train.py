@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Accelerator, Machine, Node
+from paceline.cluster import Machine, Node
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
-from paceline.schemas import Labels, RankEvent
+from paceline.schemas import Accelerator, Labels, RankEvent
 from paceline.tasks.figures import Figures
 from paceline.tasks.train import (
     _follow,
@@ -49,10 +49,10 @@ def test_a_step_without_them_says_nothing() -> None:
 
 
 def node(name: str, gpus: int = 0) -> Node:
-    found = Accelerator(kind="H100", count=gpus, memory_bytes=80 * 2**30)
+    found = [Accelerator(kind="H100", count=gpus, memory_bytes=80 * 2**30)] if gpus else []
     machine = Machine(
-        version="1", labels=Labels(host=name), cores=8, memory_bytes=2**35,
-        shared_memory_bytes=2**33, accelerators=(found,) if gpus else (),
+        version="1", extras=("train",), labels=Labels(host=name), cores=8, memory_bytes=2**35,
+        shared_memory_bytes=2**33, accelerators=tuple(found),
     )  # fmt: skip
     return Node(worker_id=name, address=f"tls://{name}:1", machine=machine)
 
