@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster import Machine, Node
 from paceline.config import TrainingSettings
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, MissingExtra
 from paceline.schemas import Accelerator, Labels, RankEvent
 from paceline.tasks.figures import Figures
 from paceline.tasks.train import (
@@ -102,3 +102,13 @@ def test_a_failed_ranks_note_says_why_and_a_stopped_one_is_no_failure() -> None:
         data = {"code": code, "message": message}
         on_event(RankEvent(event="failed", rank=1, attempt=1, step=4, data=data))
     assert run.notes == ["rank 1 failed at step 4: a peer is gone"]
+
+
+def test_a_node_that_lacks_the_extra_is_named_before_a_rank_starts() -> None:
+    bare = node("b")
+    bare = bare.model_copy(update={"machine": bare.machine.model_copy(update={"extras": ()})})
+    settings = TrainingSettings.model_validate({"ranks": 2})
+    with pytest.raises(MissingExtra, match=r"paceline\[train\].*b") as refused:
+        place_ranks(settings, [node("a"), bare])
+    assert "\n" not in refused.value.one_line()
+    assert place_ranks(settings, [node("a"), node("c"), bare])[1] == ["a", "c"]

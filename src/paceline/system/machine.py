@@ -42,11 +42,20 @@ def interface_to(host: str) -> str | None:
 
 def interface_mbit(name: str) -> float | None:
     """Return the link speed that the driver reports, in Mbit/s; None for a virtual one."""
+    directory = Path("/sys/class/net") / name
+    if not _is_hardware(directory):  # veth says 10,000 whatever it runs on
+        return None
     try:
-        speed = int(Path(f"/sys/class/net/{name}/speed").read_text())
+        speed = int((directory / "speed").read_text())
     except (OSError, ValueError):
         return None
     return float(speed) if speed > 0 else None
+
+
+def _is_hardware(directory: Path) -> bool:
+    """Return whether an interface is a device, or a bond, bridge or VLAN of one."""
+    lower = directory.glob("lower_*")
+    return (directory / "device").exists() or any(_is_hardware(each.resolve()) for each in lower)
 
 
 def write_bytes_s(directory: Path, size_bytes: int = WRITE_BYTES) -> float:
