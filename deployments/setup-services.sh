@@ -5,6 +5,7 @@ set -euo pipefail
 packages=(
   strace iproute2 iptables aria2 chromium chromium-driver
   etcd-server etcd-client redis-server postgresql prometheus
+  tinyproxy-bin # S3 behind a proxy
   docker-registry # models as artefacts of a registry
   slurm-wlm munge # a batch system that gives nodes to workers
   openssh-server openssh-client # hosts that workers are started on

@@ -22,13 +22,15 @@ def train_model(
     snapshot_url: str,
     labels: Literal["true", "shuffled"] = "true",
     steps: int | None = None,
+    continue_from: str | None = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
     """Validate the snapshot, then fine-tune the version that the nodes hold on it.
 
     The nodes must hold the version (run distribute-model first); each rank starts from the weights
-    on its own node's disk.
+    on its own node's disk. With ``continue_from`` (the id of a finished job) they go on from its
+    last checkpoint instead.
     """
     run = Run.open(state_dir, run_id)
     with recorded(run, "train-model"):
@@ -36,4 +38,6 @@ def train_model(
         snapshot = snapshot_reference(run, snapshot_url)
         validate_data(run, snapshot)
         nodes = distribute.start_agents(run)
-        return train(run, manifest, snapshot, nodes, labels=labels, steps=steps).output
+        return train(
+            run, manifest, snapshot, nodes, labels=labels, steps=steps, continue_from=continue_from
+        ).output

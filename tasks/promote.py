@@ -190,7 +190,10 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
         {"manifest": evidence.manifest_digest, "report": evidence.weights_digest},
         work,
         still_true=lambda o: _is_champion(run, evidence.model_id, str(o["registry_version"])),
-        describe=lambda o: f"{o['model_id']} v{o['registry_version']} is {o['alias']}",
+        describe=lambda o: (
+            f"{o['model_id']} v{source_url.rpartition('/')[2]} is {o['alias']} "
+            f"(version {o['registry_version']} in MLflow)"
+        ),
     )
     artifacts.link("registered model", str(result.output["url"]), "The champion in MLflow")
     return result

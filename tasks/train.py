@@ -14,14 +14,17 @@ from paceline.cluster import Node
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
-from paceline.schemas import RankEvent, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
+from paceline.storage import join_url
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.figures import Figures, points_of, record_job, record_result
 from paceline.tasks.run import Run, StageResult
 from paceline.text import shortened
 from paceline.training import (
+    JOB_FILE,
     code_ref_task_size,
     config_digest,
+    continuation,
     result_data_settings,
     run_job,
     with_derived_id,
@@ -38,9 +41,11 @@ def train(
     nodes: list[str],
     labels: str = "true",
     steps: int | None = None,
+    continue_from: str | None = None,
 ) -> StageResult:
     """Fine-tune ``manifest``'s model on ``snapshot`` with the profile's ranks, resuming the newest
-    healthy checkpoint where the same job was interrupted.
+    healthy checkpoint where the same job was interrupted. ``continue_from`` is the id of a finished
+    job to go on from, with more steps or another learning rate.
 
     Raises TrainingFailed when the gang used up its restarts.
     """
@@ -74,9 +79,14 @@ def train(
         task=task,
     )
     job = with_derived_id(job)
+    if continue_from:
+        job = continuation(job, continue_from, run.store)
+        inputs["continues"] = str(job.continues)
 
     def work() -> dict[str, Any]:
         record_job(run.registry, run.mlflow_run, job)
+        record = join_url(job.checkpoint_url, job.job_id, JOB_FILE)
+        run.store.put_bytes(record, canonical_json(job))  # for a continuation
         page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
         sending = Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show)
         with run.fleet() as fleet, cancelling.noticed() as cancel, sending as figures:

@@ -50,6 +50,18 @@ def documents() -> list[dict[str, Any]]:
     return [each for path in MANIFESTS for each in yaml.safe_load_all(path.read_text())]
 
 
+def pods_of_dask(cluster: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pods of scheduler and worker, with the labels that the Dask operator adds."""
+    name, made = cluster["metadata"]["name"], []
+    for role in ("scheduler", "worker"):
+        part = cluster["spec"][role]
+        labels = cluster["metadata"]["labels"] | part["metadata"]["labels"]
+        labels |= {"dask.org/cluster-name": name, "dask.org/component": role}
+        metadata = {"name": f"{name}-{role}", "labels": labels}
+        made.append({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": part["spec"]})
+    return made
+
+
 def workload(component: str) -> dict[str, Any]:
     (found,) = (
         each
@@ -71,7 +83,9 @@ def test_the_material_is_there() -> None:
     assert [each.name for each in MANIFESTS] == [
         "agent.yaml",
         "coordinator.yaml",
+        "dask.yaml",
         "network.yaml",
+        "prefect-worker.yaml",
     ]
 
 
@@ -151,22 +165,40 @@ def test_systemd_finds_nothing_wrong_with_a_unit(path: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda each: each.name)
 def test_kubernetes_accepts_a_manifest(path: Path, version: str) -> None:
     for each in yaml.safe_load_all(path.read_text()):
-        kubernetes_validate.validate(each, version, strict=True)
+        for checked in pods_of_dask(each) if each["kind"] == "DaskCluster" else [each]:
+            kubernetes_validate.validate(checked, version, strict=True)
 
 
-def test_a_policy_opens_the_coordinators_port_and_no_other() -> None:
+def test_policies_open_the_ports_of_servers_and_no_other() -> None:
     policies = {
-        each["metadata"]["name"]: each["spec"]
+        each["metadata"]["name"].removeprefix("paceline-"): each["spec"]
         for each in documents()
         if each["kind"] == "NetworkPolicy"
     }
-    assert policies["paceline-deny"] == {"podSelector": {}, "policyTypes": ["Ingress"]}
-    opened = policies["paceline-coordinator"]
-    pod = workload("coordinator")["spec"]["template"]
-    assert opened["podSelector"]["matchLabels"] == pod["metadata"]["labels"]
-    (rule,) = opened["ingress"]
-    (port,) = rule["ports"]
-    assert port["port"] in {each["name"] for each in pod["spec"]["containers"][0]["ports"]}
+    assert policies.pop("deny") == {"podSelector": {}, "policyTypes": ["Ingress"]}
+    (dask,) = (each for each in documents() if each["kind"] == "DaskCluster")
+    pods = {
+        "coordinator": workload("coordinator")["spec"]["template"],
+        "scheduler": pods_of_dask(dask)[0],
+    }
+    opened = {}
+    for name, policy in policies.items():
+        (rule,) = policy["ingress"]
+        (port,) = rule["ports"]
+        opened[name] = port["port"]
+        if name in pods:
+            wanted = policy["podSelector"]["matchLabels"].items()
+            assert wanted <= pods[name]["metadata"]["labels"].items()
+            ports = pods[name]["spec"]["containers"][0]["ports"]
+            (opened[name],) = (
+                each["containerPort"] for each in ports if each["name"] == port["port"]
+            )
+        clients = [
+            each["podSelector"]["matchLabels"] for each in rule["from"] if "ipBlock" not in each
+        ]
+        flows = workload("prefect-worker")["spec"]["template"]["metadata"]["labels"]
+        assert any(each.items() <= flows.items() for each in clients), "flows reach it"
+    assert opened == {"coordinator": 8443, "scheduler": 8786, "prefect": 4200, "mlflow": 5000}
 
 
 @pytest.mark.parametrize("component", ["coordinator", "agent"])
@@ -193,12 +225,21 @@ def test_a_workload_starts_a_command_with_options_that_it_has(
         assert "$(NODE_NAME)" in container["args"]
 
 
-@pytest.mark.parametrize("component", ["coordinator", "agent"])
+@pytest.mark.parametrize("component", ["coordinator", "agent", "prefect-worker"])
 def test_a_workload_fits_together_and_may_do_little(component: str) -> None:
     found = workload(component)
     spec, template = found["spec"], found["spec"]["template"]
-    assert spec["selector"]["matchLabels"] == template["metadata"]["labels"]
-    pod = template["spec"]
+    assert spec["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+    fits_together(template["spec"])
+
+
+def test_dasks_pods_fit_together_and_may_do_little() -> None:
+    (found,) = (each for each in documents() if each["kind"] == "DaskCluster")
+    for each in pods_of_dask(found):
+        fits_together(each["spec"])
+
+
+def fits_together(pod: dict[str, Any]) -> None:
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["automountServiceAccountToken"] is False
@@ -210,16 +251,18 @@ def test_a_workload_fits_together_and_may_do_little(component: str) -> None:
         each["name"] for each in pod["volumes"]
     }
     assert "memory" in container["resources"]["limits"]
-    names = {each["name"]: each["containerPort"] for each in container["ports"]}
+    names = {each["name"]: each["containerPort"] for each in container.get("ports", [])}
     for kind in ("startupProbe", "livenessProbe", "readinessProbe"):
         probe = container.get(kind, {})
         if (asked := probe.get("httpGet")) is not None:
             assert asked["port"] in names
-            assert ROUTES["GET", asked["path"]].is_open, "a probe has no token"
+            if asked["port"] == "https":
+                assert ROUTES["GET", asked["path"]].is_open, "a probe has no token"
         elif (asked := probe.get("tcpSocket")) is not None:
             assert asked["port"] in names
     for each in container["env"]:
-        assert "valueFrom" in each, "a secret by reference, never by value"
+        secret = re.search("TOKEN|SECRET|PASSW|KEY|AUTH", each["name"])
+        assert "valueFrom" in each or not secret, "a secret by reference, never by value"
 
 
 def test_the_service_leads_to_the_replicas_and_most_of_them_stay() -> None:
@@ -247,8 +290,15 @@ def test_node_images_install_the_base_and_coordinators_the_stores_too() -> None:
     built = re.findall(r"-t (\S+) (?:--build-arg LOCKS=\"(.*)\" )?\.", text)
     images = {
         each: workload(each)["spec"]["template"]["spec"]["containers"][0]["image"]
-        for each in ("agent", "coordinator")
+        for each in ("agent", "coordinator", "prefect-worker")
     }
-    assert dict(built) == {images["agent"]: "", images["coordinator"]: "base stores"}
-    for each in ("base", "stores"):
+    everything = "base train torch flows stores"
+    assert dict(built) == {
+        images["agent"]: "", images["coordinator"]: "base stores",
+        images["prefect-worker"]: everything,
+    }  # fmt: skip
+    (dask,) = (each for each in documents() if each["kind"] == "DaskCluster")
+    for pod in pods_of_dask(dask):
+        assert pod["spec"]["containers"][0]["image"] == images["prefect-worker"]
+    for each in everything.split():
         assert (ROOT.parent / "requirements" / f"{each}.lock").is_file()

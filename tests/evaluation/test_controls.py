@@ -160,7 +160,9 @@ def test_nan_and_pickles_are_refused_by_name(judged: dict[str, EvaluationReport]
 
 
 def test_every_model_saw_the_same_bytes(judged: dict[str, EvaluationReport]) -> None:
-    assert {(each.bytes, each.documents) for each in judged.values()} == {(8192, 8)}
+    ((scored, documents),) = {(each.bytes, each.documents) for each in judged.values()}
+    assert documents == 8
+    assert SETTINGS.held_out_bytes - 16 <= scored <= SETTINGS.held_out_bytes
     ngrams = {each.score("ngram").bits_per_byte.value for each in judged.values()}  # type: ignore[union-attr]
     assert len(ngrams) == 1
 

@@ -13,6 +13,7 @@ import signal
 import time
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -31,6 +32,7 @@ from tests.support.stack import (
     Ended,
     await_registered,
     finish,
+    paceline,
     prefect,
     processes_of,
     start,
@@ -47,6 +49,7 @@ pytestmark = [
 
 STEPS = 100_000  # more than will ever be made
 MIDWAY = 25
+DATA = Path(__file__).parents[2] / "docs"
 LAUNCHER, JUDGE = "paceline.training.launcher.forkserver", "paceline.evaluation.run"
 
 
@@ -219,10 +222,13 @@ def test_a_cancel_midway_saves_ends_frees_tells_and_the_next_run_goes_on(
 def test_a_cancel_while_a_candidate_is_judged_ends_the_judge(
     trained: Recorded, stack: Runtime
 ) -> None:
+    # On other data than the lifecycle's: that judgement is recorded and would be answered at once.
+    made = paceline("snapshot", str(DATA), "--max-bytes", "300000", "--json", state=stack.state_dir)
+    assert made.code == 0, made.err
     flow_run_id, run_id = begin(
         stack, "evaluate-model", model_id=trained.job.model_id,
         base_version=trained.job.version, trained=digest_of(trained.result),
-        snapshot_url=trained.job.snapshot_url,
+        snapshot_url=made.answer["url"],
     )  # fmt: skip
 
     def judging() -> list[psutil.Process]:

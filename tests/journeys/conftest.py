@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.testbed.bed import why_not
-from tests.journeys.hosts import ROOT, build_software
+from tests.journeys.hosts import ROOT, build_software, newest_python
 from tests.support.wall_jump import build_shim
 
 EARLIER = "0053e57"  # of the release before, until there are tags
@@ -41,6 +41,15 @@ def earlier_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -
         re.sub(r'(?m)^version = ".*"', 'version = "0.0.9"', project.read_text(), count=1)
     )
     return build_software(tmp_path_factory.mktemp("earlier-software"), "base", source=source)
+
+
+@pytest.fixture(scope="session")
+def newest_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the software of a host with the newest Python of this machine, which may be the only
+    one."""
+    if not (python := newest_python()):
+        return software
+    return build_software(tmp_path_factory.mktemp("newest"), "base", python=python)
 
 
 @pytest.fixture(scope="session")

@@ -22,12 +22,15 @@ BUCKET, MODEL = "models", "acme-7b"
 
 
 @contextmanager
-def rclone_s3(site: Site, logs: Path) -> Iterator[str]:
-    """Run an S3 server with a bucket ``models`` outside of the hosts; yield its URL."""
+def rclone_s3(site: Site, logs: Path, *more: str) -> Iterator[str]:
+    """Run an S3 server with a bucket ``models`` outside of the hosts; yield its URL.
+
+    ``more``: options of rclone's; with a certificate it serves HTTPS.
+    """
     (logs / "s3" / BUCKET).mkdir(parents=True)
     rclone = shutil.which("rclone") or str(Path(sys.executable).with_name("rclone"))
     address = "10.77.200.1:9000"
-    options = ["--etag-hash", "XXH128", "--vfs-cache-mode", "off", "--dir-cache-time", "1s"]
+    options = ["--etag-hash", "XXH128", "--vfs-cache-mode", "off", "--dir-cache-time", "1s", *more]
     with (logs / "s3.log").open("wb") as output:
         server = site.outside(
             [rclone, "serve", "s3", str(logs / "s3"), "--addr", address, "--config", "", *options],
@@ -36,7 +39,7 @@ def rclone_s3(site: Site, logs: Path) -> Iterator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        yield f"http://{address}"
+        yield f"{'https' if '--cert' in more else 'http'}://{address}"
     finally:
         server.terminate()
         server.wait(20)

@@ -93,7 +93,8 @@ class Host:
             (directory / each).mkdir(parents=True)
         boot = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--ipc", "--uts"]
         arguments = [str(directory), str(ROOT), str(software), str(self.uid), str(SOFTWARE)]
-        arguments += [sys.base_prefix, f"host-{index}", str(upgrade_to or ""), str(NEXT_SOFTWARE)]
+        arguments += [interpreter_of(software), f"host-{index}"]
+        arguments += [str(upgrade_to or ""), str(NEXT_SOFTWARE)]
         self._init = bed.popen(
             index,
             [*boot, "sh", "-c", _BOOT, "boot", *arguments],
@@ -270,11 +271,33 @@ def site(
                 host.power_off()
 
 
-def build_software(directory: Path, *locks: str, source: Path = ROOT) -> Path:
+def interpreter_of(software: Path) -> str:
+    """Return the prefix of the Python that an environment uses."""
+    settings = (software / "pyvenv.cfg").read_text().splitlines()
+    (home,) = [each.partition("=")[2].strip() for each in settings if each.startswith("home")]
+    return str(Path(home).resolve().parent)
+
+
+def newest_python() -> str:
+    """Return another, newer Python of this machine than the tests' own; "" where there is none."""
+    for minor in range(14, sys.version_info.minor, -1):
+        beside = Path(sys.base_prefix).parent.glob(f"3.{minor}.*/bin/python3")
+        for each in (*map(str, beside), shutil.which(f"python3.{minor}")):
+            works = [
+                str(each),
+                "-c",
+                f"import ssl, venv, sys; assert sys.version_info[1] == {minor}",
+            ]
+            if each and subprocess.run(works, capture_output=True, check=False).returncode == 0:
+                return str(each)
+    return ""
+
+
+def build_software(directory: Path, *locks: str, source: Path = ROOT, python: str = "") -> Path:
     """Build the wheel and install it, with the wheels of lock files, into a fresh environment.
 
-    Types what the guide has under "Install" in ``source``. Returns the directory that hosts see as
-    ``/opt/paceline``.
+    Types what the guide has under "Install" in ``source``, with ``python`` (default: the tests'
+    own). Returns the directory that hosts see as ``/opt/paceline``.
     """
     from tests.journeys.guide import block  # which imports this module
 
@@ -282,7 +305,13 @@ def build_software(directory: Path, *locks: str, source: Path = ROOT) -> Path:
 
     def do(*argv: str) -> None:
         done = subprocess.run(
-            argv, cwd=source, capture_output=True, text=True, timeout=BUILD_S, check=False
+            argv,
+            cwd=source,
+            env={**os.environ, "PYTHON": python or sys.executable},
+            capture_output=True,
+            text=True,
+            timeout=BUILD_S,
+            check=False,
         )
         assert done.returncode == 0, f"{shlex.join(argv)}\n{done.stdout}\n{done.stderr}"
 

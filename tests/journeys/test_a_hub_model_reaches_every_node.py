@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, rclone_s3
-from tests.journeys.hosts import ROOT, SOFTWARE, Site, site, until
+from tests.journeys.hosts import ROOT, SOFTWARE, Host, Site, site, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -31,8 +31,16 @@ print(huggingface_hub.snapshot_download("acme/tiny", cache_dir="state/nodes/NODE
 
 @pytest.fixture(scope="module")
 def bed(hub_software: Path) -> Iterator[Site]:
-    with site(hub_software, hosts=3) as made:
+    with site(hub_software, hosts=4) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def laptop(bed: Site) -> Host:
+    """Return a machine that is no node; it has the hub's token, and no setting of the fleet."""
+    found = bed.hosts.pop()
+    found.write(".cache/huggingface/token", TOKEN)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +51,8 @@ def repository(bed: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     place.mkdir(parents=True)
     (place / "config.json").write_text('{"model_type": "tiny"}')
     (place / "model.safetensors").write_bytes(os.urandom(BYTES))
+    (root / "acme/small").mkdir()
+    (root / "acme/small/config.json").write_text('{"model_type": "small"}')
     words = ["-m", "tests.support.hub", str(root), "--host", "10.77.200.1", "--port", "8000"]
     server = bed.outside([sys.executable, *words, "--token", TOKEN], cwd=ROOT)
     try:
@@ -53,7 +63,9 @@ def repository(bed: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def fleet(bed: Site, repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+def fleet(
+    bed: Site, laptop: Host, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Fleet]:
     del repository
     logs = tmp_path_factory.mktemp("logs")
     bed.hosts[0].write(".cache/huggingface/token", TOKEN)
@@ -64,6 +76,7 @@ def fleet(bed: Site, repository: Path, tmp_path_factory: pytest.TempPathFactory)
     )
     with rclone_s3(bed, logs) as url:
         yield bring_up(bed, logs, url, ENVIRONMENT, *settings)
+    bed.hosts.append(laptop)
 
 
 def read_from_hub(fleet: Fleet) -> int:
@@ -122,3 +135,24 @@ def test_a_hub_model_is_read_once_and_found_offline_on_every_node(
             assert digest == hashlib.sha256(each.read_bytes()).hexdigest()
         assert node.run("grep", "-rl", TOKEN, ".").code == 1
     assert control.run("grep", "-rl", TOKEN, ".paceline").code == 1
+
+
+def test_a_laptop_brings_a_hub_model_to_every_node(fleet: Fleet, laptop: Host) -> None:
+    """Its login carries which hub the fleet uses; the token is the laptop's own."""
+    made = fleet.control.run(
+        "paceline", "tokens", "create", "--name", "a", "--scope", "deploy"
+    ).ok()
+    laptop.write(
+        "ca.pem", fleet.control.run("sh", "-c", "cat .paceline/authority/ca.*pem").ok().out
+    )
+    env = {**ENVIRONMENT, "PACELINE_TOKEN": made.out.strip()}
+    laptop.run("paceline", "login", fleet.url, "--ca", "ca.pem", env=env).ok()
+    early = laptop.run("paceline", "distribute", "hf://acme/small", env=env)
+    assert early.code != 0
+    assert early.err.count("\n") == 1
+    assert "paceline publish hf://acme/small" in early.err
+    laptop.run("paceline", "publish", "hf://acme/small", env=env).ok()
+    assert (
+        "on 2 of 2 workers"
+        in laptop.run("paceline", "distribute", "hf://acme/small", env=env).ok().out
+    )

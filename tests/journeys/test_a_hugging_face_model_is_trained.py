@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.guide import commands_under
+from tests.journeys.guide import commands, commands_under
 from tests.support.hugging_face import write_model, write_tokenizer
 
 pytestmark = pytest.mark.nightly
@@ -75,6 +75,8 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
         assert loaded["wrong"] == []
         assert loaded["n"] == 320
         assert loaded["chat"] == "<|user|>line 7"
+        (look,) = commands_under(PAGE, "Use what was trained", EXPORT=str(export))
+        assert len(typed("bash", "-ec", look, home=tmp_path).stdout) > 10
     figures = [
         [json.loads(each)["loss"] for each in path.read_text().splitlines()]
         for path in sorted(tmp_path.glob("out-*/checkpoints/*/metrics.jsonl"))
@@ -113,3 +115,47 @@ def test_pickled_weights_are_named(places, tmp_path) -> None:
     assert done.returncode == 2
     assert "pytorch_model.bin" in done.stderr
     assert not Path(places["OUTPUT"]).exists()
+
+
+# What a node's own programs do with the active version, offline.
+GENERATE = """
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained("acme/tiny", cache_dir=sys.argv[1])
+tokenizer = AutoTokenizer.from_pretrained("acme/tiny", cache_dir=sys.argv[1])
+asked = tokenizer("line 7 of file", return_tensors="pt")
+print(tokenizer.decode(model.generate(**asked, max_new_tokens=12, do_sample=False)[0]))
+"""
+
+
+@pytest.mark.xdist_group("installation")
+@pytest.mark.timeout(500)
+def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_path) -> None:
+    """What is judged in its own tokens is better than the base, gzip, xz and the n-gram model."""
+    blocks = {
+        name: text.replace("MODEL", places["MODEL"]).replace("TEXT", places["TEXT"])
+        for name, text in commands(PAGE).items()
+    }
+    for number in range(12, 60):  # enough that documents are held out
+        lines = (f"line {n} of file {number} is {n * number}\n" for n in range(80))
+        Path(places["TEXT"], f"{number}.txt").write_text("".join(lines))
+    try:
+        typed("bash", "-ec", blocks["up"].replace("up", "up --profile ci"), home=tmp_path)
+        typed("bash", "-ec", blocks["train"], home=tmp_path)
+        done = typed("bash", "-ec", blocks["promote"], home=tmp_path)
+        assert "acme/tiny v2 is champion" in done.stderr
+        report = json.loads((tmp_path / "report.json").read_text())
+        bits = {each["name"]: each["bits_per_byte"] for each in report["scores"]}
+        for other in ("base", "gzip", "xz", "ngram"):
+            assert bits["candidate"]["high"] < bits[other]["low"], bits
+        (candidate,) = [each for each in report["scores"] if each["name"] == "candidate"]
+        assert 0 < candidate["tokens"] < report["bytes"] / 1.5, "its own tokens, not bytes"
+        typed("bash", "-ec", blocks["continue"], home=tmp_path)
+        went_on = json.loads((tmp_path / "continued.json").read_text())
+        assert (went_on["resumed_from_step"], went_on["steps"]) == (300, 340)
+        hub = tmp_path / ".paceline/nodes/node-2/store/hub"
+        said = typed(sys.executable, "-c", GENERATE, str(hub), home=tmp_path).stdout
+        assert said.startswith("line 7 of file")
+        assert "line 8" in said or " is " in said, said
+    finally:
+        typed("paceline", "down", home=tmp_path)

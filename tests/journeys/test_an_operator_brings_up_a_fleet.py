@@ -1,8 +1,9 @@
 """An operator brings up a fleet; a CI host distributes while a leader, a rack and a node fail.
 
 Three coordinators with etcd, Redis and PostgreSQL (all with TLS), an external S3, fifteen nodes in
-three racks. What is typed is docs/how-to/bring-up-a-fleet.md. PACELINE_JOURNEY_MB sets the model's
-size; `make journeys` sets 400.
+three racks, on two versions of Python where this machine has two. What is typed is
+docs/how-to/bring-up-a-fleet.md. PACELINE_JOURNEY_MB sets the model's size; `make journeys` sets
+400.
 """
 
 from __future__ import annotations
@@ -50,10 +51,14 @@ class Grown:
 
 @pytest.fixture(scope="module")
 def grown(
-    software: Path, control_software: Path, tmp_path_factory: pytest.TempPathFactory
+    software: Path,
+    newest_software: Path,
+    control_software: Path,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Grown]:
     logs = tmp_path_factory.mktemp("logs")
-    installed = [control_software] * 3 + [software] * (4 * RACK - 3)
+    nodes_of_a_rack = [software, newest_software, software, newest_software, software]
+    installed = [control_software] * 3 + [software] * 2 + nodes_of_a_rack * 3
     with site(installed, hosts=4 * RACK, rate_mbit=RATE_MBIT, racks=4) as bed:
         replicas, (stores, ci), nodes = bed.hosts[:3], bed.hosts[3:5], bed.hosts[5:]
         authority = Authority(tmp_path_factory.mktemp("authority"))
@@ -94,6 +99,7 @@ def test_a_deployment_outlives_its_leader_a_rack_switch_and_a_node(
     wanted = fleet.publish("1", MEGABYTES, ENVIRONMENT)
     token = fleet.ci_token(ci)
     until(lambda: fleet.alive(token) == len(nodes), "every node registers", timeout_s=60)
+    pythons = {each.run("python", "--version").ok().out.split()[1] for each in nodes}
     sent, began = bed.counters()["origin_out"], time.monotonic()
     made = json.loads(fleet.distribute(ci, token, "1", nodes).ok().out)["deployment_id"]
     again = json.loads(fleet.distribute(ci, token, "1", nodes).ok().out)["deployment_id"]
@@ -141,7 +147,7 @@ def test_a_deployment_outlives_its_leader_a_rack_switch_and_a_node(
             f"\n{size / 1e6:.0f} MB on {len(nodes) - 1} nodes in {seconds:.1f} s, "
             f"{seconds * GOODPUT / size:.2f} x the bound; from the source {read / size:.3f} x, "
             f"{on_the_wire / size:.3f} x on the wire; typed: {len(set(typed))} of the page's "
-            "blocks, two of them for each node\n"
+            f"blocks, two of them for each node; Python {' and '.join(sorted(pythons))}\n"
         )
 
 

@@ -23,11 +23,13 @@ from paceline.manifest import (
     directory_name,
     is_older,
     parse_manifest,
+    publish_model,
     strands,
     verify_directory,
     version_key,
     write_manifest,
 )
+from tests.support.rclone import RcloneS3
 
 KIB, MIB = 1024, 1024 * 1024
 
@@ -211,6 +213,34 @@ def test_any_model_survives_its_round_trip(
     manifest = build(directory, piece_bytes=KIB, chunk_bytes=KIB * pieces_in_chunk)
     assert parse_manifest(manifest.to_bytes()) == manifest
     verify_directory(directory, manifest)
+
+
+def hub_cache(root: Path) -> Path:
+    """Make a snapshot as Hugging Face's cache has it, of links to blobs; return it."""
+    repository = root / "models--acme--tiny"
+    snapshot = repository / "snapshots/0123abc"
+    (repository / "blobs").mkdir(parents=True)
+    (snapshot / "nested").mkdir(parents=True)
+    for name, up in (("config.json", "../.."), ("nested/weights", "../../..")):
+        (repository / "blobs" / f"of-{name[:4]}").write_text(f"content of {name}")
+        (snapshot / name).symlink_to(f"{up}/blobs/of-{name[:4]}")
+    return snapshot
+
+
+def test_links_of_a_hub_cache_are_followed_and_no_others(s3: RcloneS3, tmp_path: Path) -> None:
+    snapshot, store = hub_cache(tmp_path), s3.store()
+    url = "s3://hub-cache/m/1"
+    store.ensure_bucket("hub-cache")
+    made = publish_model(snapshot, url, model_id="m", version="1", store=store, link_mbit=1000)
+    assert [each.path for each in made.files] == ["config.json", "nested/weights"]
+    assert store.get_bytes(f"{url}/nested/weights") == b"content of nested/weights"
+    outside = tmp_path / "outside"
+    outside.write_text("private")
+    for target in (outside, tmp_path / "models--acme--tiny/blobs/../../outside", "gone"):
+        (snapshot / "more").symlink_to(target)
+        with pytest.raises(InvalidManifest, match=r"a symlink.*'more'"):
+            build(snapshot)
+        (snapshot / "more").unlink()
 
 
 def test_symlinks_and_special_files_are_refused_by_name(model: Path) -> None:

@@ -139,15 +139,16 @@ def test_new_lanes_midway_lose_nothing(paced: LocalFleet, manifest: Manifest, mo
         assert beat.epoch == 2
 
 
-def test_a_cancel_leaves_no_trace(paced: LocalFleet, manifest: Manifest, model: Path) -> None:
-    paced.deploy(manifest, chain(manifest, model, link_mbit=6)(paced.addresses))
-    until(lambda: all((b := paced.beat(n, DEPLOYMENT)) and b.pieces_held for n in NAMES))
-    for driver in paced.drivers.values():
-        driver.cancel(DEPLOYMENT)
-    until(lambda: all(paced.beat(name, DEPLOYMENT) is None for name in NAMES))
-    for driver in paced.drivers.values():
-        assert driver.store.versions() == []
-        assert list((driver.store.root / "staging").iterdir()) == []
+def test_a_cancel_leaves_no_trace(tmp_path: Path, manifest: Manifest, model: Path) -> None:
+    with LocalFleet(tmp_path / "nodes", NAMES, link_mbit=1.5) as fleet:  # six seconds of a model
+        fleet.deploy(manifest, chain(manifest, model, link_mbit=1.5)(fleet.addresses))
+        until(lambda: all((b := fleet.beat(n, DEPLOYMENT)) and b.pieces_held for n in NAMES))
+        for driver in fleet.drivers.values():
+            driver.cancel(DEPLOYMENT)
+        until(lambda: all(fleet.beat(name, DEPLOYMENT) is None for name in NAMES))
+        for driver in fleet.drivers.values():
+            assert driver.store.versions() == []
+            assert list((driver.store.root / "staging").iterdir()) == []
 
 
 def test_activation_waits_for_completion(

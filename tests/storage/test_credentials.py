@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,9 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import ObjectAccess, ObjectSettings, Profile, object_access
+from paceline.config import ObjectAccess, ObjectSettings, Profile, load_profile, object_access
 from paceline.errors import AccessDenied, InvalidInput, PermanentError
 from paceline.storage import ObjectStore, client as clients
+from tests.support.certificates import self_signed
 
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"
 
@@ -148,6 +150,26 @@ def test_a_machine_without_credentials_says_so(server: Server) -> None:
     with pytest.raises(AccessDenied, match="no S3 credentials"):
         store_at(server).get_bytes("s3://bucket/key")
     assert server.seen == []
+
+
+def test_a_certificate_of_a_private_authority_is_trusted_by_its_text(
+    server: Server, tmp_path: Path
+) -> None:
+    """The profile's file is read once; its text is what other machines get."""
+    cert, key = self_signed(tmp_path, "127.0.0.1")
+    cert.write_text(cert.read_text() + key.read_text())  # as some keep them
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(cert)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    url = server.url.replace("http:", "https:")
+    write(tmp_path / "credentials", "KEY")
+    server.valid = {"KEY"}
+    with pytest.raises(AccessDenied, match=r"is not trusted here.*self-signed.*AWS_CA_BUNDLE"):
+        store_at(server, endpoint_url=url).get_bytes("s3://bucket/key")
+    profile = load_profile("fleet-1000", {"objects.ca": str(cert)})
+    assert "PRIVATE" not in profile.objects.ca
+    trusting = store_at(server, endpoint_url=url, ca=profile.objects.ca)
+    assert trusting.get_bytes("s3://bucket/key") == b"four"
 
 
 @pytest.mark.parametrize("key", ["SSECustomerKey", "CopySourceSSECustomerKey"])

@@ -3,7 +3,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import boto3
 import pytest
+from botocore.exceptions import ClientError
 
 from paceline.errors import (
     AccessDenied,
@@ -12,8 +14,11 @@ from paceline.errors import (
     SourceChanged,
     SourceMissing,
 )
+from paceline.manifest import fetch_manifest, publish_model
+from paceline.standalone import distribute
 from paceline.storage import ObjectStore
 from paceline.storage.client import from_client_error
+from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3, rclone_s3
 
 
@@ -161,3 +166,30 @@ def test_a_bucket_in_another_region_is_named_with_that_region() -> None:
     assert "another region: got AuthorizationHeaderMalformed (400)" in said
     assert "wanted region eu-central-1" in said
     assert "[objects] region" in said
+
+
+def test_a_server_that_takes_no_newer_headers_is_enough(s3: RcloneS3, tmp_path: Path) -> None:
+    """Google's storage by its S3 protocol: no checksums, no chunked payloads, no batch deletes."""
+    s3.store().ensure_bucket("google")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "large").write_bytes(bytes(40_000_000))
+    (model / "small").write_bytes(b"few")
+    url = "s3://google/models/m/1"
+    with conditional_s3(s3, "google") as server:
+        store = server.store()
+        wanted = publish_model(model, url, model_id="m", version="1", store=store, link_mbit=1000)
+        assert fetch_manifest(url, store) == wanted
+        done = distribute(url, tmp_path / "nodes", 2, objects=store)
+        assert done.origin_bytes == done.total_bytes == 40_000_003
+        default = boto3.client(
+            "s3",
+            endpoint_url=store.endpoint_url,
+            aws_access_key_id=s3.access_key,
+            aws_secret_access_key=s3.secret_key,
+            region_name="us-east-1",
+        )
+        with pytest.raises(ClientError, match="InvalidArgument"):
+            default.put_object(Bucket="google", Key="other", Body=b"x")
+        assert store.delete_prefix(url) > 2
+        assert store.list(url) == []

@@ -1,7 +1,8 @@
 """An S3 server with conditional writes for tests: a proxy before rclone, which ignores them.
 
 ``mode``: ``honour`` refuses ``If-None-Match: *`` where the object is there (412), ``deny`` refuses
-the header itself (501), ``ignore`` passes everything on.
+the header itself (501), ``ignore`` passes everything on, ``google`` refuses what Google's storage
+refuses of S3's protocol: checksum headers, chunked payloads and deletes of several objects.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from paceline.storage import ObjectStore
 from tests.support.rclone import RcloneS3
 
-Mode = Literal["honour", "deny", "ignore"]
+Mode = Literal["honour", "deny", "ignore", "google"]
 
 
 @contextmanager
@@ -61,7 +62,9 @@ class _Handler(BaseHTTPRequestHandler):
         conditional = self.command == "PUT" and self.headers.get("If-None-Match") == "*"
         if self.command == "PUT":
             self.server.puts.append((urlsplit(self.path).path, conditional))
-        if not conditional or self.server.mode == "ignore":
+        if self.server.mode == "google" and self._is_foreign():
+            self._error(400, "InvalidArgument")
+        elif not conditional or self.server.mode in ("ignore", "google"):
             self._answer(*self._asked(body))
         elif self.server.mode == "deny":
             self._error(501, "NotImplemented")
@@ -74,6 +77,14 @@ class _Handler(BaseHTTPRequestHandler):
                     self._answer(*self._asked(body))
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _forward
+
+    def _is_foreign(self) -> bool:
+        names = [name.lower() for name in self.headers]
+        return (
+            any(each.startswith(("x-amz-checksum-", "x-amz-sdk-checksum")) for each in names)
+            or "aws-chunked" in self.headers.get("Content-Encoding", "")
+            or (self.command == "POST" and "delete" in parse_qs(urlsplit(self.path).query, True))
+        )
 
     def _asked(self, body: bytes) -> tuple[int, list[tuple[str, str]], bytes]:
         target = http.client.HTTPConnection(urlsplit(self.server.s3.endpoint_url).netloc)

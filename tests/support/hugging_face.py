@@ -75,10 +75,11 @@ def write_model(family: str, directory: Path, *, shard: str = "1GB", **changes: 
 
 def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int = 300) -> Path:
     """Save a byte-pair tokenizer trained on ``texts``, with a chat template."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=["<|endoftext|>"],

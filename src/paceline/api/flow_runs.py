@@ -15,7 +15,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
-from paceline.config import DEFAULT_S3, Runtime, StorageSettings
+from paceline.config import DEFAULT_S3, HubSettings, OciSettings, Runtime, StorageSettings
 from paceline.coordinator import Coordinator, audit_event, current_call, current_caller
 from paceline.errors import InvalidInput, NotFound
 from paceline.relay import allowed_source
@@ -32,7 +32,9 @@ FlowRunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f-]{36}$")]
 # Sections of the profile that clients use; paths of files on this machine are left out.
 CLIENT_SECTIONS: dict[str, set[str]] = {
     "storage": set(StorageSettings.model_fields),
-    "objects": {"endpoint_url", "region", "addressing", "parameters"},
+    "objects": {"endpoint_url", "region", "addressing", "ca", "parameters"},
+    "hub": set(HubSettings.model_fields),
+    "oci": set(OciSettings.model_fields),
     "cluster": {"link_mbit", "external_mbit", "oversubscription"},
     "relay": {"topology", "max_failed", "piece_bytes", "chunk_bytes"},
     "security": {"trusted_publishers", "require_signature", "fips"},

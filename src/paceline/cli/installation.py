@@ -313,24 +313,45 @@ def worker(
 
 @click.command()
 @state_option
-def cluster(state: Path | None) -> int:
+@click.option(
+    "--render",
+    "parts",
+    multiple=True,
+    type=click.Choice(["all", "network", "coordinator", "agent", "dask", "prefect-worker"]),
+    help='With [cluster] kind = "kubernetes": print these manifests for `kubectl apply -f -`'
+    " (repeatable).",
+)
+def cluster(state: Path | None, parts: tuple[str, ...]) -> int:
     """Run Dask's scheduler and the workers of [cluster] kind = "ssh" or "slurm", until SIGTERM.
 
     ssh: a worker on each host, which needs Paceline and a login without a password. slurm: a worker
     on each node of one allocation, which is cancelled at the end. The TLS files and a join token
     are copied to each node, and the worker starts its agent. A worker that ends is started again.
+
+    kubernetes: nothing is started here; --render prints what Kubernetes and the Dask operator run.
     """
-    from paceline.cluster import run, serve
+    from paceline.cluster import PARTS, render, run, serve
 
     require_extras("flows")
     runtime = load_runtime(state_directory(state))
-    if runtime.profile.cluster.kind == "local" or not runtime.endpoints.scheduler_address:
+    kind = runtime.profile.cluster.kind
+    if kind == "local" or not runtime.endpoints.scheduler_address:
         raise InvalidInput(
             "this profile's nodes are started by `paceline up`",
-            got=f'[cluster] kind = "{runtime.profile.cluster.kind}"',
-            wanted='"ssh", "slurm" or "address", and a scheduler',
+            got=f'[cluster] kind = "{kind}"',
+            wanted='"ssh", "slurm", "kubernetes" or "address", and a scheduler',
             do="Make the directory with `paceline init --scheduler tls://HOST:PORT`.",
         )
+    if bool(parts) != (kind == "kubernetes"):
+        raise InvalidInput(
+            "manifests are rendered for Kubernetes, and only there",
+            got=f'[cluster] kind = "{kind}", {"with" if parts else "without"} --render',
+            wanted='--render PART with kind = "kubernetes", no --render with another',
+            do="For example: paceline cluster --render all | kubectl apply -f -",
+        )
+    if parts:
+        click.echo(render(runtime, PARTS if "all" in parts else parts), nl=False)
+        return 0
     run(serve(runtime))
     return 0
 

@@ -59,6 +59,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "snapshot": ("flows", "snapshot", "Make a data snapshot: text, JSONL, Parquet or tar."),
     "train": ("training.command", "train", "Train here, or fine-tune what an installation holds."),
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
+    "generate": ("training.generate", "generate", "Generate text from a model, to look at it."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
     "checkpoints": (
         "training.checkpoints",
@@ -76,7 +77,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "cluster": (
         "installation",
         "cluster",
-        "Run Dask's scheduler, and workers over SSH or in Slurm.",
+        "Run Dask's scheduler and workers (SSH, Slurm), or render them.",
     ),
     "worker": ("installation", "worker", "Run a node's Dask worker, for flows and training."),
     "coordinator": (

@@ -130,13 +130,12 @@ def status(state: Path | None, as_json: bool) -> int:
         click.echo(report.model_dump_json())
     else:
         directory = state_directory(state)
-        is_login = runtime is not None and runtime.is_login
-        _show(
-            report,
-            "no coordinator answers"
-            if is_login
-            else f"nothing runs in {directory}; start it with `paceline up`",
-        )
+        idle = f"nothing runs in {directory}; start it with `paceline up`"
+        if runtime is not None and runtime.is_login:
+            idle = "no coordinator answers"
+        elif runtime is not None and not runtime.secrets.coordinator_token:
+            idle = f"{directory} is a node's, and no coordinator answers"
+        _show(report, idle)
     return 0 if report.running or any(each.answers for each in report.replicas) else 75
 
 

@@ -28,7 +28,11 @@ from .held_nodes import (
 )
 from .installation import start as start, status as status, stop as stop
 from .pinned_calls import Crew as Crew, Member as Member, call as call
-from .remote import serve_allocation as serve_allocation
+from .remote import (
+    PARTS as PARTS,
+    render as render,
+    serve_allocation as serve_allocation,
+)
 from .service import Ready as Ready, ServiceSpec as ServiceSpec, StopReport as StopReport
 from .supervisor import LOCK_FILE as LOCK_FILE
 from .worker_processes import Order as Order, ProcessReport as ProcessReport, launch as launch

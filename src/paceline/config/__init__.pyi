@@ -48,6 +48,7 @@ from .settings import (
     GuardSettings as GuardSettings,
     HostSettings as HostSettings,
     HubSettings as HubSettings,
+    KubernetesSettings as KubernetesSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ from paceline.config.settings import Profile
 from paceline.errors import InvalidProfile, short_repr
 
 MAX_BYTES = 256 * 1024  # of a file or of one override
+MAX_AUTHORITY_BYTES = 16 * 1024  # it travels with each node that joins
+PEM = "-----BEGIN "
+CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[^-]+-----END CERTIFICATE-----")
 MAX_DOTS = 1000  # in one line; names and addresses contain dots too
 
 
@@ -49,9 +53,43 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
     for key, value in (overrides or {}).items():
         _set(raw, key, value)
     try:
-        return Profile.model_validate(raw)
+        profile = Profile.model_validate(raw)
     except ValidationError as error:
         raise _explain(error, path, overrides or {}) from error
+    if profile.cluster.kind == "kubernetes" and not profile.cluster.kubernetes.image:
+        raise InvalidProfile(
+            "the profile names no image",
+            got='[cluster] kind = "kubernetes" without cluster.kubernetes.image',
+            wanted="an image such as registry.example/paceline:0.1.0",
+            where=path,
+        )
+    if not (named := profile.objects.ca) or named.startswith(PEM):
+        return profile
+    objects = profile.objects.model_copy(update={"ca": _certificates(Path(named))})
+    return profile.model_copy(update={"objects": objects})
+
+
+def _certificates(path: Path) -> str:
+    """Return the certificates in a PEM file: other machines of the fleet do not have the file."""
+    try:
+        with path.open(encoding="ascii") as file:
+            text = file.read(MAX_BYTES)
+    except (OSError, ValueError) as error:
+        raise _bad_authority(str(error), path) from error
+    found = CERTIFICATE.findall(text)
+    if not found or sum(map(len, found)) > MAX_AUTHORITY_BYTES:
+        raise _bad_authority(f"{len(found)} certificates in {len(text)} bytes", path)
+    return "\n".join(found) + "\n"
+
+
+def _bad_authority(got: str, path: Path) -> InvalidProfile:
+    return InvalidProfile(
+        "bad value in profile",
+        got=got,
+        wanted=f"a PEM file with the authority's certificate, at most {MAX_AUTHORITY_BYTES} bytes",
+        where=f"objects.ca = {path}",
+        do="Authorities of a machine's own need no setting: leave it out, or set AWS_CA_BUNDLE.",
+    )
 
 
 def _find(name_or_path: str) -> Path:
@@ -126,7 +164,7 @@ def _wanted(message: str, location: list[str]) -> str:
     """Return the expected value from pydantic's message, without its internal terms."""
     if "dictionary or instance" in message:
         return f"a section with {', '.join(_keys_at(location))}"
-    wanted = message.removeprefix("Input should be ")
+    wanted = message.removeprefix("Input should be ").removeprefix("Value error, ")
     return "a list, e.g. [1, 2]" if wanted == "a valid tuple" else wanted
 
 

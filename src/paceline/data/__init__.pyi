@@ -25,7 +25,12 @@ from .snapshot import (
     store_at as store_at,
 )
 from .source import STDLIB as STDLIB
-from .tokenizer import open_tokenizer as open_tokenizer, tokenizer_of as tokenizer_of
+from .tokenizer import (
+    Tokenizer as Tokenizer,
+    open_tokenizer as open_tokenizer,
+    tokenizer_file as tokenizer_file,
+    tokenizer_of as tokenizer_of,
+)
 from .validation import (
     ValidationReport as ValidationReport,
     read_table as read_table,

@@ -33,6 +33,11 @@ class Tokenizer:
         self._made = made
 
     @property
+    def digest(self) -> str:
+        """Return the SHA-256 of the tokenizer.json; "" for bytes."""
+        return self.vocabulary.sha256 or ""
+
+    @property
     def dtype(self) -> str:
         """Return the smallest unsigned type that holds every token."""
         size = self.vocabulary.vocab_size
@@ -71,10 +76,13 @@ class Tokenizer:
 
 def tokenizer_of(snapshot: Snapshot, store: ObjectStore) -> Tokenizer:
     """Return the tokenizer that ``snapshot`` was built with."""
+    return open_tokenizer(snapshot.tokenizer_url or "bytes", tokenizer_file(snapshot, store))
+
+
+def tokenizer_file(snapshot: Snapshot, store: ObjectStore) -> bytes | None:
+    """Return the content of the tokenizer.json that ``snapshot`` was built with; None for bytes."""
     url = snapshot.tokenizer_url
-    if url is None:
-        return open_tokenizer("bytes")
-    return open_tokenizer(url, store_at(url, store).get_bytes(url, MAX_TOKENIZER_BYTES))
+    return None if url is None else store_at(url, store).get_bytes(url, MAX_TOKENIZER_BYTES)
 
 
 def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:

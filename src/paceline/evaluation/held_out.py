@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from paceline.errors import InvalidSnapshot
 
+MAX_CHARACTER = 3  # continuation bytes of UTF-8
 SHORTEST_PREFIX_BYTES = 1024  # below this, fewer documents are taken instead of shorter prefixes
 
 
@@ -43,7 +44,15 @@ def choose_prefixes(
     if len(whole) > most:
         whole = sorted(sorted(whole, key=_draw)[:most])
     cap = _water_level([len(text) for _, text in whole], budget_bytes)
-    return [HeldOutDocument(path, text[:cap], len(text)) for path, text in whole]
+    return [HeldOutDocument(path, _prefix(text, cap), len(text)) for path, text in whole]
+
+
+def _prefix(text: bytes, size: int) -> bytes:
+    """Return the first ``size`` bytes of ``text``, without a character of UTF-8 that they cut."""
+    end = size
+    while 0 < end < len(text) and text[end] & 0xC0 == 0x80:  # within a character
+        end -= 1
+    return text[:end] if size - end <= MAX_CHARACTER and end else text[:size]
 
 
 def _draw(document: tuple[str, bytes]) -> bytes:

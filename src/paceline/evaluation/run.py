@@ -52,7 +52,13 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
         for each in documents(snapshot, "held-out", store, cache_dir, HELD_OUT_READ_FACTOR * budget)
     ]
     held_out = choose_prefixes(read, budget)
-    train = [each.text for each in documents(snapshot, "train", store, cache_dir, TRAIN_BYTES)]
+    tokenizer = tokenizer_of(snapshot, store)
+    train = [
+        each.text
+        for each in documents(
+            snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text
+        )
+    ]
     with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
         report = score_models(
             {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()},
@@ -61,6 +67,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
             spec.settings,
             snapshot_digest=snapshot.digest,
             on_progress=_progress,
+            tokenizer=tokenizer,
         )
     began = time.monotonic()
     try:
@@ -181,7 +188,12 @@ def _local(name: str, where: str, store: ObjectStore, scratch: Path) -> Path:
         return this_node().directory / "store" / "models" / directory_name(model_id) / version
     if not where.startswith("s3://"):
         return Path(where)
-    directory = scratch / name
+    return download_model(where, scratch / name, store)
+
+
+def download_model(where: str, directory: Path, store: ObjectStore) -> Path:
+    """Download the files of the model at ``where`` (``s3://bucket/prefix``) into a new
+    ``directory``, and return that. Raises SourceMissing where there are none."""
     directory.mkdir()
     prefix = where.rstrip("/") + "/"
     found = store.list(prefix)

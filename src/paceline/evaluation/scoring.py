@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.config import EvaluationSettings
+from paceline.data import Tokenizer
 from paceline.errors import PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
@@ -84,10 +85,13 @@ def score_models(
     *,
     snapshot_digest: str,
     on_progress: OnProgress,
+    tokenizer: Tokenizer | None = None,
 ) -> EvaluationReport:
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
-    A model that cannot be scored (wrong format, NaN) has no score and an entry in ``failures``.
+    Each model reads the text by its own tokenizer; ``tokenizer`` is the snapshot's, for models that
+    carry none. A model that cannot be scored (wrong format, NaN, a tokenizer that loses text) has
+    no score and an entry in ``failures``.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
@@ -100,7 +104,7 @@ def score_models(
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
         try:
-            found = _score_once(directory, texts, by_digest, show)
+            found = _score_once(directory, texts, by_digest, show, tokenizer)
         except PermanentError as error:
             failures[name] = error.one_line()
             continue
@@ -131,10 +135,11 @@ def _score_once(
     texts: Sequence[bytes],
     by_digest: dict[str, TransformerScore],
     show: Callable[[float], None],
+    tokenizer: Tokenizer | None,
 ) -> TransformerScore:
     digest = weights_digest(directory)  # base and champion often have the same weights
     if digest not in by_digest:
-        by_digest[digest] = score_transformer(directory, texts, show)
+        by_digest[digest] = score_transformer(directory, texts, show, tokenizer)
     return by_digest[digest]
 
 

@@ -1,7 +1,9 @@
 """Score a transformer: bits per held-out document, and the latency of one forward pass.
 
-Every byte is predicted exactly once, from the separator and at least a quarter of a context before
-it (all there is, near a document's start). Computes no statistics and reads only the model's files.
+A model reads text by its own tokenizer. Every token is predicted exactly once, from the separator
+and at least a quarter of a context before it (all there is, near a document's start). Because all
+models predict the same text, Σ bits / Σ bytes compares them whatever their tokens are. Computes no
+statistics and reads only the model's files.
 """
 
 from __future__ import annotations
@@ -14,22 +16,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data import Tokenizer
 from paceline.errors import CorruptData
-from paceline.models import ModelConfig, weight_files, weights_digest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from paceline.models import Transformer
+from paceline.evaluation.text_model import TextModel, Tokens
+from paceline.models import weight_files, weights_digest
 
 Reals = NDArray[np.float64]
 
-TOKENS_PER_BATCH = 4096  # 4 MiB of logits in float32, per thread
+TOKENS_PER_BATCH = 4096  # at most; 4 MiB of logits in float32 with a vocabulary of 256
+LOGITS_BYTES = 512 * 1024 * 1024  # at most, of all threads together
 LATENCY_RUNS = 7
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
 
@@ -43,12 +42,13 @@ class TransformerScore:
     dtype: str
     model_bytes: int
     weights_digest: str
+    tokens: int
     format: str = FORMAT
 
 
 @dataclass(frozen=True)
 class Window:
-    """Inputs [start, end) of one document, of which targets [fresh, end) are scored."""
+    """Inputs [start, end) of one document's tokens, of which targets [fresh, end) are scored."""
 
     document: int
     start: int
@@ -57,7 +57,7 @@ class Window:
 
 
 def windows(length: int, context: int, document: int = 0) -> list[Window]:
-    """Return windows that score each of ``length`` bytes once, advancing by 3/4 of a context.
+    """Return windows that score each of ``length`` tokens once, advancing by 3/4 of a context.
 
     Half a context would give 1 % better figures here for 1.5 times the work.
     """
@@ -70,55 +70,66 @@ def windows(length: int, context: int, document: int = 0) -> list[Window]:
 
 
 def score_transformer(
-    directory: Path, texts: Sequence[bytes], on_progress: Callable[[float], None]
+    directory: Path,
+    texts: Sequence[bytes],
+    on_progress: Callable[[float], None],
+    tokenizer: Tokenizer | None = None,
 ) -> TransformerScore:
     """Return how well the model in ``directory`` predicts ``texts``.
 
-    Raises CorruptData where its predictions are not finite, InvalidInput where it is not in
-    safetensors.
+    ``tokenizer`` is that of the data, for a model that was trained with it and has no copy. Raises
+    CorruptData where its predictions are not finite, InvalidInput where it is not in safetensors,
+    or its tokenizer is not here, does not fit it, or does not keep the text.
     """
-    from paceline.models import load_model
-
-    files = weight_files(directory)
-    model, config = load_model(directory)
-    model.eval()
+    model = TextModel.open(directory, tokenizer)
+    tokens = [model.encode(text) for text in texts]
     with _one_core_an_operation() as cores:
-        latency_ms = _latency_ms(model, config)
-        bits_D = _bits(model, config, texts, on_progress, directory, cores)
+        latency_ms = _latency_ms(model)
+        bits_D = _bits(model, tokens, on_progress, _threads(model, cores))
     return TransformerScore(
         bits=bits_D,
         latency_ms=latency_ms,
-        dtype=config.torch_dtype,
-        model_bytes=sum(path.stat().st_size for path in files),
+        dtype=model.dtype,
+        model_bytes=sum(path.stat().st_size for path in weight_files(directory)),
         weights_digest=weights_digest(directory),
+        tokens=sum(map(len, tokens)),
     )
 
 
+def _rows(model: TextModel) -> int:
+    """Return how many rows of a whole context are predicted at once, by each thread."""
+    row_bytes = 4 * model.vocabulary * model.context
+    return max(1, min(TOKENS_PER_BATCH // model.context, LOGITS_BYTES // (4 * row_bytes)))
+
+
+def _threads(model: TextModel, cores: int) -> int:
+    """Return how many threads keep the logits within their limit."""
+    batch_bytes = 4 * model.vocabulary * model.context * _rows(model)
+    return max(1, min(cores, LOGITS_BYTES // batch_bytes))
+
+
 def _bits(
-    model: Transformer,
-    config: ModelConfig,
-    texts: Sequence[bytes],
+    model: TextModel,
+    targets: Sequence[Tokens],
     on_progress: Callable[[float], None],
-    directory: Path,
     threads: int,
 ) -> Reals:
     import torch
 
-    inputs = [np.frombuffer(bytes([config.separator]) + text[:-1], np.uint8) for text in texts]
-    targets = [np.frombuffer(text, np.uint8) for text in texts]
+    inputs = [np.concatenate([[model.separator], each[:-1]]) for each in targets]
     todo = [
         each
-        for number, text in enumerate(texts)
-        for each in windows(len(text), config.context, number)
+        for number, tokens in enumerate(targets)
+        for each in windows(len(tokens), model.context, number)
     ]
     todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
-    batch_size = max(1, TOKENS_PER_BATCH // config.context)
-    batches = [todo[start : start + batch_size] for start in range(0, len(todo), batch_size)]
-    bits_D = np.zeros(len(texts))
+    rows = _rows(model)
+    batches = [todo[start : start + rows] for start in range(0, len(todo), rows)]
+    bits_D = np.zeros(len(targets))
 
     def predict(batch: Sequence[Window]) -> NDArray[np.float64]:
         with torch.inference_mode():  # a thread-local setting
-            return _nats(model, config, batch, inputs, targets)
+            return _nats(model, batch, inputs, targets)
 
     with ThreadPoolExecutor(threads) as pool:
         for done, (batch, nats_BT) in enumerate(
@@ -133,30 +144,26 @@ def _bits(
             "the model's predictions are not finite",
             got=f"NaN or infinity in {int((~np.isfinite(bits_D)).sum())} documents",
             wanted="probabilities",
-            where=directory,
+            where=model.directory,
         )
     return bits_D
 
 
 def _nats(
-    model: Transformer,
-    config: ModelConfig,
-    group: Sequence[Window],
-    inputs: Sequence[NDArray[np.uint8]],
-    targets: Sequence[NDArray[np.uint8]],
+    model: TextModel, group: Sequence[Window], inputs: Sequence[Tokens], targets: Sequence[Tokens]
 ) -> NDArray[np.float64]:
     import torch
     import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
     longest = max(window.end - window.start for window in group)
     # Padding is at the end of each row; causal attention keeps it out of everything that is scored.
-    tokens_BT = np.full((len(group), longest), config.separator, dtype=np.int64)
+    tokens_BT = np.full((len(group), longest), model.separator, dtype=np.int64)
     wanted_BT = np.zeros((len(group), longest), dtype=np.int64)
     for row, window in enumerate(group):
         length = window.end - window.start
         tokens_BT[row, :length] = inputs[window.document][window.start : window.end]
         wanted_BT[row, :length] = targets[window.document][window.start : window.end]
-    logits_BTV: Tensor = model(torch.from_numpy(tokens_BT)).float()
+    logits_BTV = model.forward(torch.from_numpy(tokens_BT)).float()
     nats = F.cross_entropy(
         logits_BTV.flatten(0, 1), torch.from_numpy(wanted_BT).flatten(), reduction="none"
     )
@@ -181,14 +188,14 @@ def _one_core_an_operation() -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _latency_ms(model: Any, config: ModelConfig) -> float:
+def _latency_ms(model: TextModel) -> float:
     import torch
 
-    tokens_BT = torch.full((1, config.context), config.separator, dtype=torch.int64)
+    tokens_BT = torch.full((1, model.context), model.separator, dtype=torch.int64)
     seconds = []
     with torch.inference_mode():
         for _ in range(LATENCY_RUNS):
             began = time.perf_counter()
-            model(tokens_BT)
+            model.forward(tokens_BT)
             seconds.append(time.perf_counter() - began)
     return 1000 * statistics.median(seconds[1:])  # the first one warms up

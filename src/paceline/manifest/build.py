@@ -45,7 +45,13 @@ MAX_FILES = 100_000
 BLOCK = 4 * MIB  # read and hashed at once, in whole pieces
 MAX_STRANDS = 16  # bounds memory: a block each
 
-_NAMES = {"model_id": re.compile(MODEL_ID), "version": re.compile(NAME)}
+_NAMES = {
+    "model_id": (
+        re.compile(MODEL_ID),
+        "one to four names joined by /, each of letters, digits, . _ -",
+    ),
+    "version": (re.compile(NAME), "letters, digits, . _ and -, the first a letter or digit"),
+}
 MAX_NAME = 128
 
 
@@ -104,10 +110,12 @@ def check_name(what: str, value: object) -> str:
     """Return ``value`` where it is a valid name of a model or a version, else raise
     InvalidManifest.
     """
-    wanted = _NAMES[what]
-    if not isinstance(value, str) or len(value) > MAX_NAME or not wanted.fullmatch(value):
+    pattern, wanted = _NAMES[what]
+    if not isinstance(value, str) or len(value) > MAX_NAME or not pattern.fullmatch(value):
         got = repr(value)[:200]
-        raise InvalidManifest(f"bad {what}", got=got, wanted=wanted.pattern, where=what)
+        raise InvalidManifest(
+            f"bad {what}", got=got, wanted=f"{wanted}; {MAX_NAME} characters", where=what
+        )
     if what == "version" and value == ACTIVE:
         raise InvalidManifest(
             "a version cannot be called so",
@@ -120,7 +128,9 @@ def check_name(what: str, value: object) -> str:
 
 
 def scan_model(root: Path) -> list[ScannedFile]:
-    """Return the model's files in stream order (by path); follows no symlink."""
+    """Return the model's files in stream order (by path); follows no symlink but those of
+    ``content_path``.
+    """
     try:
         found = list(_walk(root, ""))
     except FileNotFoundError as error:
@@ -296,11 +306,27 @@ class _NoHash:
         return ""
 
 
+def content_path(root: Path, path: str) -> Path:
+    """Return where the content of ``root``'s file ``path`` lies.
+
+    A snapshot in Hugging Face's cache (``models--ORG--NAME/snapshots/COMMIT``) holds links to
+    ``blobs`` beside it; those are followed, and no others.
+    """
+    place = root / path
+    if root.absolute().parent.name == "snapshots" and place.is_symlink():
+        target = place.resolve()
+        if target.parent == root.resolve().parents[1] / "blobs":
+            return target
+    return place
+
+
 def _walk(root: Path, prefix: str) -> Iterator[ScannedFile]:
     with os.scandir(root / prefix) as entries:
         for entry in entries:
             path = f"{prefix}{entry.name}"
             status = entry.stat(follow_symlinks=False)
+            if stat.S_ISLNK(status.st_mode) and (content := content_path(root, path)).exists():
+                status = content.stat(follow_symlinks=False)
             if path == MANIFEST_FILE and stat.S_ISREG(status.st_mode):
                 continue
             if stat.S_ISDIR(status.st_mode):
@@ -322,7 +348,7 @@ class _Reader:
     """Reads one file front to back into one reused buffer and detects a change of the file."""
 
     def __init__(self, root: Path, file: ScannedFile, piece_bytes: int) -> None:
-        self._where = root / file.path
+        self._where = content_path(root, file.path)
         self._file = file
         self.block = max(piece_bytes, BLOCK // piece_bytes * piece_bytes)
         self._buffer = memoryview(bytearray(min(self.block, file.size)))

@@ -28,7 +28,7 @@ from paceline.errors import (
     ServiceUnavailable,
     SourceMissing,
 )
-from paceline.manifest.build import ScannedFile, check_name, digest, scan_model
+from paceline.manifest.build import ScannedFile, check_name, content_path, digest, scan_model
 from paceline.manifest.model import MANIFEST_FILE, Manifest, is_older, version_key
 from paceline.manifest.parse import MAX_MANIFEST_BYTES, parse_manifest
 from paceline.manifest.progress import (
@@ -260,7 +260,8 @@ def _upload(
     account = ProgressCounter(UPLOAD, sum(file.size for file in missing), len(missing), on_progress)
 
     def upload(file: ScannedFile) -> None:
-        path, target, sha256 = root / file.path, join_url(url, file.path), digests[file.path]
+        path, target = content_path(root, file.path), join_url(url, file.path)
+        sha256 = digests[file.path]
         if there.get(target) == file.size and store.holds(target, file.size, sha256):
             account.ended_file(file.size)
             return

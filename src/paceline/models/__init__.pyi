@@ -12,9 +12,10 @@ from .files import (
     is_pretrained as is_pretrained,
     read_config as read_config,
     read_index as read_index,
+    read_json as read_json,
     weight_files as weight_files,
     weights_digest as weights_digest,
 )
-from .pretrained import Pretrained as Pretrained
+from .pretrained import TOKENIZER_FILE as TOKENIZER_FILE, Pretrained as Pretrained
 from .transformer import Transformer as Transformer, new_model as new_model
 from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model

@@ -131,6 +131,16 @@ class Pretrained:
         """
         return _build(self.config)
 
+    def load(self) -> nn.Module:
+        """Return the whole model in float32 in host memory, with the values of the files."""
+        model = self.build().to_empty(device="cpu")
+        model.tie_weights()  # type: ignore[operator] # a method of transformers' models
+        self.restore_buffers(model)
+        self.fill({
+            name: (each, (0,) * each.dim()) for name, each in model.state_dict().items()
+        })  # fmt: skip
+        return model.eval()
+
     def restore_buffers(self, model: nn.Module) -> None:
         """Compute what no file has: the frequencies of rotary positions, scales of embeddings.
 

@@ -142,6 +142,7 @@ from .records import (
 from .selectors import select_workers as select_workers
 from .training import (
     CheckpointRef as CheckpointRef,
+    Continued as Continued,
     Evaluated as Evaluated,
     Evaluation as Evaluation,
     EvaluationReport as EvaluationReport,

@@ -21,7 +21,9 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
     "lifecycle": frozenset({"data", "approver"}),
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
-    "train-model": frozenset({"model_id", "version", "snapshot_url", "labels", "steps"}),
+    "train-model": frozenset(
+        {"model_id", "version", "snapshot_url", "labels", "steps", "continue_from"}
+    ),
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),
     "promote-model": frozenset(
         {"model_id", "report", "base_version", "trained", "snapshot_url", "approver"}

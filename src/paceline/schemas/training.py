@@ -22,6 +22,14 @@ class TaskSize(Record):
     parameters: int = Field(ge=1)
 
 
+class Continued(Record):
+    """The checkpoint of another job at which a job begins."""
+
+    job_id: Name
+    step: int = Field(ge=0)
+    config_digest: Sha256  # of that job
+
+
 class TrainJob(Record):
     """Input of a training job; every rank of the gang receives the same JSON."""
 
@@ -40,6 +48,7 @@ class TrainJob(Record):
     deterministic: bool = True
     data: DataSettings = DataSettings()  # how samples become batches
     task: TaskSize | None = None  # of a ``code_ref`` without a base model
+    continues: Continued | None = Field(default=None, exclude_if=_unset)
     data_readers: int = Field(default=1, ge=1)  # `data.columns` at the job's start
     skip_batches: tuple[int, ...] = ()  # global batches to skip, because they spoiled training
     failures: int = 0  # of this job before the attempt
@@ -197,6 +206,7 @@ class ModelScore(Record):
     dtype: str | None = None
     format: str | None = None  # of the weights that were loaded: "safetensors"
     model_bytes: int | None = None
+    tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
 
 
 class Overlap(Record):

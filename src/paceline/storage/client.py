@@ -5,6 +5,8 @@ Importing boto3 takes about half a second, so it happens at the first call, neve
 
 from __future__ import annotations
 
+import functools
+import os
 import random
 import threading
 import time
@@ -107,7 +109,7 @@ def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
             aws_secret_access_key=access.secret_key or None,
             # Amazon redirects to a bucket's own region; other servers accept any.
             region_name=access.region or session.region_name or "us-east-1",
-            verify=access.ca or None,
+            verify=_certificate_file(access.ca),
             config=config,
         )
     if access.parameters:
@@ -117,6 +119,19 @@ def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
         client.meta.events.register("before-send.s3.*", renewal.signed)
         client.meta.events.register_first("needs-retry.s3.*", renewal)
     return client
+
+
+@functools.cache
+def _certificate_file(ca: str) -> str | None:
+    """Return the path of ``ca`` (a path, or PEM itself), None for the machine's authorities.
+
+    botocore takes a path only; a file in memory leaves nothing behind when the process is killed.
+    """
+    if not ca.startswith("-----BEGIN "):
+        return ca or None
+    descriptor = os.memfd_create("s3-ca")
+    os.write(descriptor, ca.encode())
+    return f"/proc/self/fd/{descriptor}"
 
 
 class _Parameters:
@@ -302,6 +317,14 @@ def _from_botocore(error: Exception, endpoint_url: str, url: str) -> PacelineErr
     from botocore import exceptions
 
     where = f"{url} on {endpoint_url}"
+    if isinstance(error, exceptions.SSLError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return AccessDenied(
+            "the certificate of the S3 server is not trusted here",
+            got=str(error).partition("CERTIFICATE_VERIFY_FAILED] ")[2],
+            wanted="a certificate for this address, of an authority that this machine trusts",
+            where=where,
+            do="Name the authority's file in [objects] ca of the profile, or in AWS_CA_BUNDLE.",
+        )
     if isinstance(
         error,
         (

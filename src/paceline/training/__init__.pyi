@@ -1,4 +1,5 @@
 from .base import BaseResult as BaseResult, BaseSpec as BaseSpec, train_base as train_base
+from .continuing import JOB_FILE as JOB_FILE, continuation as continuation
 from .identity import (
     code_ref_task_size as code_ref_task_size,
     code_version as code_version,

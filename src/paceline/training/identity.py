@@ -45,6 +45,8 @@ def result_data_settings(data: DataSettings) -> dict[str, Any]:
 def config_digest(job: TrainJob) -> str:
     """Return the digest of everything in ``job`` that affects the result."""
     own = {"task": job.task.model_dump(mode="json")} if job.task is not None else {}
+    if job.continues is not None:
+        own["continues"] = job.continues.model_dump(mode="json")
     return digest_of(
         {
             **own,

@@ -56,6 +56,7 @@ from paceline.schemas import (
 from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
 from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
+from paceline.training.continuing import JOB_FILE, MAX_RECORD_BYTES, continuation
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
 from paceline.training.loop import MetadataWatcher, require_model, require_pretrained
@@ -69,8 +70,7 @@ log = logging.getLogger(__name__)
 WORKER = "local"
 MODEL, VERSION = "model", "v1"
 LOCK_FILE = "training.lock"
-JOB_FILE, RESULT_FILE = "job.json", "result.json"
-MAX_RECORD_BYTES = 4 * 1024 * 1024
+RESULT_FILE = "result.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,7 @@ class TrainingRequest:
     model: Path | None = None  # initial model (see ``require_model``); None: a new one
     labels: Literal["true", "shuffled"] = "true"  # "shuffled": the control run, a separate job
     checkpoints: str | None = None  # s3://bucket/prefix or a directory; None: below ``output``
+    continue_from: str = ""  # id of a finished job of the same place; "": from the base
 
 
 @contextlib.contextmanager
@@ -186,6 +187,8 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     job = with_derived_id(job)
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
+    if asked.continue_from:
+        job = continuation(job, asked.continue_from, store)
     if run_id is None and (earlier := _previous_run_id(job, store)):
         job = job.model_copy(update={"run_id": earlier})  # the same training resumes
     return job

@@ -58,6 +58,13 @@ if TYPE_CHECKING:
     help="Default: the profile's (training.steps). With MODEL_ID, 0 is the control that must not "
     "pass the gate.",
 )
+@click.option(
+    "--continue-from",
+    metavar="JOB",
+    default="",
+    help="Go on from the last checkpoint of this finished job (job-…), with more --steps in all or "
+    "another learning rate.",
+)
 @click.option("--run-id", default=None, help="Go on with this run (default: new).")
 @click.option(
     "--ranks",
@@ -111,6 +118,7 @@ def train(
     snapshot: str | None,
     labels: str,
     steps: int | None,
+    continue_from: str,
     run_id: str | None,
     ranks: int | None,
     text: Path | None,
@@ -158,6 +166,7 @@ def train(
         return train_here(
             settings, output, text=text, snapshot=snapshot, model=model, labels=labels,
             run_id=run_id, as_json=as_json, checkpoints=checkpoints, mlflow=mlflow or None,
+            continue_from=continue_from,
         )  # fmt: skip
     if version is None or snapshot is None:
         raise InvalidInput(
@@ -182,6 +191,7 @@ def train(
         snapshot_url=snapshot,
         labels=labels,
         steps=steps,
+        continue_from=continue_from or None,
     )
 
 
@@ -202,6 +212,7 @@ def train_here(
     as_json: bool,
     checkpoints: str | None = None,
     mlflow: str | None = None,
+    continue_from: str = "",
 ) -> int:
     """Train on this machine and print the result."""
     from paceline.training import single
@@ -220,6 +231,7 @@ def train_here(
         model=model,
         checkpoints=checkpoints,
         labels="shuffled" if labels == "shuffled" else "true",
+        continue_from=continue_from,
     )
     if mlflow is not None:
         location(mlflow)  # raises before any data are read

@@ -191,6 +191,11 @@ class ShardSamples:
             for each in self._columns
         }
 
+    @property
+    def keeps_text(self) -> bool:
+        """Return whether ``text_bytes`` has the samples' text."""
+        return self._text is not None
+
     def text_bytes(self, i: int) -> bytes:
         """Return the sample's text, UTF-8; raises InvalidInput where the snapshot stores none."""
         if self._text is None:

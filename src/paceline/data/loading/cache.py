@@ -199,8 +199,11 @@ class DiskCache:
         return any(_remove_unless_used(path) for _, path, _ in sorted(self._listed()))
 
     def _listed(self) -> list[tuple[int, Path, int]]:
-        """Return each file's time of use, path and size; removes the parts of dead processes."""
-        found = []
+        """Return each file's time of use, path and size; removes the parts of dead processes.
+
+        Another process may commit a part meanwhile: under either name the file counts once.
+        """
+        found = {}
         with os.scandir(self.directory) as entries:
             for entry in entries:
                 if entry.name == LOCK_FILE or not entry.is_file(follow_symlinks=False):
@@ -208,10 +211,13 @@ class DiskCache:
                 path = Path(entry.path)
                 if entry.name.endswith(".part") and _remove_unless_used(path):
                     continue
-                with contextlib.suppress(FileNotFoundError):
-                    stat = path.stat()
-                    found.append((stat.st_mtime_ns, path, stat.st_size))
-        return found
+                committed = path.with_name(entry.name.removeprefix(".").removesuffix(".part"))
+                for place in dict.fromkeys((path, committed)):
+                    with contextlib.suppress(FileNotFoundError):
+                        stat = place.stat()
+                        found[stat.st_ino] = (stat.st_mtime_ns, place, stat.st_size)
+                        break
+        return list(found.values())
 
     @contextlib.contextmanager
     def _directory_lock(self) -> Iterator[None]:

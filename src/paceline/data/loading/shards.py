@@ -11,12 +11,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.data.loading.cache import CachedFile, DiskCache, Mapped
 from paceline.data.loading.fetch import Fetcher
@@ -285,9 +285,12 @@ def documents(
     *,
     purpose: str | None = None,
     quarantine: dict[str, str] | None = None,
+    text_of: Callable[[npt.NDArray[Any]], bytes] | None = None,
 ) -> Iterator[Document]:
     """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
 
+    The training split of a tokenised snapshot keeps tokens only: ``text_of`` (a tokenizer's
+    ``text``) decodes them.
     A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
     reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
     InvalidInput where its samples have no text.
@@ -302,7 +305,10 @@ def documents(
                 log.warning("shard quarantined shard=%s", shard.sha256[:12])
                 continue
             for i in range(len(samples)):
-                text = samples.text_bytes(i)
+                if samples.keeps_text or text_of is None:
+                    text = samples.text_bytes(i)
+                else:
+                    text = text_of(samples.tokens(i))
                 if max_bytes is not None and taken and taken + len(text) > max_bytes:
                     return
                 taken += len(text)

@@ -15,13 +15,16 @@ from typing import Any
 
 import torch
 
-from paceline.data import PlannedStream
+from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
-from paceline.errors import InvalidInput, PacelineError
-from paceline.models import Pretrained, weights_digest
+from paceline.errors import InvalidInput, PacelineError, TrainingFailed
+from paceline.models import TOKENIZER_FILE, Pretrained, weights_digest
 from paceline.storage import join_url
+from paceline.system import write_durably
 from paceline.training.checkpoint import (
     Checkpointer,
+    Commit,
+    Generations,
     TrainState,
     box_of,
     clean,
@@ -177,13 +180,27 @@ def restore_checkpoint(
 
     The position is None for a fresh start.
     """
-    restored = resume_newest_healthy(
-        its.generations,
-        state,
-        config_digest=its.config_digest,
-        work_dir=its.work_dir,
-        on_rejected=lambda step, why: events.emit("checkpoint", step, rejected=True, why=why),
-    )
+
+    def restored_from(generations: Generations, digest: str) -> Commit | None:
+        return resume_newest_healthy(
+            generations,
+            state,
+            config_digest=digest,
+            work_dir=its.work_dir,
+            on_rejected=lambda step, why: events.emit("checkpoint", step, rejected=True, why=why),
+        )
+
+    restored = restored_from(its.generations, its.config_digest)
+    if restored is None and (begun := its.job.continues) is not None:
+        earlier = Generations(its.store, join_url(its.job.checkpoint_url, begun.job_id))
+        restored = restored_from(earlier, begun.config_digest)
+        if restored is None or restored.step != begun.step:
+            raise TrainingFailed(
+                "the checkpoint that this job continues is not there any more",
+                got=f"step {restored.step}" if restored else "none",
+                wanted=f"step {begun.step}",
+                where=earlier.url,
+            )
     if restored is None:
         return Progress(), None
     progress = Progress.at(restored.step, restored.metrics)
@@ -236,6 +253,8 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     export(state, its.config, directory, pretrained=its.pretrained)
     if rank != 0:
         return {}
+    if its.config is not None and (file := tokenizer_file(its.snapshot, its.store)):
+        write_durably(directory / TOKENIZER_FILE, file, 0o666)
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
     for path in sorted(directory.iterdir()):
         its.store.upload_file(path, join_url(url, path.name))

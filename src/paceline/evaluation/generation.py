@@ -1,0 +1,71 @@
+"""Generate text from a model directory, to look at what was trained.
+
+Computes the whole row for each token, without a cache of keys and values: serve with vLLM or
+transformers, whose layout the directory has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paceline.evaluation.text_model import TextModel
+from paceline.models import read_json
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+GENERATION_CONFIG = "generation_config.json"
+UNFINISHED = "\ufffd"  # stands for a character whose last bytes are still to come
+
+
+def generate(
+    model: TextModel, prompt: str, *, max_tokens: int, temperature: float = 0.0, seed: int = 0
+) -> Iterator[str]:
+    """Yield what ``model`` adds to ``prompt``, piece by piece.
+
+    Ends after ``max_tokens`` tokens, or with a token that ends documents. ``temperature`` 0 takes
+    the most likely token each time; above, tokens are drawn, the same ones for the same ``seed``.
+    The model sees the last tokens that fit its context.
+    """
+    import torch
+
+    random = torch.Generator().manual_seed(seed)
+    stops = _stops(model)
+    row = [model.separator, *model.encode(prompt.encode()).tolist()]
+    made: list[int] = []
+    shown = ""
+    while len(made) < max_tokens:
+        with torch.inference_mode():
+            logits_V = model.forward(torch.tensor([row[-model.context :]]))[0, -1].float()
+            logits_V[model.tokenizer.vocabulary.vocab_size :] = -torch.inf  # rows without a token
+            token = _draw(logits_V, temperature, random)
+        if token in stops:
+            break
+        row.append(token)
+        made.append(token)
+        text = model.tokenizer.decode(np.array(made))
+        if not text.endswith(UNFINISHED):
+            yield text[len(shown) :]
+            shown = text
+    if made and (text := model.tokenizer.decode(np.array(made))) != shown:
+        yield text[len(shown) :]
+
+
+def _draw(logits_V: Tensor, temperature: float, random: Generator) -> int:
+    import torch
+
+    if not temperature:
+        return int(logits_V.argmax())
+    p_V = torch.softmax(logits_V / temperature, 0)
+    return int(torch.multinomial(p_V, 1, generator=random))
+
+
+def _stops(model: TextModel) -> set[int]:
+    """Return the tokens that end a text: the separator, and those of generation_config.json."""
+    path = model.directory / GENERATION_CONFIG
+    named = read_json(path).get("eos_token_id") if path.is_file() else None
+    ids = named if isinstance(named, list) else [named]
+    return {model.separator, *(each for each in ids if isinstance(each, int))}

@@ -1,0 +1,111 @@
+"""A model directory opened to read text: the network, its tokenizer, and its limits.
+
+Reads only the model's files; runs on the CPU, in float32 or the dtype of our own models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unicodedata import normalize
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data import Tokenizer, open_tokenizer
+from paceline.errors import InvalidInput
+from paceline.models import TOKENIZER_FILE, is_pretrained, require_tokenizer, weight_files
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Tokens = NDArray[np.int64]
+
+MAX_CONTEXT = 1024  # tokens of a row of a model of others: theirs may be a million
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextModel:
+    """A model, and how it reads text."""
+
+    directory: Path
+    forward: Callable[[Tensor], Tensor]  # tokens_BT → logits_BTV
+    tokenizer: Tokenizer
+    vocabulary: int  # rows of the embedding
+    separator: int  # before a document's first token, as in training, and after its last
+    context: int
+    dtype: str  # of the files
+
+    @classmethod
+    def open(cls, directory: Path, of_the_data: Tokenizer | None = None) -> TextModel:
+        """Return the model in ``directory``.
+
+        ``of_the_data`` is for a model of ours that was trained with this tokenizer and has no copy.
+        Raises InvalidInput where the model is not in safetensors, or its tokenizer is not here or
+        does not fit it; CorruptData and SourceMissing as ``models`` does.
+        """
+        weight_files(directory)  # refuses pickled ones
+        path = directory / TOKENIZER_FILE
+        own = open_tokenizer(str(path)) if path.is_file() else None
+        if is_pretrained(directory):
+            from paceline.models import Pretrained
+
+            found = Pretrained.open(directory)
+            found.require_sound()
+            tokenizer = own or open_tokenizer("bytes")
+            require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+            return cls(
+                directory=directory,
+                forward=found.load(),
+                tokenizer=tokenizer,
+                vocabulary=found.vocab_size,
+                separator=tokenizer.vocabulary.separator,
+                context=min(found.longest_context, MAX_CONTEXT),
+                dtype=str(found.dtype).removeprefix("torch."),
+            )
+        from paceline.models import load_model
+
+        model, config = load_model(directory)
+        tokenizer = own or of_the_data or open_tokenizer("bytes")
+        if not config.tokenizer_digest:
+            tokenizer = open_tokenizer("bytes")
+        require_tokenizer(config, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+        return cls(
+            directory=directory,
+            forward=model.eval(),
+            tokenizer=tokenizer,
+            vocabulary=config.vocab_size,
+            separator=config.separator,
+            context=config.context,
+            dtype=config.torch_dtype,
+        )
+
+    def encode(self, text: bytes) -> Tokens:
+        """Return the tokens of ``text``; raises InvalidInput where they do not say all of it."""
+        try:
+            (tokens,) = self.tokenizer.encode([text])
+            problem = tokens if isinstance(tokens, str) else ""
+        except UnicodeDecodeError as error:
+            tokens, problem = "", f"the text is not UTF-8: {error.reason} at byte {error.start}"
+        if isinstance(tokens, str):
+            raise InvalidInput(
+                "text cannot be tokenised",
+                got=problem,
+                where=self.directory,
+                do="Leave it out of the data.",
+            )
+        back = self.tokenizer.text(tokens)
+        # Many tokenizers compose characters first (NFC), which changes no character.
+        if back != text and back != normalize("NFC", text.decode()).encode():
+            shared = min(len(text), len(back))
+            at = next((n for n in range(shared) if text[n] != back[n]), shared)
+            raise InvalidInput(
+                "the model's tokenizer does not keep the text, so that its figures compare with "
+                "none",
+                got=f"{back[at : at + 20]!r} at byte {at} of a document",
+                wanted=f"{text[at : at + 20]!r}",
+                where=self.directory,
+            )
+        return tokens.astype(np.int64)

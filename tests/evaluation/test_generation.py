@@ -1,0 +1,82 @@
+"""Generated text is what transformers generates, ends at the model's stop, and repeats by seed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from paceline.errors import InvalidInput
+from paceline.evaluation import TextModel, generate
+from paceline.models import config_for, new_model, save_model
+from tests.support.command import paceline
+from tests.support.hugging_face import write_model, write_tokenizer
+
+PROMPT = "line 7 of file → 3"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    changes = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0}
+    made = write_model("llama", tmp_path_factory.mktemp("model"), **changes)
+    return write_tokenizer(made, [f"line {n} of file {n} is {n * n}" for n in range(200)])
+
+
+def test_greedy_text_is_that_of_transformers(model: Path) -> None:
+    said = "".join(generate(TextModel.open(model), PROMPT, max_tokens=20))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    asked = tokenizer("<|endoftext|>" + PROMPT, return_tensors="pt")
+    made = theirs.generate(**asked, max_new_tokens=20, do_sample=False, pad_token_id=0)[0]
+    assert said == tokenizer.decode(made[asked["input_ids"].shape[1] :])
+    assert said
+
+
+def test_drawn_text_repeats_by_its_seed(model: Path) -> None:
+    opened = TextModel.open(model)
+
+    def drawn(seed: int) -> str:
+        return "".join(generate(opened, PROMPT, max_tokens=12, temperature=1.0, seed=seed))
+
+    assert drawn(1) == drawn(1) != drawn(2)
+
+
+def test_it_ends_with_the_token_that_ends_documents(tmp_path: Path) -> None:
+    """A model whose head prefers one token: it stops at once where that token ends a text."""
+    made = write_model("llama", tmp_path, vocab_size=256, tie_word_embeddings=False)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(made)
+    with torch.no_grad():
+        loaded.lm_head.weight.copy_(torch.zeros_like(loaded.lm_head.weight))
+        loaded.model.norm.weight.fill_(1.0)
+    loaded.save_pretrained(made)  # all logits are equal: the first token wins, 0
+    opened = TextModel.open(made)
+    assert "".join(generate(opened, "a", max_tokens=5)) == "\0" * 5
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 7]}))
+    assert list(generate(opened, "a", max_tokens=5)) == []
+
+
+def test_the_command_prints_it_and_names_what_is_wrong(model: Path, tmp_path: Path) -> None:
+    done = paceline(
+        "generate", str(model), PROMPT, "--max-tokens", "20", PACELINE_STATE=str(tmp_path)
+    )
+    assert done.stdout == "".join(generate(TextModel.open(model), PROMPT, max_tokens=20)) + "\n"
+    wrong = paceline("generate", "nowhere", PROMPT)
+    assert wrong.returncode == 2
+    assert wrong.stderr.count("\n") == 1
+    assert "no model here" in wrong.stderr
+
+
+def test_our_own_model_answers_in_bytes(tmp_path: Path) -> None:
+    config = config_for(20_000, 32)
+    save_model(new_model(config, 3), config, tmp_path)
+    assert "".join(generate(TextModel.open(tmp_path), "x" * 100, max_tokens=4))
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="not safetensors"):
+        TextModel.open(tmp_path)

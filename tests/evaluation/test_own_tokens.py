@@ -1,0 +1,121 @@
+"""Models are scored in their own tokens: the same bits as a plain loop over transformers' model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+
+from paceline.data import open_tokenizer
+from paceline.errors import InvalidInput
+from paceline.evaluation import choose_prefixes, score_transformer
+from paceline.models import config_for, new_model, save_model
+from tests.support.hugging_face import write_model, write_tokenizer
+
+TEXTS = [
+    "".join(f"line {n} of file {number} is {n * number} ÄÖ→\n" for n in range(12)).encode()
+    for number in range(6)
+]
+
+
+def silent(_fraction: float) -> None:
+    pass
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tokenizer.json trained on the texts."""
+    made = write_tokenizer(tmp_path_factory.mktemp("words"), [each.decode() for each in TEXTS])
+    return made / "tokenizer.json"
+
+
+@pytest.fixture(params=["llama", pytest.param("gemma2", marks=pytest.mark.nightly)])
+def model(request: pytest.FixtureRequest, words: Path, tmp_path: Path) -> Path:
+    """Return a model of 64 positions, so that the texts take several windows."""
+    made = write_model(request.param, tmp_path / "model", vocab_size=310)
+    (made / "tokenizer.json").write_bytes(words.read_bytes())
+    return made
+
+
+def plain_bits(directory: Path, tokenizer: Path, text: bytes) -> float:
+    """Return Σ −log2 p of the tokens, each from the separator and all before it in its window."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, attn_implementation="eager"
+    )
+    encoded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer))
+    ids = encoded(text.decode(), add_special_tokens=False)["input_ids"]
+    separator, context, total, done = encoded.convert_tokens_to_ids("<|endoftext|>"), 64, 0.0, 0
+    row = [separator, *ids]
+    while done < len(ids):
+        end = min(len(ids), context if not done else done + 3 * context // 4)
+        start = max(0, end - context)
+        with torch.no_grad():
+            logits = model(torch.tensor([row[start:end]])).logits[0]
+        nats = F.cross_entropy(logits, torch.tensor(ids[start:end]), reduction="none")
+        total += float(nats[done - start :].double().sum()) / np.log(2)
+        done = end
+    return total
+
+
+def test_bits_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
+    found = score_transformer(model, TEXTS, silent)
+    wanted = [plain_bits(model, words, text) for text in TEXTS]
+    assert found.bits == pytest.approx(wanted, rel=1e-5)
+    tokens = open_tokenizer(str(words)).encode(TEXTS)
+    assert found.tokens == sum(map(len, tokens)) < sum(map(len, TEXTS)) / 1.5
+    assert (found.dtype, found.format) == ("float32", "safetensors")
+
+
+def test_our_model_reads_the_datas_tokens_and_not_bytes(words: Path, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(words))
+    vocabulary = tokenizer.vocabulary
+    config = config_for(
+        60_000,
+        32,
+        vocabulary.vocab_size,
+        separator=vocabulary.separator,
+        tokenizer_digest=tokenizer.digest,
+    )
+    save_model(new_model(config, seed=1), config, tmp_path)
+    with pytest.raises(InvalidInput, match="different tokenizers"):
+        score_transformer(tmp_path, TEXTS, silent)  # a tokenizer that is nowhere
+    lent = score_transformer(tmp_path, TEXTS, silent, tokenizer)
+    (tmp_path / "tokenizer.json").write_bytes(words.read_bytes())
+    own = score_transformer(tmp_path, TEXTS, silent)
+    assert own.bits == pytest.approx(lent.bits)
+    # A model that knows nothing needs log2(vocabulary) bits a token.
+    assert own.bits.sum() / own.tokens == pytest.approx(np.log2(vocabulary.vocab_size), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("change", "words_of_error"),
+    [
+        ({"normalizer": {"type": "Lowercase"}, "text": b"UPPER"}, "does not keep the text"),
+        ({"normalizer": {"type": "NFC"}, "text": "a\u0308bc".encode()}, ""),
+        ({"text": b"\xff\xfe"}, "not UTF-8"),
+    ],
+)
+def test_a_tokenizer_that_loses_text_is_named(
+    words: Path, tmp_path: Path, change: dict[str, object], words_of_error: str
+) -> None:
+    model = write_model("llama", tmp_path / "model", vocab_size=310)
+    text = change.pop("text")
+    assert isinstance(text, bytes)
+    (model / "tokenizer.json").write_text(json.dumps(json.loads(words.read_text()) | change))
+    if not words_of_error:
+        assert score_transformer(model, [text], silent).tokens > 0
+        return
+    with pytest.raises(InvalidInput, match=words_of_error):
+        score_transformer(model, [text], silent)
+
+
+def test_a_prefix_does_not_cut_a_character() -> None:
+    (found,) = choose_prefixes([("a", "→".encode() * 2000)], 1024)
+    assert found.text == "→".encode() * 341
+    (raw,) = choose_prefixes([("a", b"\x80" * 2000)], 1024)
+    assert len(raw.text) == 1024, "bytes that are no text are cut anywhere"

@@ -1,0 +1,123 @@
+"""`paceline train --continue-from JOB`: the very bits of a training that was that long at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.hugging_face import write_model
+
+# At a constant rate, the first steps of a long training are those of a short one.
+CONSTANT = ("training.schedule=linear", "training.final_share=1", "training.warmup_steps=2")
+SMALL = ("model.parameters=20000", "model.context=32", "training.batch_sequences=4")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        lines = (f"line {n} of file {number} is {n * number}\n" for n in range(40))
+        (directory / f"{number}.txt").write_text("".join(lines))
+    return directory
+
+
+def train(text: Path, output: Path, *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    """Run the command with its settings; return its answer and what it said."""
+    settings = [word for each in (*SMALL, *CONSTANT) for word in ("--set", each)]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "paceline.cli.main", "train", "--json"),
+            *("--text", str(text), "--output", str(output), *settings, *words),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return json.loads(done.stdout) if code == 0 else {}, done.stderr
+
+
+def losses(output: Path, job: str) -> dict[int, float]:
+    path = output / "checkpoints" / job / "metrics.jsonl"
+    rows = [json.loads(each) for each in path.read_text().splitlines()]
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        (),
+        pytest.param(("--ranks", "2", "--set", "training.mesh.shard=2"), marks=pytest.mark.nightly),
+    ],
+    ids=["one-rank", "fsdp"],
+)
+def test_a_continuation_has_the_bits_of_one_long_training(
+    text: Path, tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    long, _ = train(text, tmp_path / "long", "--steps", "14", *way)
+    short, _ = train(text, tmp_path / "short", "--steps", "8", *way)
+    more = ("--steps", "14", "--continue-from", short["job_id"])
+    went_on, _ = train(text, tmp_path / "short", *more, *way)
+    assert went_on["job_id"] != short["job_id"]
+    assert (went_on["resumed_from_step"], went_on["steps"]) == (8, 14)
+    ours, whole = (
+        losses(tmp_path / where, job["job_id"])
+        for where, job in (("short", went_on), ("long", long))
+    )
+    assert ours == {step: whole[step] for step in range(9, 15)}
+    assert went_on["weights_digest"] == long["weights_digest"] != short["weights_digest"]
+    again, _ = train(text, tmp_path / "short", *more, *way)
+    assert again["job_id"] == went_on["job_id"]
+    assert losses(tmp_path / "short", again["job_id"]) == ours, "nothing is trained again"
+
+
+def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
+    text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    first, _ = train(text, output, "--steps", "6")
+    more = ("--steps", "10", "--continue-from", first["job_id"])
+    slower = ("--set", "training.learning_rate=1e-5", "--set", "training.schedule=cosine")
+    went_on, _ = train(text, output, *more, *slower)
+    assert went_on["resumed_from_step"] == 6
+    then = ("--steps", "12", "--continue-from", went_on["job_id"])
+    twice, _ = train(text, output, *then, *slower)
+    assert twice["resumed_from_step"] == 10, "a continuation is continued"
+
+    before = sorted(each.name for each in (output / "checkpoints").iterdir())
+    for words, named in (
+        (("--steps", "6", "--continue-from", first["job_id"]), "nothing is left to train"),
+        ((*more, "--set", "training.batch_sequences=8"), "settings.batch_sequences 8, then 4"),
+        ((*more, "--set", "training.optimizer=sgd"), "settings.optimizer 'sgd', then 'adamw'"),
+        (("--steps", "9", "--continue-from", "job-000000000000"), "job-000000000000"),
+    ):
+        _, said = train(text, output, *words, code=1 if "000" in words[-1] else 2)
+        (line,) = [each for each in said.splitlines() if each.startswith("paceline: ")]
+        assert named in line, line
+    assert sorted(each.name for each in (output / "checkpoints").iterdir()) == before
+
+
+def test_a_checkpoint_that_is_gone_is_named(text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    first, _ = train(text, output, "--steps", "6")
+    for each in (output / "checkpoints" / first["job_id"]).glob("step-*"):
+        shutil.rmtree(each)
+    _, said = train(text, output, "--steps", "9", "--continue-from", first["job_id"], code=1)
+    assert "the job has no checkpoint" in said
+
+
+@pytest.mark.nightly
+def test_a_hugging_face_model_is_continued(text: Path, tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    output = tmp_path / "out"
+    first, _ = train(text, output, "--model", str(model), "--steps", "6")
+    more = ("--steps", "9", "--continue-from", first["job_id"])
+    went_on, _ = train(text, output, "--model", str(model), *more)
+    assert went_on["resumed_from_step"] == 6
