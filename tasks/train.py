@@ -12,13 +12,14 @@ from prefect.cache_policies import NO_CACHE
 
 from paceline.cluster import Node
 from paceline.config import TrainingSettings
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
 from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
+from paceline.storage import join_url
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.figures import Figures, points_of, record_job, record_result
 from paceline.tasks.run import Run, StageResult
-from paceline.storage import join_url
+from paceline.text import shortened
 from paceline.training import (
     JOB_FILE,
     code_ref_task_size,
@@ -131,7 +132,9 @@ def place_ranks(
     for used, last in enumerate(best, start=1):
         each = settings.ranks_per_node or max(1, last.accelerator_count)
         if used * each >= settings.ranks:
-            held = [node.worker_id for node in best[: used + settings.guard.spares]]
+            gang = best[: used + settings.guard.spares]
+            _require_training(gang)
+            held = [node.worker_id for node in gang]
             return settings.model_copy(update={"ranks_per_node": each}), held
     raise InvalidInput(
         "not enough nodes for the gang",
@@ -139,6 +142,18 @@ def place_ranks(
         wanted=f"{settings.ranks} ranks",
         do="Lower training.ranks, raise training.ranks_per_node, or start more workers.",
     )
+
+
+def _require_training(gang: Sequence[Node]) -> None:
+    """Raise MissingExtra for nodes that cannot start a rank."""
+    if without := [node.worker_id for node in gang if "train" not in node.machine.extras]:
+        raise MissingExtra(
+            "a node cannot train",
+            got="no extra train",
+            wanted="paceline[train] on each node of the gang",
+            where=shortened(tuple(without)),
+            do="Install it there and start the node's worker again.",
+        )
 
 
 def _is_recorded(run: Run, output: dict[str, Any], config: str) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,6 +106,46 @@ def test_a_clock_two_hours_behind(fleet: Fleet, clock_shim: Path) -> None:
     fleet.make_token(node)
     behind = clock_ahead(node, clock_shim, -2 * HOUR_S)
     says(join(fleet, node, name_of(node), "late", **behind), 75, "clock")
+
+
+def test_a_profile_of_a_newer_release(fleet: Fleet) -> None:
+    """A setting that this release lacks is named, and that the profile may be of a newer one."""
+    control = fleet.control
+    control.run("mkdir", "-p", "newer").ok()
+    write_profile(control, "http://10.77.200.1:9000", 200)
+    control.run("sh", "-c", "(cat fleet.toml; printf '[holograms]\nlaser = 1\n') > newer.toml").ok()
+    init = block("One coordinator", 1, COORDINATOR_1=control.address).strip()
+    text = f"cd newer && {init.replace('fleet.toml', '../newer.toml')}"
+    done = control.run("bash", "-ec", text)
+    says(done, 2, "unknown key", "holograms", "wanted one of", "newer release", "Paceline")
+    assert control.run("ls", "-A", "newer").ok().out == ""
+
+
+def test_nodes_report_what_they_have(fleet: Fleet) -> None:
+    """Without any setting; what a virtual interface claims is no speed."""
+    node = fleet.nodes[1]
+    fleet.agent(node, **ENVIRONMENT)
+    shown = fleet.control.run
+
+    def found() -> dict[str, Any]:
+        listed = json.loads(shown("paceline", "workers", "--json").ok().out)["workers"]
+        return next((each for each in listed if each["worker_id"] == name_of(node)), {})
+
+    until(lambda: bool(found()), "the node registers")
+    has = found()["inventory"]
+    assert has["cores"] == int(node.run("nproc").ok().out)
+    total = node.run("sed", "-n", "s/^MemTotal: *//p", "/proc/meminfo").ok().out
+    assert 0 < has["memory_bytes"] <= int(total.split()[0]) * 1024
+    size = node.run("df", "-B1", "--output=size", "/dev/shm").ok().out.split()[-1]
+    assert has["shared_memory_bytes"] == int(size)
+    assert has["interface"]
+    assert has["interface_mbit"] is None
+    kept = json.loads(node.run("cat", "state/disk-speed.json").ok().out)
+    assert has["disk_bytes_s"] == kept["write_bytes_s"] > 0
+    assert f"{has['cores']} cores" in shown("paceline", "workers").ok().out
+    plan = shown("paceline", "plan", "--size", "1GB", "--to", name_of(node)).ok().out
+    assert "measured on 1 of 1" in plan
+    assert "links assumed: profile" in plan
 
 
 def test_a_wrong_s3_endpoint(fleet: Fleet) -> None:

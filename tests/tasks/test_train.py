@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster import Accelerator, Machine, Node
+from paceline.cluster import Machine, Node
 from paceline.config import TrainingSettings
-from paceline.errors import InvalidInput
-from paceline.schemas import Labels, RankEvent
+from paceline.errors import InvalidInput, MissingExtra
+from paceline.schemas import Accelerator, Labels, RankEvent
 from paceline.tasks.figures import Figures
 from paceline.tasks.train import (
     _follow,
@@ -49,10 +49,10 @@ def test_a_step_without_them_says_nothing() -> None:
 
 
 def node(name: str, gpus: int = 0) -> Node:
-    found = Accelerator(kind="H100", count=gpus, memory_bytes=80 * 2**30)
+    found = [Accelerator(kind="H100", count=gpus, memory_bytes=80 * 2**30)] if gpus else []
     machine = Machine(
-        version="1", labels=Labels(host=name), cores=8, memory_bytes=2**35,
-        shared_memory_bytes=2**33, accelerators=(found,) if gpus else (),
+        version="1", extras=("train",), labels=Labels(host=name), cores=8, memory_bytes=2**35,
+        shared_memory_bytes=2**33, accelerators=tuple(found),
     )  # fmt: skip
     return Node(worker_id=name, address=f"tls://{name}:1", machine=machine)
 
@@ -102,3 +102,13 @@ def test_a_failed_ranks_note_says_why_and_a_stopped_one_is_no_failure() -> None:
         data = {"code": code, "message": message}
         on_event(RankEvent(event="failed", rank=1, attempt=1, step=4, data=data))
     assert run.notes == ["rank 1 failed at step 4: a peer is gone"]
+
+
+def test_a_node_that_lacks_the_extra_is_named_before_a_rank_starts() -> None:
+    bare = node("b")
+    bare = bare.model_copy(update={"machine": bare.machine.model_copy(update={"extras": ()})})
+    settings = TrainingSettings.model_validate({"ranks": 2})
+    with pytest.raises(MissingExtra, match=r"paceline\[train\].*b") as refused:
+        place_ranks(settings, [node("a"), bare])
+    assert "\n" not in refused.value.one_line()
+    assert place_ranks(settings, [node("a"), node("c"), bare])[1] == ["a", "c"]

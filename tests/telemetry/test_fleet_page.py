@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from paceline.schemas import Accelerator, Inventory, RegisterWorker
 from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
 from tests.support.browser import chromium, keep, see
 from tests.support.stack import wait_until
@@ -81,3 +82,31 @@ def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
             if "Failed to load resource" not in each and "net::ERR" not in each
         ]  # fmt: skip
         assert log == [], "no error of the page itself"
+
+
+def test_the_page_shows_machines_and_findings_with_what_mends_them(
+    served: Any,  # noqa: F811
+) -> None:
+    hostile = "disk: <img src=x onerror=document.title='run'> → Use <b>another</b> disk."
+    gpus = Accelerator(kind="<i>H100</i>", count=8, memory_bytes=85 * 10**9, link="nvlink")
+    has = Inventory(
+        cores=96, memory_bytes=10**12, shared_memory_bytes=10**9, accelerators=(gpus,),
+        interface="ens1", interface_mbit=25_000, disk_bytes_s=2e9,
+    )  # fmt: skip
+    new = RegisterWorker(
+        worker_id="node-1", hostname="h1", rack="r1", available_storage=10**9,
+        address="127.0.0.1:20001", findings=(hostile,), inventory=has,
+    )  # fmt: skip
+    old = new.model_dump(mode="json", exclude={"inventory", "findings"}) | {"worker_id": "node-2"}
+    for each in (new, RegisterWorker.model_validate(old)):  # one of the release before
+        served.client().register(each)
+    with chromium() as browser:
+        browser.get(f"{served.url}/fleet#token={served.runtime.secrets.coordinator_token}")
+        see(browser, "//td[text()='node-2']")
+        shown = text(browser, "#map")
+        assert "disk: <img src=x onerror=document.title='run'>\n→ Use <b>another</b> disk." in shown
+        assert "8 × <i>H100</i> 85 GB, 96 cores" in shown
+        assert "ens1 25000 Mbit/s, disk 2.0 GB/s" in shown
+        assert browser.title != "run"
+        assert browser.execute_script("return document.querySelectorAll('#map img').length") == 0
+        keep(browser, "findings")

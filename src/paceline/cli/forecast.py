@@ -26,6 +26,7 @@ from paceline.schemas import (
     select_workers,
 )
 
+NO_BOUND = "assumed: no bound"
 _COLUMNS = ("topology", "seconds", "× bound", "cross-rack", "source", "depth", "limit")
 _FLEET = (
     click.option("--size", "size_bytes", **SIZE, required=True, help="The model's size: 500GB."),
@@ -89,10 +90,15 @@ def plan(
     """
     if targets and fleet["workers"] is not None:
         raise InvalidInput("two fleets", got="--to and --workers", wanted="one of them")
+    origins = {"link_mbit": "given", "disk_mbit": "given" if fleet["disk_mbit"] else NO_BOUND}
     if fleet["workers"] is None:
-        known = _registered(targets, state)
+        known, origins = _registered(targets, state)
+        origins = {key: "given" if fleet[key] else origin for key, origin in origins.items()}
         fleet |= {key: value for key, value in known.items() if not fleet[key]}
     table = plan_table(FleetDescription(**_described(fleet)), Topology(topology))
+    origins = {key.removesuffix("_mbit"): origin for key, origin in origins.items()}
+    more = {"origins": origins, "disk_mbit": fleet["disk_mbit"] or 0.0}
+    table = table.model_copy(update=more)
     if as_json:
         click.echo(table.model_dump_json(indent=1))
     else:
@@ -146,8 +152,12 @@ def _described(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _registered(targets: tuple[str, ...], state: Path | None) -> dict[str, Any]:
-    """Return number, slowest link and racks of the selected workers of the installation."""
+def _registered(
+    targets: tuple[str, ...], state: Path | None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return number, slowest link and disk and racks of the selected workers of the installation,
+    and which of the figures were measured.
+    """
     try:
         runtime = find_installation(state)
     except NotReady as error:
@@ -160,10 +170,21 @@ def _registered(targets: tuple[str, ...], state: Path | None) -> dict[str, Any]:
     every = CoordinatorClient.of(runtime).workers()
     chosen = set(select_workers(";".join(targets), every))
     found = [each for each in every if each.worker_id in chosen]
-    return {
+    has = [each.inventory for each in found]
+    disks = [each.disk_bytes_s * 8 / 1e6 for each in has if each and each.disk_bytes_s]
+    interfaces = [each.interface_mbit for each in has if each and each.interface_mbit]
+    link = min(each.link_mbit for each in found)
+    slowest = min(interfaces, default=link)
+    reported = f"measured on {len(disks)} of {len(found)}, the slowest"
+    described = {
         "workers": len(found),
-        "link_mbit": min(each.link_mbit for each in found),
+        "link_mbit": min(link, slowest),
+        "disk_mbit": min(disks, default=None),
         "racks": len({(each.labels.zone, each.labels.rack) for each in found}),
+    }
+    return described, {
+        "link_mbit": "reported: the slowest interface" if slowest < link else "assumed: profile",
+        "disk_mbit": reported if disks else NO_BOUND,
     }
 
 
@@ -181,6 +202,9 @@ def _show_plan(forecast: PlanTable) -> None:
         f"{_seconds(forecast.bound_seconds)} s",
         highlight=False,
     )
+    disk = f"disk {size(round(forecast.disk_mbit / 8 * 1e6))}/s " if forecast.disk_mbit else "disk "
+    origins = forecast.origins
+    console.print(f"links {origins['link']}; {disk}{origins['disk']}", highlight=False)
     table = Table(box=SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in _COLUMNS:
         left = name in ("topology", "limit")

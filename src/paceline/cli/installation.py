@@ -121,6 +121,7 @@ def _lines(links: dict[str, str]) -> list[str]:
 
 
 JOIN_CHECK_S = 15.0
+DRIVER_S = 2.0  # an agent starts without its GPUs' names where their driver takes longer
 STATE = click.option(
     "--state",
     type=click.Path(path_type=Path),
@@ -204,13 +205,14 @@ def agent(
     store that another agent holds (StateLocked), or a disk that refuses; 75 where there is nothing
     to join yet, 77 where the coordinator refuses; standard error says what, and what to do.
     """
-    from paceline.relay import AgentConfig, run_agent
+    from paceline.relay import AgentConfig, read_inventory, run_agent
 
     # first: a configuration error must not use up the one-time token
     config = AgentConfig(state_dir=state.absolute(), **options)
     if join_token or coordinator_url:
         _join(state.absolute(), config.worker_id, coordinator_url, join_token, ca)
-    return run_agent(replace(config, findings=_findings(config.state_dir)))
+    inventory = read_inventory(load_runtime(config.state_dir), DRIVER_S)
+    return run_agent(replace(config, findings=_findings(config.state_dir), inventory=inventory))
 
 
 def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:

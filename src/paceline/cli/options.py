@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from paceline.cluster import Ready, ServiceSpec
 from paceline.config import Profile, Runtime, default_state_dir, load_profile
 from paceline.errors import InvalidInput
-from paceline.schemas import COUNT_MAX
+from paceline.schemas import COUNT_MAX, Inventory
 from paceline.text import OneLine
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -150,6 +150,19 @@ def extra_services(state_dir: Path) -> list[ServiceSpec]:
             blocking=False,
         )
     ]
+
+
+def machine_line(found: Inventory | None) -> str:
+    """Return a node's machine in a line: GPUs, cores, memory, network, disk; "" if not reported."""
+    if found is None:
+        return ""
+    gpus = [f"{each.count} × {each.kind} {size(each.memory_bytes)}" for each in found.accelerators]
+    parts = [*gpus, f"{found.cores} cores", size(found.memory_bytes)]
+    if found.interface_mbit is not None:
+        parts.append(f"{found.interface} {found.interface_mbit:g} Mbit/s")
+    if found.disk_bytes_s is not None:
+        parts.append(f"disk {size(round(found.disk_bytes_s))}/s")
+    return ", ".join(parts)
 
 
 def size(count: float) -> str:

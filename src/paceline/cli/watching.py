@@ -18,6 +18,7 @@ from paceline.cli.board import Board, View, figures, is_bad, render, told
 from paceline.cli.options import (
     duration,
     json_option,
+    machine_line,
     show,
     size,
     state_directory,
@@ -153,13 +154,14 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
         return 0
     from rich.table import Table
 
-    table = Table("worker", "state", "labels", "link", "free", "address")
+    table = Table("worker", "state", "labels", "machine", "link", "free", "address")
     for each in found:
         labels = " ".join(f"{key}={value}" for key, value in each.labels.named.items())
         table.add_row(
             each.worker_id,
             "alive" if each.alive else "lost",
             labels,
+            machine_line(each.inventory),
             f"{each.link_mbit:g} Mbit/s",
             size(each.available_storage),
             each.address,

@@ -1,5 +1,4 @@
 from .addresses import (
-    Accelerator as Accelerator,
     AgentInfo as AgentInfo,
     Machine as Machine,
     Node as Node,

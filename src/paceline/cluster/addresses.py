@@ -9,18 +9,15 @@ a restarted server gets its port again.
 from __future__ import annotations
 
 import contextlib
-import csv
 import errno
-import os
 import socket
-import subprocess
-from collections import Counter
-from pathlib import Path
 
 from paceline import __version__
-from paceline.config import Profile, this_node
+from paceline.config import Profile, load_runtime, this_node
 from paceline.errors import PortInUse
-from paceline.schemas import Labels, Record
+from paceline.extras import installed_extras
+from paceline.relay import read_inventory
+from paceline.schemas import Inventory, Labels, Record
 
 
 def reserve_port(host: str, port: int = 0, *, purpose: str = "a server") -> socket.socket:
@@ -76,31 +73,17 @@ def _holder(port: int) -> str:
     return "another process listening"
 
 
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
-NVIDIA_SMI_S = 30.0
-_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
-_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read
+DRIVER_S = 30.0  # the GPUs' driver, loaded at its first use, answers within it
 
 CONTROL_THREADS = 4  # threads of a Dask worker that only start, watch and stop processes
 
 
-class Accelerator(Record):
-    """Accelerators of one kind in a machine."""
-
-    kind: str
-    count: int
-    memory_bytes: int  # of each
-
-
-class Machine(Record):
+class Machine(Inventory):
     """What a node's worker reports about its machine."""
 
     version: str  # of Paceline
     labels: Labels
-    cores: int
-    memory_bytes: int
-    shared_memory_bytes: int
-    accelerators: tuple[Accelerator, ...] = ()
+    extras: tuple[str, ...] = ()  # of Paceline, installed there
 
 
 class Node(Record):
@@ -152,42 +135,10 @@ def labels_of(profile: Profile, worker_id: str) -> Labels:
 
 def machine() -> Machine:
     """Return this machine, within the limits of this process's cgroup."""
-    shared = os.statvfs(_SHARED_MEMORY)
+    node = this_node()
     return Machine(
         version=__version__,
-        labels=Labels.model_validate(dict(this_node().labels)),
-        cores=len(os.sched_getaffinity(0)),
-        memory_bytes=_memory_bytes(),
-        shared_memory_bytes=shared.f_frsize * shared.f_blocks,
-        accelerators=accelerators(),
+        labels=Labels.model_validate(dict(node.labels)),
+        extras=tuple(installed_extras()),
+        **dict(read_inventory(load_runtime(node.state_dir), DRIVER_S)),
     )
-
-
-def accelerators() -> tuple[Accelerator, ...]:
-    """Return the NVIDIA GPUs that ranks of this process may use, by kind; () without a driver."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    try:
-        answer = subprocess.run(
-            NVIDIA_SMI, capture_output=True, text=True, timeout=NVIDIA_SMI_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    found = [
-        (name, int(mib) * 2**20 if mib.strip().isdigit() else 0)  # "[N/A]": memory of the host
-        for name, mib in csv.reader(answer.splitlines())
-    ]
-    if visible is not None:
-        named = [each for each in visible.split(",") if each.strip() not in ("", "-1")]
-        found = [found[int(each)] if each.strip().isdigit() else found[0] for each in named]
-    return tuple(
-        Accelerator(kind=name, count=count, memory_bytes=size)
-        for (name, size), count in Counter(found).items()
-    )
-
-
-def _memory_bytes() -> int:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        return min(total, int(_CGROUP_MEMORY.read_text()))
-    except (OSError, ValueError):  # no cgroup, or "max"
-        return total

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from paceline import __version__
 from paceline.config.settings import Profile
 from paceline.errors import InvalidProfile, short_repr
 
@@ -176,6 +177,8 @@ def _keys_at(location: list[str]) -> list[str]:
     return list(model.model_fields)
 
 
-def _nearest(word: str, known: list[str]) -> str | None:
+def _nearest(word: str, known: list[str]) -> str:
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"Did you mean {close[0]!r}?" if close else None
+    if close:
+        return f"Did you mean {close[0]!r}?"
+    return f"A profile of a newer release needs that release; this is Paceline {__version__}."

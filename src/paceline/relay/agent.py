@@ -208,6 +208,7 @@ class Agent:
                 pid=os.getpid(),
                 process=secrets.token_hex(8),
                 findings=config.findings,
+                inventory=config.inventory,
             ),
             self._next_incarnation,
             trust=TrustPolicy.of(self._runtime.profile.security),

@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
-from paceline.schemas import LABEL_KEY, LABEL_VALUE, MOST_LABELS, NAME, PLACES
+from paceline.schemas import LABEL_KEY, LABEL_VALUE, MOST_LABELS, NAME, PLACES, Inventory
 
 PARENT_POLL_S = 1.0
 _PR_SET_PDEATHSIG = 1
@@ -172,6 +172,7 @@ class AgentConfig:
     zone: str = ""
     labels: tuple[str, ...] = ()  # others, each "key=value"
     findings: tuple[str, ...] = ()  # of `paceline doctor`: what needs something here
+    inventory: Inventory | None = None
     link_mbit: float | None = None  # the rate that plans expect; None: the profile's
     limit_mbit: float | None = None  # each way; None: link_mbit if [cluster] paced; 0: none
     listen: str = "127.0.0.1:0"

@@ -128,9 +128,11 @@ from .plan import (
     WorkerLanes as WorkerLanes,
 )
 from .records import (
+    Accelerator as Accelerator,
     Deployment as Deployment,
     DeploymentStatus as DeploymentStatus,
     Failure as Failure,
+    Inventory as Inventory,
     Receipt as Receipt,
     StageRecord as StageRecord,
     Worker as Worker,

@@ -20,6 +20,7 @@ from paceline.schemas.records import (
     DeploymentStatus,
     Failure,
     Findings,
+    Inventory,
     Receipt,
     Worker,
     WorkerProgress,
@@ -152,6 +153,7 @@ class RegisterWorker(Record):
     pid: int = Field(default=0, ge=0, le=2**32)
     process: Text = Field(default="", max_length=64)  # random id: pids repeat in containers
     findings: Findings = ()  # of the node's last `paceline doctor`
+    inventory: Inventory | None = None
 
 
 class Registered(Record):

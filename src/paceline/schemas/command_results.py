@@ -155,6 +155,8 @@ class PlanTable(Record):
     bound_seconds: float = Field(ge=0)
     rows: tuple[PlanRow, ...]
     chosen: str
+    disk_mbit: float = Field(default=0.0, ge=0)  # 0: no bound
+    origins: dict[str, str] = {}  # of link and disk: given, assumed, reported or measured
 
 
 class SimulationReport(Record):

@@ -16,7 +16,7 @@ from pydantic import Field, RootModel
 
 from paceline.schemas.base import ModelId, Name, Record, Text
 from paceline.schemas.plan import Topology
-from paceline.schemas.records import DeploymentStatus, Failure, Findings, WorkerStatus
+from paceline.schemas.records import DeploymentStatus, Failure, Findings, Inventory, WorkerStatus
 
 # Event names, shared by logs, watchers, the fleet page and Prefect's events.
 
@@ -135,6 +135,7 @@ class WorkerMoment(Record):
     bandwidth_out: float = Field(default=0.0, ge=0)
     available_storage: int = Field(default=0, ge=0)
     findings: Findings = ()
+    inventory: Inventory | None = None
 
 
 class Moment(Record):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -122,6 +122,27 @@ Findings = Annotated[
 ]
 
 
+class Accelerator(Record):
+    """Accelerators of one kind in a machine."""
+
+    kind: Text = Field(max_length=100)
+    count: int = Field(ge=1, le=1024)
+    memory_bytes: Count  # of each; 0: the host's
+    link: Literal["nvlink", "pcie", ""] = ""  # between them; "": one, or not reported
+
+
+class Inventory(Record):
+    """What a node reads of its machine as it starts; None: not known, never a guess."""
+
+    cores: int = Field(ge=1, le=2**20)
+    memory_bytes: Count
+    shared_memory_bytes: Count
+    accelerators: tuple[Accelerator, ...] = Field(default=(), max_length=16)
+    interface: Text = Field(default="", max_length=64)  # on the route to the coordinator
+    interface_mbit: float | None = Field(default=None, gt=0, le=1e9)
+    disk_bytes_s: float | None = Field(default=None, gt=0, le=1e15)  # measured: synced writes
+
+
 class Worker(Record):
     """One registered agent."""
 
@@ -139,6 +160,7 @@ class Worker(Record):
     pid: int = 0
     process: Text = ""  # random id of its process; "": use pid and address
     findings: Findings = ()
+    inventory: Inventory | None = None  # None: an agent that does not report it
 
 
 class StageRecord(Record):

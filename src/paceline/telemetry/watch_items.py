@@ -271,4 +271,5 @@ def _worker(worker: Worker) -> WorkerMoment:
         bandwidth_out=round(worker.bandwidth_out) if worker.alive else 0,
         available_storage=worker.available_storage,
         findings=worker.findings,
+        inventory=worker.inventory,
     )

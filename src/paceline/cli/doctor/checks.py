@@ -27,6 +27,7 @@ from paceline.client import CoordinatorClient
 from paceline.config import Runtime, object_access, read_certificate
 from paceline.errors import PacelineError
 from paceline.extras import installed_extras
+from paceline.relay import disk_bytes_s
 from paceline.schemas import Check
 from paceline.system import (
     Endpoint,
@@ -36,7 +37,6 @@ from paceline.system import (
     interface_mbit,
     interface_to,
     is_loopback,
-    write_bytes_s,
 )
 
 P = ParamSpec("P")
@@ -242,7 +242,9 @@ def disk(directory: Path, link_mbit: float) -> Iterator[Check]:
     free = shutil.disk_usage(directory).free
     if free < ROOM_BYTES:
         yield warning("disk-space", f"{size(free)} free at {directory}", "Free some, or move it.")
-    rate = write_bytes_s(directory)
+    if (rate := disk_bytes_s(directory, again=True)) is None:
+        yield failed("disk", f"{directory} refuses a write", "Check the disk, or move --state.")
+        return
     said = f"writes {size(rate)}/s, {size(free)} free at {directory}"
     if rate < link_mbit * 1e6 / 8:
         do = "A model arrives no faster than it is written: use a faster disk for --state."

@@ -157,9 +157,15 @@ def _node(runtime: Runtime) -> Iterator[Check]:
 
 def keep_findings(state_dir: Path, found: Iterable[Check]) -> None:
     """Keep what needs something for the node's agent, which reports it when it registers."""
-    lines = [f"{each.name}: {each.found}"[:FINDING_CHARS] for each in found if each.status != "ok"]
+    lines = [_finding(each) for each in found if each.status != "ok"]
     path = state_dir / "identity" / FINDINGS_FILE
     write_private(path, json.dumps(lines[:MOST_FINDINGS]).encode())
+
+
+def _finding(check: Check) -> str:
+    """Return what was found and what mends it, which stays where the line is too long."""
+    then = f" → {check.do}"[: FINDING_CHARS // 2] if check.do else ""
+    return f"{check.name}: {check.found}"[: FINDING_CHARS - len(then)] + then
 
 
 def findings_of(state_dir: Path) -> tuple[str, ...]:

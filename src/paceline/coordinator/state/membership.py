@@ -143,6 +143,7 @@ class Membership:
             pid=call.pid,
             process=call.process,
             findings=call.findings,
+            inventory=call.inventory,
         )
         self._enter(worker, now_s)
         return worker

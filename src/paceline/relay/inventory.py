@@ -1,0 +1,133 @@
+"""What a node reads of its machine as it starts, for the coordinator, plans and placement.
+
+The disk's speed is measured once and kept; everything else is read again. What cannot be read is
+reported as not known. NVIDIA's driver is asked through nvidia-smi: the base install has no library.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+import os
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from paceline.config import Runtime
+from paceline.schemas import Accelerator, Inventory
+from paceline.system import interface_mbit, interface_to, is_loopback, write_bytes_s, write_private
+
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
+TOPOLOGY = ("nvidia-smi", "topo", "-m")
+DISK_FILE = "disk-speed.json"
+_CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+_SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read
+
+log = logging.getLogger(__name__)
+
+
+def read_inventory(runtime: Runtime, driver_s: float) -> Inventory:
+    """Return this machine, within the limits of this process's cgroup.
+
+    ``driver_s``: how long to wait for each answer of the GPUs' driver. The disk is measured where
+    this node joined a fleet; the nodes that `paceline up` starts share one machine's disk.
+    """
+    known = runtime.endpoints
+    host = urlsplit((*known.coordinator_urls, known.coordinator_url)[0]).hostname or ""
+    interface = "" if not host or is_loopback(host) else interface_to(host) or ""
+    shared = os.statvfs(_SHARED_MEMORY)
+    joined = (runtime.state_dir / "identity").is_dir()
+    return Inventory(
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=_memory_bytes(),
+        shared_memory_bytes=shared.f_frsize * shared.f_blocks,
+        accelerators=accelerators(driver_s),
+        interface=interface,
+        interface_mbit=interface_mbit(interface) if interface else None,
+        disk_bytes_s=disk_bytes_s(runtime.state_dir) if joined else None,
+    )
+
+
+def disk_bytes_s(state_dir: Path, *, again: bool = False) -> float | None:
+    """Return how fast ``state_dir``'s disk writes, as measured once; ``again``: measure now.
+
+    None where it refuses the write.
+    """
+    path = state_dir / DISK_FILE
+    try:
+        kept = json.loads(path.read_bytes())["write_bytes_s"]
+        if not again and isinstance(kept, float) and kept > 0:
+            return kept
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not measured yet
+    try:
+        measured = write_bytes_s(state_dir)
+        write_private(path, json.dumps({"write_bytes_s": measured}).encode())
+    except OSError as error:
+        log.warning("the disk's speed cannot be measured at %s: %s", state_dir, error)
+        return None
+    return measured
+
+
+def accelerators(driver_s: float) -> tuple[Accelerator, ...]:
+    """Return the NVIDIA GPUs that this process may use, by kind; () without a driver."""
+    answer = _output(NVIDIA_SMI, driver_s)
+    found = [
+        (row[0].strip(), int(row[1]) * 2**20 if row[1].strip().isdigit() else 0)  # "[N/A]": host's
+        for row in csv.reader(answer.splitlines())
+        if len(row) == 2
+    ]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and found:
+        named = [each.strip() for each in visible.split(",")]
+        named = [each for each in named if each not in ("", "-1")]
+        found = [
+            found[int(each)] if each.isdigit() else found[0]
+            for each in named
+            if not each.isdigit() or int(each) < len(found)
+        ]
+    link = _link(_output(TOPOLOGY, driver_s)) if len(found) > 1 else ""
+    return tuple(
+        Accelerator(
+            kind=name[:100],
+            count=count,
+            memory_bytes=size,
+            link=link if count > 1 else "",
+        )
+        for (name, size), count in Counter(found).items()
+    )
+
+
+def _link(topology: str) -> Literal["nvlink", "pcie", ""]:
+    """Return how the GPUs of ``nvidia-smi topo -m`` are connected: "nvlink" where each pair is."""
+    rows = [each.split() for each in topology.splitlines() if re.match(r"GPU\d+\s", each)]
+    # The header names columns too: rows of a GPU have "X" where they meet themselves.
+    rows = [each[1:] for each in rows if "X" in each]
+    cells = [cell for row in rows for cell in row[: len(rows)] if cell != "X"]
+    if not cells:
+        return ""
+    return "nvlink" if all(re.fullmatch(r"NV\d+", cell) for cell in cells) else "pcie"
+
+
+def _output(argv: tuple[str, ...], timeout_s: float) -> str:
+    """Return what ``argv`` prints, "" where it is not there, fails, or takes longer."""
+    try:
+        return subprocess.run(
+            argv, capture_output=True, text=True, timeout=timeout_s, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        if not isinstance(error, FileNotFoundError):
+            log.warning("no GPUs are reported: %s", error)
+        return ""
+
+
+def _memory_bytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        return min(total, int(_CGROUP_MEMORY.read_text()))
+    except (OSError, ValueError):  # no cgroup, or "max"
+        return total

@@ -1,0 +1,86 @@
+"""A node reads what its machine has: nothing is guessed, and the disk is measured once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from paceline.relay.inventory import DISK_FILE, accelerators, disk_bytes_s
+
+# As nvidia-smi of driver 550 prints it: names and MiB; the matrix of two GPUs on NVLink.
+GPUS = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
+MATRIX = """\t{bold}GPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID{plain}
+GPU0\t X \t{cell}\tPIX\t0-31\t0\t\tN/A
+GPU1\t{cell}\t X \tSYS\t0-31\t0\t\tN/A
+NIC0\tPIX\tSYS\t X \t\t\t\t
+
+Legend:
+
+  X    = Self
+  NV#  = Connection traversing a bonded set of # NVLinks
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in nvidia-smi, first on PATH, that prints ``gpus`` and ``topo`` of its directory."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\n[ "$1" = topo ] && exec cat {tmp_path}/topo\n'
+                       f"exec cat {tmp_path}/gpus\n")  # fmt: skip
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    (tmp_path / "gpus").write_text(GPUS)
+    write_matrix(tmp_path, "NV18")
+    return tmp_path
+
+
+def write_matrix(directory: Path, cell: str) -> None:
+    text = MATRIX.format(cell=cell, bold="\x1b[4m", plain="\x1b[0m")
+    (directory / "topo").write_text(text)
+
+
+def test_gpus_are_counted_by_kind_with_what_connects_them(driver: Path) -> None:
+    (found,) = accelerators(10.0)
+    assert (found.kind, found.count) == ("NVIDIA H100 80GB HBM3", 2)
+    assert (found.memory_bytes, found.link) == (81559 * 2**20, "nvlink")
+    write_matrix(driver, "PHB")
+    assert accelerators(10.0)[0].link == "pcie"
+
+
+@pytest.mark.parametrize(("visible", "count"), [("0", 1), ("", 0), ("-1", 0), ("1,0", 2), ("7", 0)])
+def test_only_visible_gpus_count(
+    driver: Path, visible: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert sum(each.count for each in accelerators(10.0)) == count
+
+
+def test_a_driver_that_fails_or_hangs_leaves_them_out(driver: Path) -> None:
+    (driver / "nvidia-smi").write_text("#!/bin/sh\necho 'Failed to initialize NVML'\nexit 9\n")
+    assert accelerators(10.0) == ()
+    (driver / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 60\n")
+    assert accelerators(0.2) == ()
+
+
+def test_memory_that_the_driver_does_not_give_is_zero(driver: Path) -> None:
+    (driver / "gpus").write_text("NVIDIA GB10, [N/A]\n")
+    (found,) = accelerators(10.0)
+    assert (found.memory_bytes, found.link) == (0, "")
+
+
+def test_the_disk_is_measured_once(tmp_path: Path) -> None:
+    first = disk_bytes_s(tmp_path)
+    assert first is not None
+    assert [each.name for each in tmp_path.iterdir()] == [DISK_FILE]
+    (tmp_path / DISK_FILE).write_text(json.dumps({"write_bytes_s": 5.0}))
+    assert disk_bytes_s(tmp_path) == 5.0
+    assert disk_bytes_s(tmp_path, again=True) != 5.0
+    (tmp_path / DISK_FILE).write_text("{")
+    assert disk_bytes_s(tmp_path) != 5.0
+
+
+def test_a_disk_that_refuses_is_not_known(tmp_path: Path) -> None:
+    assert disk_bytes_s(tmp_path / "none") is None
