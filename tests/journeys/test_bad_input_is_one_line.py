@@ -121,6 +121,14 @@ def test_a_profile_of_a_newer_release(fleet: Fleet) -> None:
     assert control.run("ls", "-A", "newer").ok().out == ""
 
 
+def test_a_host_without_the_extra_it_needs(fleet: Fleet) -> None:
+    """A node of the base install is to train: its worker ends before it calls anything."""
+    node = fleet.nodes[1]
+    done = node.run("paceline", "worker", "--state", "bare", "--scheduler", "tls://10.0.0.1:8786")
+    says(done, 2, "paceline[flows]")
+    assert node.run("test", "-e", "bare").code == 1
+
+
 def test_nodes_report_what_they_have(fleet: Fleet) -> None:
     """Without any setting; what a virtual interface claims is no speed."""
     node = fleet.nodes[1]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from paceline.relay.inventory import DISK_FILE, accelerators, disk_bytes_s
+from paceline.relay.inventory import DISK_FILE, _disk_bytes_s, accelerators, measure_disk
 
 # As nvidia-smi of driver 550 prints it: names and MiB; the matrix of two GPUs on NVLink.
 GPUS = "NVIDIA H100 80GB HBM3, 81559\nNVIDIA H100 80GB HBM3, 81559\n"
@@ -71,16 +70,22 @@ def test_memory_that_the_driver_does_not_give_is_zero(driver: Path) -> None:
     assert (found.memory_bytes, found.link) == (0, "")
 
 
-def test_the_disk_is_measured_once(tmp_path: Path) -> None:
-    first = disk_bytes_s(tmp_path)
-    assert first is not None
+def test_the_disk_s_speed_is_kept_and_a_start_does_not_measure(tmp_path: Path) -> None:
+    assert _disk_bytes_s(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    measured = measure_disk(tmp_path)
+    assert _disk_bytes_s(tmp_path) == measured > 0
     assert [each.name for each in tmp_path.iterdir()] == [DISK_FILE]
-    (tmp_path / DISK_FILE).write_text(json.dumps({"write_bytes_s": 5.0}))
-    assert disk_bytes_s(tmp_path) == 5.0
-    assert disk_bytes_s(tmp_path, again=True) != 5.0
-    (tmp_path / DISK_FILE).write_text("{")
-    assert disk_bytes_s(tmp_path) != 5.0
 
 
-def test_a_disk_that_refuses_is_not_known(tmp_path: Path) -> None:
-    assert disk_bytes_s(tmp_path / "none") is None
+@pytest.mark.parametrize(
+    "kept", ["{", "[]", "{}", '{"write_bytes_s": -1.0}', '{"write_bytes_s": NaN}']
+)
+def test_what_is_kept_wrong_is_not_known(tmp_path: Path, kept: str) -> None:
+    (tmp_path / DISK_FILE).write_text(kept)
+    assert _disk_bytes_s(tmp_path) is None
+
+
+def test_a_disk_that_refuses_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        measure_disk(tmp_path / "none")

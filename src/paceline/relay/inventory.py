@@ -1,6 +1,6 @@
 """What a node reads of its machine as it starts, for the coordinator, plans and placement.
 
-The disk's speed is measured once and kept; everything else is read again. What cannot be read is
+The disk's speed is measured at join and kept; everything else is read again. What cannot be read is
 reported as not known. NVIDIA's driver is asked through nvidia-smi: the base install has no library.
 """
 
@@ -24,6 +24,7 @@ from paceline.system import interface_mbit, interface_to, is_loopback, write_byt
 NVIDIA_SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
 DISK_FILE = "disk-speed.json"
+MOST_BYTES_S = 1e15  # that the coordinator accepts
 _CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - its size is read
 
@@ -33,14 +34,13 @@ log = logging.getLogger(__name__)
 def read_inventory(runtime: Runtime, driver_s: float) -> Inventory:
     """Return this machine, within the limits of this process's cgroup.
 
-    ``driver_s``: how long to wait for each answer of the GPUs' driver. The disk is measured where
-    this node joined a fleet; the nodes that `paceline up` starts share one machine's disk.
+    ``driver_s``: how long to wait for each answer of the GPUs' driver. The disk's speed is the one that
+    `paceline doctor` measured, at join or since.
     """
     known = runtime.endpoints
     host = urlsplit((*known.coordinator_urls, known.coordinator_url)[0]).hostname or ""
     interface = "" if not host or is_loopback(host) else interface_to(host) or ""
     shared = os.statvfs(_SHARED_MEMORY)
-    joined = (runtime.state_dir / "identity").is_dir()
     return Inventory(
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=_memory_bytes(),
@@ -48,29 +48,24 @@ def read_inventory(runtime: Runtime, driver_s: float) -> Inventory:
         accelerators=accelerators(driver_s),
         interface=interface,
         interface_mbit=interface_mbit(interface) if interface else None,
-        disk_bytes_s=disk_bytes_s(runtime.state_dir) if joined else None,
+        disk_bytes_s=_disk_bytes_s(runtime.state_dir),
     )
 
 
-def disk_bytes_s(state_dir: Path, *, again: bool = False) -> float | None:
-    """Return how fast ``state_dir``'s disk writes, as measured once; ``again``: measure now.
-
-    None where it refuses the write.
-    """
-    path = state_dir / DISK_FILE
-    try:
-        kept = json.loads(path.read_bytes())["write_bytes_s"]
-        if not again and isinstance(kept, float) and kept > 0:
-            return kept
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # not measured yet
-    try:
-        measured = write_bytes_s(state_dir)
-        write_private(path, json.dumps({"write_bytes_s": measured}).encode())
-    except OSError as error:
-        log.warning("the disk's speed cannot be measured at %s: %s", state_dir, error)
-        return None
+def measure_disk(state_dir: Path) -> float:
+    """Measure how fast ``state_dir``'s disk writes, in bytes/s, and keep it; raises OSError."""
+    measured = write_bytes_s(state_dir)
+    write_private(state_dir / DISK_FILE, json.dumps({"write_bytes_s": measured}).encode())
     return measured
+
+
+def _disk_bytes_s(state_dir: Path) -> float | None:
+    """Return what was measured last; a start does not measure: neighbours wait for its pieces."""
+    try:
+        kept = json.loads((state_dir / DISK_FILE).read_bytes())["write_bytes_s"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # never measured
+    return kept if isinstance(kept, float) and 0 < kept <= MOST_BYTES_S else None
 
 
 def accelerators(driver_s: float) -> tuple[Accelerator, ...]:

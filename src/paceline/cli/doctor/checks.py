@@ -27,7 +27,7 @@ from paceline.client import CoordinatorClient
 from paceline.config import Runtime, object_access, read_certificate
 from paceline.errors import PacelineError
 from paceline.extras import installed_extras
-from paceline.relay import disk_bytes_s
+from paceline.relay import measure_disk
 from paceline.schemas import Check
 from paceline.system import (
     Endpoint,
@@ -242,9 +242,7 @@ def disk(directory: Path, link_mbit: float) -> Iterator[Check]:
     free = shutil.disk_usage(directory).free
     if free < ROOM_BYTES:
         yield warning("disk-space", f"{size(free)} free at {directory}", "Free some, or move it.")
-    if (rate := disk_bytes_s(directory, again=True)) is None:
-        yield failed("disk", f"{directory} refuses a write", "Check the disk, or move --state.")
-        return
+    rate = measure_disk(directory)
     said = f"writes {size(rate)}/s, {size(free)} free at {directory}"
     if rate < link_mbit * 1e6 / 8:
         do = "A model arrives no faster than it is written: use a faster disk for --state."
