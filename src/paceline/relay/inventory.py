@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 def read_inventory(runtime: Runtime, driver_s: float) -> Inventory:
     """Return this machine, within the limits of this process's cgroup.
 
-    ``driver_s``: how long to wait for each answer of the GPUs' driver. The disk's speed is the one that
-    `paceline doctor` measured, at join or since.
+    ``driver_s``: how long to wait for each answer of the GPUs' driver. The disk's speed is the
+    one that `paceline doctor` measured, at join or since.
     """
     known = runtime.endpoints
     host = urlsplit((*known.coordinator_urls, known.coordinator_url)[0]).hostname or ""
