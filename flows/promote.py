@@ -45,7 +45,7 @@ def promote_model(
         base_url = published_url(run, model_id, evaluation.base_version)
         base = distribute.fetch_model_manifest(run, base_url)
         snapshot = snapshot_reference(run, evaluation.snapshot_url)
-        packaged = promote.package_candidate(run, base, result).output
+        packaged = promote.package_candidate(run, base, result, evaluation).output
         lineage = promote.lineage_of(run, base, result, snapshot, packaged["manifest_digest"])
         decision = promote.gate(run, base, evaluation, lineage)
         evidence = promote.bundle(

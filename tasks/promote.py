@@ -16,13 +16,14 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
-from paceline.evaluation import EXCEPTED, decide
+from paceline.evaluation import CARD_FILE, EXCEPTED, MAX_CARD_BYTES, decide, model_card
 from paceline.manifest import (
     Manifest,
     build_manifest,
     fetch_manifest,
     publish_model,
 )
+from paceline.models import is_pretrained
 from paceline.registry import gate_metrics
 from paceline.schemas import Evaluation, Evidence, GateDecision, TrainResult, digest_of
 from paceline.tasks import artifacts, sealed
@@ -64,13 +65,24 @@ def require_same(evaluation: Evaluation, **wanted: str | None) -> None:
 
 
 @task(name="package-candidate", cache_policy=NO_CACHE)
-def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageResult:
-    """Fetch the export, give it the next free version, and compute its manifest: the digest that
-    the gate judges is the digest that will be published."""
+def package_candidate(
+    run: Run, base: Manifest, trained: TrainResult, evaluation: Evaluation
+) -> StageResult:
+    """Fetch the export, write its card, give it the next free version, and compute its manifest:
+    the digest that the gate judges is the digest that will be published."""
 
     def work() -> dict[str, Any]:
-        manifest = _named(run, base, _candidate_dir(run, trained))
+        directory = _candidate_dir(run, trained)
+        card = model_card(
+            evaluation,
+            trained,
+            _base_card(run, base),
+            is_pretrained=is_pretrained(directory),
+        )
+        manifest, card = _named(run, base, directory, card)
+        run.registry.log_artifact_text(run.mlflow_run, card, CARD_FILE)
         return {
+            "card": card,
             "version": manifest.version,
             "manifest_digest": manifest.digest,
             "bytes": manifest.total_size,
@@ -90,6 +102,7 @@ def package_candidate(run: Run, base: Manifest, trained: TrainResult) -> StageRe
             "export": trained.export_url,
             "model": base.model_id,
             "after": base.version,
+            "evaluation": digest_of(evaluation),
         },
         work,
         still_true=still_free,
@@ -208,6 +221,7 @@ def publish_candidate(
 
     def work() -> dict[str, Any]:
         directory = _candidate_dir(run, trained)
+        (directory / CARD_FILE).write_text(packaged["card"])
         name: dict[str, Any] = {
             "model_id": base.model_id,
             "version": packaged["version"],
@@ -379,10 +393,21 @@ def next_version(version: str) -> str:
     return f"{head}{dot}{int(tail) + 1}" if tail.isdigit() else f"{version}.1"
 
 
-def _named(run: Run, base: Manifest, directory: Path) -> Manifest:
-    """Return the manifest of ``directory`` under the first version after the base's that is free,
-    or that has these very files already: an earlier candidate keeps its version."""
+def _base_card(run: Run, base: Manifest) -> str:
+    """Return the README.md of the base model; "" where it has none that can be read."""
+    url = f"{published_url(run, base.model_id, base.version)}/{CARD_FILE}"
+    held = [each for each in base.files if each.path == CARD_FILE]
+    if not held or held[0].size > MAX_CARD_BYTES:
+        return ""
+    return run.store.get_bytes(url, MAX_CARD_BYTES).decode("utf-8", errors="replace")
+
+
+def _named(run: Run, base: Manifest, directory: Path, card: str) -> tuple[Manifest, str]:
+    """Return the manifest of ``directory`` with ``card`` under the first version after the base's
+    that is free, and the card. A candidate that is published already keeps its version, and the
+    card that it got with its first evaluation."""
     profile = run.runtime.profile
+    (directory / CARD_FILE).write_text(card)
 
     def built(version: str) -> Manifest:
         return build_manifest(
@@ -400,9 +425,12 @@ def _named(run: Run, base: Manifest, directory: Path) -> Manifest:
     for _ in range(MAX_VERSIONS):
         taken = _published(run, base.model_id, version)
         if taken is None:
-            return first if first.version == version else built(version)
+            return (first if first.version == version else built(version)), card
         if _files(taken) == _files(first):
-            return taken
+            url = f"{published_url(run, base.model_id, version)}/{CARD_FILE}"
+            card = run.store.get_bytes(url, MAX_CARD_BYTES).decode()
+            (directory / CARD_FILE).write_text(card)
+            return taken, card
         version = next_version(version)
     raise Conflict(
         "no free version is left",
@@ -413,7 +441,9 @@ def _named(run: Run, base: Manifest, directory: Path) -> Manifest:
 
 
 def _files(manifest: Manifest) -> list[tuple[str, int, str]]:
-    return [(each.path, each.size, each.sha256) for each in manifest.files]
+    """Return what makes two versions the same model: all files but the card."""
+    held = [each for each in manifest.files if each.path != CARD_FILE]
+    return [(each.path, each.size, each.sha256) for each in held]
 
 
 def _published(run: Run, model_id: str, version: str) -> Manifest | None:

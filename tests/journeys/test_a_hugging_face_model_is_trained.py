@@ -139,6 +139,8 @@ def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_pat
     for number in range(12, 60):  # enough that documents are held out
         lines = (f"line {n} of file {number} is {n * number}\n" for n in range(80))
         Path(places["TEXT"], f"{number}.txt").write_text("".join(lines))
+    Path(places["MODEL"], "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
+    Path(places["MODEL"], "LICENSE").write_text("the terms\n")
     try:
         typed("bash", "-ec", blocks["up"].replace("up", "up --profile ci"), home=tmp_path)
         typed("bash", "-ec", blocks["train"], home=tmp_path)
@@ -150,6 +152,13 @@ def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_pat
             assert bits["candidate"]["high"] < bits[other]["low"], bits
         (candidate,) = [each for each in report["scores"] if each["name"] == "candidate"]
         assert 0 < candidate["tokens"] < report["bytes"] / 1.5, "its own tokens, not bytes"
+        for node in ("node-0", "node-3"):
+            held = tmp_path / ".paceline/nodes" / node / "store/hub/models--acme--tiny/snapshots/2"
+            card = (held / "README.md").read_text()
+            assert "license: apache-2.0\n" in card
+            assert "base_model: acme/tiny\n" in card
+            assert f"| candidate | {bits['candidate']['value']:.4f} |" in card
+            assert (held / "LICENSE").read_text() == "the terms\n"
         typed("bash", "-ec", blocks["continue"], home=tmp_path)
         went_on = json.loads((tmp_path / "continued.json").read_text())
         assert (went_on["resumed_from_step"], went_on["steps"]) == (300, 340)

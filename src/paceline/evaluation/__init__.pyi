@@ -1,4 +1,9 @@
 from .baselines import COMPRESSORS as COMPRESSORS, compressed_bits as compressed_bits
+from .card import (
+    CARD_FILE as CARD_FILE,
+    MAX_CARD_BYTES as MAX_CARD_BYTES,
+    model_card as model_card,
+)
 from .gate import EXCEPTED as EXCEPTED, LINEAGE as LINEAGE, decide as decide
 from .generation import generate as generate
 from .held_out import (

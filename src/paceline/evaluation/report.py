@@ -56,6 +56,17 @@ def as_markdown(report: EvaluationReport) -> str:
     return "\n".join(lines) + "\n"
 
 
+def comparison_rows(report: EvaluationReport) -> list[str]:
+    """Return two tables of markdown: each model's figure, and the candidate's differences."""
+    rows = [
+        f"| {_cell(each.name)} | {each.bits_per_byte.value:.4f} | {each.bits_per_byte.low:.4f} to "
+        f"{each.bits_per_byte.high:.4f} | {each.tokens or '–'} |"
+        for each in _ranked(report)
+    ]
+    head = ["| model | bits per byte | interval | tokens |", "|---|---:|---:|---:|"]
+    return [*head, *rows, *_gains(report)]
+
+
 def plot_report(report: EvaluationReport, path: Path) -> Path:
     """Draw bits per byte with intervals, and by document size, into ``path`` (PNG); return it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -44,6 +44,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 TOKENIZER_FILE = "tokenizer.json"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # go with the weights
 FILE_BYTES = 5_000_000_000  # of a weights file, at most (a larger tensor has its own)
 OURS = "manifest.json"  # that Paceline adds beside a model
 
@@ -181,9 +182,10 @@ class Pretrained:
         return groups
 
     def copy_others(self, into: Path) -> None:
-        """Copy config, tokenizer, chat template and generation config: all but the weights."""
+        """Copy config, tokenizer, chat template, generation config and licence, no weights."""
         for each in sorted(self.directory.iterdir()):
-            if each.suffix in COPIED_SUFFIXES and each.name not in (OURS, INDEX_FILE):
+            legal = each.name.upper().startswith(LEGAL) and each.is_file()
+            if legal or (each.suffix in COPIED_SUFFIXES and each.name not in (OURS, INDEX_FILE)):
                 shutil.copyfile(each, into / each.name)
 
     def copy(self, into: Path) -> None:

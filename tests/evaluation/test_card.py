@@ -1,0 +1,68 @@
+"""The model card says what was recorded, the same each time, and takes over the base's licence."""
+
+from __future__ import annotations
+
+import yaml
+
+from paceline.evaluation import model_card
+from paceline.schemas import Evaluation, TrainResult
+from tests.evaluation.reports import passing
+
+DIGEST = "d" * 64
+BASE_CARD = "---\nlicense: other\nlicense_name: acme-terms\nmodel_index: 1\n---\n# Base\n"
+
+
+def trained() -> TrainResult:
+    return TrainResult.model_validate(
+        {
+            **{"job_id": "job-1", "steps": 40, "resumed_from_step": 0, "first_loss": 3.0},
+            **{"final_loss": 2.0, "tokens_per_second": 1.0, "data_wait_share": 0.0},
+            **{"checkpoint_stall_share": 0.0, "export_url": "s3://b/export"},
+            **{"weights_digest": "e" * 64, "checkpoints": (), "restarts": (), "seconds": 1.0},
+            **{"config_digest": DIGEST, "code_version": "0.1.0+src.1", "ranks": 2},
+            "snapshot_digest": "f" * 64,
+        }
+    )
+
+
+def evaluation(**changes: object) -> Evaluation:
+    return Evaluation(
+        model_id="acme/tiny",
+        base_version="1",
+        base_manifest_digest=DIGEST,
+        training_digest="a" * 64,
+        snapshot_url="s3://b/data",
+        models={"candidate": "e" * 64},
+        report=passing().model_copy(update=changes),
+    )
+
+
+def test_it_names_data_figures_and_how_to_reproduce_them() -> None:
+    card = model_card(evaluation(), trained(), BASE_CARD, is_pretrained=True)
+    facts = yaml.safe_load(card.split("---\n")[1])
+    assert facts == {
+        "base_model": "acme/tiny",
+        "library_name": "transformers",
+        "license": "other",
+        "license_name": "acme-terms",
+        "pipeline_tag": "text-generation",
+        "tags": ["paceline"],
+    }
+    for said in ("Licence: acme-terms.", "40 steps on 2 ranks", "f" * 64, "paceline reproduce RUN"):
+        assert said in card
+    candidate = passing().score("candidate")
+    assert candidate is not None
+    assert f"| candidate | {candidate.bits_per_byte.value:.4f} |" in card
+
+
+def test_the_same_records_give_the_same_bytes_whatever_they_took() -> None:
+    card = model_card(evaluation(), trained(), is_pretrained=False)
+    assert card == model_card(evaluation(seconds=999.0), trained(), is_pretrained=False)
+    assert "library_name" not in card
+
+
+def test_a_base_card_that_is_none_is_left_alone() -> None:
+    for odd in ("# no front matter", "---\n[unclosed\n---\n", "---\n- a list\n---\n", "---\n"):
+        assert "Licence: that of the base model" in model_card(
+            evaluation(), trained(), odd, is_pretrained=False
+        )
