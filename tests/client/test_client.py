@@ -126,6 +126,16 @@ def test_answer_that_is_no_record_is_service_unavailable():
     assert caught.value.wanted == "WorkerList"
 
 
+def test_fields_of_a_newer_coordinator_are_ignored_in_answers_and_problems():
+    answer = ANSWER | {"new": {"a": 1}}
+    with server(lambda _: (200, json.dumps(answer).encode())) as (_, client):
+        assert client.heartbeat(BEAT).epoch == 1
+    problem = Problem(title="t", status=409, detail="no", code="Conflict").model_dump() | {"new": 1}
+    with server(lambda _: (409, json.dumps(problem).encode())) as (_, client):
+        with pytest.raises(Conflict, match="no"):
+            client.workers()
+
+
 def test_ledger_that_has_nothing_is_none_and_not_an_error():
     problem = Problem(title="t", status=404, detail="no", code="NotFound")
     with server(lambda _: (404, problem.model_dump_json().encode())) as (_, client):

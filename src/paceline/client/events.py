@@ -165,7 +165,7 @@ def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _parsed(data: bytes) -> Moment | EventItem | Missed | Dropped:
     try:
-        return StreamItem.model_validate_json(data).root
+        return StreamItem.model_validate_json(data, extra="ignore").root  # of a newer coordinator
     except ValidationError as error:
         raise ServiceUnavailable(
             "the stream cannot be read",

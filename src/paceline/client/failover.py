@@ -213,7 +213,7 @@ class FailoverClient:
     ) -> Answer:
         raw = self._request(method, path, body, headers=headers, timeout_s=timeout_s, wait_s=wait_s)
         try:
-            return kind.model_validate_json(raw)
+            return kind.model_validate_json(raw, extra="ignore")  # of a newer coordinator
         except ValidationError as error:
             raise ServiceUnavailable(
                 "the coordinator's answer cannot be read",
@@ -385,7 +385,7 @@ def _not_leading(endpoint: Endpoint, leader: Endpoint, where: str) -> ServiceUna
 def error_of(status: int, answer: bytes, where: str) -> PacelineError:
     """Return the error of a problem document, or the nearest one for another response."""
     try:
-        problem = Problem.model_validate_json(answer)
+        problem = Problem.model_validate_json(answer, extra="ignore")
     except ValidationError:
         text = answer[:200].decode("utf-8", "replace").strip()
         return _kind_of(status)(
