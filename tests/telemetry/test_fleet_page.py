@@ -41,7 +41,7 @@ def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
     for agent in agents:
         agent.register()
     names = [each.worker_id for each in agents]
-    client.create(creation(url, names, max_failed=0.5), "key-1")
+    made = client.create(creation(url, names, max_failed=0.5), "key-1")
     with chromium() as browser:
         browser.get(f"{served.url}/fleet")
         see(browser, "//input[@id='token']").send_keys("not the token\n")
@@ -68,6 +68,14 @@ def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
         assert sum(row[0] == rows[0][0] for row in rows) == 3, "one has nothing, three have it"
         wait_until(lambda: "worker.lost node-2" in text(browser, "#events"), 20, "it is told")
         keep(browser, "fleet")
+        client.activate(made.deployment_id)
+
+        def switching() -> bool:
+            everybody(but=2)
+            return "switching → " in text(browser, "#events")
+
+        wait_until(switching, 20, "no version was before this one")
+        assert "undefined" not in text(browser, "#events")
 
         served.end(signal.SIGKILL)
         wait_until(lambda: "trying again" in text(browser, "#live"), 20, "the page says so")
