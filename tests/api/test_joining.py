@@ -364,6 +364,29 @@ def test_a_running_server_takes_a_renewed_certificate(served, admin, tmp_path):
     assert x509.load_der_x509_certificate(after) == kept
 
 
+def test_a_node_that_joined_needs_no_token_file_any_more(served, admin, tmp_path):
+    secret, node = tmp_path / "token", tmp_path / "node"
+    argv = [sys.executable, "-m", "paceline.cli.main", "agent", "--worker-id", "later"]
+    argv += ["--state", str(node), "--coordinator", served.url, "--join", f"@{secret}"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "No such file" in done.stderr
+    assert not node.exists()
+    join(node, "later", served.url, join_token(admin, "later"))
+    assert join(node, "later", served.url, "") is False
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(argv, stdout=log, stderr=log)
+    try:
+        end_s = time.monotonic() + DEADLINE_S
+        while not any(each.worker_id == "later" and each.alive for each in admin.workers()):
+            assert time.monotonic() < end_s, (tmp_path / "log").read_text()
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+
+
 def test_two_joined_nodes_relay_a_model_over_mutual_tls(served, admin, tmp_path):
     """Everything they have came with joining: the source's roots, the peers' protection, the CA."""
     source, _ = make_model(served.runtime.state_dir, version="v7")

@@ -216,7 +216,7 @@ def agent(
 
 
 def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) -> None:
-    from paceline.relay import join
+    from paceline.relay import has_joined, join
 
     if not token or not url:
         raise click.UsageError("--join and --coordinator belong together.")
@@ -224,7 +224,10 @@ def _join(state: Path, worker_id: str, url: str, token: str, ca: Path | None) ->
         try:
             token = Path(token[1:]).read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
-            raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
+            # The token was used long ago, and its file may be gone since.
+            if not (isinstance(error, FileNotFoundError) and has_joined(state)):
+                raise click.BadParameter(f"cannot be read: {error}", param_hint="--join") from error
+            token = ""
     if join(state, worker_id, url, token, ca=ca):
         _check_node(state)
 

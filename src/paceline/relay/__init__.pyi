@@ -7,6 +7,7 @@ from .joining import (
     JOINING_FILE as JOINING_FILE,
     Renewal as Renewal,
     fetch_authority as fetch_authority,
+    has_joined as has_joined,
     join as join,
     joined_worker_id as joined_worker_id,
 )

@@ -70,7 +70,8 @@ def join(
 ) -> bool:
     """Make this node ``worker_id``; return False where it is that already, without using the token.
 
-    A node that joined with another token before, and was taken out since, joins anew with this one.
+    A node that joined with another token before, and was taken out since, joins anew with this one;
+    "" stands for the token that it joined with.
     ``ca`` is the authority that the coordinator's certificate is checked against; without one, the
     authority whose fingerprint is in the token. Raises AccessDenied (the token was used for another
     node, is expired, or belongs to another worker), Conflict (the directory belongs to another
@@ -80,7 +81,7 @@ def join(
     """
     if (about := _joined_as(state_dir)) is not None:
         _require_same(state_dir, worker_id)
-        if about.get("joined_with") in (None, _id_of(token)):
+        if not token or about.get("joined_with") in (None, _id_of(token)):
             return False
     require_unused(state_dir)
     endpoint = Endpoint.of(coordinator_url)
@@ -328,6 +329,11 @@ def _joined_as(state_dir: Path) -> dict[str, Any] | None:
         ) from error
     assert isinstance(about, dict)
     return about
+
+
+def has_joined(state_dir: Path) -> bool:
+    """Return whether the node of ``state_dir`` has an identity of a fleet."""
+    return _joined_as(state_dir) is not None
 
 
 def joined_worker_id(state_dir: Path, worker_id: str = "") -> str:
