@@ -4,6 +4,7 @@ import time
 
 from paceline.api import BATCH, ROWS_AT_ONCE, AuditWriter, RefusedCall
 from paceline.coordinator import Call, TokenRegistry
+from paceline.coordinator.state import Tick
 from paceline.errors import ServiceUnavailable
 from paceline.schemas import Scope
 from tests.api.conftest import call
@@ -112,7 +113,8 @@ def test_a_retry_later_answer_is_not_audited_as_a_refusal(rest, monkeypatch):
         coordinator, "handle", lambda event: told.append(event) or _raise(ServiceUnavailable("x"))
     )
     answer = call(rest, "POST", "/deployments/dep-y/rollback", rest.owner)
-    assert (answer.status_code, len(told)) == (503, 1)
+    calls = [each for each in told if not isinstance(each, Tick)]  # its clock goes on meanwhile
+    assert (answer.status_code, len(calls)) == (503, 1)
     assert int(answer.headers["Retry-After"]) >= 1
     monkeypatch.undo()
     call(rest, "POST", "/deployments/dep-z/rollback", rest.owner)  # a refusal, and written later
