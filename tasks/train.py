@@ -14,19 +14,18 @@ from paceline.cluster import Node
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
-from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
-from paceline.storage import join_url
+from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.figures import Figures, points_of, record_job, record_result
 from paceline.tasks.run import Run, StageResult
 from paceline.text import shortened
 from paceline.training import (
-    JOB_FILE,
     code_ref_task_size,
     config_digest,
     continuation,
     result_data_settings,
     run_job,
+    store_job,
     with_derived_id,
 )
 
@@ -85,8 +84,7 @@ def train(
 
     def work() -> dict[str, Any]:
         record_job(run.registry, run.mlflow_run, job)
-        record = join_url(job.checkpoint_url, job.job_id, JOB_FILE)
-        run.store.put_bytes(record, canonical_json(job))  # for a continuation
+        store_job(job, run.store)  # for a continuation
         page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
         sending = Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show)
         with run.fleet() as fleet, cancelling.noticed() as cancel, sending as figures:

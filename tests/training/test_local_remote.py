@@ -21,7 +21,7 @@ from paceline.errors import (
 from paceline.registry import Registry
 from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
-from paceline.training import single
+from paceline.training import checkpoints_url, single
 from paceline.training.checkpoint import Generations, generation_at
 from paceline.training.loop import RankIdentity, StopFlag, run_rank
 from tests.support.rclone import RcloneS3
@@ -136,10 +136,10 @@ def test_another_machine_goes_on_from_s3_in_the_same_mlflow_run(
 
             made = len(rank_here(first, follow, after=4).losses)
             raise Cancelled("stopped")
-    generations = Generations(credentials, single.checkpoints_url(first))
+    generations = Generations(credentials, checkpoints_url(first))
     assert generations.steps()[0] == made < STEPS
     assert not list(tmp_path.glob("first/checkpoints/*/step-*")), "nothing of it is here"
-    assert generation_at(tmp_path / "first")[0].url == single.checkpoints_url(first)
+    assert generation_at(tmp_path / "first")[0].url == checkpoints_url(first)
 
     second = single.prepare(ask(tmp_path / "second", text, place))
     assert (second.job_id, second.run_id) == (first.job_id, first.run_id)
@@ -199,10 +199,10 @@ def test_a_run_id_that_is_given_is_a_run_of_its_own(text: Path, tmp_path: Path) 
     job = single.prepare(asked)
     assert job.checkpoint_url == DiskStore.url_of(tmp_path / "elsewhere")
     store = DiskStore()
-    store.put_bytes(f"{single.checkpoints_url(job)}/job.json", job.model_dump_json().encode())
+    store.put_bytes(f"{checkpoints_url(job)}/job.json", job.model_dump_json().encode())
     assert single.prepare(asked).run_id == job.run_id
     assert single.prepare(asked, "run-20260101-000000-abcdef").run_id.endswith("abcdef")
-    store.put_bytes(f"{single.checkpoints_url(job)}/job.json", b"{")
+    store.put_bytes(f"{checkpoints_url(job)}/job.json", b"{")
     assert single.prepare(asked).run_id != job.run_id
 
 

@@ -1,5 +1,9 @@
 from .base import BaseResult as BaseResult, BaseSpec as BaseSpec, train_base as train_base
-from .continuing import JOB_FILE as JOB_FILE, continuation as continuation
+from .continuing import (
+    checkpoints_url as checkpoints_url,
+    continuation as continuation,
+    store_job as store_job,
+)
 from .identity import (
     code_ref_task_size as code_ref_task_size,
     code_version as code_version,
@@ -37,7 +41,6 @@ from .reproducibility import (
     require_same as require_same,
 )
 from .single import (
-    checkpoints_url as checkpoints_url,
     display_url as display_url,
     local_record_dir as local_record_dir,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import ValidationError
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
-from paceline.schemas import Continued, TrainJob
+from paceline.schemas import Continued, TrainJob, canonical_json
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, with_derived_id
@@ -30,6 +30,22 @@ CHANGEABLE = (
 )
 
 
+def checkpoints_url(job: TrainJob) -> str:
+    """Return the URL prefix of the job's checkpoint generations."""
+    return join_url(job.checkpoint_url, job.job_id)
+
+
+def store_job(job: TrainJob, store: ObjectStore) -> None:
+    """Store the job's record beside its checkpoints."""
+    store.put_bytes(join_url(checkpoints_url(job), JOB_FILE), canonical_json(job))
+
+
+def stored_job(url: str, store: ObjectStore) -> TrainJob:
+    """Return the record beside the checkpoints at ``url``; raises ValidationError for another
+    content, and as ``ObjectStore.get_bytes`` does."""
+    return TrainJob.model_validate_json(store.get_bytes(join_url(url, JOB_FILE), MAX_RECORD_BYTES))
+
+
 def continuation(job: TrainJob, earlier_id: str, store: ObjectStore) -> TrainJob:
     """Return ``job`` as the continuation of the job ``earlier_id`` of the same checkpoints' place.
 
@@ -38,8 +54,7 @@ def continuation(job: TrainJob, earlier_id: str, store: ObjectStore) -> TrainJob
     """
     where = join_url(job.checkpoint_url, earlier_id)
     try:
-        raw = store.get_bytes(join_url(where, JOB_FILE), MAX_RECORD_BYTES)
-        earlier = TrainJob.model_validate_json(raw)
+        earlier = stored_job(where, store)
     except ValidationError as error:
         raise CorruptData("a job's record cannot be read", where=where) from error
     generations = Generations(store, where)

@@ -56,7 +56,13 @@ from paceline.schemas import (
 from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
 from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
-from paceline.training.continuing import JOB_FILE, MAX_RECORD_BYTES, continuation
+from paceline.training.continuing import (
+    JOB_FILE,
+    checkpoints_url,
+    continuation,
+    store_job,
+    stored_job,
+)
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
 from paceline.training.loop import MetadataWatcher, require_model, require_pretrained
@@ -265,7 +271,7 @@ def recorded(
     if checkpoints_url(job) == DiskStore.url_of(here):  # the consumer of events stores the job
         yield lambda _: None
         return
-    store.put_bytes(join_url(checkpoints_url(job), JOB_FILE), canonical_json(job))
+    store_job(job, store)
 
     def keep(result: TrainResult) -> None:
         try:
@@ -321,9 +327,9 @@ def _require_writable(url: str, store: ObjectStore) -> None:
 
 def _previous_run_id(job: TrainJob, store: ObjectStore) -> str | None:
     """Return the run id of an earlier training of the same job; None without one."""
-    where = join_url(checkpoints_url(job), JOB_FILE)
+    where = checkpoints_url(job)
     try:
-        return TrainJob.model_validate_json(store.get_bytes(where, MAX_RECORD_BYTES)).run_id
+        return stored_job(where, store).run_id
     except SourceMissing:
         return None
     except (PacelineError, ValidationError) as error:
@@ -433,11 +439,6 @@ def _copy_model(source: Path, directory: Path) -> None:
     for each in source.iterdir():
         if each.suffix in (".safetensors", ".json") and each.name != "manifest.json":
             shutil.copyfile(each, directory / each.name)
-
-
-def checkpoints_url(job: TrainJob) -> str:
-    """Return the URL prefix of the job's checkpoint generations."""
-    return join_url(job.checkpoint_url, job.job_id)
 
 
 def local_record_dir(job: TrainJob) -> Path:

@@ -215,7 +215,7 @@ def train_here(
     continue_from: str = "",
 ) -> int:
     """Train on this machine and print the result."""
-    from paceline.training import single
+    from paceline.training import checkpoints_url, single
 
     if text is not None and snapshot is not None:
         raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
@@ -241,7 +241,7 @@ def train_here(
             job = single.prepare(asked, run_id)
         record, place = (
             single.local_record_dir(job),
-            single.display_url(single.checkpoints_url(job)),
+            single.display_url(checkpoints_url(job)),
         )
         lines = Lines(job, record)
         told.addFilter(lines.is_news)
