@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PACELINE_TORCH_INDEX PYTHON
-LOCKS := $(patsubst %,requirements/%.lock,base train flows stores control hf gpu dev torch)
+LOCKS := $(patsubst %,requirements/%.lock,base train flows stores control hf lora eval gpu dev torch)
 UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,8 +37,10 @@ demo: setup ## bucket → relay → verify → train → evaluate → promote �
 test: setup ## every promise once
 	$(BIN)/python -m pytest $(ARGS)
 
+# They wait for servers half of their time: a process more for each four cores.
+NIGHTLY_PROCESSES := $(shell echo $$(( $$(nproc) + ($$(nproc) + 2) / 4 )))
 test-nightly: setup ## the tests that show a promise again on slower, larger or rarer ways
-	$(BIN)/python -m pytest -m 'nightly and not chaos' $(ARGS)
+	$(BIN)/python -m pytest -m 'nightly and not chaos' -n $(NIGHTLY_PROCESSES) --maxprocesses=5 $(ARGS)
 
 journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
 	PACELINE_JOURNEY_MB=400 $(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)

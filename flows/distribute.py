@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from prefect import flow
+from pydantic import Field
 
 from paceline.tasks import distribute as stages
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks.declaring import ModelId, Version, declared
 from paceline.tasks.lineage import recorded
-from paceline.tasks.prepare import published_url
+from paceline.tasks.publish import published_url
 from paceline.tasks.run import Run
 
 
-@flow(name="distribute-model")
-@cancellable
+@declared("distribute-model", "distribute {model_id} {version} {source_url}")
 def distribute_model(
-    model_id: str = "",
-    version: str = "",
-    source_url: str | None = None,
-    target_workers: list[str] | None = None,
-    activate: bool = True,
+    model_id: ModelId = "",
+    version: Version = "",
+    source_url: Annotated[
+        str | None,
+        Field(description="Instead: s3://…, models:/name@alias, hf://org/name@revision or oci://…"),
+    ] = None,
+    target_workers: Annotated[
+        list[str] | None, Field(description="These nodes; default: every node.")
+    ] = None,
+    activate: Annotated[
+        bool, Field(description="Switch each node to it once it is verified everywhere.")
+    ] = True,
     stage_prefix: str = "",
     state_dir: str | None = None,
     run_id: str | None = None,
     deployment_id: str | None = None,
-    allow_older: bool = False,
-    selector: str | None = None,
+    allow_older: Annotated[
+        bool, Field(description="Also where it is older than what is active.")
+    ] = False,
+    selector: Annotated[
+        str | None, Field(description="Nodes by label (rack=r1,pool=a100) or by name.")
+    ] = None,
 ) -> dict[str, Any]:
     """Fetch the manifest, relay to ``target_workers`` or those that ``selector`` selects (default:
     every node), verify on every node, and activate. Run twice, it moves nothing twice.
@@ -78,12 +88,11 @@ def distribute_model(
         }
 
 
-@flow(name="verify-model")
-@cancellable
+@declared("verify-model", "verify {model_id} {version}")
 def verify_model(
-    model_id: str,
-    version: str,
-    full: bool = False,
+    model_id: ModelId,
+    version: Version,
+    full: Annotated[bool, Field(description="Also by the SHA-256 of files and chunks.")] = False,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:

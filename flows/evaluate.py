@@ -4,25 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
-
 from paceline.schemas import TrainResult
 from paceline.tasks import distribute, sealed
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks.declaring import ModelId, SnapshotUrl, Training, Version, declared
 from paceline.tasks.evaluate import evaluate, trained_on
 from paceline.tasks.lineage import recorded
-from paceline.tasks.prepare import published_url, snapshot_reference
+from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.promote import champion_reference, node_copy
+from paceline.tasks.publish import published_url
 from paceline.tasks.run import Run
 
 
-@flow(name="evaluate-model")
-@cancellable
+@declared("evaluate-model", "evaluate a candidate of {model_id} {base_version}")
 def evaluate_model(
-    model_id: str,
-    base_version: str,
-    trained: str,
-    snapshot_url: str,
+    model_id: ModelId,
+    base_version: Version,
+    trained: Training,
+    snapshot_url: SnapshotUrl,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:

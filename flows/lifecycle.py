@@ -4,43 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
-
+from paceline.config import with_job_settings
 from paceline.flows.distribute import distribute_model
 from paceline.flows.evaluate import evaluate_model
 from paceline.flows.promote import promote_model
 from paceline.flows.publish import prepare_inputs
 from paceline.flows.train import train_model
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks.declaring import Approver, Base, Data, JobSettings, declared
+from paceline.tasks.evaluate import published_tasks
 from paceline.tasks.lineage import recorded
 from paceline.tasks.promote import has_champion
 from paceline.tasks.run import Run
 from paceline.tasks.summary import summarise
 
 
-@flow(name="lifecycle")
-@cancellable
+@declared("lifecycle", "lifecycle {model} {data}")
 def run_lifecycle(
-    data: str | None = None,
-    approver: str | None = None,
+    data: Data = None,
+    model: Base = None,
+    approver: Approver = None,
+    settings: JobSettings = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
     """Relay the base model to every node, train it there, judge it, promote it, roll it out.
 
     Every stage is idempotent: run again, it goes on from where it was, and a finished run finds
-    everything done and says so. ``data`` is a directory of text files (default: the profile's).
+    everything done and says so. ``data`` is a directory of text files (default: the profile's);
+    ``model`` is the base (default: the profile's): MODEL_ID/VERSION as published, hf://…, oci://…,
+    or a directory. ``settings`` are the training's own, as of ``train_model``.
     """
     run = Run.open(state_dir, run_id)
     here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
     with recorded(run, "lifecycle"):
-        inputs = prepare_inputs(data, **here)
+        published_tasks(run)  # refused, where they are, before any node is busy
+        with_job_settings(run.runtime.profile, settings or {})  # this too
+        inputs = prepare_inputs(data, model, **here)
         base, snapshot_url = inputs["base"], inputs["snapshot"]["url"]
         model_id, version = base["model_id"], base["version"]
         # Where there is a champion the nodes go on running it until it is replaced.
         first = not has_champion(run, model_id)
         relayed = distribute_model(model_id, version, activate=first, **here)
-        trained = train_model(model_id, version, snapshot_url, **here)
+        trained = train_model(model_id, version, snapshot_url, settings=settings, **here)
         digest = trained["training_digest"]
         report = evaluate_model(model_id, version, digest, snapshot_url, **here)
         promoted = promote_model(model_id, report["report_digest"], approver=approver, **here)

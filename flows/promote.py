@@ -2,38 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from prefect import flow
+from pydantic import Field
 
-from paceline.tasks import distribute, promote
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks import approval, distribute, promote
+from paceline.tasks.declaring import Approver, ModelId, declared
 from paceline.tasks.lineage import recorded
-from paceline.tasks.prepare import published_url, snapshot_reference
+from paceline.tasks.prepare import snapshot_reference
+from paceline.tasks.publish import published_url
 from paceline.tasks.run import Run
 
+Expected = Annotated[
+    str | None, Field(description="If given, a report about another one is refused.")
+]
 
-@flow(name="promote-model")
-@cancellable
+
+@declared("promote-model", "promote a candidate of {model_id}")
 def promote_model(
-    model_id: str,
-    report: str,
-    base_version: str | None = None,
-    trained: str | None = None,
-    snapshot_url: str | None = None,
-    approver: str | None = None,
+    model_id: ModelId,
+    report: Annotated[str, Field(description="report_digest, as evaluate-model returns it.")],
+    base_version: Expected = None,
+    trained: Expected = None,
+    snapshot_url: Expected = None,
+    approver: Approver = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
     """Decide from the recorded evaluation ``report`` (its ``report_digest``); on a pass publish the
     candidate, register it with its evidence, and make it champion. Raises GateRefused, and changes
-    nothing, where the evidence is not enough.
+    nothing, where the evidence is not enough; AwaitingApproval where a person must approve first.
 
     ``base_version``, ``trained`` (a ``training_digest``) and ``snapshot_url`` may be given; a
     report about another one is refused.
     """
     run = Run.open(state_dir, run_id)
-    with recorded(run, "promote-model"):
+    # An approved promotion goes on by itself, maybe while its submitter runs it again.
+    with recorded(run, "promote-model"), run.alone(f"the promotion of run {run.run_id}"):
         evaluation, result = promote.recorded_evidence(run, report)
         promote.require_same(
             evaluation,
@@ -52,6 +57,8 @@ def promote_model(
             run, base, result, evaluation, decision, lineage, approver, report_digest=report
         )
         promote.require_passed(run, evidence)
+        evidence = approval.require_approved(run, evidence, packaged["version"])
+        promote.require_not_rolled_back(run, evidence)
         published = promote.publish_candidate(run, base, result, packaged).output
         promoted = promote.promote(run, evidence, published["url"]).output
         return {

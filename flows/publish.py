@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from prefect import flow
+from pydantic import Field
 
 from paceline.storage import is_remote
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks.declaring import Base, Data, ModelId, Version, declared
 from paceline.tasks.lineage import recorded
-from paceline.tasks.prepare import (
-    build_data_snapshot,
-    import_remote,
-    publish_base_model,
-    publish_directory,
-)
+from paceline.tasks.prepare import build_data_snapshot, publish_base_model, reading_for
+from paceline.tasks.publish import import_remote, publish_directory, publish_given_base
 from paceline.tasks.run import Run
 
 
-@flow(name="publish-model")
-@cancellable
+@declared("publish-model", "publish {model_id} {version} {directory}")
 def publish_model(
-    directory: str,
-    model_id: str = "",
-    version: str = "",
+    directory: Annotated[
+        str, Field(description="A directory on the flows' machine; or hf://…, oci://…")
+    ],
+    model_id: ModelId = "",
+    version: Version = "",
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
@@ -36,11 +33,15 @@ def publish_model(
         return publish_directory(run, directory, model_id, version).output
 
 
-@flow(name="build-snapshot")
-@cancellable
+@declared("build-snapshot", "snapshot of {data}")
 def build_snapshot(
-    data: str | None = None,
-    reading: dict[str, Any] | None = None,
+    data: Data = None,
+    reading: Annotated[
+        dict[str, Any] | None,
+        Field(
+            description="Other than the profile's [data]: format, text_field, tokenizer, purpose…"
+        ),
+    ] = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
@@ -54,14 +55,21 @@ def build_snapshot(
         return build_data_snapshot(run, data, reading).output
 
 
-@flow(name="prepare-inputs")
-@cancellable
+@declared("prepare-inputs", "prepare the inputs {model} {data}")
 def prepare_inputs(
-    data: str | None = None, state_dir: str | None = None, run_id: str | None = None
+    data: Data = None,
+    model: Base = None,
+    state_dir: str | None = None,
+    run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Build the data snapshot from ``data`` and publish a base model trained on it."""
+    """Publish the base ``model`` and build the data snapshot from ``data`` with its tokenizer; or,
+    where the profile names no base either, train a new one on the snapshot and publish it."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "prepare-inputs"):
-        snapshot = build_data_snapshot(run, data).output
-        base = publish_base_model(run, snapshot).output
+        if named := model or run.runtime.profile.model.base:
+            base = publish_given_base(run, named).output
+            snapshot = build_data_snapshot(run, data, reading_for(run, base)).output
+        else:
+            snapshot = build_data_snapshot(run, data).output
+            base = publish_base_model(run, snapshot).output
         return {"snapshot": snapshot, "base": base}

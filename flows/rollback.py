@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
-
 from paceline.flows.distribute import distribute_model
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks.declaring import ModelId, declared
 from paceline.tasks.lineage import recorded
 from paceline.tasks.promote import restore_previous
 from paceline.tasks.run import Run
 
 
-@flow(name="rollback-model")
-@cancellable
+@declared("rollback-model", "roll back {model_id}")
 def rollback_model(
-    model_id: str, state_dir: str | None = None, run_id: str | None = None
+    model_id: ModelId, state_dir: str | None = None, run_id: str | None = None
 ) -> dict[str, Any]:
     """Swap ``champion`` and ``previous`` in the registry, then activate that version everywhere.
 

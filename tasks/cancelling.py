@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled as CancelledState
 
-from paceline.errors import Cancelled, PacelineError
+from paceline.errors import AwaitingApproval, Cancelled, PacelineError
 from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, digest_of, flow_result_key
 from paceline.tasks.run import Run
 
@@ -35,8 +35,8 @@ R = TypeVar("R")
 
 
 def cancellable(body: Callable[P, R]) -> Callable[P, R]:
-    """Have a flow's run end as CANCELLED where ``body`` raises Cancelled: Prefect would say FAILED,
-    or leave it CANCELLING for ever. Whoever called the flow gets the same Cancelled.
+    """Have a flow's run end as CANCELLED where ``body`` raises Cancelled or AwaitingApproval:
+    Prefect would say FAILED, or leave it CANCELLING for ever. The caller gets the same error.
 
     The result of a run that a client started is recorded for it (``schemas.clients``).
     """
@@ -51,6 +51,9 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
                 result = body(*args, **kwargs)
             except Cancelled as error:
                 return CancelledState(message=error.one_line(), data=error)
+            except AwaitingApproval as error:  # the kind in the message: a client reads it there
+                message = f"{error.code}: {error.one_line()}"
+                return CancelledState(name=error.code, message=message, data=error)
             record(result)
             return result
 

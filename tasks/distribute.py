@@ -29,7 +29,7 @@ from paceline.schemas import (
     select_workers,
 )
 from paceline.storage import is_remote
-from paceline.tasks import artifacts, deployment, prepare
+from paceline.tasks import artifacts, deployment, publish
 from paceline.tasks.cancelling import stop_if_cancelled
 from paceline.tasks.lineage import log_relay
 from paceline.tasks.run import BRIEFLY_S, Run, StageResult
@@ -42,7 +42,7 @@ def locate(run: Run, source_url: str) -> str:
     """Return where the model that ``source_url`` names lies: a registry's version or alias is
     resolved now, and what is at a hub or in a registry of images is imported."""
     if is_remote(source_url):
-        return str(prepare.import_remote(run, source_url).output["url"])
+        return str(publish.import_remote(run, source_url).output["url"])
     if source_url.startswith("models:/"):
         return run.patiently(lambda: resolve_source(source_url, run.runtime, run.store)[0])
     return source_url

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 from prefect import task
@@ -9,8 +11,9 @@ from prefect.cache_policies import NO_CACHE
 
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, InvalidInput, WorkerLost
-from paceline.evaluation import as_markdown, plot_report
-from paceline.manifest import Manifest
+from paceline.evaluation import as_markdown, plot_report, read_tasks
+from paceline.extras import require_extras
+from paceline.manifest import Manifest, publish_model
 from paceline.registry import lineage
 from paceline.schemas import (
     Evaluated,
@@ -19,13 +22,14 @@ from paceline.schemas import (
     EvaluationSpec,
     TrainingData,
     TrainResult,
+    digest_of,
 )
 from paceline.system import PYTHON
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.run import Run, StageResult
 
 DEADLINE_S = 900.0
-COMPARED_BYTES_PER_S = 20e6  # of training text, at the least: S3's share of a busy node
+COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 MAX_GENERATIONS = 1000
 
 
@@ -72,6 +76,41 @@ def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[Training
     )
 
 
+def published_tasks(run: Run) -> tuple[str, str]:
+    """Return where the profile's tasks are for every node, and their manifest's digest; "" twice
+    where it names none.
+
+    Raises InvalidInput for tasks that are not data alone, MissingExtra without lm-eval.
+    """
+    named = run.runtime.profile.evaluation.tasks
+    if not named:
+        return "", ""
+    require_extras("eval")
+    if named.startswith("s3://"):
+        return named, run.manifest(named).digest
+    directory = Path(named)
+    read_tasks(directory)  # before any node is busy
+    files = sorted(each for each in directory.iterdir() if each.is_file())
+    content = digest_of([[each.name, _sha256(each)] for each in files])
+    url, profile = f"{run.runtime.data_url}/tasks/{content[:16]}", run.runtime.profile
+    manifest = publish_model(
+        directory,
+        url,
+        model_id="tasks",
+        version="1",
+        store=run.store,
+        link_mbit=profile.cluster.link_mbit,
+        piece_hash=profile.security.piece_hash,
+        allow_older=True,
+    )
+    return url, manifest.digest
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 @task(name="evaluate", cache_policy=NO_CACHE)
 def evaluate(
     run: Run,
@@ -91,12 +130,15 @@ def evaluate(
     run was cancelled; the same call is safe to repeat.
     """
     profile = run.runtime.profile
+    tasks_url, tasks_digest = published_tasks(run)
     spec = EvaluationSpec(
         run_id=run.run_id,
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
         models={name: each["url"] for name, each in models.items()},
         settings=profile.evaluation,
+        tasks_url=tasks_url,
+        tasks_digest=tasks_digest,
         trained_on=trained_on,
     )
     digests = {name: each["digest"] for name, each in models.items()}
@@ -168,6 +210,7 @@ def evaluate(
             "training": training_digest,
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json"),
+            "tasks": tasks_digest,
         },
         work,
         # a model that could not be scored (a node had lost its copy) is tried again

@@ -10,17 +10,22 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pandas as pd
+from prefect import tags
+from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 import paceline
-from paceline.errors import Cancelled, PacelineError
+from paceline.errors import AwaitingApproval, Cancelled, PacelineError
 from paceline.registry import MetricPoint
 from paceline.tasks import artifacts, cancelling
 from paceline.tasks.run import Run, explain
 
 logger = logging.getLogger(__name__)
+
+TAGS = {"model": "model_id", "version": "version"}  # of a flow run, by its parameters
 
 
 @contextmanager
@@ -36,14 +41,18 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
             if package.level == logging.NOTSET:  # Prefect sends its lines, at the root's WARNING
                 package.setLevel(logging.INFO)
             _open(run, flow_name)
-        yield
+        with _tagged(run):
+            yield
     except BaseException as error:
         if run.depth == 1:
             ends = isinstance(error, Cancelled)
             stopped = ends or not isinstance(error, Exception)
             try:
                 with cancelling.held_back(ends=lambda: ends):
-                    _close(run, "KILLED" if stopped else "FAILED", explain(error))
+                    if isinstance(error, AwaitingApproval):
+                        _close(run, "FINISHED", None)  # the tag paceline.approval says so
+                    else:
+                        _close(run, "KILLED" if stopped else "FAILED", explain(error))
             except PacelineError as also:  # what went wrong first is what people must read
                 logger.warning("the failure could not be recorded in MLflow: %s", also)
         raise
@@ -104,6 +113,21 @@ def _open(run: Run, flow_name: str) -> None:
         },
     )
     artifacts.link("mlflow run", run.registry.run_url(run.mlflow_run), "This run in MLflow")
+
+
+@contextmanager
+def _tagged(run: Run) -> Iterator[None]:
+    """Tag this flow run, and what it starts, with its run and its model: Prefect's page filters by
+    them."""
+    given = flow_run.get_parameters()
+    names = {f"run:{run.run_id}"}
+    names |= {f"{key}:{given[name]}" for key, name in TAGS.items() if given.get(name)}
+    if (flow_run_id := flow_run.get_id()) is not None:
+        known = set(flow_run.get_tags() or ())
+        with get_client(sync_client=True) as client:
+            client.update_flow_run(UUID(str(flow_run_id)), tags=known | names)
+    with tags(*names):
+        yield
 
 
 def _close(run: Run, status: Any, reason: str | None) -> None:

@@ -1,18 +1,9 @@
-"""What a lifecycle starts from: models and data snapshots in the object store.
-
-The demo makes its own (real text, and a base model that was briefly trained on it); a team with a
-model of its own publishes its directory.
-"""
+"""What a lifecycle starts from: a data snapshot in the object store, and a base model of its own
+where none is given."""
 
 from __future__ import annotations
 
-import contextvars
-import logging
 import sys
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,39 +18,21 @@ from paceline.data import (
     build_snapshot,
     load_snapshot,
     require_valid,
+    template_files,
     validate_snapshot,
 )
 from paceline.errors import InvalidInput, TrainingFailed
-from paceline.manifest import (
-    IMPORT,
-    UPLOAD,
-    Manifest,
-    ProgressFormatter,
-    PublishProgress,
-    fetch_manifest,
-    format_bytes,
-    import_model,
-    publish_model,
-)
-from paceline.plan import origin_cap_bytes
-from paceline.registry import import_place
-from paceline.relay import allowed_source
+from paceline.models import TOKENIZER_FILE
 from paceline.schemas import canonical_json, digest_of
-from paceline.storage import ObjectStore, remote_model
+from paceline.storage import ObjectStore
 from paceline.system import PYTHON
 from paceline.tasks import artifacts
-from paceline.tasks.cancelling import noticed, stop_if_cancelled
+from paceline.tasks.publish import is_published, published_url
 from paceline.tasks.run import Run, StageResult
 from paceline.training import BaseResult, BaseSpec
 
-logger = logging.getLogger(__name__)
-
 BASE_DEADLINE_S = 1800.0
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
-
-LOOK_S = 1.0
-LOG_S = 10.0
-STAGES = 2  # digest, upload
 
 # Of the training settings, those that decide which base comes out; its steps are the model's own.
 BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay", "clip_norm"}
@@ -184,89 +157,18 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
         "base",
         inputs,
         work,
-        still_true=lambda o: (
-            run.store.exists(f"{o['url']}/manifest.json")
-            and fetch_manifest(o["url"], run.store).digest == o["manifest_digest"]
-        ),
+        still_true=lambda o: is_published(run, o),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
 
 
-@task(name="publish-directory", cache_policy=NO_CACHE)
-def publish_directory(run: Run, directory: str, model_id: str, version: str) -> StageResult:
-    """Digest the model in ``directory`` and upload it with its manifest; the same bytes twice are
-    uploaded once. Raises Conflict where the version already has other bytes, and Cancelled where
-    the run is cancelled before the version is there."""
-    url = published_url(run, model_id, version)
-    began = time.monotonic()
-    with publish_progress(run, f"{model_id} {version}") as progress:
-        manifest = _publish(run, Path(directory), model_id, version, **progress)
-    output = _published(manifest, url)
-    said = f"{format_bytes(manifest.total_size)} in {len(manifest.files)} files at {url}"
-    seconds = run.did("publish", began, said)
-    return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
-
-
-@task(name="import-model", cache_policy=NO_CACHE)
-def import_remote(run: Run, url: str) -> StageResult:
-    """Bring the model of a hub or a registry (``hf://…``, ``oci://…``) into the object store, at
-    the revision that ``url`` names now; one that is there is not read again.
-
-    Raises AccessDenied for a repository that ``security.source_repositories`` does not have, and
-    what ``import_model`` does."""
-    runtime, profile = run.runtime, run.runtime.profile
-    began = time.monotonic()
-    remote = remote_model(allowed_source(url, runtime), profile)
-    place = import_place(remote, runtime)
-    with publish_progress(run, f"{remote.model_id} {remote.version}") as progress:
-        manifest = import_model(
-            remote,
-            place,
-            store=run.store,
-            cap_bytes=origin_cap_bytes(remote.total_size),
-            link_mbit=profile.cluster.link_mbit,
-            piece_bytes=profile.relay.piece_bytes,
-            chunk_bytes=profile.relay.chunk_bytes,
-            piece_hash=profile.security.piece_hash,
-            **progress,
-        )
-    output = _published(manifest, place) | {"source": remote.url}
-    said = f"{format_bytes(manifest.total_size)} of {remote.url} at {place}"
-    seconds = run.did("import", began, said)
-    return StageResult(stage="import", output=output, seconds=seconds, reused=None)
-
-
-def _publish(run: Run, directory: Path, model_id: str, version: str, **more: Any) -> Manifest:
-    profile = run.runtime.profile
-    return publish_model(
-        directory,
-        published_url(run, model_id, version),
-        model_id=model_id,
-        version=version,
-        store=run.store,
-        link_mbit=profile.cluster.link_mbit,
-        piece_bytes=profile.relay.piece_bytes,
-        chunk_bytes=profile.relay.chunk_bytes,
-        piece_hash=profile.security.piece_hash,
-        **more,
-    )
-
-
-def _published(manifest: Manifest, url: str) -> dict[str, Any]:
-    return {
-        "model_id": manifest.model_id,
-        "version": manifest.version,
-        "url": url,
-        "manifest_digest": manifest.digest,
-        "bytes": manifest.total_size,
-        "chunks": len(manifest.chunks),
-        "pieces": manifest.piece_count,
-    }
-
-
-def published_url(run: Run, model_id: str, version: str) -> str:
-    """Return where ``version`` of ``model_id`` is published in this installation's bucket."""
-    return f"{run.runtime.models_url}/{model_id}/{version}"
+def reading_for(run: Run, base: dict[str, Any]) -> dict[str, str] | None:
+    """Return the data setting with which a snapshot has the tokens of the model ``base``, and its
+    chat template: its own tokenizer, where it has one and the profile names none."""
+    files = {each.path for each in run.manifest(base["url"]).files}
+    if run.runtime.profile.data.tokenizer != "bytes" or TOKENIZER_FILE not in files:
+        return None
+    return {"tokenizer": f"{base['url']}/{TOKENIZER_FILE}"}
 
 
 def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
@@ -293,7 +195,9 @@ def fingerprint(source: str, settings: DataSettings, store: ObjectStore) -> str:
 
     The snapshot itself is named by its content; this only decides whether to read it all again.
     """
-    beside = [*settings.features, *([] if settings.tokenizer == "bytes" else [settings.tokenizer])]
+    beside = [*settings.features]
+    if settings.tokenizer != "bytes":
+        beside += [settings.tokenizer, *template_files(settings.tokenizer)]
     return digest_of([_state(each, store) for each in (source, *beside)])
 
 
@@ -358,68 +262,3 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "skipped_examples": list(snapshot.record.skipped_examples[:SKIPPED_NAMED]),
         "cut_at_bytes": snapshot.record.cut_at_bytes,
     }
-
-
-# How far a publish is, for a terminal, Prefect's page and its log: worker threads store their
-# progress, and a thread of ours shows it once a second. So a page that is slow to answer delays no
-# upload, and a cancel in Prefect ends a publish in its middle.
-
-
-@contextmanager
-def publish_progress(run: Run, name: str) -> Iterator[dict[str, Any]]:
-    """Yield the keywords of ``publish_model`` that show its progress and stop it.
-
-    Raises Cancelled where the flow run was cancelled in Prefect, before or meanwhile.
-    """
-    stop_if_cancelled()
-    shown = _ShownProgress(run, name)
-    over = threading.Event()
-    context = contextvars.copy_context()  # Prefect's: the page and the log are the task's
-
-    def look() -> None:
-        while not over.wait(LOOK_S):
-            shown.look()
-
-    thread = threading.Thread(
-        target=context.run, args=(look,), name="publish-progress", daemon=True
-    )
-    thread.start()
-    try:
-        with noticed() as stopping:
-            yield {"on_progress": shown, "stopping": stopping}
-    finally:
-        over.set()
-        thread.join(10.0)
-    shown.look(is_over=True)
-
-
-class _ShownProgress:
-    """Stores each step of the worker threads; ``look`` shows each stage's newest."""
-
-    def __init__(self, run: Run, name: str) -> None:
-        self._run = run
-        self._page = artifacts.Progress(f"publish {name}", f"publish {name}")
-        self._format = ProgressFormatter()
-        self._newest: dict[str, PublishProgress] = {}  # by stage, in their order
-        self._done: set[str] = set()
-        self._logged_s = time.monotonic()
-
-    def __call__(self, moved: PublishProgress) -> None:
-        self._newest[moved.stage] = moved
-
-    def look(self, *, is_over: bool = False) -> None:
-        """Show how far it is by now."""
-        stages = list(self._newest.items())
-        for number, (stage, moved) in enumerate(stages):
-            if stage in self._done:
-                continue
-            is_done = is_over or moved.is_over or number + 1 < len(stages)
-            text, share = self._format.said(moved, time.monotonic()), moved.share
-            self._run.tell(stage, 1.0 if is_done else share, text, done=is_done)
-            whole = share if stage == IMPORT else ((stage == UPLOAD) + share) / STAGES
-            self._page.show(1.0 if is_over else whole, f"{stage}: {text}")
-            if is_done:
-                self._done.add(stage)
-            elif time.monotonic() - self._logged_s >= LOG_S:
-                self._logged_s = time.monotonic()
-                logger.info("%s: %s", stage, text)

@@ -25,11 +25,18 @@ from paceline.manifest import (
 )
 from paceline.models import is_pretrained
 from paceline.registry import gate_metrics
-from paceline.schemas import Evaluation, Evidence, GateDecision, TrainResult, digest_of
+from paceline.schemas import (
+    Evaluation,
+    Evidence,
+    GateDecision,
+    TrainResult,
+    canonical_json,
+    digest_of,
+)
 from paceline.tasks import artifacts, sealed
 from paceline.tasks.cancelling import stop_if_cancelled
 from paceline.tasks.lineage import code_version
-from paceline.tasks.prepare import publish_progress, published_url
+from paceline.tasks.publish import publish_progress, published_url
 from paceline.tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
@@ -127,19 +134,23 @@ def gate(
     champion = None if now is None else "champion"
     if now is not None and evaluation.models.get("champion") != now["digest"]:
         champion = f"champion of manifest {now['digest'][:12]}"  # the report has no such score
-    decision = decide(report, run.runtime.profile.gate, champion=champion, lineage=lineage)
+    policy = run.runtime.profile.gate.policy(base.model_id)
+    decision = decide(report, policy, champion=champion, lineage=lineage)
+    text = canonical_json(policy).decode()
+    run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")
     artifacts.table(
         "gate", [each.model_dump(mode="json") for each in decision.checks], "Why, check by check"
     )
     run.registry.log_metrics(run.mlflow_run, gate_metrics(decision))
-    if excepted := run.runtime.profile.gate.except_baselines:
+    if excepted := policy.except_baselines:
         unbeaten = [each.name for each in decision.checks if each.wanted == EXCEPTED]
         run.note(
             f"the policy excepts {', '.join(excepted)} (gate.except_baselines); the candidate is "
             + (f"not {', not '.join(unbeaten)}" if unbeaten else "better than each of them")
         )
+    own = f"{base.model_id}'s own" if base.model_id in run.runtime.profile.gate.models else "common"
     message = "passed" if decision.passed else "refused: " + "; ".join(decision.reasons)
-    run.did("gate", began, message)
+    run.did("gate", began, f"{message} ({own} policy {str(decision.policy_digest)[:12]})")
     return decision
 
 
@@ -260,10 +271,7 @@ def publish_candidate(
 
 
 def require_passed(run: Run, evidence: Evidence) -> None:
-    """Raise GateRefused, with every reason, unless the gate passed.
-
-    What somebody rolled back stays back: a schedule must not undo an operator. An approver may.
-    """
+    """Raise GateRefused, with every reason, unless the gate passed."""
     if not evidence.gate.passed:
         raise GateRefused(
             "the candidate was not promoted",
@@ -272,6 +280,11 @@ def require_passed(run: Run, evidence: Evidence) -> None:
             where=f"{evidence.model_id}, run {run.run_id}",
             do="Train longer or on better data; the champion stays what it was.",
         )
+
+
+def require_not_rolled_back(run: Run, evidence: Evidence) -> None:
+    """Raise GateRefused for what somebody rolled back: a schedule must not undo an operator. An
+    approver may."""
     back = run.registry.was_rolled_back(evidence.model_id, evidence.manifest_digest)
     if back and evidence.approver is None:
         raise GateRefused(

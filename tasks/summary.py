@@ -48,7 +48,7 @@ def summarise(
         ),
         model=ModelFigures(
             model_id=base["model_id"],
-            parameters=base["parameters"],
+            parameters=base.get("parameters"),
             base_version=base["version"],
             version=promotion["published"]["version"],
             manifest_digest=promotion["published"]["manifest_digest"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,18 +11,21 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.cluster import Node
-from paceline.config import TrainingSettings
+from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
-from paceline.schemas import RankEvent, TrainJob, TrainResult
+from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
+from paceline.schemas import RankEvent, TaskSize, TrainJob, TrainResult
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.figures import Figures, points_of, record_job, record_result
+from paceline.tasks.publish import published_url
 from paceline.tasks.run import Run, StageResult
 from paceline.text import shortened
 from paceline.training import (
     code_ref_task_size,
     config_digest,
     continuation,
+    earlier_job,
     result_data_settings,
     run_job,
     store_job,
@@ -38,21 +41,23 @@ def train(
     manifest: Manifest,
     snapshot: dict[str, Any],
     nodes: list[str],
+    own: Mapping[str, object],
     labels: str = "true",
-    steps: int | None = None,
     continue_from: str | None = None,
 ) -> StageResult:
-    """Fine-tune ``manifest``'s model on ``snapshot`` with the profile's ranks, resuming the newest
-    healthy checkpoint where the same job was interrupted. ``continue_from`` is the id of a finished
-    job to go on from, with more steps or another learning rate.
+    """Fine-tune ``manifest``'s model on ``snapshot`` as the profile says, but for the settings in
+    ``own``. Resumes the newest healthy checkpoint where the same job was interrupted.
+    ``continue_from`` is the id of a finished job to go on from, with the settings that it had but
+    for ``own``: more steps, or another learning rate.
 
     Raises TrainingFailed when the gang used up its restarts.
     """
     profile = run.runtime.profile
-    settings = profile.training
-    if steps is not None:
-        settings = settings.model_copy(update={"steps": steps})
-    settings, nodes = place_ranks(settings, run.trainers(nodes))
+    if continue_from:
+        earlier = earlier_job(run.runtime.checkpoints_url, continue_from, run.store)
+        profile = _as_it_was(profile, earlier)
+    profile = with_job_settings(profile, own)
+    settings, nodes = place_ranks(profile.training, run.trainers(nodes))
     inputs = {
         "manifest": manifest.digest,
         "snapshot": snapshot["digest"],
@@ -60,7 +65,7 @@ def train(
         "labels": labels,
         "data": result_data_settings(profile.data),
     }
-    if (task := code_ref_task_size(profile)) is not None:
+    if (task := _task_size(run, manifest, profile)) is not None:
         inputs["task"] = task.model_dump(mode="json")
     job = TrainJob(
         job_id="job",
@@ -118,6 +123,36 @@ def train(
     )
 
 
+def _as_it_was(profile: Profile, earlier: TrainJob) -> Profile:
+    """Return ``profile`` with the settings of an earlier job. Where ranks are placed, and the code
+    that runs on nodes, are still the profile's: a record in S3 must not decide them."""
+    ours = {name: getattr(profile.training, name) for name in ("ranks_per_node", "code_ref")}
+    model = {} if earlier.task is None else {"context": earlier.task.context}
+    return profile.model_copy(
+        update={
+            "training": earlier.settings.model_copy(update=ours),
+            "data": earlier.data.model_copy(update={"transform": profile.data.transform}),
+            "model": profile.model.model_copy(update=model),
+        }
+    )
+
+
+def _task_size(run: Run, manifest: Manifest, profile: Profile) -> TaskSize | None:
+    """Return the length of rows where the base does not say it: the profile's, also for nodes
+    whose own profile says another. None for our own transformer."""
+    if profile.training.code_ref:
+        return code_ref_task_size(profile)
+    url = f"{published_url(run, manifest.model_id, manifest.version)}/{CONFIG_FILE}"
+    names = {each.path for each in manifest.files}
+
+    def read() -> dict[str, Any]:
+        return json_object(run.store.get_bytes(url), url)
+
+    if CONFIG_FILE not in names or not lies_as_pretrained(names, read):
+        return None
+    return TaskSize(context=profile.model.context)
+
+
 def place_ranks(
     settings: TrainingSettings, nodes: Sequence[Node]
 ) -> tuple[TrainingSettings, list[str]]:
@@ -131,7 +166,7 @@ def place_ranks(
         each = settings.ranks_per_node or max(1, last.accelerator_count)
         if used * each >= settings.ranks:
             gang = best[: used + settings.guard.spares]
-            _require_training(gang)
+            _require_training(gang, settings)
             held = [node.worker_id for node in gang]
             return settings.model_copy(update={"ranks_per_node": each}), held
     raise InvalidInput(
@@ -142,16 +177,17 @@ def place_ranks(
     )
 
 
-def _require_training(gang: Sequence[Node]) -> None:
-    """Raise MissingExtra for nodes that cannot start a rank."""
-    if without := [node.worker_id for node in gang if "train" not in node.machine.extras]:
-        raise MissingExtra(
-            "a node cannot train",
-            got="no extra train",
-            wanted="paceline[train] on each node of the gang",
-            where=shortened(tuple(without)),
-            do="Install it there and start the node's worker again.",
-        )
+def _require_training(gang: Sequence[Node], settings: TrainingSettings) -> None:
+    """Raise MissingExtra for nodes that cannot start a rank with these settings."""
+    for extra in ("train", "lora") if settings.lora is not None else ("train",):
+        if without := [node.worker_id for node in gang if extra not in node.machine.extras]:
+            raise MissingExtra(
+                "a node cannot train",
+                got=f"no extra {extra}",
+                wanted=f"paceline[{extra}] on each node of the gang",
+                where=shortened(tuple(without)),
+                do="Install it there and start the node's worker again.",
+            )
 
 
 def _is_recorded(run: Run, output: dict[str, Any], config: str) -> bool:
@@ -183,6 +219,8 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
             shown = f", loss {loss:.3f}" if isinstance(loss, float) else ""
             run.tell("train", fraction, f"step {event.step}/{steps}{shown}")
             figures.take(points_of(event), fraction)
+            if early := event.data.get("stopped_early"):
+                run.note(f"training ends at step {event.step}: {early}")
         elif event.event == "resumed" and event.step > 0 and event.rank == 0:
             run.note(f"training resumed at step {event.step} (attempt {event.attempt})")
         elif event.event == "failed" and event.data.get("code") != "Stopped":

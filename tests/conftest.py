@@ -39,7 +39,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run a file's tests in one process, and the groups with the longest time limit first.
+    """Run a file's tests in one process, and the groups with the longest time limits first.
 
     The fixtures of a module (gangs, servers) are expensive. A long group that starts last leaves
     the other process idle.
@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def limit(group: list[pytest.Item]) -> float:
         marks = (each.get_closest_marker("timeout") for each in group)
-        return max((float(mark.args[0]) for mark in marks if mark is not None), default=0.0)
+        return sum(float(mark.args[0]) for mark in marks if mark is not None)
 
     ordered = sorted(groups.values(), key=lambda group: (-limit(group), -len(group)))
     items[:] = [item for group in ordered for item in group]

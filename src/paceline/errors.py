@@ -37,6 +37,7 @@ PacelineError
     ├── TrainingFailed
     │   └── NotSaved                a training state could not be saved as a checkpoint
     ├── GateRefused                 a candidate did not pass the promotion gate
+    ├── AwaitingApproval            a person must approve the promotion first
     ├── NotReproducible             a dependency of a training run changed or is missing
     └── MissingTool                 a required program is not installed
         └── MissingExtra            a library of one of Paceline's extras is not installed
@@ -253,6 +254,12 @@ class GateRefused(PermanentError):
     """A candidate did not pass the promotion gate."""
 
     exit_code = 3
+
+
+class AwaitingApproval(PermanentError):
+    """A promotion waits for a person's approval, as a flow run of its own."""
+
+    exit_code = 5
 
 
 class NotReproducible(PermanentError):

@@ -18,7 +18,7 @@ from paceline.errors import MissingExtra
 # Extra → the modules of it that paceline imports. A module that several extras install belongs to
 # the one that is named like the importing package, else to the first.
 EXTRAS: dict[str, tuple[str, ...]] = {
-    "train": ("numpy", "pyarrow", "safetensors", "torch"),
+    "train": ("numpy", "pyarrow", "safetensors", "tokenizers", "torch"),
     "simulation": ("numpy",),
     "flows": (
         "prefect", "dask", "distributed", "mlflow", "great_expectations", "matplotlib", "pandas",
@@ -27,7 +27,9 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "stores": ("psycopg", "redis"),
     "control": ("prefect_redis",),
     "grpc": ("grpc",),
-    "hf": ("tokenizers", "transformers"),
+    "hf": ("transformers",),
+    "lora": ("peft",),
+    "eval": ("lm_eval",),
     "gpu": ("pynvml",),
 }  # fmt: skip
 

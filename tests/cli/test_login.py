@@ -418,7 +418,30 @@ def test_what_a_client_may_not_have_a_flow_read_is_refused(
     one_line(paceline("snapshot", "texts"), 2, "names its data by URL", "wanted s3://bucket/prefix")
     other = ("train", "m", "1", "--snapshot", "s3://elsewhere/x")
     one_line(paceline(*other), 77, "not a source", "s3://elsewhere/x")
+    for words, said in REFUSED_SETTINGS.items():
+        one_line(paceline(*TRAIN, "--set", words), 2, *said)
     assert prefect.started == []
+
+
+REFUSED_SETTINGS = {
+    "training.code_ref=evil:make": ("not a setting of one training", "training.code_ref"),
+    "data.transform=evil:make": ("not a setting of one training", "data.transform"),
+    "gate.must_beat=[]": ("not a setting of one training", "gate.must_beat"),
+    "training.learning_rate=-1": ("training.learning_rate = -1", "greater than 0"),
+    "training.learning=1": ("unknown key", "training.learning"),
+}
+
+
+def test_a_training_has_settings_of_its_own(person: Served, prefect: Prefect) -> None:
+    prefect.state, prefect.started = "COMPLETED", []
+    own = ("training.lora.r=8", "training.learning_rate=3e-4", "data.batching=packed")
+    done = paceline(*TRAIN, "--ranks", "4", *(word for each in own for word in ("--set", each)))
+    assert done.returncode == 0, done.stderr
+    given = prefect.started[0]["parameters"]
+    assert isinstance(given, dict)
+    assert given["ranks"] == 4
+    wanted = {"training.lora.r": 8, "training.learning_rate": 3e-4, "data.batching": "packed"}
+    assert given["settings"] == wanted
 
 
 def test_a_flow_run_that_is_not_ours_is_not_shown(

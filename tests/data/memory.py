@@ -56,8 +56,8 @@ class MemoryCache:
         }
         self._broken = {self.shards[n].sha256: error for n, error in (broken or {}).items()}
 
-    def lengths(self, shard: Shard) -> np.ndarray:
-        return np.array([len(each) for each in self._contents[shard.sha256]], dtype=np.int32)
+    def index(self, shard: Shard) -> np.ndarray:
+        return np.array([[len(each) for each in self._contents[shard.sha256]]], dtype=np.int32)
 
     def samples(self, shard: Shard) -> ShardSamples:
         if shard.sha256 in self._broken:

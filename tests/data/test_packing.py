@@ -212,8 +212,8 @@ def test_samples_of_features_only_have_places_and_no_tokens() -> None:
     """As long as their first feature: here longer than a row, so that pieces go on."""
 
     class Frames(MemoryCache):
-        def lengths(self, shard: Shard) -> np.ndarray:
-            return np.array([40], dtype=np.int32)
+        def index(self, shard: Shard) -> np.ndarray:
+            return np.array([[40]], dtype=np.int32)
 
     cache = Frames([[b""]])
     with stream_by(cache, "packed", 8, 2) as stream:
@@ -273,7 +273,7 @@ def test_lengths_that_cannot_be_read_stop_the_stream() -> None:
     """Ranks that plan from other lengths would train on other batches: no quarantine here."""
 
     class Unknown(MemoryCache):
-        def lengths(self, shard: Shard) -> np.ndarray:
+        def index(self, shard: Shard) -> np.ndarray:
             raise CorruptData("index is corrupt")
 
     cache = Unknown([[b"abcd"]])

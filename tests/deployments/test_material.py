@@ -17,6 +17,7 @@ import yaml
 
 from paceline.api import ROUTES
 from paceline.cli import cli
+from paceline.config import load_profile
 from paceline.errors import InvalidInput
 from tests.journeys.guide import commands
 
@@ -167,6 +168,14 @@ def test_kubernetes_accepts_a_manifest(path: Path, version: str) -> None:
     for each in yaml.safe_load_all(path.read_text()):
         for checked in pods_of_dask(each) if each["kind"] == "DaskCluster" else [each]:
             kubernetes_validate.validate(checked, version, strict=True)
+
+
+def test_files_of_the_stores_that_a_profile_names_are_mounted() -> None:
+    (container,) = workload("coordinator")["spec"]["template"]["spec"]["containers"]
+    places = {each["mountPath"] for each in container["volumeMounts"]}
+    control = load_profile("fleet-1000").control
+    for name in filter(None, (control.etcd_ca, control.etcd_cert, control.etcd_key)):
+        assert str((Path("/var/lib/paceline") / name).parent) in places, name
 
 
 def test_policies_open_the_ports_of_servers_and_no_other() -> None:

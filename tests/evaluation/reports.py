@@ -9,7 +9,11 @@ from paceline.schemas import EvaluationReport, Interval, ModelScore, Overlap
 SNAPSHOT = "5" * 64
 TRAINING_SNAPSHOT = "7" * 64
 CLEAN = Overlap(
-    snapshot_digest=TRAINING_SNAPSHOT, held_out_documents=40, training_documents=400, found=0
+    snapshot_digest=TRAINING_SNAPSHOT,
+    held_out_documents=40,
+    training_documents=400,
+    found=0,
+    overlapping=2,
 )
 LINEAGE: dict[str, str | None] = {
     "manifest_digest": "a" * 64,

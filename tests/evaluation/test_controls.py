@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from paceline.config import EvaluationSettings, GateSettings
 from paceline.evaluation import (
+    HeldOutDocument,
     as_frame,
     as_markdown,
     choose_prefixes,
@@ -181,7 +182,11 @@ def test_bits_are_those_of_one_plain_pass(tmp_path: Path) -> None:
     model = new_model(config, 3)
     save_model(model, config, tmp_path)
     documents = [b"import os", b"x", bytes(range(32))]
-    found = score_transformer(tmp_path, documents, lambda _fraction: None).bits
+    found = score_transformer(
+        tmp_path,
+        [HeldOutDocument("", each, len(each)) for each in documents],
+        lambda _fraction: None,
+    ).bits
     for text, bits in zip(documents, found, strict=True):
         tokens = torch.tensor([[config.separator, *text[:-1]]])
         with torch.no_grad():

@@ -11,9 +11,14 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from paceline.data import open_tokenizer
-from paceline.errors import InvalidInput
-from paceline.evaluation import choose_prefixes, score_transformer
+from paceline.data import Conversation, Document, open_tokenizer
+from paceline.errors import InvalidInput, InvalidSnapshot
+from paceline.evaluation import (
+    HeldOutDocument,
+    choose_conversations,
+    choose_prefixes,
+    score_transformer,
+)
 from paceline.models import config_for, new_model, save_model
 from tests.support.hugging_face import write_model, write_tokenizer
 
@@ -21,6 +26,10 @@ TEXTS = [
     "".join(f"line {n} of file {number} is {n * number} ÄÖ→\n" for n in range(12)).encode()
     for number in range(6)
 ]
+
+
+def documents_of(texts: list[bytes]) -> list[HeldOutDocument]:
+    return [HeldOutDocument(str(number), each, len(each)) for number, each in enumerate(texts)]
 
 
 def silent(_fraction: float) -> None:
@@ -63,7 +72,7 @@ def plain_bits(directory: Path, tokenizer: Path, text: bytes) -> float:
 
 
 def test_bits_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
-    found = score_transformer(model, TEXTS, silent)
+    found = score_transformer(model, documents_of(TEXTS), silent)
     wanted = [plain_bits(model, words, text) for text in TEXTS]
     assert found.bits == pytest.approx(wanted, rel=1e-5)
     tokens = open_tokenizer(str(words)).encode(TEXTS)
@@ -83,10 +92,10 @@ def test_our_model_reads_the_datas_tokens_and_not_bytes(words: Path, tmp_path: P
     )
     save_model(new_model(config, seed=1), config, tmp_path)
     with pytest.raises(InvalidInput, match="different tokenizers"):
-        score_transformer(tmp_path, TEXTS, silent)  # a tokenizer that is nowhere
-    lent = score_transformer(tmp_path, TEXTS, silent, tokenizer)
+        score_transformer(tmp_path, documents_of(TEXTS), silent)  # a tokenizer that is nowhere
+    lent = score_transformer(tmp_path, documents_of(TEXTS), silent, tokenizer)
     (tmp_path / "tokenizer.json").write_bytes(words.read_bytes())
-    own = score_transformer(tmp_path, TEXTS, silent)
+    own = score_transformer(tmp_path, documents_of(TEXTS), silent)
     assert own.bits == pytest.approx(lent.bits)
     # A model that knows nothing needs log2(vocabulary) bits a token.
     assert own.bits.sum() / own.tokens == pytest.approx(np.log2(vocabulary.vocab_size), rel=0.05)
@@ -108,10 +117,10 @@ def test_a_tokenizer_that_loses_text_is_named(
     assert isinstance(text, bytes)
     (model / "tokenizer.json").write_text(json.dumps(json.loads(words.read_text()) | change))
     if not words_of_error:
-        assert score_transformer(model, [text], silent).tokens > 0
+        assert score_transformer(model, documents_of([text]), silent).tokens > 0
         return
     with pytest.raises(InvalidInput, match=words_of_error):
-        score_transformer(model, [text], silent)
+        score_transformer(model, documents_of([text]), silent)
 
 
 def test_a_prefix_does_not_cut_a_character() -> None:
@@ -119,3 +128,28 @@ def test_a_prefix_does_not_cut_a_character() -> None:
     assert found.text == "→".encode() * 341
     (raw,) = choose_prefixes([("a", b"\x80" * 2000)], 1024)
     assert len(raw.text) == 1024, "bytes that are no text are cut anywhere"
+
+
+def test_of_conversations_the_labels_of_a_plain_loop_are_scored(model: Path, words: Path) -> None:
+    ids = np.arange(40, 100, dtype=np.uint32) % 50
+    mask = np.arange(60) % 20 >= 12
+    chat = HeldOutDocument("chat", b"x" * 24, 24, Conversation(ids, mask))
+    found = score_transformer(model, [chat], silent, open_tokenizer(str(words)))
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    labels = torch.from_numpy(np.where(mask, ids.astype(np.int64), -100)[None])
+    with torch.no_grad():
+        mean = plain(torch.from_numpy(ids.astype(np.int64)[None]), labels=labels).loss
+    assert found.tokens == mask.sum() == 24
+    assert found.bits[0] == pytest.approx(24 * float(mean) / np.log(2), rel=1e-5)
+    with pytest.raises(InvalidInput, match="tokens of another tokenizer"):
+        score_transformer(model, [chat], silent, open_tokenizer("bytes"))
+
+
+def test_conversations_are_chosen_whole_and_within_the_budget() -> None:
+    read = [Document(f"{n}", b"y" * (n % 7)) for n in range(40)]
+    chosen = choose_conversations(read, 30)
+    assert 20 < sum(len(each.text) for each in chosen) <= 30
+    assert all(len(each.text) == int(each.path) % 7 > 0 for each in chosen)
+    assert len(choose_conversations(read, 1)) == 1
+    with pytest.raises(InvalidSnapshot, match="nothing is held out"):
+        choose_conversations(read[:1], 30)

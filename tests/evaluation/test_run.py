@@ -18,9 +18,11 @@ from paceline.config import (
     Secrets,
     save_runtime,
 )
-from paceline.data import build_snapshot
+from paceline.data import build_snapshot, in_held_out
+from paceline.evaluation import as_markdown
 from paceline.models import config_for, new_model, save_model, weights_digest
-from paceline.schemas import EvaluationReport, EvaluationSpec
+from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
+from tests.support.hugging_face import MARKED, write_model, write_tokenizer
 from tests.support.rclone import RcloneS3
 
 BUCKET = "evaluation-run"
@@ -97,3 +99,61 @@ def test_a_wrong_snapshot_and_a_malformed_spec_are_one_clear_line(spec: Evaluati
         assert lines[-1]["data"]["code"] == error  # type: ignore[index]
         assert told in stderr
         assert stderr.count("\n") == 1
+
+
+def test_of_conversations_assistants_are_scored_and_whole_copies_found(
+    spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path
+) -> None:
+    """A model of another tokenizer has no figure; copies under other names are found."""
+    answers = [f"it is {number * 7}" for number in range(40)]
+    model = write_model("llama", tmp_path / "chat", vocab_size=320)
+    write_tokenizer(model, answers, 290, template=MARKED, end="<|im_end|>")
+    snapshots = []
+    for name, seed in (("judged", 1), ("copied", 2)):
+        rows = [
+            {
+                "key": f"{name}-{number}",
+                "messages": [
+                    {"role": "system", "content": "be exact and polite " * 20},
+                    {"role": "user", "content": f"{number} times 7?"},
+                    {"role": "assistant", "content": answer},
+                ],
+            }
+            for number, answer in enumerate(answers)
+        ]
+        source = tmp_path / f"{name}.jsonl"
+        source.write_text("".join(json.dumps(each) + "\n" for each in rows))
+        settings = DataSettings(
+            format="jsonl", tokenizer=str(model / "tokenizer.json"), held_out_share=0.3, seed=seed
+        )
+        snapshots.append(build_snapshot(str(source), f"s3://{BUCKET}/data", settings, s3.store()))
+    judged, copied = snapshots
+    trained_on = TrainingData(
+        snapshot_url=copied.url, snapshot_digest=copied.digest, quarantined_shards=()
+    )
+    asked = spec.model_copy(
+        update={
+            "snapshot_url": judged.url,
+            "snapshot_digest": judged.digest,
+            "models": {"candidate": str(model), "base": str(tmp_path / "base")},
+            "trained_on": (trained_on,),
+        }
+    )
+    code, lines, stderr = evaluate(asked.model_dump_json())
+    assert code == 0, stderr
+    report = EvaluationReport.model_validate(lines[-1]["data"])
+    held_out, again = (
+        {number for number in range(40) if in_held_out(f"{name}-{number}", 0.3, seed)}
+        for name, seed in (("judged", 1), ("copied", 2))
+    )
+    assert report.documents == len(held_out)
+    assert report.bytes == sum(len(f"{answers[each]}<|im_end|>") for each in held_out)
+    (overlap,) = report.overlaps
+    assert overlap.found == len(held_out - again) > 0
+    assert overlap.overlapping == 0, "all share a system prompt"
+    assert set(report.failures) == {"base"}
+    assert "tokens of another tokenizer" in report.failures["base"]
+    candidate = report.score("candidate")
+    assert candidate is not None
+    assert 0 < candidate.tokens <= report.bytes
+    assert f"what assistants say in {len(held_out)} conversations" in as_markdown(report)

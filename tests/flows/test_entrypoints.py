@@ -10,6 +10,7 @@ import pytest
 import yaml
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
+from prefect.utilities.callables import parameter_schema
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -51,5 +52,26 @@ def test_a_flow_checks_what_it_is_given() -> None:
     assert train_model.validate_parameters(given)["labels"] == "true"
     with pytest.raises(ParameterTypeError, match="labels"):
         train_model.validate_parameters(given | {"labels": "neither"})
-    labels = train_model.parameters.properties["labels"]
-    assert labels["enum"] == ["true", "shuffled"], "the form in Prefect offers them"
+    with pytest.raises(ParameterTypeError, match="learning_rate"):
+        train_model.validate_parameters(given | {"learning_rate": 0})
+
+
+def test_the_form_of_training_has_what_a_person_chooses() -> None:
+    from paceline.flows.train import train_model
+
+    form = parameter_schema(train_model).properties
+    assert form["labels"]["enum"] == ["true", "shuffled"]
+    assert {"ranks", "steps", "learning_rate", "settings"} <= form.keys()
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])
+def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
+    deployment: dict[str, Any],
+) -> None:
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    flow = getattr(importlib.import_module(module), name)
+    form = parameter_schema(flow).properties
+    assert not form.keys() & {"state_dir", "run_id", "deployment_id", "stage_prefix"}
+    assert form.keys() < flow.parameters.properties.keys(), "calls may give them"
+    if deployment["name"] != "approve-promotion":  # promotions start it
+        assert all(each["description"] for each in form.values()), form

@@ -60,6 +60,29 @@ def test_a_model_that_was_never_published_is_named(stack: Runtime) -> None:
     assert_one_line(ended, "SourceMissing", "nobody/7")
 
 
+@pytest.mark.parametrize(
+    ("model", "code", "needle"),
+    [
+        ("./not-here", "InvalidInput", "MODEL_ID/VERSION as published"),
+        pytest.param("nobody/7", "SourceMissing", "nobody/7", marks=pytest.mark.nightly),
+        pytest.param("hf://any/m", "AccessDenied", "hf://any/m", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_base_that_is_not_there_is_named(
+    stack: Runtime, model: str, code: str, needle: str
+) -> None:
+    ended = paceline("lifecycle", "--model", model, "--json", state=stack.state_dir)
+    assert_one_line(ended, code, needle)
+
+
+@pytest.mark.nightly
+def test_a_base_of_pickled_weights_is_refused(stack: Runtime, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    ended = paceline("lifecycle", "--model", str(tmp_path), "--json", state=stack.state_dir)
+    assert_one_line(ended, "InvalidInput", "pytorch_model.bin")
+
+
 def test_s3_that_does_not_answer_is_named(stack: Runtime, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -100,3 +100,14 @@ def test_the_demo_reads_a_persons_own_text_and_stops_at_ctrl_c(tmp_path: Path) -
     ended = finish(demo, 60)
     assert ended.code == 0, ended.err
     assert not processes_of(state)
+
+
+def test_the_demo_beats_every_simple_baseline(tmp_path: Path) -> None:
+    ended = finish(start("demo", "--json", state=tmp_path / "state"), 500)
+    assert ended.code == 0, ended.err
+    summary = RunSummary.model_validate(ended.answer)
+    assert summary.gate.passed
+    names = {each.name for each in summary.gate.checks if "excepts it" not in each.wanted}
+    assert {f"better than {name}" for name in ("base", "ngram", "gzip", "xz")} <= names
+    assert not [each for each in ended.answer["notes"] if "except_baselines" in each]
+    assert all(each.high < 0 for each in summary.evaluation.gain_over.values())

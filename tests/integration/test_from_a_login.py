@@ -74,6 +74,21 @@ def test_every_flow_of_a_person_runs_over_the_login(
     done = laptop("promote", model, "--report", report["report_digest"], "--json")
     assert done.returncode in (0, 3), done.stderr  # the gate may have a champion to compare with
     assert laptop.answer("lifecycle")["already_done"]
+    own = ("--steps", "4", "--set", "training.learning_rate=0.002")
+    other = laptop.answer("train", model, "1", "--snapshot", snapshot, *own)
+    assert other["steps"] == 4
+    assert other["job_id"] != trained["job_id"]
+    said = laptop("generate", f"{stack.models_url}/{model}/1", "def ", "--max-tokens", "5")
+    assert said.returncode == 0, said.stderr
+    assert len(said.stdout) > 4
+
+
+def test_a_directory_of_the_caller_is_not_read_on_the_flows_machine(laptop: Laptop) -> None:
+    (laptop.home / "base").mkdir()
+    done = laptop("lifecycle", "--model", "base")
+    assert done.returncode == 2, done.stderr
+    assert "a client names a model by its id or URL" in done.stderr
+    assert "Publish the directory first" in done.stderr
 
 
 def test_a_refusal_by_the_gate_has_its_own_exit_code(laptop: Laptop, lifecycle: Ended) -> None:

@@ -125,6 +125,17 @@ def test_prefect_shows_progress_tables_markdown_and_links(lifecycle: Ended, stac
     } <= keys
 
 
+def test_prefect_names_runs_by_what_they_do_and_tags_them(lifecycle: Ended, stack: Runtime) -> None:
+    summary = summary_of(lifecycle)
+    model, run = summary.model.model_id, f"run:{summary.run_id}"
+    asked = {"flow_runs": {"tags": {"all_": [run]}}}
+    found = {each["name"]: each for each in prefect(stack, "POST", "/flow_runs/filter", asked)}
+    assert {"lifecycle", f"distribute {model} 1", f"train {model} 1"} <= found.keys()
+    filtered = {"flow_runs": {"tags": {"all_": [run, f"model:{model}"]}}}
+    names = {each["name"] for each in prefect(stack, "POST", "/flow_runs/filter", filtered)}
+    assert f"train {model} 1" in names
+
+
 def test_run_again_it_finds_everything_done_and_says_so(lifecycle: Ended, stack: Runtime) -> None:
     again = paceline("lifecycle", "--json", state=stack.state_dir)
     assert again.code == 0, again.err

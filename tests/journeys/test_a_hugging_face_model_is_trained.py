@@ -93,6 +93,8 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
         ("--set training.mesh.tp=2", "only our transformer can be cut"),
         ("--set training.mesh.pp=2", "only our transformer can be cut"),
         ("--set training.synchrony.kind=local-sgd", "every-step"),
+        ("--set training.lora.target_modules=nope", "no layer to adapt has this name: got nope"),
+        ("--set training.lora.r=0", "got training.lora.r = 0"),
         ("--set model.context=128", "rows are longer than the model's context"),
     ],
 )
@@ -128,8 +130,8 @@ print(tokenizer.decode(model.generate(**asked, max_new_tokens=12, do_sample=Fals
 """
 
 
-@pytest.mark.xdist_group("installation")
-@pytest.mark.timeout(500)
+@pytest.mark.xdist_group("a home")
+@pytest.mark.timeout(600)
 def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_path) -> None:
     """What is judged in its own tokens is better than the base, gzip, xz and the n-gram model."""
     blocks = {
@@ -159,6 +161,13 @@ def test_an_installation_trains_judges_promotes_and_rolls_it_out(places, tmp_pat
             assert "base_model: acme/tiny\n" in card
             assert f"| candidate | {bits['candidate']['value']:.4f} |" in card
             assert (held / "LICENSE").read_text() == "the terms\n"
+        at_once = typed("bash", "-ec", blocks["lifecycle"].rstrip() + " --json", home=tmp_path)
+        summary = json.loads(at_once.stdout)
+        assert summary["gate"]["passed"]
+        assert summary["model"]["parameters"] > 10_000
+        held = tmp_path / ".paceline/nodes/node-1/store/models" / summary["model"]["model_id"]
+        tokenizer = Path(places["MODEL"], "tokenizer.json").read_bytes()
+        assert (held / "active" / "tokenizer.json").read_bytes() == tokenizer
         typed("bash", "-ec", blocks["continue"], home=tmp_path)
         went_on = json.loads((tmp_path / "continued.json").read_text())
         assert (went_on["resumed_from_step"], went_on["steps"]) == (300, 340)

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from paceline.errors import PacelineError, PermanentError
 from paceline.models import Pretrained, config_for, is_pretrained, new_model, save_model
+from paceline.training.checkpoint import TrainState, WholeModel, export
+from paceline.training.loop import Group
 from tests.support.hugging_face import write_model, write_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -144,3 +147,16 @@ def test_rows_and_tokens_must_fit_the_model(written, tmp_path) -> None:
     write_tokenizer(directory, ["some text of this test"])
     with pytest.raises(PacelineError, match="different tokenizers"):
         Pretrained.open(directory).require_trainable(64, "", 256)
+
+
+def test_transformers_reads_an_export_in_the_dtype_that_was_named(written, tmp_path) -> None:
+    pretrained = Pretrained.open(written["llama"])
+    model = pretrained.load()
+    state = TrainState(WholeModel(model), torch.optim.SGD(model.parameters()), Group())
+    into = tmp_path / "export"
+    export(state, None, into, pretrained=pretrained, dtype=torch.bfloat16)
+    found = AutoModelForCausalLM.from_pretrained(into)
+    before = AutoModelForCausalLM.from_pretrained(pretrained.directory)
+    assert (before.dtype, found.dtype) == (torch.float32, torch.bfloat16)
+    for name, weight in before.state_dict().items():
+        assert torch.equal(found.state_dict()[name], weight.bfloat16())

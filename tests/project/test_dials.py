@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -34,11 +35,14 @@ def is_dial(dotted: str) -> bool:
     """Return whether ``dotted`` leads to a key, or a section, of the profile."""
     model: object = Profile
     for part in dotted.split("."):
-        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+        sections = [  # an optional section is a union with None
+            each
+            for each in (model, *get_args(model))
+            if isinstance(each, type) and issubclass(each, BaseModel)
+        ]
+        if not sections or part not in sections[0].model_fields:
             return False
-        if part not in model.model_fields:
-            return False
-        model = model.model_fields[part].annotation
+        model = sections[0].model_fields[part].annotation
     return True
 
 
@@ -50,6 +54,7 @@ def test_dials_that_are_named_exist(page: Path) -> None:
 
 def test_a_dial_that_does_not_exist_would_be_noticed() -> None:
     assert is_dial("training.mesh.tp") and is_dial("training.guard")
+    assert is_dial("training.early_stopping.patience")
     assert not is_dial("training.mesh.ttp") and not is_dial("training.steps.more")
     assert NAMED.findall("`training.stpes` and --set 'data.paht=3'") == [
         "training.stpes", "data.paht"

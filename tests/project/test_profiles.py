@@ -27,6 +27,20 @@ def test_every_profile_loads_under_its_own_name(path: Path) -> None:
     assert load_profile(str(path)) == load_profile(path.stem)
 
 
+def test_a_base_is_beside_the_profile_or_where_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "profile").mkdir()
+    path = tmp_path / "profile" / "mine.toml"
+    path.write_text('[model]\nbase = "./base"\n')
+    monkeypatch.chdir(tmp_path)
+    assert load_profile(str(path)).model.base == str(tmp_path / "profile" / "base")
+    typed = load_profile(str(path), {"model.base": "../other"})
+    assert typed.model.base == str(tmp_path.parent / "other")
+    for name in ("", "acme/tiny/1", "hf://acme/tiny", "/models/base"):
+        assert load_profile(str(path), {"model.base": name}).model.base == name
+
+
 def test_an_unknown_key_names_the_nearest_valid_one() -> None:
     with pytest.raises(InvalidProfile) as caught:
         load_profile("embedded", {"cluster.link_mbits": "6"})

@@ -61,6 +61,7 @@ def test_the_wheel_holds_flows_tasks_profiles_and_deployments(tmp_path: Path) ->
     names = set(zipfile.ZipFile(build_wheel(tmp_path)).namelist())
     assert {
         "paceline/cli/main.py", "paceline/py.typed", "paceline/_profiles/embedded.toml",
+        "paceline/_profiles/models/pylm/config.json",
         "paceline/_kubernetes/dask.yaml",
         "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml", "paceline/tasks/run.py",
     } <= names  # fmt: skip

@@ -44,6 +44,7 @@ RECORDS: dict[str, dict[str, Any]] = {
         "run_id": "run-20260101-000000-abcdef",
         "parameters": {"data": "s3://paceline/x", "reading": {"features": ["s3://paceline/y"]}},
     },
+    "/approvals/{run_id}": {"evidence_digest": DIGEST, "approved": True},
     "/tokens": {"name": "n", "scopes": ["read"]},
     "/tokens/join": {"worker_id": "w"},
     "/ledger/{stage}/{input_digest}": {
@@ -61,8 +62,8 @@ RECORDS: dict[str, dict[str, Any]] = {
 class Rest:
     """An app of one state directory; ``restart`` begins again from what the store kept."""
 
-    def __init__(self, state: Path) -> None:
-        self.runtime = make_runtime(state)
+    def __init__(self, state: Path, **changes: object) -> None:
+        self.runtime = make_runtime(state).model_copy(update=changes)
         self.owner = self.runtime.secrets.coordinator_token
         self.client = self._begin()
 
@@ -80,6 +81,10 @@ class Rest:
     def call(self, method: str, path: str, token: str, body: Any = None) -> Any:
         headers = {"Authorization": f"Bearer {token}"}
         return self.client.request(method, path, headers=headers, json=body)
+
+    def person(self, name: str, *scopes: str) -> str:
+        body = {"name": name, "scopes": scopes}
+        return str(self.call("POST", "/tokens", self.owner, body).json()["token"])
 
     def join_token(self, worker_id: str, **more: object) -> str:
         answer = self.call("POST", "/tokens/join", self.owner, {"worker_id": worker_id, **more})

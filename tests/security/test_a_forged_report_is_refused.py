@@ -272,7 +272,9 @@ def test_a_score_against_a_champion_of_before_is_missing_evidence(
     )
     run.__dict__["mlflow_run"] = "1"
     run.__dict__["registry"] = SimpleNamespace(
-        champion=lambda _: champion, log_metrics=lambda *_: None
+        champion=lambda _: champion,
+        log_metrics=lambda *_: None,
+        log_artifact_text=lambda *_: None,
     )
     base = cast(Any, SimpleNamespace(model_id="bytelm"))
 

@@ -83,11 +83,11 @@ def test_only_a_simple_baseline_can_be_excepted(name: str) -> None:
         load_profile("embedded", {"gate.except_baselines": f'["{name}"]'})
 
 
-def test_only_the_profiles_of_the_demo_except_any() -> None:
+def test_only_the_profile_of_tests_excepts_any() -> None:
     assert Profile().gate.except_baselines == ()
-    assert load_profile("fleet-1000").gate.except_baselines == ()
-    for name in ("embedded", "ci"):
-        assert load_profile(name).gate.except_baselines == BASELINES
+    for name in ("embedded", "local", "hosts", "fleet-1000"):
+        assert load_profile(name).gate.except_baselines == ()
+    assert load_profile("ci").gate.except_baselines == BASELINES
 
 
 @pytest.mark.slow

@@ -13,7 +13,11 @@ import pytest
 from paceline.config import DataSettings, GateSettings, Runtime, TrainingSettings
 from paceline.data import Snapshot, build_snapshot, documents
 from paceline.errors import CorruptData, InvalidInput
-from paceline.evaluation import decide, find_overlap
+from paceline.evaluation import (
+    decide,
+    find_overlap,
+    overlap,  # its sizes are made small
+)
 from paceline.manifest import Manifest
 from paceline.registry import Registry
 from paceline.schemas import Overlap, TrainingData, TrainJob, TrainResult
@@ -95,6 +99,75 @@ def test_renamed_copies_in_another_snapshot_are_found(
         assert key in dict(held_out)
         assert copy.startswith("copy-")
         assert copy.endswith("-0.txt")
+
+
+HEADER = b"# licensed to somebody else, 2026\n"
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda text: HEADER + text,
+        lambda text: HEADER + text.split(b"\n", 1)[1],  # its first line is another
+        lambda text: text.upper() + b"the end",
+        lambda text: text[: len(text) * 2 // 3],
+        lambda text: b"".join(text_of(900 + n).encode() for n in range(50)) + text,
+    ],
+    ids=["header", "first line", "case", "two thirds", "part of a longer file"],
+)
+def test_lightly_edited_copies_are_found_and_refused(
+    judged_on: Snapshot, tmp_path: Path, edit: Any
+) -> None:
+    held_out = held_out_of(judged_on, tmp_path)
+    files = {f"new-{n}.txt": text_of(100 + n).encode() for n in range(40)}
+    clean = snapshot_of(files, tmp_path, SETTINGS)
+    files |= {f"mine-{n}.txt": edit(text) for n, (_, text) in enumerate(held_out)}
+    settings = SETTINGS.model_copy(update={"held_out_share": 0.01, "seed": 4})
+    training = snapshot_of(files, tmp_path, settings)
+    kept = {key for key, _ in held_out_of(training, tmp_path)}
+    edited = sum(f"mine-{n}.txt" not in kept for n in range(len(held_out)))
+    found = find_overlap(held_out, training, store(), tmp_path / "cache")
+    assert (found.found, found.overlapping) == (0, edited)
+    assert edited >= 3
+    assert found.overlapping_examples[0].split()[0] in dict(held_out)
+    dirty = found.model_copy(update={"snapshot_digest": TRAINING_SNAPSHOT})
+    (name,) = refusals(overlaps=(dirty,))
+    assert name == f"held-out documents that overlap with snapshot {TRAINING_SNAPSHOT[:12]}"
+    before = find_overlap(held_out, clean, store(), tmp_path / "cache")
+    assert (before.found, before.overlapping) == (0, 0)
+
+
+def test_overlap_is_the_same_across_blocks_shards_and_samples(
+    judged_on: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document's text counts wherever it lies; sampling changes the share a little."""
+    held_out = held_out_of(judged_on, tmp_path)
+    wide = b"".join(text for _, text in held_out)
+    training = snapshot_of(
+        {"all.txt": wide, **{f"n-{n}.txt": text_of(200 + n).encode() for n in range(9)}},
+        tmp_path,
+        SETTINGS.model_copy(update={"held_out_share": 0.01, "seed": 4}),
+    )
+    for block, most in ((64, 1 << 22), (1000, 1 << 22), (1 << 20, 1 << 22), (1 << 20, 500)):
+        monkeypatch.setattr(overlap, "_BLOCK_BYTES", block)
+        monkeypatch.setattr(overlap, "MAX_SHINGLES", most)
+        monkeypatch.setattr(overlap, "MIN_SHINGLES", 4)
+        found = find_overlap(held_out, training, store(), tmp_path / "cache")
+        assert (found.found, found.overlapping) == (0, len(held_out)), (block, most)
+
+
+def test_a_report_of_before_says_nothing_of_overlap_and_is_refused() -> None:
+    old = CLEAN.model_dump(mode="json")
+    del old["overlapping"]
+    (name,) = refusals(overlaps=(Overlap.model_validate(old),))
+    assert name.startswith("held-out documents that overlap")
+    assert Overlap.model_validate(old).model_dump(mode="json") == old, "its digest stays"
+
+
+def test_the_policy_says_how_many_may_overlap() -> None:
+    for overlapping, passes in ((2, True), (3, False)):  # of 40; 5 %
+        near = CLEAN.model_copy(update={"overlapping": overlapping})
+        assert (refusals(overlaps=(near,)) == {}) is passes
 
 
 def test_one_copy_among_many_documents_is_enough(judged_on: Snapshot, tmp_path: Path) -> None:
@@ -199,7 +272,7 @@ def test_a_training_without_its_snapshot_is_refused() -> None:
 def test_what_a_version_before_was_trained_on_counts() -> None:
     before = Overlap(
         snapshot_digest="8" * 64, held_out_documents=4, training_documents=9, found=1,
-        examples=("a = b",),
+        examples=("a = b",), overlapping=0,
     )  # fmt: skip
     assert list(refusals(overlaps=(CLEAN, before))) == ["held-out documents in the training data"]
 

@@ -55,6 +55,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", {"num_key_value_heads": None, "head_dim": None}),
 }
 CHAT_TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+_ASSISTANT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    + _ASSISTANT
+)
+# The same, with what an assistant says marked, as transformers wants it for its mask.
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    + _ASSISTANT
+)
 
 
 def write_model(family: str, directory: Path, *, shard: str = "1GB", **changes: Any) -> Path:
@@ -73,8 +85,18 @@ def write_model(family: str, directory: Path, *, shard: str = "1GB", **changes: 
     return directory
 
 
-def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int = 300) -> Path:
-    """Save a byte-pair tokenizer trained on ``texts``, with a chat template."""
+def write_tokenizer(
+    directory: Path,
+    texts: Sequence[str],
+    vocabulary: int = 300,
+    *,
+    template: str | None = CHAT_TEMPLATE,
+    end: str = "<|endoftext|>",
+) -> Path:
+    """Save a byte-pair tokenizer trained on ``texts``, with a chat template.
+
+    ``end``: the token that ends what an assistant says, in ``CHATML`` "<|im_end|>".
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     made = Tokenizer(models.BPE())
@@ -82,13 +104,16 @@ def write_tokenizer(directory: Path, texts: Sequence[str], vocabulary: int = 300
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=["<|endoftext|>"],
+        special_tokens=[
+            "<|endoftext|>",
+            *([] if end == "<|endoftext|>" else ["<|im_start|>", end]),
+        ],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=made, eos_token=end, chat_template=template
     )
     fast.save_pretrained(directory)
     return directory

@@ -13,8 +13,8 @@ from paceline.config import Profile
 from paceline.errors import Cancelled
 from paceline.manifest import MANIFEST_FILE, progress as account
 from paceline.storage import ObjectStore, join_url, uploads
-from paceline.tasks import artifacts, prepare
-from paceline.tasks.prepare import publish_directory
+from paceline.tasks import artifacts, publish
+from paceline.tasks.publish import publish_directory
 from tests.support.rclone import RcloneS3
 
 MODELS = "s3://told/models"
@@ -57,7 +57,7 @@ def run(s3: RcloneS3, monkeypatch: pytest.MonkeyPatch) -> FakeRun:
     store.ensure_bucket("told")
     store.delete_prefix(f"{MODELS}/m")
     monkeypatch.setattr(artifacts, "Progress", Page)
-    monkeypatch.setattr(prepare, "LOOK_S", 0.01)
+    monkeypatch.setattr(publish, "LOOK_S", 0.01)
     monkeypatch.setattr(account, "REPORT_INTERVAL_S", 0.0)
     return FakeRun(store)
 
@@ -112,7 +112,7 @@ def test_a_cancel_ends_it_and_shows_no_version(
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(prepare, "noticed", Noticed)
+    monkeypatch.setattr(publish, "noticed", Noticed)
     slowly(monkeypatch, then=cancelled.set)
     with pytest.raises(Cancelled):
         publish_directory.fn(run, str(model), "m", "1")  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster import Machine, Node
-from paceline.config import TrainingSettings
+from paceline.config import LoraSettings, TrainingSettings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.schemas import Accelerator, Labels, RankEvent
 from paceline.tasks.figures import Figures
@@ -112,3 +112,6 @@ def test_a_node_that_lacks_the_extra_is_named_before_a_rank_starts() -> None:
         place_ranks(settings, [node("a"), bare])
     assert "\n" not in refused.value.one_line()
     assert place_ranks(settings, [node("a"), node("c"), bare])[1] == ["a", "c"]
+    adapted = settings.model_copy(update={"lora": LoraSettings()})
+    with pytest.raises(MissingExtra, match=r"no extra lora.*paceline\[lora\].*a, c"):
+        place_ranks(adapted, [node("a"), node("c")])

@@ -31,6 +31,17 @@ def test_training_overhead_runs_and_prints_json(capsys: pytest.CaptureFixture[st
     assert race["ours_tokens_per_second"] > 0
 
 
+@pytest.mark.nightly
+def test_adapters_are_compared_with_all_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--repeats", "1", "--width", "64", "--layers", "2", "--steps", "2"]
+    result = loaded("adapters").main(tiny)
+    rows = [json.loads(each) for each in capsys.readouterr().out.splitlines()]
+    assert rows[-1] == result
+    sizes = {row["way"]: row["checkpoint_mib"] for row in rows[:-1]}
+    assert list(sizes) == ["all weights", "LoRA", "DoRA"]
+    assert sizes["LoRA"] < sizes["DoRA"] < sizes["all weights"] / 3
+
+
 def test_mfu_says_that_it_was_not_run_and_why(capsys: pytest.CaptureFixture[str]) -> None:
     module = loaded("mfu")
     tiny = module.main(["--tiny"])

@@ -24,7 +24,7 @@ from paceline.errors import (
     StorageFull,
     TrainingFailed,
 )
-from paceline.models import config_for, new_model, save_model
+from paceline.models import config_for, load_model, new_model, save_model
 from paceline.storage import DiskStore, ObjectStore
 from paceline.training.checkpoint import (
     MAX_TEMPORARY_FAILURES,
@@ -481,6 +481,19 @@ def test_export_is_byte_for_byte_what_the_models_package_writes(tmp_path: Path) 
     assert ours == {path.name: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
 
 
+def test_an_export_may_be_in_another_dtype(tmp_path: Path) -> None:
+    two = State(2)
+    export(two.train_state(), CONFIG, tmp_path / "halves", dtype=torch.bfloat16)
+    model, config = load_model(tmp_path / "halves")
+    assert config.torch_dtype == "bfloat16"
+    for name, trained in two.model.state_dict().items():
+        assert torch.equal(model.state_dict()[name], trained.bfloat16())
+    with torch.no_grad():
+        two.model.model.norm.weight[0] = 1e6  # above the largest of float16
+    with pytest.raises(InvalidInput, match=r"not finite.*norm"):
+        export(two.train_state(), CONFIG, tmp_path / "small", dtype=torch.float16)
+
+
 def test_an_export_that_cannot_be_written_raises_a_named_error(tmp_path: Path) -> None:
     two = State(2)
     (tmp_path / "taken").write_text("a file")
@@ -518,6 +531,12 @@ def test_a_model_of_one_s_own_is_exported_and_comes_back_as_it_is(tmp_path: Path
     assert exported.keys() == live.keys()
     assert all(torch.equal(exported[name], live[name]) for name in live)
     assert not (tmp_path / "export" / "config.json").exists()
+    export(state, None, tmp_path / "wide", dtype=torch.float32)
+    wide = load_file(tmp_path / "wide" / "model-00001-of-00001.safetensors")
+    assert {name: each.dtype for name, each in wide.items()} == {
+        name: torch.float32 if each.is_floating_point() else each.dtype
+        for name, each in live.items()
+    }
 
 
 @pytest.mark.parametrize("generations", ["s3"], indirect=True)

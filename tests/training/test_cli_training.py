@@ -20,9 +20,16 @@ from click.testing import CliRunner
 from paceline.cli.training import Lines, beside, facts, output as training_facts, train
 from paceline.cli.training.checkpoints import checkpoints
 from paceline.cli.training.command import _stopping_gently
-from paceline.config import CheckpointSettings, TrainingSettings, load_profile
+from paceline.config import CheckpointSettings, Profile, TrainingSettings, load_profile
 from paceline.errors import InvalidInput, PacelineError, StateLocked
-from paceline.models import config_for, load_model, new_model, read_config, save_model
+from paceline.models import (
+    ModelConfig,
+    config_for,
+    load_model,
+    new_model,
+    read_config,
+    save_model,
+)
 from paceline.schemas import RankEvent, TrainJob
 from paceline.storage import DiskStore
 from paceline.training import LocalLauncher, single
@@ -38,6 +45,7 @@ from tests.training.test_recovery_driver import job_in
 
 SMALL = ["--set", "model.parameters=20000", "--set", "model.context=32"]
 OTHER_TOKENIZER = "f" * 64
+PYLM = Path(__file__).parents[2] / "profiles/models/pylm"
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +120,10 @@ def test_memory_is_counted_as_the_mesh_shares_it() -> None:
     settings = TrainingSettings(ranks=2)
     halved = TrainingSettings.model_validate({"ranks": 2, "mesh": {"shard": 2}})
     require_memory(halved, 500 * MIB, 2500 * MIB)
+    adapted = TrainingSettings.model_validate({"ranks": 2, "lora": {}})
+    require_memory(adapted, 500 * MIB, 1500 * MIB)  # no gradients or moments of frozen weights
+    with pytest.raises(InvalidInput):
+        require_memory(adapted, 500 * MIB, 1200 * MIB)
     with pytest.raises(InvalidInput, match=r"at least 4,252 MiB .* wanted at most 2,500 MiB"):
         require_memory(settings, 500 * MIB, 2500 * MIB)
     require_memory(settings, 500 * MIB, None)
@@ -265,7 +277,7 @@ def test_options_of_the_other_way_to_train_are_refused(tmp_path: Path) -> None:
 def prepared(output: Path, text: Path, *overrides: str) -> TrainJob:
     pairs = dict(each.split("=") for each in (*overrides, *SMALL[1::2]))
     asked = single.TrainingRequest(
-        output=output, profile=load_profile("embedded", pairs), source=str(text)
+        output=output, profile=load_profile("local", pairs), source=str(text)
     )
     return single.prepare(asked)
 
@@ -295,6 +307,17 @@ def test_a_start_says_what_is_learned_from_what(
     assert "job-before (step 7)" in str(beside(job, checkpoints))
     checkpoints.mkdir()
     assert beside(job, checkpoints) is None, "it goes on with its own"
+
+
+def test_a_model_of_ours_with_a_tokenizer_is_trained_in_its_own_tokens(
+    tmp_path: Path, text: Path
+) -> None:
+    asked = single.TrainingRequest(
+        output=tmp_path / "out", profile=Profile(), source=str(text), model=PYLM
+    )
+    snapshot, config = single.snapshot_and_config(single.prepare(asked))
+    assert isinstance(config, ModelConfig)
+    assert snapshot.vocabulary.sha256 == config.tokenizer_digest != ""
 
 
 def test_progress_is_never_silent_for_long_and_says_what_is_left(

@@ -82,6 +82,25 @@ def test_a_continuation_has_the_bits_of_one_long_training(
     assert losses(tmp_path / "short", again["job_id"]) == ours, "nothing is trained again"
 
 
+def test_a_training_that_ended_early_is_done_and_may_be_continued(
+    text: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    # No second evaluation is better by so much.
+    early = ("training.evaluate_every_steps=3", "training.early_stopping.min_delta=100")
+    words = [word for each in early for word in ("--set", each)]
+    words += ["--set", "training.early_stopping.patience=1", "--ranks", "2"]
+    found, _ = train(text, output, "--steps", "20", *words)
+    assert found["steps"] == 6
+    assert "has not fallen in 1 evaluations" in found["stopped_early"]
+    again, _ = train(text, output, "--steps", "20", *words)
+    assert again["weights_digest"] == found["weights_digest"]
+    assert len(losses(output, found["job_id"])) == 6, "nothing is trained again"
+    more, _ = train(text, output, "--steps", "8", "--continue-from", found["job_id"])
+    assert (more["resumed_from_step"], more["steps"]) == (6, 8)
+    assert "stopped_early" not in more
+
+
 def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
     text: Path, tmp_path: Path
 ) -> None:
@@ -101,6 +120,7 @@ def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
         ((*more, "--set", "training.batch_sequences=8"), "settings.batch_sequences 8, then 4"),
         ((*more, "--set", "training.optimizer=sgd"), "settings.optimizer 'sgd', then 'adamw'"),
         (("--steps", "9", "--continue-from", "job-000000000000"), "job-000000000000"),
+        ((*more[:3], "../elsewhere"), "not a job's id"),
     ):
         _, said = train(text, output, *words, code=1 if "000" in words[-1] else 2)
         (line,) = [each for each in said.splitlines() if each.startswith("paceline: ")]

@@ -64,7 +64,7 @@ def profile() -> Profile:
         "training.checkpoints.every_steps": "2",
         "training.checkpoints.max_stall_share": "0.99",
     }
-    return load_profile("embedded", dials)
+    return load_profile("local", dials)
 
 
 def ask(output: Path, text: Path, checkpoints: str | None) -> single.TrainingRequest:

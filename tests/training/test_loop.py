@@ -15,9 +15,15 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from pydantic import ValidationError
 from torch import Tensor
 
-from paceline.config import CheckpointSettings, GuardSettings, TrainingSettings
+from paceline.config import (
+    CheckpointSettings,
+    EarlyStoppingSettings,
+    GuardSettings,
+    TrainingSettings,
+)
 from paceline.data import Batch
 from paceline.errors import CorruptData, TrainingFailed
 from paceline.models import config_for
@@ -374,6 +380,60 @@ def test_held_out_loss_is_the_mean_over_tokens_and_changes_nothing() -> None:
     assert held_out["held_out_bits_per_byte"] == pytest.approx(wanted / math.log(2), rel=1e-6)
     assert found.progress.metrics()["held_out_loss"] == held_out["held_out_loss"]
     assert "held_out_loss" in found.reports[2].data()
+
+
+@dataclass(frozen=True)
+class Losses(Evaluator):
+    """Evaluations with given results, by number."""
+
+    given: tuple[float, ...] = ()
+    asked: list[float] = field(default_factory=list)
+
+    def evaluate(self, *_: object) -> dict[str, float]:
+        self.asked.append(self.given[len(self.asked)])
+        return {"held_out_loss": self.asked[-1]}
+
+
+def test_training_ends_once_the_held_out_loss_no_longer_falls() -> None:
+    early = EarlyStoppingSettings(patience=2, min_delta=0.1)
+    settings = change(evaluate_every_steps=1, early_stopping=early)
+    losses = (3.0, 2.0, 1.95, 1.7, math.nan, 1.65, 1.0)
+    found = run(settings, evaluator=Losses(Batches, 1, given=losses))
+    assert found.progress.step == 6
+    assert "has not fallen in 2 evaluations (best: 1.7000 nats at step 4)" in (
+        found.progress.stopped_early
+    )
+    assert found.reports[-1].data()["stopped_early"] == found.progress.stopped_early
+    assert "stopped_early" not in found.reports[-2].data()
+    json.dumps(found.progress.extra, allow_nan=False)
+
+    stops = iter([False] * 4 + [True])
+    evaluator = Losses(Batches, 1, given=losses[:5])
+    first = run(settings, evaluator=evaluator, should_stop=lambda: next(stops))
+    assert not first.progress.stopped_early
+    went_on = run(settings, before=first, evaluator=Losses(Batches, 1, given=losses[5:]))
+    assert went_on.progress.step == 6, "a restart counts on"
+    assert same(went_on.weights, found.weights)
+    again = run(settings, before=went_on, evaluator=Losses(Batches, 1))
+    assert (again.reports, again.progress.step) == ([], 6), "it has ended"
+    longer = change(evaluate_every_steps=1, early_stopping=early, steps=9)
+    more = run(longer, before=again, evaluator=Losses(Batches, 1, given=(2.0, 1.9, 1.5)))
+    assert more.progress.step == 9, "a continuation with more steps counts anew"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "needs evaluate_every_steps"),
+        (
+            {"evaluate_every_steps": 2, "synchrony": {"kind": "parameter-server"}},
+            "has no early_stopping",
+        ),
+    ],
+)
+def test_early_stopping_that_cannot_decide_is_refused(changes: Any, words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        TrainingSettings.model_validate({"early_stopping": {}, **changes})
 
 
 def test_shuffled_targets_keep_padding_where_it_is() -> None:

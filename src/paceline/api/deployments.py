@@ -16,11 +16,15 @@ from fastapi import APIRouter, Header, Path as PathParameter, Query, Response
 from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
+from paceline.api.flow_runs import note_submitter
 from paceline.api.heartbeats import LONGEST_POLL_S, answer_beat
 from paceline.coordinator import Coordinator, require_worker
 from paceline.coordinator.state import Activate, Event, FetchLanes, RaiseBudget, Register, Rollback
-from paceline.errors import InvalidInput, NotFound, ServiceUnavailable
+from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.schemas import (
+    APPROVAL,
+    APPROVAL_REQUEST,
+    SUBMITTERS,
     CreatedDeployment,
     CreateDeployment,
     DeploymentList,
@@ -200,7 +204,11 @@ def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:
                 got=f"{record.stage}/{record.input_digest}",
                 wanted=f"{stage}/{input_digest}",
             )
+        if stage in (APPROVAL, SUBMITTERS):
+            raise AccessDenied("the coordinator alone records these", got=stage)
         _require_plain(record.output)
+        if stage == APPROVAL_REQUEST:  # a run that was not started over REST is its flow's
+            note_submitter(coordinator, record.run_id, unless_known=True)
         return coordinator.save_stage(record)
 
 

@@ -7,6 +7,7 @@ the profile allows, because the flow reads them with the installation's credenti
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Mapping
 from typing import Annotated
@@ -15,18 +16,38 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
-from paceline.config import DEFAULT_S3, HubSettings, OciSettings, Runtime, StorageSettings
+from paceline.config import (
+    DEFAULT_S3,
+    HubSettings,
+    OciSettings,
+    Profile,
+    Runtime,
+    StorageSettings,
+    with_job_settings,
+)
 from paceline.coordinator import Coordinator, audit_event, current_call, current_caller
-from paceline.errors import InvalidInput, NotFound
+from paceline.errors import AccessDenied, Conflict, GateRefused, InvalidInput, NotFound, short_repr
 from paceline.relay import allowed_source
 from paceline.schemas import (
+    APPROVAL,
+    APPROVAL_REQUEST,
     FLOW_PARAMETERS,
+    MODEL_ID,
+    SUBMITTERS,
+    Approval,
+    ApprovalRequest,
+    ApprovalShown,
+    DecidePromotion,
     EventName,
     FlowRunView,
     InstallationView,
+    Name,
+    StageRecord,
     StartFlow,
     Success,
+    digest_of,
 )
+from paceline.storage import is_remote
 
 FlowRunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f-]{36}$")]
 # Sections of the profile that clients use; paths of files on this machine are left out.
@@ -83,7 +104,8 @@ def make_flow_router(runtime: Runtime, coordinator: Coordinator) -> APIRouter:
     @router.post("/flows", status_code=201, tags=["flows"])
     def start_flow(call: StartFlow) -> FlowRunView:
         """Start one of the installation's flows, or find the run that an earlier call started."""
-        _require_allowed(call, lambda url: allowed_source(url, runtime))
+        _require_allowed(call, runtime.profile, lambda url: allowed_source(url, runtime))
+        note_submitter(coordinator, call.run_id)  # before the flow can ask for an approval
         made = prefect().run(call.flow, call.run_id, call.parameters)
         if (request := current_call.get()) is not None:
             request.on.update(flow=call.flow, run_id=call.run_id, flow_run_id=made.flow_run_id)
@@ -105,7 +127,122 @@ def make_flow_router(runtime: Runtime, coordinator: Coordinator) -> APIRouter:
         prefect().cancel(flow_run_id)
         return Success()
 
+    @router.post("/approvals/{run_id}", tags=["flows"])
+    def decide_promotion(
+        run_id: Annotated[Name, PathParameter()], call: DecidePromotion
+    ) -> ApprovalShown:
+        """Approve or reject a promotion that waits, as the owner of the caller's token; then the
+        flow goes on. The same decision may be sent again."""
+        request, approval = _decided(runtime, coordinator, run_id, call)
+        word = "approve" if approval.approved else "reject"
+        answer = {"decision": word, "reason": approval.reason}
+        view = prefect().resume(request.flow_run_id, answer)
+        return ApprovalShown(
+            status="approved" if approval.approved else "rejected",
+            request=request,
+            approval=approval,
+            flow_run=view.state,
+        )
+
     return router
+
+
+def note_submitter(coordinator: Coordinator, run_id: str, *, unless_known: bool = False) -> None:
+    """Record the caller as one of those who submitted ``run_id``."""
+    known = submitters(coordinator, run_id)
+    caller = current_caller()
+    if caller.token_id not in known and not (known and unless_known):
+        names = known | {caller.token_id: caller.name}
+        _keep(coordinator, SUBMITTERS, digest_of(run_id), run_id, {"tokens": names})
+
+
+def submitters(coordinator: Coordinator, run_id: str) -> dict[str, str]:
+    """Return the tokens (id → name) that submitted ``run_id``."""
+    record = coordinator.stage(SUBMITTERS, digest_of(run_id))
+    tokens = {} if record is None else record.output["tokens"]
+    assert isinstance(tokens, dict)  # only this module writes it
+    return tokens
+
+
+def _decided(
+    runtime: Runtime, coordinator: Coordinator, run_id: str, call: DecidePromotion
+) -> tuple[ApprovalRequest, Approval]:
+    """Return the request of ``run_id`` and the decision on it, which is ``call``'s or the same.
+
+    Raises NotFound without a request, Conflict where it is about other evidence or was decided
+    otherwise, GateRefused where it has expired, AccessDenied where the caller submitted the run and
+    the policy wants another person.
+    """
+    record = coordinator.stage(APPROVAL_REQUEST, digest_of(run_id))
+    if record is None:
+        raise NotFound("no promotion of this run waits for an approval", got=run_id)
+    request = ApprovalRequest.model_validate(record.output)
+    if request.evidence_digest != call.evidence_digest:
+        raise Conflict(
+            "the promotion is about other evidence by now",
+            got=call.evidence_digest,
+            wanted=request.evidence_digest,
+            where=run_id,
+            do=f"Look at it again: paceline approve {run_id} --show",
+        )
+    caller, now = current_caller(), time.time()
+    if (decided := coordinator.stage(APPROVAL, request.key)) is not None:
+        approval = Approval.model_validate(decided.output)
+        if (approval.token_id, approval.approved) != (caller.token_id, call.approved):
+            raise Conflict(
+                "this promotion was decided already",
+                got=f"{'approved' if approval.approved else 'rejected'} by {approval.approver}",
+                where=run_id,
+            )
+        return request, approval
+    if now > request.expires_at:
+        raise GateRefused(
+            "the time to approve this promotion is over",
+            where=run_id,
+            do="Submit it again, as a new run.",
+        )
+    who = submitters(coordinator, run_id)
+    policy = runtime.profile.gate.policy(request.model_id)
+    own = caller.token_id in who or caller.name in who.values()
+    if call.approved and own and policy.approval == "four-eyes":
+        raise AccessDenied(
+            "who submitted a promotion cannot approve it",
+            got=f"the token of {caller.name}",
+            wanted="a token of scope approve of another person",
+            where=run_id,
+            do='The policy of the model demands it: gate.approval = "four-eyes".',
+        )
+    approval = Approval(
+        run_id=run_id,
+        model_id=request.model_id,
+        evidence_digest=request.evidence_digest,
+        approved=call.approved,
+        reason=call.reason,
+        approver=caller.name,
+        token_id=caller.token_id,
+        at=now,
+        submitters=tuple(sorted(who.values())),
+    )
+    if (made := current_call.get()) is not None:
+        made.on.update(run_id=run_id, evidence=request.evidence_digest, approved=str(call.approved))
+    _keep(coordinator, APPROVAL, request.key, run_id, approval.model_dump(mode="json"))
+    return request, approval
+
+
+def _keep(
+    coordinator: Coordinator, stage: str, key: str, run_id: str, output: dict[str, object]
+) -> None:
+    coordinator.save_stage(
+        StageRecord(
+            stage=stage,
+            input_digest=key,
+            output=output,
+            output_digest=digest_of(output),
+            run_id=run_id,
+            seconds=0.0,
+            finished_at=time.time(),
+        )
+    )
 
 
 def _client_profile(runtime: Runtime) -> dict[str, object]:
@@ -120,7 +257,7 @@ def _client_profile(runtime: Runtime) -> dict[str, object]:
     }
 
 
-def _require_allowed(call: StartFlow, allow: Callable[[str], object]) -> None:
+def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], object]) -> None:
     """Raise InvalidInput or AccessDenied for parameters that a remote caller may not give."""
     known = FLOW_PARAMETERS[call.flow]
     if unknown := sorted(call.parameters.keys() - known):
@@ -130,9 +267,8 @@ def _require_allowed(call: StartFlow, allow: Callable[[str], object]) -> None:
             wanted=", ".join(sorted(known)),
             where=call.flow,
         )
-    reading = call.parameters.get("reading") or {}
-    if not isinstance(reading, Mapping):
-        raise InvalidInput("reading is not an object", got=type(reading).__name__)
+    reading, settings = _object(call, "reading"), _object(call, "settings")
+    with_job_settings(profile, settings)
     features = reading.get("features") or []
     named = [call.parameters.get(each) for each in SOURCES]
     named += [reading.get("tokenizer"), *(features if isinstance(features, list) else [features])]
@@ -148,3 +284,23 @@ def _require_allowed(call: StartFlow, allow: Callable[[str], object]) -> None:
                 do="Upload the files first: a path would be one of the flow's machine.",
             )
         allow(each)
+    if (model := call.parameters.get("model")) is None:
+        return
+    if not isinstance(model, str) or not (is_remote(model) or re.fullmatch(MODEL_ID, model)):
+        raise InvalidInput(
+            "a client names a model by its id or URL",
+            got=repr(model)[:200],
+            wanted="MODEL_ID/VERSION, hf://… or oci://…",
+            where=call.flow,
+            do="Publish the directory first: a path would be one of the flow's machine.",
+        )
+    if is_remote(model):
+        allow(model)
+
+
+def _object(call: StartFlow, name: str) -> Mapping[str, object]:
+    """Return the JSON object that is this parameter; empty where it is not given."""
+    given = call.parameters.get(name)
+    if not isinstance(given, Mapping | None):
+        raise InvalidInput(f"{name} is not a JSON object", got=short_repr(given), where=call.flow)
+    return given or {}

@@ -171,6 +171,20 @@ class PrefectStarter:
             lines=tuple((each.splitlines() or [""])[0][:MESSAGE_CHARS] for each in lines),
         )
 
+    def resume(self, flow_run_id: str, answer: Mapping[str, object]) -> FlowRunView:
+        """Resume a flow run with the ``answer`` that it is suspended for; one that is not suspended
+        is left as it is. Raises InvalidInput for an answer of another form."""
+        if self.view(flow_run_id).state == "PAUSED":
+            path = f"/flow_runs/{quote(flow_run_id, safe='')}/resume"
+            done = self._call("POST", path, {"run_input": dict(answer)})
+            if done["status"] == "REJECT":
+                raise InvalidInput(
+                    "Prefect refuses this answer",
+                    got=(done.get("details") or {}).get("reason"),
+                    where=f"flow run {flow_run_id}",
+                )
+        return self.view(flow_run_id)
+
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
         """Return the states (Prefect's types) of those flow runs that exist."""
         found: dict[str, str] = {}

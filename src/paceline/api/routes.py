@@ -73,6 +73,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/flows"): DEPLOY,
     ("GET", "/flows/{flow_run_id}"): READ,
     ("DELETE", "/flows/{flow_run_id}"): DEPLOY,
+    ("POST", "/approvals/{run_id}"): Route(scopes=(Scope.APPROVE,), is_change=True),
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.

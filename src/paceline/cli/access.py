@@ -55,7 +55,7 @@ from paceline.schemas import (
 )
 from paceline.system import Endpoint, ensure_own_directory, write_private
 
-SCOPES = ("read", "deploy", "ledger", "admin", "worker")
+SCOPES = ("read", "deploy", "approve", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -85,7 +85,7 @@ def tokens() -> None:
     type=click.Choice(SCOPES),
     multiple=True,
     required=True,
-    help="What it opens (repeatable); deploy includes read, admin includes all.",
+    help="What it opens (repeatable); deploy and approve include read, admin all.",
 )
 @click.option("--ttl", **DURATION, default=None, help="Its life, e.g. 30d; default: no end.")
 @click.option("--worker-id", default=None, help="It speaks for this worker only (scope worker).")

@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +15,26 @@ from typing import Any, TypeVar, cast
 import click
 
 from paceline.cli.options import (
+    job_settings,
     json_option,
     point_prefect_at,
     show,
     state_option,
 )
 from paceline.client import CoordinatorClient
-from paceline.config import find_installation
-from paceline.errors import InvalidInput, PacelineError
-from paceline.schemas import SHA256_HEX, new_run_id
+from paceline.config import find_installation, with_job_settings
+from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.schemas import (
+    APPROVAL,
+    APPROVAL_REQUEST,
+    SHA256_HEX,
+    Approval,
+    ApprovalRequest,
+    ApprovalShown,
+    DecidePromotion,
+    digest_of,
+    new_run_id,
+)
 
 DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 
@@ -52,6 +64,7 @@ class FlowCall:
             from paceline.cli.remote import run_flow
 
             return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
+        with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.tasks.run import Run, listening
 
@@ -101,18 +114,50 @@ def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool)
     )
 
 
+set_option = click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="A setting of this training, e.g. --set training.learning_rate=3e-4 (repeatable).",
+)
 model_argument = click.argument("model_id")
 version_argument = click.argument("version")
 
 
 @click.command()
 @click.option("--data", help="Your own text files: a directory, or s3://bucket/prefix.")
+@click.option(
+    "--model",
+    help="The base: MODEL_ID/VERSION as published, hf://…, oci://…, or a directory "
+    "(default: the profile's model.base).",
+)
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
+@set_option
 @flow_options
-def lifecycle(call: FlowCall, data: str | None, approver: str | None) -> int:
-    """Run the whole lifecycle on the installation that is up."""
+def lifecycle(
+    call: FlowCall,
+    data: str | None,
+    model: str | None,
+    approver: str | None,
+    overrides: tuple[str, ...],
+) -> int:
+    """Run the whole lifecycle on the installation that is up.
+
+    \b
+      paceline lifecycle --model org/name/1 --data s3://bucket/texts \\
+        --set training.learning_rate=3e-4 --set training.lora.r=8
+    """
     source = None if data is None else _placed(data)
-    return call.run("lifecycle.run_lifecycle", data=source, approver=approver)
+    if model and Path(model).is_dir():
+        model = str(Path(model).absolute())
+    return call.run(
+        "lifecycle.run_lifecycle",
+        data=source,
+        model=model,
+        approver=approver,
+        settings=job_settings(overrides) or None,
+    )
 
 
 @click.command()
@@ -133,6 +178,11 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
 @click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
 @click.option("--missing-features", type=click.Choice(["refuse", "skip"]))
 @click.option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")
+@click.option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    help="Leave longer conversations out; no limit else.",
+)
 @click.option("--purpose", help="What the data may be used for.")
 @click.option("--project", help="Which project the data belong to.")
 @click.option("--max-bytes", type=click.IntRange(min=1024))
@@ -215,6 +265,72 @@ def promote(
         snapshot_url=snapshot,
         approver=approver,
     )
+
+
+@click.command()
+@click.argument("run_id")
+@click.option("--reject", is_flag=True, help="Reject it: nothing is promoted.")
+@click.option("--reason", default="", help="Why; kept with the decision.")
+@click.option("--evidence", metavar="DIGEST", help="Refuse if it is about other evidence.")
+@click.option("--show", "only_show", is_flag=True, help="Show what waits, and decide nothing.")
+@state_option
+@json_option
+def approve(
+    run_id: str,
+    reject: bool,
+    reason: str,
+    evidence: str | None,
+    only_show: bool,
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Approve (or reject) the promotion of RUN_ID, with a token of scope approve.
+
+    The approver is the token's owner. The promotion then goes on by itself.
+    """
+    from paceline.cli.remote import START_S, patiently
+
+    client = CoordinatorClient.of(find_installation(state))
+    record = client.ledger_get(APPROVAL_REQUEST, digest_of(run_id))
+    if record is None:
+        raise NotFound("no promotion of this run waits for an approval", got=run_id)
+    request = ApprovalRequest.model_validate(record.output)
+    if only_show:
+        found = client.ledger_get(APPROVAL, request.key)
+        decision = None if found is None else Approval.model_validate(found.output)
+        status = "expired" if time.time() > request.expires_at else "waiting"
+        if decision is not None:
+            status = "approved" if decision.approved else "rejected"
+        shown = ApprovalShown.model_validate(
+            {"status": status, "request": request, "approval": decision}
+        )
+    else:
+        call = DecidePromotion(
+            evidence_digest=evidence or request.evidence_digest, approved=not reject, reason=reason
+        )
+        # a repeat of the same decision resumes what Prefect was too busy to resume
+        shown = patiently(lambda: client.decide_promotion(run_id, call), START_S)
+    show(shown.model_dump(mode="json"), as_json, *_approval_lines(shown))
+    return 0
+
+
+def _approval_lines(shown: ApprovalShown) -> list[str]:
+    def at(seconds: float) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+    request, approval = shown.request, shown.approval
+    lines = [
+        f"{request.model_id} {request.version}, {request.run_id}: {shown.status}",
+        f"  evidence  {request.evidence_digest}",
+        f"  report    {request.report_digest}",
+        f"  policy    {request.policy_digest}",
+        f"  page      {request.page}",
+    ]
+    if approval is None:
+        return [*lines, f"  until     {at(request.expires_at)}"]
+    why = f": {approval.reason}" if approval.reason else ""
+    who = f"{approval.approver} (token {approval.token_id}), {at(approval.at)}{why}"
+    return [*lines, f"  by        {who}", f"  submitted {', '.join(approval.submitters)}"]
 
 
 @click.command()

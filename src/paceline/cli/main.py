@@ -61,6 +61,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "evaluate": ("flows", "evaluate", "Judge a training job's candidate on held-out files."),
     "generate": ("training.generate", "generate", "Generate text from a model, to look at it."),
     "promote": ("flows", "promote", "Gate a judged candidate; make it champion and publish it."),
+    "approve": ("flows", "approve", "Approve or reject a promotion that waits for a person."),
     "checkpoints": (
         "training.checkpoints",
         "checkpoints",

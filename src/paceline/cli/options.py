@@ -19,12 +19,13 @@ import click
 from pydantic import BaseModel
 
 from paceline.cluster import Ready, ServiceSpec
-from paceline.config import Profile, Runtime, default_state_dir, load_profile
+from paceline.config import Profile, Runtime, default_state_dir, load_profile, toml_value
 from paceline.errors import InvalidInput
 from paceline.schemas import COUNT_MAX, Inventory
 from paceline.text import OneLine
 
 F = TypeVar("F", bound=Callable[..., Any])
+JSON_TYPES = (str, int, float, bool, list, dict)  # other TOML values are dates
 
 state_option = click.option(
     "--state",
@@ -53,7 +54,7 @@ def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> N
         click.echo(json.dumps(answer))
 
 
-def profile_options(command: F) -> F:
+def profile_options(command: F, default: str = "embedded") -> F:
     """Add ``--profile`` and ``--set`` to ``command``."""
     command = click.option(
         "--set",
@@ -63,19 +64,31 @@ def profile_options(command: F) -> F:
         help="Override a profile key, e.g. --set cluster.link_mbit=6 (repeatable).",
     )(command)
     return click.option(
-        "--profile", default="embedded", show_default=True, help="Profile name or path."
+        "--profile", default=default, show_default=True, help="Profile name or path."
     )(command)
 
 
 def read_profile(profile: str, overrides: tuple[str, ...]) -> Profile:
     """Return the profile with ``KEY=VALUE`` overrides applied."""
+    return load_profile(profile, _pairs(overrides))
+
+
+def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:
+    """Return one training's own settings from ``KEY=VALUE``, values as JSON has them."""
+    return {
+        key: value if isinstance(value := toml_value(text), JSON_TYPES) else text
+        for key, text in _pairs(overrides).items()
+    }
+
+
+def _pairs(overrides: tuple[str, ...]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for each in overrides:
         key, equals, value = each.partition("=")
         if not equals or not key:
             raise InvalidInput("bad --set", got=each, wanted="KEY=VALUE, e.g. cluster.nodes=4")
         pairs[key.strip()] = value.strip()
-    return load_profile(profile, pairs)
+    return pairs
 
 
 def state_directory(state: Path | None) -> Path:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from pydantic import ValidationError
@@ -39,13 +39,15 @@ from paceline.schemas import (
     new_run_id,
 )
 
+Answer = TypeVar("Answer")
 POLL_S = 1.0
 START_S = 15.0  # how long a flow is tried to be started: Prefect refuses while its database is busy
 AWAY_S = 60.0  # how long no coordinator may answer while a flow is followed
 SWITCH_S = 60.0
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 # Prefect's message of a failed flow run: "Flow run encountered an exception: KIND: message"
-RAISED = re.compile(r"exception:? (?:[\w.]*\.)?(\w+): (.+)", re.DOTALL)
+# or, of one that waits: "KIND: message"
+RAISED = re.compile(r"(?:exception:? |\A)(?:[\w.]*\.)?(\w+): (.+)", re.DOTALL)
 
 
 def with_settings(runtime: Runtime) -> Runtime:
@@ -157,7 +159,7 @@ def run_flow(
         raise InvalidInput(
             "this cannot be started from here", got=error.errors()[0]["msg"], where=flow
         ) from error
-    view = _patiently(lambda: client.start_flow(call), START_S)  # it may be repeated
+    view = patiently(lambda: client.start_flow(call), START_S)  # it may be repeated
     sys.stderr.write(f"{flow}: flow run {view.page}\n")
     try:
         view = _followed(client, view)
@@ -181,7 +183,7 @@ def _followed(client: CoordinatorClient, view: FlowRunView) -> FlowRunView:
     """Return the flow run once it has ended; its log goes to standard error meanwhile."""
     after, flow_run_id = 0, view.flow_run_id
     while True:
-        view = _patiently(partial(client.flow_run, flow_run_id, after), AWAY_S)
+        view = patiently(partial(client.flow_run, flow_run_id, after), AWAY_S)
         for line in view.lines:
             click.echo(f"  {line}", err=True)
         after += len(view.lines)
@@ -191,7 +193,7 @@ def _followed(client: CoordinatorClient, view: FlowRunView) -> FlowRunView:
             time.sleep(POLL_S)
 
 
-def _patiently(call: Callable[[], FlowRunView], away_s: float) -> FlowRunView:
+def patiently(call: Callable[[], Answer], away_s: float) -> Answer:
     """Return what ``call`` returns, repeated while a server is away for at most ``away_s``."""
     until_s, shown = time.monotonic() + away_s, ""
     while True:
@@ -209,10 +211,10 @@ def _patiently(call: Callable[[], FlowRunView], away_s: float) -> FlowRunView:
 def _failure(view: FlowRunView) -> PacelineError:
     """Return the error that the flow ended with, of its own kind where the message names one."""
     where = f"flow run {view.page}"
-    if view.state == "CANCELLED":
-        return Cancelled("the flow run was cancelled", where=where)
     found = RAISED.search(view.message)
     kind = getattr(errors, found[1], None) if found else None
+    if view.state == "CANCELLED" and kind is not errors.AwaitingApproval:
+        return Cancelled("the flow run was cancelled", where=where)
     if found and isinstance(kind, type) and issubclass(kind, PacelineError):
         return kind(found[2].strip(), where=where)
     return PacelineError(

@@ -14,11 +14,13 @@ from paceline.client.failover import FailoverClient
 from paceline.config import Runtime
 from paceline.errors import Conflict, NotFound, TemporaryError, WorkerLost
 from paceline.schemas import (
+    ApprovalShown,
     CreatedDeployment,
     CreateDeployment,
     CreatedToken,
     CreateJoinToken,
     CreateToken,
+    DecidePromotion,
     Deployment,
     DeploymentList,
     DeploymentView,
@@ -216,6 +218,11 @@ class CoordinatorClient(FailoverClient):
         """Return a flow run, with the lines of its log after the first ``after``."""
         path = f"/flows/{quote(flow_run_id, safe='')}?after={after}"
         return self._call(FlowRunView, "GET", path)
+
+    def decide_promotion(self, run_id: str, call: DecidePromotion) -> ApprovalShown:
+        """Approve or reject the promotion of ``run_id``; the same decision may be sent again."""
+        path = f"/approvals/{quote(run_id, safe='')}"
+        return self._call(ApprovalShown, "POST", path, call, timeout_s=FLOW_START_S)
 
     def cancel_flow(self, flow_run_id: str) -> None:
         """Request the cancellation of a flow run."""

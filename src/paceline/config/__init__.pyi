@@ -4,7 +4,12 @@ from .authority import (
     read_certificate as read_certificate,
     read_other as read_other,
 )
-from .loading import load_profile as load_profile, profile_directories as profile_directories
+from .loading import (
+    load_profile as load_profile,
+    profile_directories as profile_directories,
+    toml_value as toml_value,
+    with_job_settings as with_job_settings,
+)
 from .login import (
     CLIENT_FILE as CLIENT_FILE,
     Login as Login,
@@ -43,16 +48,19 @@ from .settings import (
     ClusterSettings as ClusterSettings,
     ControlSettings as ControlSettings,
     DataSettings as DataSettings,
+    EarlyStoppingSettings as EarlyStoppingSettings,
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GuardSettings as GuardSettings,
     HostSettings as HostSettings,
     HubSettings as HubSettings,
     KubernetesSettings as KubernetesSettings,
+    LoraSettings as LoraSettings,
     MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
     OciSettings as OciSettings,
+    Policy as Policy,
     Profile as Profile,
     RelaySettings as RelaySettings,
     SecuritySettings as SecuritySettings,

@@ -7,8 +7,9 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -20,6 +21,17 @@ MAX_BYTES = 256 * 1024  # of a file or of one override
 MAX_AUTHORITY_BYTES = 16 * 1024  # it travels with each node that joins
 PEM = "-----BEGIN "
 CERTIFICATE = re.compile(r"-----BEGIN CERTIFICATE-----[^-]+-----END CERTIFICATE-----")
+MAX_JOB_DOTS = 4  # in the key of a training's own setting
+# What else than its training settings a job may choose; how samples are read is the snapshot's.
+JOB_SETTINGS = (
+    "model.context",  # of bases whose config does not say it
+    "data.batching",
+    "data.columns",
+    "data.prefetch_batches",
+    "data.prefetch_shards",
+)
+# What runs on the nodes, and what they call.
+INSTALLATION_SETTINGS = ("training.code_ref", "training.guard.preemption")
 MAX_DOTS = 1000  # in one line; names and addresses contain dots too
 
 
@@ -51,7 +63,7 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
             do="Fix the file.",
         ) from error
     for key, value in (overrides or {}).items():
-        _set(raw, key, value)
+        _set(raw, key, toml_value(value))
     try:
         profile = Profile.model_validate(raw)
     except ValidationError as error:
@@ -63,6 +75,12 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
             wanted="an image such as registry.example/paceline:0.1.0",
             where=path,
         )
+    for section, key in (("model", "base"), ("evaluation", "tasks")):
+        its = getattr(profile, section)
+        if (named := getattr(its, key)).startswith(("./", "../")):
+            root = Path.cwd() if f"{section}.{key}" in (overrides or {}) else path.parent
+            its = its.model_copy(update={key: str((root / named).resolve())})
+            profile = profile.model_copy(update={section: its})
     if not (named := profile.objects.ca) or named.startswith(PEM):
         return profile
     objects = profile.objects.model_copy(update={"ca": _certificates(Path(named))})
@@ -124,21 +142,67 @@ def _toml(text: str) -> dict[str, Any]:
         raise ValueError("nested too deeply") from error
 
 
-def _set(raw: dict[str, Any], dotted: str, value: str) -> None:
+def toml_value(text: str) -> Any:
+    """Return the value of a TOML literal; ``text`` itself where it is none."""
     try:
-        parsed: Any = _toml(f"v = {value}")["v"]
+        return _toml(f"v = {text}")["v"]
     except ValueError:
-        parsed = value
+        return text
+
+
+def with_job_settings(profile: Profile, given: Mapping[str, object]) -> Profile:
+    """Return ``profile`` with the settings of one training, such as
+    ``{"training.learning_rate": 3e-4, "training.lora.r": 8, "data.batching": "packed"}``.
+
+    The code that runs on nodes, what the data may be used for, and how candidates are judged are
+    the installation's. Raises InvalidProfile for these, for unknown keys and for
+    values that a profile may not have either.
+    """
+    raw = profile.model_dump(mode="json")
+    for key, value in given.items():
+        section, _, name = key.partition(".")
+        allowed = (section == "training" and name) or key in JOB_SETTINGS
+        if not allowed:
+            raise _not_of_one_training(key)
+        if key.count(".") > MAX_JOB_DOTS:
+            raise InvalidProfile("not a key of a profile", got=short_repr(key))
+        _set(raw, key, value)
+    try:
+        changed = Profile.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(error, "the settings of this training", given) from error
+    # Compared, because a section may be given as a whole.
+    for key in INSTALLATION_SETTINGS:
+        ours = attrgetter(key)
+        if ours(changed) != ours(profile):
+            raise _not_of_one_training(key)
+    return changed
+
+
+def _not_of_one_training(key: str) -> InvalidProfile:
+    return InvalidProfile(
+        "not a setting of one training",
+        got=short_repr(key[:100]),
+        wanted=f"training.… but {', '.join(INSTALLATION_SETTINGS)}; or {', '.join(JOB_SETTINGS)}",
+        do="The installation's profile decides the others (docs/operations.md).",
+    )
+
+
+def _set(raw: dict[str, Any], dotted: str, value: object) -> None:
     *parents, last = dotted.split(".")
     table = raw
     for parent in parents:
-        table = table.setdefault(parent, {})
+        if table.get(parent) is None:  # an optional section that the profile leaves out
+            table[parent] = {}
+        table = table[parent]
         if not isinstance(table, dict):
             raise InvalidProfile("override goes through a value", got=dotted, wanted="section.key")
-    table[last] = parsed
+    table[last] = value
 
 
-def _explain(error: ValidationError, path: Path, overrides: Mapping[str, str]) -> InvalidProfile:
+def _explain(
+    error: ValidationError, path: Path | str, overrides: Mapping[str, object]
+) -> InvalidProfile:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     dotted = ".".join(location)
@@ -171,9 +235,12 @@ def _wanted(message: str, location: list[str]) -> str:
 def _keys_at(location: list[str]) -> list[str]:
     model: type[BaseModel] = Profile
     for part in location:
+        if part not in model.model_fields:  # a model's id below gate.models
+            continue
         annotation = model.model_fields[part].annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            model = annotation
+        for each in get_args(annotation) or (annotation,):  # a section, of each key, or none
+            if isinstance(each, type) and issubclass(each, BaseModel):
+                model = each
     return list(model.model_fields)
 
 

@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     StringConstraints,
     field_validator,
+    model_validator,
 )
 
 
@@ -78,7 +79,9 @@ class DataSettings(Settings):
     # only that sample; 0 is read as 1
     transform_processes: int = Field(default=1, ge=0, le=256)
     transform_deadline_s: float = Field(default=20.0, gt=0)  # well below guard.step_deadline_s
-    tokenizer: str = "bytes"  # or a tokenizer.json
+    # or a tokenizer.json; beside it lies the chat template that renders conversations
+    tokenizer: str = "bytes"
+    max_tokens: int = Field(default=0, ge=0)  # longer conversations are left out; 0: no limit
     max_bytes: int = Field(default=16 * MIB, ge=1024)
     shard_bytes: int = Field(default=1 * MIB, ge=1024)
     held_out_share: float = Field(default=0.1, gt=0, lt=1)
@@ -154,7 +157,30 @@ class GuardSettings(Settings):
     node_wait_s: float = Field(default=600.0, ge=0)  # for nodes: another gang's, or all gone
 
 
+class LoraSettings(Settings):
+    """Low-rank adapters beside frozen weights; names and defaults are peft's."""
+
+    r: int = Field(default=8, ge=1)  # rank
+    lora_alpha: int = Field(default=8, ge=1)  # adapters are scaled by lora_alpha / r
+    lora_dropout: float = Field(default=0.0, ge=0, lt=1)
+    # Names of linear layers; ["all-linear"]: all but the output layer; []: peft's of the family.
+    target_modules: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    use_dora: bool = False
+
+    @field_validator("target_modules", mode="before")
+    @classmethod
+    def _one_name(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class EarlyStoppingSettings(Settings):
+    """When a training ends before its steps: its held-out loss no longer falls."""
+
+    patience: int = Field(default=3, ge=1)  # evaluations in a row that are no new best
+    min_delta: float = Field(default=0.0, ge=0)  # nats a token by which a new best is lower
 
 
 class TrainingSettings(Settings):
@@ -176,18 +202,31 @@ class TrainingSettings(Settings):
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float = Field(default=1.0, gt=0)
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
+    # Of the weights that are exported; "base": the base's.
+    export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
     activation_checkpointing: bool = False
     compile: bool = False
     evaluate_every_steps: int = Field(default=0, ge=0)  # 0: never
     evaluate_sequences: int = Field(default=64, ge=1)
+    early_stopping: EarlyStoppingSettings | None = None  # with evaluate_every_steps
     profile_steps: tuple[int, ...] = ()  # steps of which a profiler trace is written
     threads_per_rank: int = Field(default=1, ge=1)
     seed: int = 0
     code_ref: str = ""  # "": our transformer; else module:function, or git+https://…@COMMIT#m:f
+    lora: LoraSettings | None = None  # None: all weights are trained
     mesh: MeshSettings = MeshSettings()
     synchrony: SynchronySettings = SynchronySettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     guard: GuardSettings = GuardSettings()
+
+    @model_validator(mode="after")
+    def _early_stopping_has_evaluations(self) -> TrainingSettings:
+        if self.early_stopping is not None:
+            if not self.evaluate_every_steps:
+                raise ValueError("early_stopping needs evaluate_every_steps")
+            if self.synchrony.kind == "parameter-server":
+                raise ValueError("a parameter server has no early_stopping")
+        return self
 
 
 class HostSettings(Settings):
@@ -477,12 +516,18 @@ class RelaySettings(Settings):
 
 
 class ModelSettings(Settings):
-    """The demo's byte-level transformer; its shape is derived from ``parameters``."""
+    """The model that a lifecycle starts from.
+
+    ``base``: MODEL_ID/VERSION as published, hf://…, oci://…, or a directory (``./``: beside the
+    profile's file); "": a new byte-level transformer whose shape is derived from ``parameters``,
+    trained for ``base_steps``.
+    """
 
     model_id: str = "bytelm"
+    base: str = ""
     parameters: int = Field(default=2_000_000, ge=10_000)
     context: int = Field(default=256, ge=16)
-    base_steps: int = Field(default=60, ge=0)  # training steps of the base model
+    base_steps: int = Field(default=60, ge=0)
     seed: int = 0
 
 
@@ -493,19 +538,67 @@ class EvaluationSettings(Settings):
     bootstrap_samples: int = Field(default=1000, ge=100)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     ngram_order: int = Field(default=5, ge=1, le=8)
+    # Tasks of lm-eval's, scored beside the held-out text: a directory on the machine of the flows
+    # (``./``: beside the profile's file), or what was published of one, s3://…
+    tasks: str = ""
     seed: int = 0
 
 
-class GateSettings(Settings):
+# "directory" (each of the report's slices by directory), or one of them: "directory: src"
+SliceName = Annotated[str, StringConstraints(pattern=r"^(size|directory)(: .+)?$")]
+
+
+class Policy(Settings):
     """Conditions for promoting a candidate; missing evidence is a refusal."""
 
     max_bits_per_byte: float = Field(default=8.0, gt=0)
     must_beat: tuple[str, ...] = ("base",)  # names of evaluated models the interval must clear
     # Every simple baseline must be beaten too, except these.
     except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
+    min_documents: int = Field(default=5, ge=5)  # with fewer, all agree by chance: 2**-5 = 3.1 %
+    # Against the champion, as shares of its bits per byte: the interval's upper end, and the
+    # figure of a slice (without a champion: the base's).
+    max_regression: float = Field(default=0.01, ge=0, lt=1)
+    max_slice_regression: dict[SliceName, Annotated[float, Field(ge=0)]] = {}
+    # Share of the held-out documents of which half the text or more may lie in the training data;
+    # a copy of one always refuses.
+    max_overlap: float = Field(default=0.05, ge=0, le=1)
+    # Of the evaluation's tasks: "TASK/METRIC" → what the lower end of its interval must reach, and
+    # by how much the candidate may be worse than the champion, or the base, on any of them.
+    min_tasks: dict[str, float] = {}
+    max_task_regression: float = Field(default=0.0, ge=0)
     max_model_bytes: int = Field(default=2_000_000_000, gt=0)
     max_latency_ms: float = Field(default=1000.0, gt=0)  # one forward pass of one context
+    max_parameters: int | None = Field(default=None, gt=0)
+    min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    # Who must approve, by a token of scope approve: nobody; anyone; someone who did not submit it.
+    approval: Literal["none", "anyone", "four-eyes"] = "none"
+    approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off
+
+
+class GateSettings(Policy):
+    """The policy of every model, and of those that have one of their own."""
+
+    models: dict[str, Policy] = {}  # by model id; what one leaves out is as in [gate]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or not isinstance(own := given.get("models"), dict):
+            return given
+        common = {key: value for key, value in given.items() if key != "models"}
+        return given | {
+            "models": {
+                model_id: common | each if isinstance(each, dict) else each
+                for model_id, each in own.items()
+            }
+        }
+
+    def policy(self, model_id: str) -> Policy:
+        """Return the policy of ``model_id``."""
+        common = {name: getattr(self, name) for name in Policy.model_fields}
+        return self.models.get(model_id) or Policy.model_construct(**common)
 
 
 class Profile(Settings):

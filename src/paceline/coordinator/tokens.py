@@ -40,7 +40,8 @@ INCLUDES: dict[Scope, frozenset[Scope]] = {
     Scope.DEPLOY: frozenset({Scope.DEPLOY, Scope.READ}),
     Scope.WORKER: frozenset({Scope.WORKER}),
     Scope.LEDGER: frozenset({Scope.LEDGER}),
-    Scope.ADMIN: frozenset({Scope.ADMIN, Scope.DEPLOY, Scope.READ, Scope.WORKER, Scope.LEDGER}),
+    Scope.APPROVE: frozenset({Scope.APPROVE, Scope.READ}),
+    Scope.ADMIN: frozenset(Scope) - {Scope.JOIN},
     Scope.JOIN: frozenset({Scope.JOIN}),
 }
 _FORM = re.compile(r"pl_([0-9a-z]{16})_[A-Za-z0-9_-]{43}(?:_[0-9a-f]{64})?")

@@ -1,6 +1,9 @@
 from .build import SkippedSamples as SkippedSamples, build_snapshot as build_snapshot
+from .chat import ChatTemplate as ChatTemplate, template_files as template_files
 from .loading.batch import Batch as Batch
 from .loading.shards import (
+    WHITE_SPACE as WHITE_SPACE,
+    Conversation as Conversation,
     Document as Document,
     ShardCache as ShardCache,
     content_digest as content_digest,
@@ -20,6 +23,7 @@ from .snapshot import (
     require_columns as require_columns,
     require_purpose as require_purpose,
     require_readable as require_readable,
+    require_whole as require_whole,
     root_url as root_url,
     snapshot_url as snapshot_url,
     store_at as store_at,

@@ -8,10 +8,11 @@ and the record is written last, so that a snapshot is either complete or absent.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
@@ -20,9 +21,19 @@ import numpy as np
 
 from paceline.config import DataSettings
 from paceline.data.build_scratch import Catalog, Uploads
-from paceline.data.formats import Array, ColumnWriter, Sample, UnusableSample, column_of
+from paceline.data.chat import ChatTemplate
+from paceline.data.formats import (
+    Array,
+    ColumnWriter,
+    Sample,
+    UnusableSample,
+    check_sample,
+    column_of,
+)
 from paceline.data.loading import content_digest
 from paceline.data.snapshot import (
+    LOSS_MASK,
+    MASK_COLUMN,
     SNAPSHOT_FILE,
     Column,
     Shard,
@@ -87,6 +98,7 @@ class SnapshotBuilder:
 
     settings: DataSettings
     tokenizer: Tokenizer
+    template: ChatTemplate
     catalog: Catalog
     uploads: Uploads
     scratch: Path
@@ -98,18 +110,25 @@ class SnapshotBuilder:
     columns: tuple[Column, ...] | None = None
     shards: list[Shard] = field(default_factory=list)
     _pens: dict[Split, ColumnWriter] = field(default_factory=dict)
+    _longest: int = 0  # tokens of a sample
     _lowest: tuple[float, str] | None = None  # by draw: moves if a split stays empty
     _highest: tuple[float, str] | None = None
 
     def take(self, found: Iterable[Sample | UnusableSample]) -> None:
         """Write every sample of ``found`` that is new and within the budget."""
         for batch in _batches(self._chosen(found)):
-            texts = [each.text or b"" for each in batch]
+            texts = [each.text or b"" if each.tokens is None else b"" for each in batch]
             for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
                 if isinstance(tokens, str):
                     self.skipped.add(UnusableSample(sample.key, tokens))
+                    continue
+                made = self._tokens(sample, tokens)
+                mask = sample.features.get(LOSS_MASK)
+                if mask is not None and len(mask) != len(made):
+                    reason = f"its {LOSS_MASK!r} has {len(mask)} values for {len(made)} tokens"
+                    self.skipped.add(UnusableSample(sample.key, reason))
                 else:
-                    self._write(sample, self._tokens(sample, tokens))
+                    self._write(sample, made)
         for split in SPLITS:
             self._flush(split)
 
@@ -126,6 +145,7 @@ class SnapshotBuilder:
         settings = self.settings
         order = {split: number for number, split in enumerate(SPLITS)}
         shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written
+        is_masked = MASK_COLUMN in (self.columns or ())
         return SnapshotRecord(
             schema_version=2,
             purpose=settings.purpose,
@@ -144,6 +164,8 @@ class SnapshotBuilder:
             columns=self.columns or (),
             token_count=sum(each.tokens for each in shards),
             cut_at_bytes=settings.max_bytes if self.is_cut else None,
+            template_sha256=self.template.digest if is_masked and self.template.is_used else None,
+            longest_tokens=self._longest if is_masked else None,
         )
 
     def _chosen(self, found: Iterable[Sample | UnusableSample]) -> Iterator[Sample]:
@@ -173,9 +195,24 @@ class SnapshotBuilder:
                 yield sample
 
     def _joined(self, each: Sample | UnusableSample) -> Sample | UnusableSample:
+        if isinstance(each, Sample) and each.is_chat:
+            each = self._rendered(each)
         if isinstance(each, Sample) and self.settings.features:
             return join_features(each, self.catalog, self.settings.missing_features)
         return each
+
+    def _rendered(self, each: Sample) -> Sample | UnusableSample:
+        """Return a conversation as text, tokens and their loss mask, or why it cannot be."""
+        messages, tools = json.loads(each.text or b"")
+        try:
+            text, tokens, mask = self.template.tokens(messages, tools)
+        except ValueError as error:
+            return UnusableSample(each.key, str(error)[:300])
+        most = self.settings.max_tokens
+        if most and len(tokens) > most:
+            return UnusableSample(each.key, f"{len(tokens)} tokens, more than max_tokens {most}")
+        made = replace(each, text=text.encode(), tokens=tokens, features={LOSS_MASK: mask})
+        return check_sample(made)
 
     def _of_one_schema(
         self, found: Iterable[Sample | UnusableSample]
@@ -245,6 +282,7 @@ class SnapshotBuilder:
         text_bytes = len(sample.text or b"")
         pen.add(sample.key, tokens, dict(sample.features), kept, text_bytes=text_bytes)
         self.samples += 1
+        self._longest = max(self._longest, len(tokens))
 
     def _flush(self, split: Split) -> None:
         pen = self._pens.pop(split, None)
@@ -288,8 +326,8 @@ def _content(sample: Sample) -> bytes:
     """
     text = sample.text
     digest = hashlib.sha256(b"" if text is None else b"text:" + content_digest(text))
-    arrays = dict(sample.features)
-    if sample.tokens is not None:
+    arrays = {} if sample.is_chat else dict(sample.features)
+    if not sample.is_chat and sample.tokens is not None:
         arrays[""] = sample.tokens
     for name in sorted(arrays):
         array = arrays[name]
@@ -310,6 +348,9 @@ def _columns(sample: Sample) -> tuple[Column, ...]:
 
 
 def _difference(got: tuple[Column, ...], wanted: tuple[Column, ...]) -> str:
+    if (MASK_COLUMN in got) != (MASK_COLUMN in wanted):
+        kind = "a conversation" if MASK_COLUMN in got else "no conversation"
+        return f"{kind}, unlike most of the first samples"
     ours, theirs = ({each.name: each for each in side} for side in (got, wanted))
     if missing := sorted(set(theirs) - set(ours)):
         return f"no column {missing[0]!r}"
@@ -339,6 +380,7 @@ def build_snapshot(
     """
     opened = open_source(source, settings)
     tokenizer = _tokenizer(settings.tokenizer, store)
+    template = ChatTemplate(settings.tokenizer, store)
     if work_dir is not None:
         work_dir.mkdir(parents=True, exist_ok=True)
     with (
@@ -355,7 +397,14 @@ def build_snapshot(
 
         def one_pass(moved: str | None) -> SnapshotBuilder:
             building = SnapshotBuilder(
-                settings, tokenizer, catalog, uploads, scratch, unlisted.copy(), moved=moved
+                settings,
+                tokenizer,
+                template,
+                catalog,
+                uploads,
+                scratch,
+                unlisted.copy(),
+                moved=moved,
             )
             building.take(read_samples(opened, catalog, store, settings, scratch))
             return building

@@ -47,6 +47,12 @@ class Column(Record):
     shape: tuple[int | None, ...] = Field(max_length=8)  # of a sample; None: varies, first axis
 
 
+# A value for each token: whether it counts in the loss. Samples of a snapshot with this column are
+# conversations: rows begin with their first token instead of a separator.
+LOSS_MASK = "loss_mask"
+MASK_COLUMN = Column(name=LOSS_MASK, dtype="bool", shape=(None,))
+
+
 class _Grown(Record):
     """Base of records with later fields: a field that is unset is not written.
 
@@ -119,6 +125,9 @@ class SnapshotRecord(_Grown):
     columns: tuple[Column, ...] | None = Field(default=None, max_length=1000)
     token_count: int | None = Field(default=None, ge=0)
     cut_at_bytes: int | None = Field(default=None, ge=1)  # the budget, if it excluded samples
+    # with a loss mask
+    template_sha256: Sha256 | None = None  # of the chat template; None: samples came as tokens
+    longest_tokens: int | None = Field(default=None, ge=1)  # of a sample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +162,11 @@ class Snapshot:
     def tokens(self) -> int:
         """Return the number of tokens of all samples, without separators."""
         return sum(each.tokens for each in self.record.shards)
+
+    @property
+    def is_masked(self) -> bool:
+        """Return whether a loss mask tells which tokens count: its samples are conversations."""
+        return MASK_COLUMN in self.columns
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -258,6 +272,10 @@ def _check_sums(record: SnapshotRecord, where: str) -> None:
         ({each.split for each in shards} != {"train", "held-out"}, "a split is empty"),
         (bool(empty), f"shard {', '.join(empty[:3])} is empty"),
         (set(grown) != {record.schema_version == 2}, "shards of another version"),
+        (
+            (MASK_COLUMN in (record.columns or ())) != (record.longest_tokens is not None),
+            "a loss mask without the longest sample, or the reverse",
+        ),
     ]
     for wrong, what in problems:
         if wrong:
@@ -304,6 +322,14 @@ def require_columns(columns: int, global_batch: int) -> None:
 
 def require_batching(batching: str, columns: Sequence[str]) -> None:
     """Raise InvalidInput where samples with feature ``columns`` cannot be batched this way."""
+    if LOSS_MASK in columns and batching not in ("packed", "bucketed"):
+        raise InvalidInput(
+            "conversations stay whole",
+            got=f"data.batching {batching}",
+            wanted="packed or bucketed",
+            where="data.batching",
+            do="Set data.batching=packed.",
+        )
     if batching == "windows" and columns:
         raise InvalidInput(
             "windows have no features: they cross the edges of samples",
@@ -330,6 +356,8 @@ def require_readable(
     require_columns(settings.columns, global_batch)
     require_batching(settings.batching, [each.name for each in snapshot.columns])
     require_token_features(settings.token_features, snapshot.columns)
+    if context:
+        require_whole(snapshot, context)
     largest = max(each.bytes for split in splits for each in snapshot.of_split(split))
     if largest > settings.cache_bytes:
         raise InvalidInput(
@@ -344,6 +372,20 @@ def require_readable(
             require_windows([each.stream_bytes for each in snapshot.of_split(split)], context)
 
 
+def require_whole(snapshot: Snapshot, context: int) -> None:
+    """Raise InvalidInput where a conversation and the separator after it exceed a row."""
+    longest = snapshot.record.longest_tokens
+    if longest is not None and longest + 1 > context:
+        raise InvalidInput(
+            "a conversation is longer than a row",
+            got=f"{longest} tokens",
+            wanted=f"at most {context - 1}",
+            where=snapshot.url,
+            do=f"Set model.context to {longest + 1} or more, or build the snapshot with "
+            f"--max-tokens {context - 1}, which leaves longer ones out.",
+        )
+
+
 def require_token_features(names: Collection[str], columns: Sequence[Column]) -> None:
     """Raise InvalidInput where ``names`` are not all among ``columns``."""
     known = sorted(each.name for each in columns)
@@ -354,6 +396,14 @@ def require_token_features(names: Collection[str], columns: Sequence[Column]) ->
             wanted=f"some of {known}",
             where="data.token_features",
             do="Correct data.token_features.",
+        )
+    if names and MASK_COLUMN in columns:
+        raise InvalidInput(
+            "conversations have no features a token",
+            got=sorted(names),
+            wanted="none beside their loss mask",
+            where="data.token_features",
+            do="Unset data.token_features.",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.evaluation.report import comparison_rows
+from paceline.evaluation.report import comparison_rows, scored_text
 from paceline.schemas import Evaluation, TrainResult
 
 CARD_FILE = "README.md"
@@ -48,7 +48,8 @@ def model_card(
     licence = facts.get("license_name") or facts.get("license")
     overlaps = [
         f"Of {each.held_out_documents} held-out documents {each.found} are among the "
-        f"{each.training_documents} of the training snapshot `{each.snapshot_digest[:12]}`."
+        f"{each.training_documents} of the training snapshot `{each.snapshot_digest[:12]}`; "
+        f"{each.overlapping or 0} have at least half of their text there."
         for each in report.overlaps or ()
     ]
     front = yaml.safe_dump(facts, sort_keys=True, allow_unicode=True)
@@ -66,7 +67,7 @@ def model_card(
         "",
         "## Evaluation",
         "",
-        f"{report.documents} held-out documents, {report.bytes} bytes of snapshot "
+        f"Held out: {scored_text(report)} of snapshot "
         f"`{report.snapshot_digest}`. Bits per byte, lower is better; intervals by bootstrap over "
         "documents, differences are paired.",
         "",

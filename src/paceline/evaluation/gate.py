@@ -7,11 +7,16 @@ Missing evidence counts against the candidate and is listed. The rules:
 - *simple baselines*: each of ``BASELINES`` must be beaten in the same way, unless the policy
   excepts it (``except_baselines``); an exception remains visible as a check marked so.
 - *no regression against the champion*: non-inferiority. The upper end of the paired interval is at
-  most 1 % of the champion's bits per byte; "not significantly worse" alone would let anything pass
-  on few documents.
+  most ``max_regression`` of the champion's bits per byte; "not significantly worse" alone would let
+  anything pass on few documents. ``max_slice_regression`` bounds the figures of slices, which have
+  no intervals.
 - *not evaluated on training data*: every snapshot in the candidate's lineage was compared with the
-  held-out documents, and contains none of them.
-- At least 5 documents: with fewer, all of them agree by chance more than once in 20.
+  held-out documents, and contains none of them. Documents that lie there in large part, such as
+  copies with a changed header, are at most ``max_overlap`` of them.
+- *tasks*: the lower end of each interval is at least what ``min_tasks`` says, and no task's
+  interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
+- At least ``min_documents`` (5 or more): with fewer, all of them agree by chance more than once in
+  20.
 """
 
 from __future__ import annotations
@@ -19,13 +24,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from paceline.config import GateSettings
-from paceline.schemas import EvaluationReport, GateCheck, GateDecision, Interval, ModelScore
+from paceline.config import Policy
+from paceline.schemas import (
+    EvaluationReport,
+    GateCheck,
+    GateDecision,
+    Interval,
+    ModelScore,
+    Overlap,
+    digest_of,
+)
 
 CANDIDATE = "candidate"
 MISSING = "missing"
-MIN_DOCUMENTS = 5  # 2**-5 = 3.1 % < 5 %
-REGRESSION_MARGIN = 0.01
 FORMATS = ("safetensors",)
 BASELINES = ("ngram", "gzip", "xz")
 TRAINING_DATA = "training data"  # key in a report's failures: why it could not be compared
@@ -50,12 +61,13 @@ _NOTHING = ModelScore(
 
 def decide(
     report: EvaluationReport,
-    settings: GateSettings,
+    policy: Policy,
     *,
     champion: str | None,
     lineage: Mapping[str, str | None],
 ) -> GateDecision:
-    """Return the decision on ``report``'s "candidate", with one entry for every check.
+    """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
+    check and the policy's digest.
 
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
     ``lineage`` must have every key of ``LINEAGE``.
@@ -64,27 +76,38 @@ def decide(
     facts = candidate or _NOTHING
     checks = [
         _evaluated(report, candidate),
-        _at_least("held-out documents", report.documents, MIN_DOCUMENTS),
+        _at_least("held-out documents", report.documents, policy.min_documents),
         *(
             _better_than(name, report, candidate)
-            for name in dict.fromkeys((*settings.must_beat, *BASELINES))
-            if name in settings.must_beat or name not in settings.except_baselines
+            for name in dict.fromkeys((*policy.must_beat, *BASELINES))
+            if name in policy.must_beat or name not in policy.except_baselines
         ),
         *(
             _excepted(name, report, candidate)
-            for name in settings.except_baselines
-            if name not in settings.must_beat
+            for name in policy.except_baselines
+            if name not in policy.must_beat
         ),
     ]
     if champion is not None:
-        checks.append(_no_regression(champion, report, candidate))
+        checks.append(_no_regression(champion, report, candidate, policy.max_regression))
+    for name, margin in policy.max_slice_regression.items():
+        checks += _slices_hold(name, margin, report, champion or "base")
+    checks += _tasks_hold(report, policy, champion or "base")
     bits = candidate.bits_per_byte.high if candidate and _sound(candidate.bits_per_byte) else None
     checks += [
-        _at_most("bits per byte, upper end", bits, settings.max_bits_per_byte),
+        _at_most("bits per byte, upper end", bits, policy.max_bits_per_byte),
         _one_of("weights format", facts.format, FORMATS),
-        _one_of("weights dtype", facts.dtype, settings.dtypes),
-        _at_most("model bytes", facts.model_bytes, settings.max_model_bytes),
-        _at_most("latency in ms", facts.latency_ms, settings.max_latency_ms),
+        _one_of("weights dtype", facts.dtype, policy.dtypes),
+        _at_most("model bytes", facts.model_bytes, policy.max_model_bytes),
+        _at_most("latency in ms", facts.latency_ms, policy.max_latency_ms),
+        *(
+            check(name, value, bound)
+            for check, name, value, bound in (
+                (_at_most, "parameters", facts.parameters, policy.max_parameters),
+                (_at_least, "context", facts.context, policy.min_context),
+            )
+            if bound is not None
+        ),
         _check(
             "weights digest",
             bool(facts.weights_digest) and facts.weights_digest == lineage.get("weights_digest"),
@@ -98,9 +121,29 @@ def decide(
             lineage.get("snapshot_digest") or MISSING,
             report.snapshot_digest,
         ),
-        *_not_trained_on(report, lineage.get("training_snapshot_digest")),
+        *_not_trained_on(report, lineage.get("training_snapshot_digest"), policy.max_overlap),
     ]  # fmt: skip
-    return GateDecision(passed=all(each.passed for each in checks), checks=tuple(checks))
+    return GateDecision(
+        passed=all(each.passed for each in checks),
+        checks=tuple(checks),
+        policy_digest=digest_of(policy),
+    )
+
+
+def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[GateCheck]:
+    found = {f"{each.task}/{each.metric}": each for each in report.tasks}
+    checks = []
+    for name, least in policy.min_tasks.items():
+        own = found[name].scores.get(CANDIDATE) if name in found else None
+        checks.append(_at_least(f"task {name}, lower end", own.low if own else None, least))
+    margin = policy.max_task_regression
+    for name, each in found.items():
+        gain = each.gain_over.get(other)
+        got = MISSING if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
+        passed = gain is not None and _sound(gain) and gain.high >= -margin
+        wanted = f"an interval that reaches {-margin:g}"
+        checks.append(_check(f"task {name} no worse than {other}", passed, got, wanted))
+    return checks
 
 
 def _evaluated(report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
@@ -126,7 +169,9 @@ def _excepted(name: str, report: EvaluationReport, candidate: ModelScore | None)
     return found if found.passed else found.model_copy(update={"passed": True, "wanted": EXCEPTED})
 
 
-def _not_trained_on(report: EvaluationReport, training_snapshot: str | None) -> list[GateCheck]:
+def _not_trained_on(
+    report: EvaluationReport, training_snapshot: str | None, most: float
+) -> list[GateCheck]:
     overlaps = report.overlaps or ()
     compared = [each.snapshot_digest for each in overlaps]
     copies = [each for each in overlaps if each.found]
@@ -143,20 +188,56 @@ def _not_trained_on(report: EvaluationReport, training_snapshot: str | None) -> 
             training_snapshot or MISSING,
         ),
         _check("held-out documents in the training data", not copies, got or "none", "none"),
+        *(_little_overlap(each, most) for each in overlaps),
     ]
 
 
-def _no_regression(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
+def _little_overlap(overlap: Overlap, most: float) -> GateCheck:
+    title = f"held-out documents that overlap with snapshot {overlap.snapshot_digest[:12]}"
+    wanted = f"at most {most:.1%}"
+    if overlap.overlapping is None:
+        return _check(title, False, MISSING, wanted)
+    share = overlap.overlapping / max(1, overlap.held_out_documents)
+    more = ", …" if overlap.overlapping > len(overlap.overlapping_examples) else ""
+    examples = f" ({', '.join(overlap.overlapping_examples)}{more})" if overlap.overlapping else ""
+    got = f"{overlap.overlapping} of {overlap.held_out_documents}, {share:.1%}{examples}"
+    return _check(title, share <= most, got, wanted)
+
+
+def _no_regression(
+    name: str, report: EvaluationReport, candidate: ModelScore | None, share: float
+) -> GateCheck:
     title = f"no regression against {name}"
     gain = candidate.gain_over.get(name) if candidate else None
     other = report.score(name)
     if gain is None or other is None or not _sound(other.bits_per_byte):
         got = report.failures.get(name, MISSING)
-        return _check(title, False, got, f"an upper end within {REGRESSION_MARGIN:.0%}")
-    margin = REGRESSION_MARGIN * other.bits_per_byte.value
+        return _check(title, False, got, f"an upper end within {share:.2%}")
+    margin = share * other.bits_per_byte.value
     return _check(
         title, _sound(gain) and gain.high <= margin, _show(gain), f"an upper end ≤ {margin:.4f}"
     )
+
+
+def _slices_hold(name: str, share: float, report: EvaluationReport, other: str) -> list[GateCheck]:
+    """Return a check for each slice that ``name`` names; a failed one where the report has none."""
+    kind, _, one = name.partition(": ")
+    rows = [
+        row
+        for row in report.slices
+        if row.get("slice") == kind and (not one or row.get("name") == one)
+    ]
+    found = []
+    for row in rows:
+        figures = row.get("bits_per_byte")
+        figures = figures if isinstance(figures, dict) else {}
+        title = f"no regression against {other} in {kind}: {row.get('name')}"
+        before = figures.get(other)
+        if before is None:
+            found.append(_check(title, False, MISSING, f"a figure of {other}"))
+        else:
+            found.append(_at_most(title, figures.get(CANDIDATE), before * (1 + share)))
+    return found or [_check(f"no regression in {name}", False, MISSING, "such a slice")]
 
 
 def _traceable(key: str, value: str | None) -> GateCheck:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from paceline.data import ChatTemplate
 from paceline.evaluation.text_model import TextModel
-from paceline.models import read_json
+from paceline.models import TOKENIZER_FILE, read_json
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -22,9 +23,16 @@ UNFINISHED = "\ufffd"  # stands for a character whose last bytes are still to co
 
 
 def generate(
-    model: TextModel, prompt: str, *, max_tokens: int, temperature: float = 0.0, seed: int = 0
+    model: TextModel,
+    prompt: str,
+    *,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    chat: bool = False,
 ) -> Iterator[str]:
-    """Yield what ``model`` adds to ``prompt``, piece by piece.
+    """Yield what ``model`` adds to ``prompt``, piece by piece; ``chat``: what it answers, by its
+    chat template.
 
     Ends after ``max_tokens`` tokens, or with a token that ends documents. ``temperature`` 0 takes
     the most likely token each time; above, tokens are drawn, the same ones for the same ``seed``.
@@ -34,7 +42,11 @@ def generate(
 
     random = torch.Generator().manual_seed(seed)
     stops = _stops(model)
-    row = [model.separator, *model.encode(prompt.encode()).tolist()]
+    if chat:
+        row, stop = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
+        stops |= set() if stop is None else {stop}
+    else:
+        row = [model.separator, *model.encode(prompt.encode()).tolist()]
     made: list[int] = []
     shown = ""
     while len(made) < max_tokens:

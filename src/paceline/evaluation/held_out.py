@@ -2,7 +2,8 @@
 slice.
 
 Many short prefixes rather than a few whole documents, because intervals come from resampling
-documents. Deterministic in the documents and the budget alone; does not depend on models.
+documents. Of conversations, whole ones: what is scored of them is what assistants say.
+Deterministic in the documents and the budget alone; does not depend on models.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from paceline.data import Conversation, Document
 from paceline.errors import InvalidSnapshot
 
 MAX_CHARACTER = 3  # continuation bytes of UTF-8
@@ -28,6 +30,7 @@ class HeldOutDocument:
     path: str
     text: bytes
     size: int
+    conversation: Conversation | None = None  # ``text`` is what assistants say in it
 
 
 def choose_prefixes(
@@ -45,6 +48,22 @@ def choose_prefixes(
         whole = sorted(sorted(whole, key=_draw)[:most])
     cap = _water_level([len(text) for _, text in whole], budget_bytes)
     return [HeldOutDocument(path, _prefix(text, cap), len(text)) for path, text in whole]
+
+
+def choose_conversations(documents: Iterable[Document], budget_bytes: int) -> list[HeldOutDocument]:
+    """Return as many whole conversations as fit into ``budget_bytes`` of assistants' text; at least
+    one. Raises InvalidSnapshot where there is none."""
+    drawn = sorted(
+        (each for each in documents if each.text), key=lambda each: _draw((each.path, b""))
+    )
+    ends = np.cumsum([len(each.text) for each in drawn])
+    chosen = drawn[: max(1, int(np.searchsorted(ends, budget_bytes, side="right")))]
+    if not chosen:
+        raise InvalidSnapshot("nothing is held out", got="no text", wanted="a held-out split")
+    return [
+        HeldOutDocument(each.path, each.text, len(each.text), each.conversation)
+        for each in sorted(chosen, key=lambda each: each.path)
+    ]
 
 
 def _prefix(text: bytes, size: int) -> bytes:

@@ -28,7 +28,7 @@ def _ranked(report: EvaluationReport) -> list[ModelScore]:
 def as_markdown(report: EvaluationReport) -> str:
     """Return the report as one page of markdown."""
     lines = [
-        f"Held out: {report.documents} documents, {report.bytes} bytes of snapshot "
+        f"Held out: {scored_text(report)} of snapshot "
         f"`{report.snapshot_digest[:12]}`. Lower is better; intervals are bootstrapped over "
         "documents, differences are paired.",
         "",
@@ -48,12 +48,21 @@ def as_markdown(report: EvaluationReport) -> str:
     ]
     lines += [
         f"\nTraining snapshot `{each.snapshot_digest[:12]}`: {each.found} of "
-        f"{each.held_out_documents} held-out documents are among its {each.training_documents}."
+        f"{each.held_out_documents} held-out documents are among its {each.training_documents}; "
+        f"of {'–' if each.overlapping is None else each.overlapping} at least half the text is."
         for each in report.overlaps or ()
     ]
     lines += _gains(report)
+    lines += _tasks(report)
     lines += _slices(report)
     return "\n".join(lines) + "\n"
+
+
+def scored_text(report: EvaluationReport) -> str:
+    """Return how much text was scored, in words."""
+    if report.of_assistants:
+        return f"what assistants say in {report.documents} conversations, {report.bytes} bytes"
+    return f"{report.documents} documents, {report.bytes} bytes"
 
 
 def comparison_rows(report: EvaluationReport) -> list[str]:
@@ -64,7 +73,7 @@ def comparison_rows(report: EvaluationReport) -> list[str]:
         for each in _ranked(report)
     ]
     head = ["| model | bits per byte | interval | tokens |", "|---|---:|---:|---:|"]
-    return [*head, *rows, *_gains(report)]
+    return [*head, *rows, *_gains(report), *_tasks(report)]
 
 
 def plot_report(report: EvaluationReport, path: Path) -> Path:
@@ -113,6 +122,17 @@ def _gains(report: EvaluationReport) -> list[str]:
         if score.name == "candidate"
     ]
     head = ["", "| difference in bits per byte | value | interval | |", "|---|---:|---:|---|"]
+    return head + rows if rows else []
+
+
+def _tasks(report: EvaluationReport) -> list[str]:
+    rows = [
+        f"| {_cell(each.task)}/{_cell(each.metric)} | {_cell(name)} | {figure.value:.4f} | "
+        f"{figure.low:.4f} to {figure.high:.4f} | {each.documents} |"
+        for each in report.tasks
+        for name, figure in each.scores.items()
+    ]
+    head = ["", "| task | model | figure | interval | documents |", "|---|---|---:|---:|---:|"]
     return head + rows if rows else []
 
 

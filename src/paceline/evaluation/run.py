@@ -12,25 +12,19 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from paceline.config import load_runtime, this_node
-from paceline.data import (
-    ShardCache,
-    Snapshot,
-    content_digest,
-    documents,
-    load_snapshot,
-    tokenizer_of,
-)
+from paceline.data import Snapshot, documents, load_snapshot, tokenizer_of
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
-from paceline.evaluation.held_out import choose_prefixes
+from paceline.evaluation.held_out import choose_conversations, choose_prefixes
+from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models
-from paceline.manifest import directory_name
+from paceline.evaluation.tasks import score_tasks
+from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.schemas import EvaluationReport, EvaluationSpec, Overlap, TrainingData
 from paceline.storage import ObjectStore
 
@@ -47,12 +41,18 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
     scratch_dir.mkdir(parents=True, exist_ok=True)
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     budget = spec.settings.held_out_bytes
-    read = [
-        (each.path, each.text)
-        for each in documents(snapshot, "held-out", store, cache_dir, HELD_OUT_READ_FACTOR * budget)
-    ]
-    held_out = choose_prefixes(read, budget)
     tokenizer = tokenizer_of(snapshot, store)
+    most, text_of = HELD_OUT_READ_FACTOR * budget, tokenizer.text if snapshot.is_masked else None
+    found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
+    read = [
+        (each.path, tokenizer.text(each.conversation.tokens) if each.conversation else each.text)
+        for each in found
+    ]
+    answers = {each.path: each.text for each in found} if snapshot.is_masked else None
+    if snapshot.is_masked:
+        held_out = choose_conversations(found, budget)
+    else:
+        held_out = choose_prefixes(read, budget)
     train = [
         each.text
         for each in documents(
@@ -60,8 +60,9 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
         )
     ]
     with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
+        models = {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()}
         report = score_models(
-            {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()},
+            models,
             held_out,
             train,
             spec.settings,
@@ -69,14 +70,50 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
             on_progress=_progress,
             tokenizer=tokenizer,
         )
+        if spec.tasks_url:
+            report = _with_tasks(report, spec, models, store, Path(scratch))
     began = time.monotonic()
     try:
-        overlaps = tuple(_overlap(each, read, store, cache_dir) for each in spec.trained_on)
+        overlaps = tuple(
+            _overlap(each, read, answers, store, cache_dir) for each in spec.trained_on
+        )
     except PermanentError as error:  # without a comparison the gate fails, with this reason
         failures = report.failures | {TRAINING_DATA: error.one_line()}
         return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
     return report.model_copy(update={"overlaps": overlaps, "seconds": seconds})
+
+
+def _with_tasks(
+    report: EvaluationReport,
+    spec: EvaluationSpec,
+    models: dict[str, Path],
+    store: ObjectStore,
+    scratch: Path,
+) -> EvaluationReport:
+    """Return ``report`` with the tasks' scores, of every model that could be scored."""
+    began = time.monotonic()
+    manifest = fetch_manifest(spec.tasks_url, store)
+    if manifest.digest != spec.tasks_digest:
+        raise CorruptData(
+            "these are not the tasks that were asked for",
+            got=manifest.digest,
+            wanted=spec.tasks_digest,
+            where=spec.tasks_url,
+        )
+    directory = download_model(spec.tasks_url, scratch / "tasks", store)
+    verify_directory(directory, manifest)
+    scored = score_tasks(
+        directory,
+        {name: models[name] for name in models if report.score(name)},
+        spec.settings,
+        scratch=scratch,
+        on_progress=lambda fraction, message: _progress(0.9 + 0.08 * fraction, message),
+    )
+    seconds = report.seconds + time.monotonic() - began
+    return report.model_copy(
+        update={"tasks": scored, "tasks_digest": manifest.digest, "seconds": seconds}
+    )
 
 
 def _snapshot(url: str, digest: str, store: ObjectStore) -> Snapshot:
@@ -92,7 +129,11 @@ def _snapshot(url: str, digest: str, store: ObjectStore) -> Snapshot:
 
 
 def _overlap(
-    trained_on: TrainingData, held_out: list[tuple[str, bytes]], store: ObjectStore, cache_dir: Path
+    trained_on: TrainingData,
+    held_out: list[tuple[str, bytes]],
+    answers: dict[str, bytes] | None,
+    store: ObjectStore,
+    cache_dir: Path,
 ) -> Overlap:
     """Return how many of ``held_out`` are in the snapshot ``trained_on``."""
     return find_overlap(
@@ -101,69 +142,8 @@ def _overlap(
         store,
         cache_dir,
         quarantined=trained_on.quarantined_shards,
+        answers=answers,
         on_progress=lambda fraction: _progress(0.98, f"training data compared: {fraction:.0%}"),
-    )
-
-
-# Whether held-out documents occur in a candidate's training data.
-#
-# Two documents are the same if their texts are equal except for white space: a copy under another
-# name, in another shard or with other line ends is found. The training split is read shard by
-# shard, so that memory holds one shard and 32 bytes a held-out document, whatever the snapshot's
-# size.
-
-EXAMPLES = 5
-
-
-def find_overlap(
-    held_out: Iterable[tuple[str, bytes]],
-    training: Snapshot,
-    store: ObjectStore,
-    cache_dir: Path,
-    *,
-    quarantined: Sequence[str] = (),
-    on_progress: Callable[[float], None] = lambda _fraction: None,
-) -> Overlap:
-    """Return how many of ``held_out`` (key, text) are in the training split of ``training``.
-
-    Shards in ``quarantined`` were not used in training and are left out; any other unreadable shard
-    raises CorruptData. Samples of a tokenised snapshot are compared as the text that their tokens
-    decode to.
-    """
-    tokenizer = tokenizer_of(training, store)
-    keys: dict[bytes, list[str]] = {}
-    compared = 0
-    for key, text in held_out:
-        if not text.strip():
-            continue  # nothing to predict, and equal for every sample without text
-        compared += 1
-        (tokens,) = tokenizer.encode([text])
-        digests = {content_digest(text)}
-        if not isinstance(tokens, str):  # a string: the tokenizer fails, so no shard has it
-            # What the tokenizer drops (case, rare letters) is missing on both sides.
-            digests.add(content_digest(tokenizer.text(tokens)))
-        for digest in digests:
-            keys.setdefault(digest, []).append(key)
-    left = {key for found in keys.values() for key in found}
-    examples: list[str] = []
-    shards = [each for each in training.of_split("train") if each.sha256 not in set(quarantined)]
-    with ShardCache(training, store, cache_dir) as cache:
-        for number, (_, samples) in enumerate(cache.opened(shards), start=1):
-            if isinstance(samples, CorruptData):
-                raise samples
-            for i in range(len(samples)):
-                digest = content_digest(tokenizer.text(samples.tokens(i)))
-                for key in keys.get(digest, ()):
-                    if key in left:
-                        left.remove(key)
-                        examples.append(f"{key} = {samples.key(i)}")
-            on_progress(number / len(shards))
-    return Overlap(
-        snapshot_digest=training.digest,
-        held_out_documents=compared,
-        training_documents=sum(each.documents for each in shards),
-        found=len(examples),
-        examples=tuple(examples[:EXAMPLES]),
     )
 
 

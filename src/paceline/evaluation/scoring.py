@@ -90,8 +90,9 @@ def score_models(
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
     Each model reads the text by its own tokenizer; ``tokenizer`` is the snapshot's, for models that
-    carry none. A model that cannot be scored (wrong format, NaN, a tokenizer that loses text) has
-    no score and an entry in ``failures``.
+    carry none. Of conversations only what assistants say is scored: models see what precedes it,
+    the baselines do not. A model that cannot be scored (wrong format, NaN, a tokenizer that loses
+    text) has no score and an entry in ``failures``.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
@@ -104,7 +105,7 @@ def score_models(
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
         try:
-            found = _score_once(directory, texts, by_digest, show, tokenizer)
+            found = _score_once(directory, held_out, by_digest, show, tokenizer)
         except PermanentError as error:
             failures[name] = error.one_line()
             continue
@@ -127,19 +128,20 @@ def score_models(
         slices=slice_rows({name: each.bits for name, each in scored.items()}, held_out),
         failures=failures,
         seconds=time.monotonic() - began,
+        of_assistants=any(each.conversation is not None for each in held_out),
     )
 
 
 def _score_once(
     directory: Path,
-    texts: Sequence[bytes],
+    held_out: Sequence[HeldOutDocument],
     by_digest: dict[str, TransformerScore],
     show: Callable[[float], None],
     tokenizer: Tokenizer | None,
 ) -> TransformerScore:
     digest = weights_digest(directory)  # base and champion often have the same weights
     if digest not in by_digest:
-        by_digest[digest] = score_transformer(directory, texts, show, tokenizer)
+        by_digest[digest] = score_transformer(directory, held_out, show, tokenizer)
     return by_digest[digest]
 
 

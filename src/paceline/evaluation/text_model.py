@@ -1,6 +1,6 @@
 """A model directory opened to read text: the network, its tokenizer, and its limits.
 
-Reads only the model's files; runs on the CPU, in float32 or the dtype of our own models.
+Reads only the model's files; runs on the CPU, in float32.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class TextModel:
     tokenizer: Tokenizer
     vocabulary: int  # rows of the embedding
     separator: int  # before a document's first token, as in training, and after its last
-    context: int
+    context: int  # tokens of a row
+    longest_context: int  # that the model was made for
+    parameters: int
     dtype: str  # of the files
 
     @classmethod
@@ -63,9 +65,11 @@ class TextModel:
                 vocabulary=found.vocab_size,
                 separator=tokenizer.vocabulary.separator,
                 context=min(found.longest_context, MAX_CONTEXT),
+                longest_context=found.longest_context,
+                parameters=found.parameters,
                 dtype=str(found.dtype).removeprefix("torch."),
             )
-        from paceline.models import load_model
+        from paceline.models import count_parameters, load_model
 
         model, config = load_model(directory)
         tokenizer = own or of_the_data or open_tokenizer("bytes")
@@ -74,11 +78,13 @@ class TextModel:
         require_tokenizer(config, tokenizer.digest, tokenizer.vocabulary.vocab_size)
         return cls(
             directory=directory,
-            forward=model.eval(),
+            forward=model.float().eval(),  # as Pretrained.load: few CPUs are fast in halves
             tokenizer=tokenizer,
             vocabulary=config.vocab_size,
             separator=config.separator,
             context=config.context,
+            longest_context=config.context,
+            parameters=count_parameters(config),
             dtype=config.torch_dtype,
         )
 

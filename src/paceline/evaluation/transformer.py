@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import Tokenizer
-from paceline.errors import CorruptData
+from paceline.errors import CorruptData, InvalidInput
+from paceline.evaluation.held_out import HeldOutDocument
 from paceline.evaluation.text_model import TextModel, Tokens
 from paceline.models import weight_files, weights_digest
 
@@ -43,6 +44,8 @@ class TransformerScore:
     model_bytes: int
     weights_digest: str
     tokens: int
+    parameters: int
+    context: int  # that the model was made for; rows may be shorter
     format: str = FORMAT
 
 
@@ -71,32 +74,62 @@ def windows(length: int, context: int, document: int = 0) -> list[Window]:
 
 def score_transformer(
     directory: Path,
-    texts: Sequence[bytes],
+    held_out: Sequence[HeldOutDocument],
     on_progress: Callable[[float], None],
     tokenizer: Tokenizer | None = None,
 ) -> TransformerScore:
-    """Return how well the model in ``directory`` predicts ``texts``.
+    """Return how well the model in ``directory`` predicts ``held_out``.
 
-    ``tokenizer`` is that of the data, for a model that was trained with it and has no copy. Raises
-    CorruptData where its predictions are not finite, InvalidInput where it is not in safetensors,
-    or its tokenizer is not here, does not fit it, or does not keep the text.
+    ``tokenizer`` is that of the data, for a model that was trained with it and has no copy, and for
+    conversations. Raises CorruptData where its predictions are not finite, InvalidInput where it is
+    not in safetensors, or its tokenizer is not here, does not fit it, does not keep the text, or is
+    not that of the conversations.
     """
     model = TextModel.open(directory, tokenizer)
-    tokens = [model.encode(text) for text in texts]
-    with _one_core_an_operation() as cores:
+    read = [_read(model, each, tokenizer) for each in held_out]
+    with one_core_an_operation() as cores:
         latency_ms = _latency_ms(model)
-        bits_D = _bits(model, tokens, on_progress, _threads(model, cores))
+        bits_D = _bits(model, read, on_progress, _threads(model, cores))
     return TransformerScore(
         bits=bits_D,
         latency_ms=latency_ms,
         dtype=model.dtype,
         model_bytes=sum(path.stat().st_size for path in weight_files(directory)),
         weights_digest=weights_digest(directory),
-        tokens=sum(map(len, tokens)),
+        tokens=sum(int(each.counts.sum()) for each in read),
+        parameters=model.parameters,
+        context=model.longest_context,
     )
 
 
-def _rows(model: TextModel) -> int:
+@dataclass(frozen=True)
+class _Read:
+    """A document as a model reads it: inputs, targets, and which of the targets are scored."""
+
+    inputs: Tokens
+    targets: Tokens
+    counts: NDArray[np.bool_]
+
+
+def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | None) -> _Read:
+    if (chat := document.conversation) is None:
+        tokens = model.encode(document.text)
+        inputs = np.concatenate([[model.separator], tokens[:-1]])
+        return _Read(inputs, tokens, np.ones(len(tokens), np.bool_))
+    wanted = "" if tokenizer is None else tokenizer.digest
+    if model.tokenizer.digest != wanted:
+        raise InvalidInput(
+            "the conversations are in the tokens of another tokenizer",
+            got=f"a model of tokenizer {model.tokenizer.digest[:16] or 'bytes'}",
+            wanted=wanted[:16],
+            where=model.directory,
+            do="Judge it on a snapshot built with its own tokenizer.",
+        )
+    tokens = chat.tokens.astype(np.int64)
+    return _Read(tokens[:-1], tokens[1:], chat.mask[1:])
+
+
+def batch_rows(model: TextModel) -> int:
     """Return how many rows of a whole context are predicted at once, by each thread."""
     row_bytes = 4 * model.vocabulary * model.context
     return max(1, min(TOKENS_PER_BATCH // model.context, LOGITS_BYTES // (4 * row_bytes)))
@@ -104,28 +137,28 @@ def _rows(model: TextModel) -> int:
 
 def _threads(model: TextModel, cores: int) -> int:
     """Return how many threads keep the logits within their limit."""
-    batch_bytes = 4 * model.vocabulary * model.context * _rows(model)
+    batch_bytes = 4 * model.vocabulary * model.context * batch_rows(model)
     return max(1, min(cores, LOGITS_BYTES // batch_bytes))
 
 
 def _bits(
     model: TextModel,
-    targets: Sequence[Tokens],
+    documents: Sequence[_Read],
     on_progress: Callable[[float], None],
     threads: int,
 ) -> Reals:
     import torch
 
-    inputs = [np.concatenate([[model.separator], each[:-1]]) for each in targets]
+    inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
     todo = [
         each
         for number, tokens in enumerate(targets)
         for each in windows(len(tokens), model.context, number)
     ]
     todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
-    rows = _rows(model)
+    rows = batch_rows(model)
     batches = [todo[start : start + rows] for start in range(0, len(todo), rows)]
-    bits_D = np.zeros(len(targets))
+    bits_D = np.zeros(len(documents))
 
     def predict(batch: Sequence[Window]) -> NDArray[np.float64]:
         with torch.inference_mode():  # a thread-local setting
@@ -137,6 +170,7 @@ def _bits(
         ):
             for row, window in zip(nats_BT, batch, strict=True):
                 fresh = row[window.fresh - window.start : window.end - window.start]
+                fresh = fresh[documents[window.document].counts[window.fresh : window.end]]
                 bits_D[window.document] += float(fresh.sum()) / np.log(2)
             on_progress(done / len(batches))
     if not np.isfinite(bits_D).all():
@@ -172,7 +206,7 @@ def _nats(
 
 
 @contextmanager
-def _one_core_an_operation() -> Iterator[int]:
+def one_core_an_operation() -> Iterator[int]:
     """Yield the number of cores, with torch limited to one thread per operation.
 
     Threads then work on separate batches. Multi-threaded operations wait for the slowest core at

@@ -1,3 +1,10 @@
+from .adapters import (
+    Adapters as Adapters,
+    add_adapters as add_adapters,
+    base_name as base_name,
+    merge_adapters as merge_adapters,
+    set_magnitudes as set_magnitudes,
+)
 from .attention import exclude_from_compilation as exclude_from_compilation
 from .config import (
     SEPARATOR_BYTE as SEPARATOR_BYTE,
@@ -9,13 +16,17 @@ from .config import (
 from .files import (
     CONFIG_FILE as CONFIG_FILE,
     INDEX_FILE as INDEX_FILE,
+    TOKENIZER_FILE as TOKENIZER_FILE,
     is_pretrained as is_pretrained,
+    json_object as json_object,
+    lies_as_pretrained as lies_as_pretrained,
     read_config as read_config,
     read_index as read_index,
     read_json as read_json,
+    require_whole as require_whole,
     weight_files as weight_files,
     weights_digest as weights_digest,
 )
-from .pretrained import TOKENIZER_FILE as TOKENIZER_FILE, Pretrained as Pretrained
+from .pretrained import Pretrained as Pretrained
 from .transformer import Transformer as Transformer, new_model as new_model
 from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model

@@ -7,6 +7,7 @@ The layout is the one Hugging Face tools read: ``config.json``, ``model.safetens
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from paceline.models.config import ModelConfig
 from paceline.schemas import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
+TOKENIZER_FILE = "tokenizer.json"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_FILE = "adapter_config.json"  # peft's
 SUFFIX = ".safetensors"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
 MAX_JSON_BYTES = 16 * 1024 * 1024
@@ -42,13 +45,18 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def is_pretrained(directory: Path) -> bool:
-    """Return whether ``directory`` is read as transformers' layout, not as our own.
+    """Return whether ``directory`` is read as transformers' layout, not as our own."""
+    names = {each.name for each in directory.glob("*.safetensors*")}
+    return lies_as_pretrained(names, lambda: read_json(directory / CONFIG_FILE))
 
-    Ours has an index and no other setting in its config than ours.
+
+def lies_as_pretrained(names: Collection[str], read: Callable[[], dict[str, Any]]) -> bool:
+    """Return whether files ``names`` with the config that ``read`` returns are in transformers'
+    layout. Ours has an index and no other setting in its config than ours.
     """
-    if not (directory / INDEX_FILE).is_file() and any(directory.glob(f"*{SUFFIX}")):
+    if INDEX_FILE not in names and any(each.endswith(SUFFIX) for each in names):
         return True
-    config = read_json(directory / CONFIG_FILE)
+    config = read()
     known = set(config) <= set(ModelConfig.model_fields)
     return not (known and config.get("model_type", "llama") == "llama")
 
@@ -75,6 +83,19 @@ def weight_files(directory: Path) -> list[Path]:
     if not found:
         raise SourceMissing("model has no weights", wanted="*.safetensors", where=directory)
     return found
+
+
+def require_whole(directory: Path) -> None:
+    """Raise InvalidInput where ``directory`` has an adapter that is not merged into its base."""
+    if (directory / ADAPTER_FILE).is_file():
+        raise InvalidInput(
+            "an adapter is not a model",
+            got=ADAPTER_FILE,
+            wanted="the model with the adapter merged into its weights",
+            where=directory,
+            do="Merge it with peft: PeftModel.from_pretrained(…).merge_and_unload()"
+            ".save_pretrained(…).",
+        )
 
 
 def read_index(directory: Path) -> dict[str, str]:
@@ -109,13 +130,19 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise InvalidInput("file is too large", wanted=f"≤ {MAX_JSON_BYTES} bytes", where=path)
-        value = parse_json(path.read_bytes())
+        return json_object(path.read_bytes(), path)
     except FileNotFoundError as error:
         raise SourceMissing(
             "model file is missing", got=f"no {path.name}", where=path.parent
         ) from error
+
+
+def json_object(data: bytes, where: Path | str) -> dict[str, Any]:
+    """Return the JSON object that ``data`` is; raises CorruptData, which names ``where``."""
+    try:
+        value = parse_json(data)
     except ValueError as error:
-        raise CorruptData("model file is not JSON", got=error, where=path) from error
+        raise CorruptData("model file is not JSON", got=error, where=where) from error
     if not isinstance(value, dict):
-        raise CorruptData("model file is not a JSON object", got=type(value).__name__, where=path)
+        raise CorruptData("model file is not a JSON object", got=type(value).__name__, where=where)
     return value

@@ -8,6 +8,7 @@ Never runs code of the directory and never reads pickled weights. Contains no pa
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,13 @@ from torch import Tensor, nn
 
 from paceline.errors import InvalidInput
 from paceline.models.config import require_tokenizer
-from paceline.models.files import CONFIG_FILE, INDEX_FILE, read_json
+from paceline.models.files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_FILE,
+    read_json,
+    require_whole,
+)
 from paceline.models.tensor_files import (
     StoredTensor,
     fill,
@@ -41,7 +48,6 @@ FAMILIES = {
     "gpt_neox": "GPTNeoXForCausalLM",
 }
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-TOKENIZER_FILE = "tokenizer.json"
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")
 LEGAL = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")  # go with the weights
@@ -168,9 +174,9 @@ class Pretrained:
         """Return the name that a weight of the model has in files."""
         return self.stored[self._stored_name(name)].name
 
-    def file_groups(self, names: Sequence[str]) -> list[list[str]]:
+    def file_groups(self, names: Sequence[str], dtype: torch.dtype) -> list[list[str]]:
         """Return the names of each file to write, in the order of the model, up to 5 GB a file."""
-        sizes = {name: self._expected[name].numel() * self.dtype.itemsize for name in names}
+        sizes = {name: self._expected[name].numel() * dtype.itemsize for name in names}
         groups: list[list[str]] = []
         held = FILE_BYTES + 1
         for name in [each for each in self._expected if each in sizes]:
@@ -181,12 +187,20 @@ class Pretrained:
             held += sizes[name]
         return groups
 
-    def copy_others(self, into: Path) -> None:
-        """Copy config, tokenizer, chat template, generation config and licence, no weights."""
+    def copy_others(self, into: Path, dtype: torch.dtype | None = None) -> None:
+        """Copy config, tokenizer, chat template, generation config and licence, no weights.
+
+        ``dtype`` is written into the config, where the weights get another one.
+        """
         for each in sorted(self.directory.iterdir()):
             legal = each.name.upper().startswith(LEGAL) and each.is_file()
             if legal or (each.suffix in COPIED_SUFFIXES and each.name not in (OURS, INDEX_FILE)):
                 shutil.copyfile(each, into / each.name)
+        if dtype not in (None, self.dtype):
+            config = read_json(self.directory / CONFIG_FILE)
+            config.pop("torch_dtype", None)  # as older versions of transformers called it
+            config["dtype"] = str(dtype).removeprefix("torch.")
+            (into / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
 
     def copy(self, into: Path) -> None:
         """Copy the files of the model that are used."""
@@ -265,6 +279,7 @@ class Pretrained:
 
 def _read_config(directory: Path) -> Any:
     path = directory / CONFIG_FILE
+    require_whole(directory)
     raw = read_json(path)
     if "auto_map" in raw:
         raise InvalidInput(

@@ -97,7 +97,12 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, layers: range, embedding: bool, head: bool) -> None:
         super().__init__()
         if embedding or (head and config.tie_word_embeddings):
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+            # Not nn.Embedding(…): its initialisation imports torch's compiler on the meta device,
+            # which takes 2 s; ``initialise`` and ``load_model`` set the values.
+            empty_VD = torch.empty(config.vocab_size, config.hidden_size)
+            self.embed_tokens = nn.Embedding.from_pretrained(  # type: ignore[no-untyped-call]
+                empty_VD, freeze=False
+            )
         self.layers = nn.ModuleDict({str(number): Block(config) for number in layers})
         if head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -1,4 +1,5 @@
 from .lineage import (
+    TAG_APPROVAL as TAG_APPROVAL,
     TAG_MANIFEST as TAG_MANIFEST,
     MetricPoint as MetricPoint,
     Promotion as Promotion,

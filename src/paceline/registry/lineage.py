@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from paceline.schemas import (
+    Approval,
     EvaluationReport,
     Evidence,
     GateDecision,
@@ -33,7 +35,11 @@ TAG_CODE = "paceline.code_version"
 TAG_CONFIG = "paceline.training_config_digest"
 TAG_ENVIRONMENT = "paceline.environment_digest"
 TAG_GATE = "paceline.gate"  # "passed" | "refused"
+TAG_POLICY = "paceline.policy_digest"  # of the artifact policy/<digest>.json
 TAG_APPROVER = "paceline.approver"
+TAG_APPROVER_ID = "paceline.approver_token_id"
+TAG_APPROVED_AT = "paceline.approved_at"
+TAG_APPROVAL = "paceline.approval"  # of a run: that it waits, or how it was decided
 TAG_EVIDENCE = "paceline.evidence_digest"  # SHA-256 of the artifact evidence/<digest>.json
 TAG_CLAIM = "paceline.claim_digest"  # the evidence without its approver; identifies a version
 TAG_PROMOTED_OVER = "paceline.promoted_over"  # the previous champion; "" for the first one
@@ -91,7 +97,7 @@ def registered_name(model_id: str) -> str:
 
 def claim_digest(evidence: Evidence) -> str:
     """Return the digest of ``evidence`` without the approver, who may sign later."""
-    return digest_of(evidence.model_copy(update={"approver": None}))
+    return digest_of(evidence.model_copy(update={"approver": None, "approval": None}))
 
 
 def evidence_path(digest: str) -> str:
@@ -112,10 +118,19 @@ def version_tags(evidence: Evidence) -> dict[str, str]:
         TAG_CODE: evidence.code_version,
         TAG_CONFIG: evidence.training_config_digest,
         TAG_GATE: "passed" if evidence.gate.passed else "refused",
+        TAG_POLICY: evidence.gate.policy_digest or "",
         TAG_APPROVER: evidence.approver or "",
         TAG_EVIDENCE: digest_of(evidence),
         TAG_CLAIM: claim_digest(evidence),
-    }
+    } | approval_tags(evidence.approval)
+
+
+def approval_tags(approval: Approval | None) -> dict[str, str]:
+    """Return the tags of a version that a person approved by a token."""
+    if approval is None:
+        return {}
+    at = datetime.fromtimestamp(approval.at, UTC).isoformat(timespec="seconds")
+    return {TAG_APPROVER_ID: approval.token_id, TAG_APPROVED_AT: at}
 
 
 def training_params(job: TrainJob) -> dict[str, str]:
@@ -185,6 +200,10 @@ def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
         values[f"{prefix}.model_bytes"] = score.model_bytes
         for other, gain in score.gain_over.items():
             values[f"{prefix}.gain_over.{other}"] = gain.value
+    for task in report.tasks:
+        for name, figure in task.scores.items():
+            metric = task.metric.replace(",", "_")  # not a character of MLflow's names
+            values[f"eval.{name}.{task.task}.{metric}"] = figure.value
     return _points(values, step=0)
 
 

@@ -252,6 +252,8 @@ class Registry(RunLog):
         if target.tags.get(lineage.TAG_EVIDENCE) != digest:
             self._store_evidence(target.run_id, evidence)
             self._tag(model_id, target.version, lineage.TAG_APPROVER, evidence.approver or "")
+            for key, value in lineage.approval_tags(evidence.approval).items():
+                self._tag(model_id, target.version, key, value)
             self._tag(model_id, target.version, lineage.TAG_EVIDENCE, digest)  # last: it binds
         return digest
 

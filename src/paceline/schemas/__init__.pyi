@@ -60,9 +60,15 @@ from .calls import (
     WorkerSwitch as WorkerSwitch,
 )
 from .clients import (
+    APPROVAL as APPROVAL,
+    APPROVAL_REQUEST as APPROVAL_REQUEST,
     FLOW_PARAMETERS as FLOW_PARAMETERS,
     FLOW_RESULT as FLOW_RESULT,
+    SUBMITTERS as SUBMITTERS,
+    ApprovalRequest as ApprovalRequest,
+    ApprovalShown as ApprovalShown,
     Check as Check,
+    DecidePromotion as DecidePromotion,
     Diagnosis as Diagnosis,
     FlowRunView as FlowRunView,
     InstallationView as InstallationView,
@@ -141,6 +147,7 @@ from .records import (
 )
 from .selectors import select_workers as select_workers
 from .training import (
+    Approval as Approval,
     CheckpointRef as CheckpointRef,
     Continued as Continued,
     Evaluated as Evaluated,
@@ -156,6 +163,7 @@ from .training import (
     Overlap as Overlap,
     RankEvent as RankEvent,
     Restart as Restart,
+    TaskScore as TaskScore,
     TaskSize as TaskSize,
     TimeLedger as TimeLedger,
     Trained as Trained,

@@ -24,8 +24,8 @@ def _is_none(value: object) -> bool:
 
 
 class Scope(StrEnum):
-    """What a token allows. Admin includes all others, deploy includes read; Prefect flows need
-    deploy and ledger.
+    """What a token allows. Admin includes all others, deploy and approve include read; Prefect
+    flows need deploy and ledger.
     """
 
     READ = "read"
@@ -33,10 +33,13 @@ class Scope(StrEnum):
     ADMIN = "admin"
     WORKER = "worker"
     LEDGER = "ledger"  # allows recording finished stages
+    APPROVE = "approve"  # allows deciding on promotions that wait for an approval
     JOIN = "join"  # of join tokens only: one route, once
 
 
-GrantedScope = Literal[Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER]
+GrantedScope = Literal[
+    Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER, Scope.APPROVE
+]
 
 
 def revoked_admission(token_id: str) -> str:
@@ -50,7 +53,7 @@ class TokenRecord(Record):
     token_id: Name
     kind: Literal["access", "join"] = "access"
     name: str = Field(max_length=128)
-    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=6)
+    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=7)
     sha256: Sha256
     worker_id: Name | None = None  # bound to this worker
     created_at: float
@@ -100,7 +103,7 @@ class CreateToken(Record):
     """Create a bearer token; ``worker_id`` requires the scope worker and no other."""
 
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
-    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=5)
+    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=6)
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
 

@@ -10,19 +10,30 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import RUN_ID, Name, Record, Text, digest_of
+from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of
 from paceline.schemas.records import Worker
+from paceline.schemas.training import Approval
 
 FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
 
 # The Prefect deployments that a token of scope deploy may start, and their parameters that such a
 # caller may give. Paths are left out: they would be read on the flow's machine.
 FLOW_PARAMETERS: dict[str, frozenset[str]] = {
-    "lifecycle": frozenset({"data", "approver"}),
+    "lifecycle": frozenset({"data", "model", "approver", "settings"}),
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
     "train-model": frozenset(
-        {"model_id", "version", "snapshot_url", "labels", "steps", "continue_from"}
+        {
+            "model_id",
+            "version",
+            "snapshot_url",
+            "labels",
+            "continue_from",
+            "steps",
+            "ranks",
+            "learning_rate",
+            "settings",
+        }
     ),
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),
     "promote-model": frozenset(
@@ -79,6 +90,49 @@ class FlowRunView(Record):
     message: Text = ""
     page: str = ""
     lines: tuple[Text, ...] = ()
+
+
+# Stages of the ledger: what waits for an approval, by run; the decision on it; who started a run.
+# Of the last two the coordinator is the only writer.
+APPROVAL_REQUEST = "approval-request"
+APPROVAL = "approval"
+SUBMITTERS = "submitters"
+
+
+class ApprovalRequest(Record):
+    """A promotion that waits for a person, with what is to be approved."""
+
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    model_id: ModelId
+    version: Text  # the candidate's
+    evidence_digest: Sha256  # without the approver
+    report_digest: Sha256
+    policy_digest: Sha256
+    expires_at: float
+    flow_run_id: Text  # that waits
+    page: Text
+
+    @property
+    def key(self) -> str:
+        """Return the ledger's input digest of the decision on this request."""
+        return digest_of([self.run_id, self.model_id, self.evidence_digest])
+
+
+class DecidePromotion(Record):
+    """Approve or reject a promotion; ``evidence_digest`` is what the approver has seen."""
+
+    evidence_digest: Sha256
+    approved: bool
+    reason: str = Field(default="", max_length=500)
+
+
+class ApprovalShown(Record):
+    """Output of `paceline approve --json`: what was requested, and the decision if any."""
+
+    status: Literal["waiting", "expired", "approved", "rejected"]
+    request: ApprovalRequest
+    approval: Approval | None = None
+    flow_run: Text = ""  # Prefect's state of the flow run that waits
 
 
 class WorkersShown(Record):

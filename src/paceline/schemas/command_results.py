@@ -47,7 +47,7 @@ class DistributionSummary(Record):
 
 class ModelFigures(Record):
     model_id: str
-    parameters: int
+    parameters: int | None  # None: of a base that was published before
     base_version: str
     version: str
     manifest_digest: Sha256

@@ -40,6 +40,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "login": clients.LoggedIn,
     "workers": clients.WorkersShown,
     "doctor": clients.Diagnosis,
+    "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,

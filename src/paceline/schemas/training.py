@@ -15,11 +15,18 @@ def _unset(value: object) -> bool:
     return value is None
 
 
+def _empty(value: object) -> bool:
+    """As ``_unset``, for a field that may be empty."""
+    return not value
+
+
 class TaskSize(Record):
-    """Size of the task for a ``code_ref``: the profile's model at the start of the job."""
+    """Sizes that the base does not say itself (a ``code_ref``, a model of transformers): the
+    profile's model at the start of the job.
+    """
 
     context: int = Field(ge=1)  # tokens per row
-    parameters: int = Field(ge=1)
+    parameters: int | None = Field(default=None, ge=1)  # of the model that a ``code_ref`` makes
 
 
 class Continued(Record):
@@ -142,6 +149,8 @@ class TrainResult(Record):
     held_out: dict[str, float] = {}  # the last evaluation
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
+    # why it ended before its steps; None where it did not
+    stopped_early: str | None = Field(default=None, exclude_if=_unset)
     # inputs of the training; None in a result of an older version
     snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
@@ -183,6 +192,8 @@ class EvaluationSpec(Record):
     # that the evaluating node holds
     models: dict[str, str]
     settings: EvaluationSettings
+    tasks_url: str = ""  # of the published directory of tasks; "": none
+    tasks_digest: str = ""  # of its manifest
     trained_on: tuple[TrainingData, ...] = ()
 
 
@@ -207,16 +218,32 @@ class ModelScore(Record):
     format: str | None = None  # of the weights that were loaded: "safetensors"
     model_bytes: int | None = None
     tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
+    parameters: int | None = Field(default=None, exclude_if=_unset)
+    context: int | None = Field(default=None, exclude_if=_unset)  # positions it was made for
+
+
+class TaskScore(Record):
+    """One metric of a task of lm-eval's: the mean of one figure a document, higher is better."""
+
+    task: str
+    metric: str  # as "acc", or "exact_match,FILTER"
+    documents: int
+    scores: dict[str, Interval]  # by model
+    gain_over: dict[str, Interval] = {}  # paired: the candidate's figure minus the named model's
 
 
 class Overlap(Record):
-    """How many held-out documents are in the training split of one snapshot, by content."""
+    """How many held-out documents are in the training split of one snapshot, by content: as a
+    copy, or with at least half of their text (``evaluation.overlap``)."""
 
     snapshot_digest: Sha256  # of the training snapshot
     held_out_documents: int  # compared
     training_documents: int  # compared with
     found: int  # held-out documents with a copy in the training split
     examples: tuple[str, ...] = ()  # "held-out key = training key"
+    # None in the report of an older version; copies count here, too
+    overlapping: int | None = Field(default=None, exclude_if=_unset)
+    overlapping_examples: tuple[str, ...] = Field(default=(), exclude_if=lambda value: not value)
 
 
 class EvaluationReport(Record):
@@ -229,6 +256,9 @@ class EvaluationReport(Record):
     slices: tuple[dict[str, object], ...] = ()
     failures: dict[str, str] = {}  # model without a score → reason
     seconds: float
+    tasks: tuple[TaskScore, ...] = Field(default=(), exclude_if=_empty)
+    tasks_digest: str = Field(default="", exclude_if=_empty)  # of their manifest
+    of_assistants: bool = Field(default=False, exclude_if=_empty)  # of conversations, their text
     overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=_unset)
 
     def score(self, name: str) -> ModelScore | None:
@@ -266,6 +296,8 @@ class GateDecision(Record):
 
     passed: bool
     checks: tuple[GateCheck, ...]
+    # of the policy; None in the evidence of an older version
+    policy_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
 
     @property
     def reasons(self) -> list[str]:
@@ -275,6 +307,21 @@ class GateDecision(Record):
             for each in self.checks
             if not each.passed
         ]
+
+
+class Approval(Record):
+    """A person's decision on a promotion, as the coordinator recorded it; the approver is the owner
+    of the token that the call presented."""
+
+    run_id: str
+    model_id: ModelId
+    evidence_digest: Sha256  # of the evidence without its approver
+    approved: bool
+    reason: str = ""
+    approver: str  # the token's name
+    token_id: str
+    at: float  # seconds since the Unix epoch
+    submitters: tuple[str, ...]  # names of the tokens that submitted the run
 
 
 class Evidence(Record):
@@ -298,3 +345,4 @@ class Evidence(Record):
     training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
     training_snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     training_snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    approval: Approval | None = Field(default=None, exclude_if=_unset)  # ``approver`` is of it

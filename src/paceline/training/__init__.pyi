@@ -2,6 +2,7 @@ from .base import BaseResult as BaseResult, BaseSpec as BaseSpec, train_base as 
 from .continuing import (
     checkpoints_url as checkpoints_url,
     continuation as continuation,
+    earlier_job as earlier_job,
     store_job as store_job,
 )
 from .identity import (

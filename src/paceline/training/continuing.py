@@ -6,10 +6,12 @@ and step from the earlier job's newest checkpoint; after that it has checkpoints
 
 from __future__ import annotations
 
+import re
+
 from pydantic import ValidationError
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
-from paceline.schemas import Continued, TrainJob, canonical_json
+from paceline.schemas import NAME, Continued, TrainJob, canonical_json
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, with_derived_id
@@ -27,6 +29,10 @@ CHANGEABLE = (
     "final_share",
     "weight_decay",
     "clip_norm",
+    "export_dtype",
+    "early_stopping",
+    "evaluate_every_steps",
+    "evaluate_sequences",
 )
 
 
@@ -46,17 +52,28 @@ def stored_job(url: str, store: ObjectStore) -> TrainJob:
     return TrainJob.model_validate_json(store.get_bytes(join_url(url, JOB_FILE), MAX_RECORD_BYTES))
 
 
+def earlier_job(checkpoint_url: str, job_id: str, store: ObjectStore) -> TrainJob:
+    """Return the record of a job whose checkpoints lie below ``checkpoint_url``.
+
+    Raises SourceMissing where there is none, InvalidInput for what is no id, CorruptData.
+    """
+    if not re.fullmatch(NAME, job_id):  # a path would lead elsewhere
+        raise InvalidInput("not a job's id", got=job_id, wanted="such as job-0123456789ab")
+    where = join_url(checkpoint_url, job_id)
+    try:
+        return stored_job(where, store)
+    except ValidationError as error:
+        raise CorruptData("a job's record cannot be read", where=where) from error
+
+
 def continuation(job: TrainJob, earlier_id: str, store: ObjectStore) -> TrainJob:
     """Return ``job`` as the continuation of the job ``earlier_id`` of the same checkpoints' place.
 
-    Raises SourceMissing where that has no record or no checkpoint, InvalidInput where more differs
-    than ``CHANGEABLE``, or where no step is left.
+    Raises as ``earlier_job``; SourceMissing where it has no checkpoint, InvalidInput where more
+    differs than ``CHANGEABLE``, or where no step is left.
     """
+    earlier = earlier_job(job.checkpoint_url, earlier_id, store)
     where = join_url(job.checkpoint_url, earlier_id)
-    try:
-        earlier = stored_job(where, store)
-    except ValidationError as error:
-        raise CorruptData("a job's record cannot be read", where=where) from error
     generations = Generations(store, where)
     if not (found := generations.find().committed):
         raise SourceMissing("the job has no checkpoint", got=earlier_id, where=where)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
-from paceline.config import DataSettings, Profile
+from paceline.config import DataSettings, Profile, TrainingSettings
 from paceline.schemas import TaskSize, TrainJob, digest_of
 
 # Settings that change speed or placement, not the result.
@@ -30,7 +30,12 @@ _RESULT_NEUTRAL_SETTINGS = {
     "guard",
     "ranks_per_node",
 }
-_LATER_DEFAULTS = {"betas": [0.9, 0.95]}
+_LATER_DEFAULTS = {
+    "betas": [0.9, 0.95],
+    "export_dtype": "base",
+    "lora": None,
+    "early_stopping": None,
+}
 # Of the mesh, only the settings that change how gradients are rounded in transit.
 _RESULT_MESH_SETTINGS = {"hook", "powersgd_rank"}
 
@@ -58,11 +63,17 @@ def config_digest(job: TrainJob) -> str:
             "labels": job.labels,
             "data": result_data_settings(job.data),
             "settings": _without_later_defaults(
-                job.settings.model_dump(mode="json", exclude=_RESULT_NEUTRAL_SETTINGS)
+                job.settings.model_dump(mode="json", exclude=_result_neutral(job.settings))
             )
             | {"mesh": job.settings.mesh.model_dump(mode="json", include=_RESULT_MESH_SETTINGS)},
         }
     )
+
+
+def _result_neutral(settings: TrainingSettings) -> set[str]:
+    """Return the settings that do not change the result; evaluations do where they end it."""
+    evaluations = {"evaluate_every_steps", "evaluate_sequences"}
+    return _RESULT_NEUTRAL_SETTINGS - (evaluations if settings.early_stopping else set())
 
 
 def _without_later_defaults(settings: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from paceline.config import (
     Profile,
     Runtime,
     Secrets,
+    TrainingSettings,
     load_runtime,
     save_runtime,
 )
@@ -43,7 +44,7 @@ from paceline.errors import (
     StateLocked,
 )
 from paceline.extras import require_extras
-from paceline.models import ModelConfig, is_pretrained, read_config
+from paceline.models import TOKENIZER_FILE, ModelConfig, is_pretrained, read_config
 from paceline.schemas import (
     RankEvent,
     TaskSize,
@@ -201,21 +202,24 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
 
 
 def _pretrained(asked: TrainingRequest) -> tuple[TrainingRequest, Pretrained | None]:
-    """Return the model in transformers' layout that ``asked`` names, every weight checked, and the
-    request with its tokenizer; None for another model.
+    """Return the request with the tokenizer of the model that it names, and that model where it is
+    in transformers' layout, every weight checked; else None.
     """
-    source = asked.model
-    if source is None or not is_pretrained(source):
+    source, profile = asked.model, asked.profile
+    if source is None:
+        return asked, None
+    tokenizer = source.absolute() / TOKENIZER_FILE
+    if asked.snapshot_url is None and profile.data.tokenizer == "bytes" and tokenizer.is_file():
+        data = profile.data.model_copy(update={"tokenizer": str(tokenizer)})
+        asked = replace(asked, profile=profile.model_copy(update={"data": data}))
+    if not is_pretrained(source):
         return asked, None
     require_extras("hf")
     from paceline.models import Pretrained
 
     found = Pretrained.open(source)
+    _require_targets(found, asked.profile.training)
     found.require_sound()
-    profile, tokenizer = asked.profile, source.absolute() / "tokenizer.json"
-    if asked.snapshot_url is None and profile.data.tokenizer == "bytes" and found.tokenizer_digest:
-        data = profile.data.model_copy(update={"tokenizer": str(tokenizer)})
-        asked = replace(asked, profile=profile.model_copy(update={"data": data}))
     return asked, found
 
 
@@ -225,6 +229,8 @@ def _require_possible(profile: Profile) -> None:
     require_layout(MeshSpec.of(settings.mesh, replicas_of(settings)), settings, None, profile.data)
     require_columns(profile.data.columns, settings.batch_sequences)
     transform.require_allowed(profile.data.transform, sources)
+    if settings.lora is not None:
+        require_extras("lora")
     if settings.code_ref:
         code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
     if settings.guard.preemption:
@@ -363,11 +369,13 @@ def _snapshot(asked: TrainingRequest, output: Path, store: ObjectStore) -> Snaps
         # The snapshot's label lists the allowed purposes; the profile states this job's purpose.
         require_purpose(found, asked.profile.data.purpose, asked.profile.data.project)
         return found
-    source = asked.source or asked.profile.data.source
+    source, data = asked.source or asked.profile.data.source, asked.profile.data
+    if not data.max_tokens:  # with the separator after it, a conversation fills a row at most
+        data = data.model_copy(update={"max_tokens": asked.profile.model.context - 1})
     return build_snapshot(
         source if "://" in source or source == "stdlib" else str(Path(source).absolute()),
         DiskStore.url_of(output / "data"),
-        asked.profile.data,
+        data,
         store,
         work_dir=output / "state" / "work",
     )
@@ -392,6 +400,8 @@ def _base(
             pretrained.copy(making)
         else:
             _copy_model(asked.model, making)
+        if pretrained is None:
+            _require_targets(read_config(making), asked.profile.training)
         link_mbit = asked.profile.cluster.link_mbit
         manifest = build_manifest(
             making,
@@ -408,6 +418,19 @@ def _base(
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return manifest.digest
+
+
+def _require_targets(config: ModelConfig | Pretrained, settings: TrainingSettings) -> None:
+    """Raise InvalidInput where ``training.lora`` names layers that the model does not have."""
+    if settings.lora is None:
+        return
+    import torch
+
+    from paceline.models import Pretrained, Transformer, add_adapters
+
+    with torch.device("meta"):
+        empty = config.build() if isinstance(config, Pretrained) else Transformer(config)
+    add_adapters(empty, settings.lora, settings.seed)
 
 
 def _weights_bytes(runtime: Runtime) -> int:

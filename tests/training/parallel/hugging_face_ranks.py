@@ -3,7 +3,8 @@
 ``python -m tests.training.parallel.hugging_face_ranks train DIRECTORY FAMILY…`` writes the models
 below DIRECTORY/models (by transformers), trains each, exports below DIRECTORY/exports, and prints
 one JSON object: job → what rank 0 answered; ``load DIRECTORY`` prints what transformers reads of
-each export. test_hugging_face.py holds it to its promises.
+each export. test_hugging_face.py holds it to its promises. ``adapt`` and ``load-adapted`` do that
+with LoRA and DoRA, and test_lora.py holds them to theirs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.layouts.layouts import CPU, batch_of
 from benchmarks.layouts.ranks import Job, run_jobs
 from paceline.config import TrainingSettings
-from paceline.models import Pretrained
+from paceline.models import Pretrained, add_adapters, merge_adapters
 from paceline.training.checkpoint import TrainState, export
 from paceline.training.loop import Group, TransformerWorkload, load_weights, new_optimizer
 from paceline.training.parallel import MeshSpec, open_mesh, parallelise
@@ -44,23 +45,37 @@ BF16 = "llama, bfloat16"
 SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
 
 
-def settings_of(way: str) -> TrainingSettings:
+# adapters → their settings
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "LoRA": {"r": 4, "lora_alpha": 12},
+    "DoRA": {"r": 3, "lora_alpha": 8, "use_dora": True, "target_modules": ["all-linear"]},
+}
+
+
+def settings_of(way: str, adapters: str = "") -> TrainingSettings:
     ranks, more = WAYS[way]
+    lora = {"lora": ADAPTERS[adapters], "seed": 11} if adapters else {}
     return TrainingSettings.model_validate({
         "ranks": ranks, "batch_sequences": 8, "learning_rate": RATE, "clip_norm": CLIP, **more,
+        **lora,
     })  # fmt: skip
 
 
-def trained(directory: Path, way: str, into: Path | None = None) -> dict[str, Any]:
+def trained(
+    directory: Path, way: str, into: Path | None = None, adapters: str = ""
+) -> dict[str, Any]:
     """Train as ranks do, and export into ``into``."""
-    settings = settings_of(way)
+    settings = settings_of(way, adapters)
     world = WAYS[way][0]
     group = Group(dist.get_rank(), world) if world > 1 else Group()
     pretrained = Pretrained.open(directory)
     workload = TransformerWorkload(pretrained)
     mesh = open_mesh(MeshSpec.of(settings.mesh, world))
-    parallel = parallelise(workload.build(), mesh, settings, workload)
-    read = load_weights(pretrained, parallel)
+    model, added = workload.build(), None
+    if settings.lora is not None:
+        added = add_adapters(model, settings.lora, settings.seed)
+    parallel = parallelise(model, mesh, settings, workload)
+    read = load_weights(pretrained, parallel, added)
     optimizer = new_optimizer(parallel.modules, settings)
     losses, norms = [], []
     for step in range(STEPS):
@@ -72,6 +87,19 @@ def trained(directory: Path, way: str, into: Path | None = None) -> dict[str, An
         optimizer.step()
     answer: dict[str, Any] = {"losses": losses, "norms": norms, "read": read}
     (module,) = parallel.modules
+    if added is not None:
+        state = TrainState(parallel, optimizer, group, without_frozen=True)
+        answer["sent"] = parallel.bytes_reduced
+        answer["trained"] = sum(each.numel() for each in added.initial.values())
+        answer["saved"] = sorted(name for name in state.tensors() if not name.startswith("step."))
+        if into is not None:
+            module.eval()
+            with torch.no_grad():
+                answer["unmerged"] = module(tokens()).flatten()[::97].tolist()
+            parts = dict(module.named_parameters())
+            whole = {name: parts[name].full_tensor() for name in added.initial}
+            added.write(whole, into.with_name(f"{into.name}-adapter"), "base", "0" * 64)
+        merge_adapters(module)
     weights = {}
     for name, each in module.state_dict().items():
         full = each.full_tensor() if isinstance(each, DTensor) else each
@@ -94,14 +122,17 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(raw.data).hexdigest()
 
 
-def plain(directory: Path) -> dict[str, Any]:
+def plain(directory: Path, adapters: str = "") -> dict[str, Any]:
     """The loop that a user of transformers writes: each document by itself, no masks."""
     from transformers import AutoModelForCausalLM
 
     settings = settings_of("single")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    decayed = [each for each in model.parameters() if each.ndim >= 2]
-    others = [each for each in model.parameters() if each.ndim < 2]
+    if adapters:
+        model = with_peft(model, adapters)
+    learnt = [each for each in model.parameters() if each.requires_grad]
+    decayed = [each for each in learnt if each.ndim >= 2]
+    others = [each for each in learnt if each.ndim < 2]
     optimizer = torch.optim.AdamW(
         [
             {"params": decayed, "weight_decay": settings.weight_decay},
@@ -132,6 +163,29 @@ def plain(directory: Path) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         optimizer.step()
     return {"losses": losses, "norms": norms}
+
+
+def with_peft(model: Any, adapters: str) -> Any:
+    """What a user of peft writes."""
+    from peft import LoraConfig, get_peft_model
+
+    lora = dict(ADAPTERS[adapters])
+    if lora.get("target_modules") == ["all-linear"]:
+        lora["target_modules"] = "all-linear"
+    torch.manual_seed(11)
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **lora))
+
+
+def loaded_adapter(base: Path, directory: Path) -> list[float]:
+    """What a user of peft loads from an adapter."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with torch.no_grad():
+        logits = PeftModel.from_pretrained(model, directory).eval()(input_ids=tokens()).logits
+    found: list[float] = logits.flatten()[::97].tolist()
+    return found
 
 
 def loaded(directory: Path) -> dict[str, Any]:
@@ -177,8 +231,44 @@ def main(root: Path, families: list[str]) -> dict[str, Any]:
     return {each["job"]: each["answer"] for each in run_jobs(jobs, deadline_s=200)}
 
 
+def adapt(root: Path, families: list[str]) -> dict[str, Any]:
+    """Each family with LoRA and DoRA, in each way of training; and a base in bfloat16."""
+    jobs = []
+    names = [*families, *(["llama-bf16"] if "llama" in families else [])]
+    for family in names:
+        dtype = torch.bfloat16 if family.endswith("bf16") else torch.float32
+        path = write_model(family.split("-")[0], root / "models" / family, dtype=dtype)
+        for kind in list(ADAPTERS)[: 1 if family.endswith("bf16") else None]:
+            name = f"{family} {kind}"
+            jobs.append(Job(f"{name}: plain", 1, lambda p=path, k=kind: plain(p, k)))
+            for way, (ranks, _) in WAYS.items():
+                into = root / "exports" / name if way == "FSDP2" else None
+                jobs.append(
+                    Job(
+                        f"{name}: {way}",
+                        ranks,
+                        lambda p=path, w=way, i=into, k=kind: trained(p, w, i, k),
+                    )
+                )
+    return {each["job"]: each["answer"] for each in run_jobs(jobs, deadline_s=200)}
+
+
+def load_adapted(root: Path) -> dict[str, Any]:
+    """What users of transformers and of peft load of ``adapt``'s exports, and the bases."""
+    found = {each.name: loaded(each) for each in sorted((root / "models").iterdir())}
+    for each in sorted((root / "exports").iterdir()):
+        base = root / "models" / each.name.split()[0]
+        is_adapter = each.name.endswith("-adapter")
+        found[each.name] = loaded_adapter(base, each) if is_adapter else loaded(each)
+    return found
+
+
 if __name__ == "__main__":
-    if sys.argv[1] == "load":
+    if sys.argv[1] == "adapt":
+        found = adapt(Path(sys.argv[2]), sys.argv[3:])
+    elif sys.argv[1] == "load-adapted":
+        found = load_adapted(Path(sys.argv[2]))
+    elif sys.argv[1] == "load":
         found = {each.name: loaded(each) for each in sorted(Path(sys.argv[2]).iterdir())}
     else:
         found = main(Path(sys.argv[2]), sys.argv[3:])

@@ -7,6 +7,7 @@ trains on this machine alone: text in, model out; the same command again resumes
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -18,7 +19,14 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from paceline.cli.options import handling, json_option, profile_options, read_profile, state_option
+from paceline.cli.options import (
+    handling,
+    job_settings,
+    json_option,
+    profile_options,
+    read_profile,
+    state_option,
+)
 from paceline.cli.training.mlflow_logging import TrainingLog, location
 from paceline.cli.training.output import (
     Lines,
@@ -70,7 +78,7 @@ if TYPE_CHECKING:
     "--ranks",
     type=click.IntRange(min=1),
     default=None,
-    help="Here: processes. Default: the profile's (training.ranks).",
+    help="Processes of the gang. Default: the profile's (training.ranks).",
 )
 @click.option(
     "--text",
@@ -107,7 +115,7 @@ if TYPE_CHECKING:
     default=None,
     help="Here: log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
-@profile_options
+@functools.partial(profile_options, default="local")
 @state_option
 @json_option
 @click.pass_context
@@ -140,7 +148,12 @@ def train(
     With MODEL_ID, VERSION and --snapshot: fine-tune, on a running installation, what its nodes
     hold.
 
-    Every dial of a profile can be --set: docs/operations.md says where they are listed.
+    \b
+      paceline train org/name 1 --snapshot URL --ranks 8 \\
+        --set training.learning_rate=1e-5 --set training.mesh.shard=8
+
+    Every setting of a profile can be --set here, and what concerns the training (training.…,
+    data.batching) on an installation: docs/operations.md lists them.
     """
     given = {
         name
@@ -175,10 +188,10 @@ def train(
             wanted="MODEL_ID VERSION --snapshot URL",
             do="Leave out MODEL_ID to train on this machine alone.",
         )
-    if text or model or ranks or overrides or given - {"state"}:
+    if text or model or given - {"state"}:
         raise InvalidInput(
-            "--text, --model, --ranks, --output, --checkpoints, --mlflow, --profile and --set are "
-            "for training on this machine alone",
+            "--text, --model, --output, --checkpoints, --mlflow and --profile are for training on "
+            "this machine alone",
             got=f"MODEL_ID {model_id}",
             do="An installation's profile decides them there.",
         )
@@ -190,8 +203,10 @@ def train(
         version=version,
         snapshot_url=snapshot,
         labels=labels,
-        steps=steps,
         continue_from=continue_from or None,
+        steps=steps,
+        ranks=ranks,
+        settings=job_settings(overrides) or None,
     )
 
 

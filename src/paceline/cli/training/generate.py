@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -25,10 +26,9 @@ from paceline.errors import InvalidInput, NotReady
     help="0: the most likely token each time; above, tokens are drawn.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn tokens.")
+@click.option("--chat", is_flag=True, help="PROMPT is a user's message, by the chat template.")
 @state_option
-def generate(
-    model: str, prompt: str, max_tokens: int, temperature: float, seed: int, state: Path | None
-) -> int:
+def generate(model: str, prompt: str, state: Path | None, **options: Any) -> int:
     """Print what MODEL adds to PROMPT, token by token, on this machine's CPU.
 
     MODEL is a directory (of transformers, or an export), s3://bucket/prefix, or models:/name@alias
@@ -38,10 +38,8 @@ def generate(
 
     with ExitStack() as stack:
         opened = TextModel.open(_directory(model, state, stack))
-    for text in generated(
-        opened, prompt, max_tokens=max_tokens, temperature=temperature, seed=seed
-    ):
-        click.echo(text, nl=False)
+        for text in generated(opened, prompt, **options):
+            click.echo(text, nl=False)
     click.echo()
     return 0
 
@@ -73,8 +71,13 @@ def _directory(model: str, state: Path | None, stack: ExitStack) -> Path:
 
 def _installation(state: Path | None) -> Runtime | None:
     try:
-        return find_installation(state)
+        found = find_installation(state)
     except NotReady:
         if state is not None:
             raise
         return None
+    if found.is_login:
+        from paceline.cli.remote import with_settings
+
+        return with_settings(found)
+    return found

@@ -282,6 +282,11 @@ def facts(job: TrainJob, snapshot: Snapshot, config: ModelConfig | Pretrained | 
         f"{sum(each.tokens for each in aside):,} held out",
         f"  model   {_shape(job, config)}",
     ]
+    if (lora := job.settings.lora) is not None:
+        lines.append(
+            f"  trained {'DoRA' if lora.use_dora else 'LoRA'} adapters of rank {lora.r} on "
+            f"{', '.join(lora.target_modules) or 'the layers that peft chooses'}; no other weight"
+        )
     if record.cut_at_bytes is not None:
         lines.append(
             f"! data are cut at {record.cut_at_bytes:,} bytes: more of them is taken with "
@@ -339,6 +344,8 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
         f"{result.tokens_per_second:,.0f} tokens/s",
         f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a token",
     ]
+    if result.stopped_early:
+        lines.insert(1, f"  ended early   {result.stopped_early}")
     if "held_out_loss" in result.held_out:
         lines.append(f"  held out      {held_out(result.held_out)}")
     lines += [
@@ -351,6 +358,8 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     if (record / "traces").exists():
         lines.append(f"  traces        {record / 'traces'} (for Perfetto)")
     lines.append(f"  model         {display_url(result.export_url)}")
+    if job.settings.lora is not None:
+        lines.append(f"  adapter       {display_url(checkpoints_url(job))}/adapter")
     if result.ledger is not None:
         ledger = result.ledger
         parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}

@@ -19,7 +19,13 @@ from paceline.data.batching.open_shards import OpenShard
 from paceline.data.batching.planner import Layout, PlannedBatches, lay_out
 from paceline.data.batching.rows import Ints
 from paceline.data.loading import Batch
-from paceline.data.snapshot import Column, Vocabulary, require_token_features
+from paceline.data.snapshot import (
+    LOSS_MASK,
+    MASK_COLUMN,
+    Column,
+    Vocabulary,
+    require_token_features,
+)
 from paceline.errors import InvalidInput
 
 Array = npt.NDArray[Any]
@@ -47,7 +53,8 @@ class RowFiller:
         self.token_features = frozenset(token_features)
         self.separator = vocabulary.separator
         self.dtype = token_dtype(vocabulary.vocab_size)
-        self.columns = columns
+        self.is_masked = MASK_COLUMN in columns
+        self.columns = [each for each in columns if each != MASK_COLUMN]
         self.name = name
 
     def fill(self, planned: PlannedBatches, rows: range, step: int, get: Get) -> list[Batch]:
@@ -113,7 +120,8 @@ class _Filling:
 
         Targets are a piece's tokens, then the separator at the document's end. Inputs are the
         targets shifted by one, except for a piece's first input: the separator before its document,
-        or the token before the piece.
+        or the token before the piece. With a loss mask inputs are a document's tokens, and targets
+        those one later: rows are what transformers sees.
         """
         layout, separator = self._layout, self._filler.separator
         found: list[tuple[str, OpenShard, _Parts]] = []
@@ -127,11 +135,16 @@ class _Filling:
                 self._pass_over(int(layout.row_P[each]), at, length, name)
         for _, shard, parts in found:  # transforms start before the first result is needed
             shard.expect(parts.document_P)
+        if self._filler.is_masked:
+            self._weigh(found)
         targets = np.full(int(layout.begin_B1[-1]), separator, dtype=self._filler.dtype)
         before: list[tuple[Ints, Array]] = []  # positions of inputs, and their tokens
         for name, shard, parts in found:
             before += self._copy(targets, name, shard, parts)
         inputs = np.empty_like(targets)
+        if self._filler.is_masked:
+            inputs[:-1], inputs[-1:] = targets[1:], separator
+            return targets, inputs
         inputs[1:] = targets[:-1]
         inputs[layout.begin_B1[:-1]] = separator  # also in empty rows
         if found:
@@ -139,6 +152,17 @@ class _Filling:
         for places, tokens in before:
             inputs[places] = tokens
         return inputs, targets
+
+    def _weigh(self, found: Sequence[tuple[str, OpenShard, _Parts]]) -> None:
+        """Set the weights to the documents' loss masks: at each input that of the next token."""
+        self.weights_N[:] = 0.0
+        for name, shard, parts in found:
+            for row, at, length, document, _ in zip(*(x.tolist() for x in parts), strict=True):
+                if (arrays := shard.features(document)) is None:
+                    self._pass_over(row, at, length, f"{name}#{document}")
+                else:
+                    mask = arrays[LOSS_MASK][1:length]
+                    self.weights_N[at : at + len(mask)] = mask
 
     def _parts(self, shard: OpenShard, these: Ints) -> _Parts:
         """Return the parts of documents that the pieces ``these`` of a shard consist of."""

@@ -150,7 +150,7 @@ class ShardReader:
         self._ready: dict[int, OpenShard | None] = {}  # those already returned by ``get``
 
     def lengths(self, indexes: Sequence[int]) -> list[Array]:
-        """Return the lengths of each shard's documents; for the planning thread."""
+        """Return the index of each shard (see ``ShardCache.index``); for the planning thread."""
         return [each.result() for each in [self._lengths_of(index) for index in indexes]]
 
     def expect(self, indexes: Sequence[int], planned: Collection[int] = ()) -> None:
@@ -207,7 +207,7 @@ class ShardReader:
                 needs_none = not self.plans_from_lengths and shard.tokens
                 as_stored = needs_none and samples.flat() is not None
                 return OpenShard(
-                    shard, samples, None if as_stored else self._lengths_of(index).result()
+                    shard, samples, None if as_stored else self._lengths_of(index).result()[0]
                 )
             except BaseException:
                 samples.close()
@@ -219,7 +219,7 @@ class ShardReader:
     def _lengths_of(self, index: int) -> Future[Array]:
         with self._lock:
             if index not in self._known:
-                self._known[index] = self._small.submit(self._cache.lengths, self.shards[index])
+                self._known[index] = self._small.submit(self._cache.index, self.shards[index])
             return self._known[index]
 
     def _forget(self, index: int) -> None:

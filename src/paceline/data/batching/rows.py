@@ -35,6 +35,7 @@ class Pieces:
     length_P: Ints  # noqa: N815 - inputs, and as many targets
     document_P: Ints | None = None  # noqa: N815 - index within its shard; None: pieces cross documents
     position_P: Ints | None = None  # noqa: N815 - of the piece's first input in its document
+    counted_P: Ints | None = None  # noqa: N815 - targets that a loss mask counts; None: all
 
     def at(self, indexes: Ints) -> dict[str, Any]:
         """Return the fields of the pieces ``indexes``."""
@@ -61,7 +62,8 @@ class Rows(Pieces):
     def tokens_R1(self) -> Ints:  # noqa: N802
         """Return the number of weighted tokens before each row, and of all rows as the last
         entry."""
-        return np.concatenate([[0], np.cumsum(self.length_P)])[self.first_R1]
+        weight_P = self.length_P if self.counted_P is None else self.counted_P
+        return np.concatenate([[0], np.cumsum(weight_P)])[self.first_R1]
 
 
 class Plan:
@@ -110,7 +112,8 @@ def rows_of_batch(wanted: range, global_batch: int, columns: int) -> Ints:
 
 # The documents of a group, cut where they are longer than a row: shared by three of the plans.
 
-# Indexes of shards → the lengths of each one's documents, in tokens without separators.
+# Indexes of shards → the lengths of each one's documents, in tokens without separators, and with a
+# loss mask how many tokens of each count: (1 or 2, documents).
 Lengths = Callable[[Sequence[int]], Sequence[npt.NDArray[Any]]]
 
 
@@ -137,8 +140,13 @@ def cut_documents(
     shards: Sequence[int], lengths: Sequence[npt.NDArray[Any]], context: int
 ) -> Pieces:
     """Return the documents of ``shards`` in pieces of at most ``context`` inputs, in order."""
-    counts = [len(each) for each in lengths]
-    framed_D = np.concatenate([np.zeros(0, np.int64), *lengths]).astype(np.int64) + 1
+    index = [np.atleast_2d(each) for each in lengths]
+    counts = [each.shape[1] for each in index]
+    framed_D = np.concatenate([np.zeros(0, np.int64), *(each[0] for each in index)]) + 1
+    counted_P = None
+    if index and len(index[0]) > 1:
+        counted_P = np.concatenate([each[1] for each in index]).astype(np.int64)
+        assert framed_D.max(initial=0) <= context, "``require_whole`` refuses longer ones"
     shard_D = np.repeat(np.asarray(shards, dtype=np.int64), counts)
     within = [np.arange(count) for count in counts]
     document_D = np.concatenate([np.zeros(0, np.int64), *within])
@@ -156,6 +164,7 @@ def cut_documents(
         start_P=np.repeat(start_D, parts_D) + position_P,
         position_P=position_P,
         length_P=np.minimum(np.repeat(framed_D, parts_D) - position_P, context),
+        counted_P=counted_P,
     )
 
 

@@ -7,6 +7,7 @@ from .sample import (
     Fields as Fields,
     Sample as Sample,
     UnusableSample as UnusableSample,
+    check_sample as check_sample,
     clean_array as clean_array,
     length_of as length_of,
     pack_sample as pack_sample,

@@ -1,6 +1,7 @@
 """Parquet reader: each row is a sample; one column is its text or tokens, one its key.
 
-Other columns of numbers are features: scalars, lists (events), lists of lists (frames). A few rows
+A row without text is a conversation if it has ``messages``, or ``prompt`` and ``completion``. Other
+columns of numbers are features: scalars, lists (events), lists of lists (frames). A few rows
 are in memory at a time. Runs in a separate process (``parquet_process``) with limited memory: a
 page of a few bytes can decode to gigabytes of rows, and pyarrow's decoder has no other limit.
 """
@@ -23,6 +24,7 @@ import pyarrow.parquet as pq
 from paceline.data.child_process import DONE, FAILED, serve
 from paceline.data.formats.parquet_process import pack_samples
 from paceline.data.formats.sample import (
+    CHAT_FIELDS,
     EXPANSION_SLACK_BYTES,
     MAX_EXPANSION,
     Array,
@@ -30,6 +32,9 @@ from paceline.data.formats.sample import (
     UnusableSample,
     check_sample,
     clean_array,
+    conversation_of,
+    is_conversation,
+    parsed_json,
 )
 from paceline.errors import InvalidInput
 
@@ -128,7 +133,9 @@ def _batches(
     # buffered reads: otherwise a row group's whole column would be in memory
     with closing(pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)) as file:
         columns = [
-            str(each.name) for each in file.schema_arrow if not of_ours or _is_ours(each.type)
+            str(each.name)
+            for each in file.schema_arrow
+            if not of_ours or _is_ours(each.type) or each.name in ("messages", "tools")
         ]
         for group in range(file.num_row_groups):
             for cells, rows, nbytes in _of_group(file, group, columns or None):
@@ -187,6 +194,9 @@ def _sample(
             return UnusableSample(key, f"{name[:100]!r}: {cell.reason}" if name else cell.reason)
     text: bytes | None = None
     tokens: Array | None = None
+    row = {name: cells[name] for name in CHAT_FIELDS if isinstance(cells.get(name), bytes)}
+    if cells.get(text_field) is None and is_conversation(row):
+        return _conversation(key, row)
     content = cells.pop(text_field, None)
     if isinstance(content, bytes):
         text = content
@@ -196,6 +206,32 @@ def _sample(
         return UnusableSample(key, f"its {text_field!r} is neither text nor a list of tokens")
     features = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
     return check_sample(Sample(key, text, tokens, features))
+
+
+def _conversation(key: str, row: dict[str, Any]) -> Sample | UnusableSample:
+    """Return the conversation of a row: messages and tools as JSON, the others as text."""
+    try:
+        found = {
+            name: parsed_json(cell) if name in ("messages", "tools") else cell.decode()
+            for name, cell in row.items()
+        }
+    except ValueError as error:
+        return UnusableSample(key, str(error)[:100])
+    return conversation_of(key, found)
+
+
+def _json(value: Any) -> bytes | UnusableSample | None:
+    """Return nested lists and structs as JSON, without fields that are null."""
+
+    def filled(each: Any) -> Any:
+        if isinstance(each, dict):
+            return {name: filled(its) for name, its in each.items() if its is not None}
+        return [filled(its) for its in each] if isinstance(each, list) else each
+
+    try:
+        return None if value is None else json.dumps(filled(value)).encode()
+    except TypeError:
+        return UnusableSample("", "it holds more than text and numbers")
 
 
 def _name(cell: _Cell) -> str | None:
@@ -209,6 +245,8 @@ def _name(cell: _Cell) -> str | None:
 def _cells(column: Any) -> list[_Cell]:
     """Return one value a row: an array, text, or None for nulls and unsupported types."""
     kind = column.type
+    if pa.types.is_struct(_leaf(kind)):  # messages, or tools
+        return [_json(each) for each in column.to_pylist()]
     if not _is_ours(kind):
         return [None] * len(column)
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.snapshot import LOSS_MASK
+
 Array = npt.NDArray[Any]
 
 MAX_DOCUMENT_BYTES = 8 * 1024 * 1024  # of one text
@@ -40,6 +42,7 @@ class Sample:
     text: bytes | None = None  # UTF-8
     tokens: Array | None = None  # 1-D integers: the source is tokenised already
     features: Mapping[str, Array] = field(default_factory=dict)
+    is_chat: bool = False  # ``text`` is a conversation: as JSON until a chat template renders it
 
     @property
     def payload_bytes(self) -> int:
@@ -89,7 +92,7 @@ def pack_sample(sample: Sample) -> bytes:
         arrays = {"": sample.tokens, **arrays}  # a feature's name is never empty
     text = None if sample.text is None else len(sample.text)
     about = [(name, each.dtype.str, each.shape) for name, each in arrays.items()]
-    head = json.dumps([sample.key, text, about]).encode()
+    head = json.dumps([sample.key, text, about, sample.is_chat]).encode()
     size = len(head).to_bytes(4, "little")
     return b"".join([size, head, sample.text or b"", *(each.tobytes() for each in arrays.values())])
 
@@ -97,7 +100,7 @@ def pack_sample(sample: Sample) -> bytes:
 def unpack_sample(raw: bytes) -> Sample:
     """Return the sample packed by ``pack_sample``; its arrays own their memory."""
     at = 4 + int.from_bytes(raw[:4], "little")
-    key, size, about = json.loads(raw[4:at])
+    key, size, about, is_chat = json.loads(raw[4:at])
     text = None if size is None else raw[at : at + size]
     at += size or 0
     arrays: dict[str, Array] = {}
@@ -105,7 +108,7 @@ def unpack_sample(raw: bytes) -> Sample:
         array = np.frombuffer(raw, dtype, math.prod(shape), at).reshape(shape).copy()
         arrays[name] = array
         at += array.nbytes
-    return Sample(key, text, arrays.pop("", None), arrays)
+    return Sample(key, text, arrays.pop("", None), arrays, is_chat)
 
 
 def check_sample(sample: Sample) -> Sample | UnusableSample:
@@ -127,6 +130,46 @@ def check_sample(sample: Sample) -> Sample | UnusableSample:
     return sample if reason is None else UnusableSample(sample.key, reason)
 
 
+# Conversations: rows with ``messages`` (and ``tools``), or with ``prompt`` and ``completion``.
+
+CHAT_FIELDS = ("messages", "tools", "prompt", "completion")
+
+
+def is_conversation(row: Mapping[str, object]) -> bool:
+    """Return whether a row of JSONL or Parquet is a conversation."""
+    return "messages" in row or {"prompt", "completion"} <= row.keys()
+
+
+def conversation_of(key: str, row: Mapping[str, object]) -> Sample | UnusableSample:
+    """Return the conversation in ``row``, its messages and tools as JSON, or why it is none."""
+    messages, tools = row.get("messages"), row.get("tools")
+    if "messages" not in row:
+        said = (("user", row["prompt"]), ("assistant", row["completion"]))
+        messages = [{"role": role, "content": content} for role, content in said]
+    reason = _chat_fault(messages)
+    if reason is None and tools is not None and not isinstance(tools, list):
+        reason = "its 'tools' is no list"
+    if reason is not None:
+        return UnusableSample(key, reason)
+    try:
+        text = json.dumps([messages, tools], ensure_ascii=False).encode()
+    except UnicodeEncodeError:  # an unpaired surrogate, which JSON can encode
+        return UnusableSample(key, "not UTF-8")
+    return check_sample(Sample(key, text, is_chat=True))
+
+
+def _chat_fault(messages: object) -> str | None:
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        return "its 'messages' is no list of messages"
+    for number, each in enumerate(messages, start=1):
+        if not isinstance(each.get("role"), str):
+            return f"message {number} has no role"
+        if not isinstance(each.get("content"), str) and not each.get("tool_calls"):
+            return f"message {number} has no text as content"
+    roles = {each["role"] for each in messages}
+    return None if "assistant" in roles else "no message is an assistant's"
+
+
 def _key_fault(key: str) -> str | None:
     if not key:
         return "its name is empty"
@@ -144,6 +187,9 @@ def _columns_fault(features: Mapping[str, Array]) -> str | None:
         taken = name.endswith(".ends") and name.removesuffix(".ends") in features
         if not 1 <= len(name) <= MAX_COLUMN_NAME or not _is_utf8(name) or taken:
             return f"a feature is called {name[:MAX_COLUMN_NAME]!r}"
+    mask = features.get(LOSS_MASK)
+    if mask is not None and (mask.ndim != 1 or mask.dtype != np.bool_):
+        return f"its {LOSS_MASK!r} is no list of true and false"
     return None
 
 

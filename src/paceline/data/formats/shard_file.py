@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.formats.sample import Array, length_of
-from paceline.data.snapshot import BYTE_VOCABULARY, Column, Vocabulary
+from paceline.data.snapshot import BYTE_VOCABULARY, LOSS_MASK, MASK_COLUMN, Column, Vocabulary
 from paceline.errors import InvalidInput
 from paceline.schemas import parse_json
 
@@ -38,6 +38,11 @@ def column_of(name: str, array: Array) -> Column:
     return Column(name=name, dtype=array.dtype.name, shape=shape)
 
 
+def counted(mask: Array) -> int:
+    """Return how many tokens a loss mask counts: the first one is predicted from nothing."""
+    return int(mask[1:].sum())
+
+
 class ColumnWriter:
     """Collects the samples of one shard; the same samples give the same bytes."""
 
@@ -47,6 +52,7 @@ class ColumnWriter:
         self._parts: dict[str, list[Array]] = {}
         self._ends: dict[str, list[int]] = {}
         self._lengths: list[int] = []
+        self._counted: list[int] = []  # tokens that a loss mask counts, of each sample
         self.nbytes = self.text_bytes = self.tokens = 0
         self._text_is_kept = False
 
@@ -77,12 +83,15 @@ class ColumnWriter:
                 self._parts.setdefault(name, []).append(array.reshape(1))
                 self.nbytes += array.nbytes
         self._lengths.append(length_of(tokens, features))
+        if MASK_COLUMN in self._columns:
+            self._counted.append(counted(features[LOSS_MASK]))
         self.text_bytes += text_bytes
         self.tokens += len(tokens)
 
     def lengths(self) -> bytes:
-        """Return the content of the lengths file: int32, little endian, one a sample."""
-        return np.array(self._lengths, dtype="<i4").tobytes()
+        """Return the content of the lengths file: int32, little endian, one a sample; then of a
+        loss mask the number of tokens that count, one a sample."""
+        return np.array([*self._lengths, *self._counted], dtype="<i4").tobytes()
 
     def arrays(self) -> dict[str, Array]:
         """Return the shard's columns."""
@@ -219,6 +228,14 @@ class ShardSamples:
             return np.diff(self._arrays["tokens.ends"], prepend=0).astype(np.int32)
         found = [length_of(self.tokens(i), self.features(i)) for i in range(len(self))]
         return np.array(found, dtype=np.int32)
+
+    def index(self) -> npt.NDArray[np.int32]:
+        """Return the content of the lengths file: (1, samples), with a loss mask (2, samples)."""
+        rows = [self.lengths()]
+        if MASK_COLUMN in self._columns:
+            masks = (self.features(i)[LOSS_MASK] for i in range(len(self)))
+            rows.append(np.array([counted(each) for each in masks], dtype=np.int32))
+        return np.stack(rows)
 
     def expect(self, samples: Sequence[int]) -> None:
         """Announce which samples are read next; those that must be computed are started now."""

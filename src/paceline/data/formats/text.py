@@ -1,7 +1,8 @@
 """The reader of each source format; here those of text (a file is a document) and of JSONL.
 
 In JSONL one field is the text, one the key, and numbers are features; other fields are dropped. A
-line without a key field is named by its file and line number.
+line without text is a conversation if it has ``messages``, or ``prompt`` and ``completion``. One
+without a key field is named by its file and line number.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from paceline.data.formats.sample import (
     Sample,
     UnusableSample,
     check_sample,
+    conversation_of,
+    is_conversation,
     json_array,
     parsed_json,
 )
@@ -83,6 +86,8 @@ def _sample(line: bytes, where: str, fields: Fields) -> Sample | UnusableSample:
 def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample | UnusableSample:
     """Return the sample in a JSON object."""
     text = value.get(text_field)
+    if text is None and is_conversation(value):
+        return conversation_of(key, value)
     if text is not None and not isinstance(text, str):
         return UnusableSample(key, f"its {text_field!r} is no text")
     features = {}

@@ -12,6 +12,7 @@ from .columns import (
 )
 from .fetch import Fetcher as Fetcher
 from .shards import (
+    Conversation as Conversation,
     Document as Document,
     ShardCache as ShardCache,
     content_digest as content_digest,

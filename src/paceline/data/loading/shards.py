@@ -20,7 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.loading.cache import CachedFile, DiskCache, Mapped
 from paceline.data.loading.fetch import Fetcher
-from paceline.data.snapshot import Shard, Snapshot, Split, require_purpose, root_url, store_at
+from paceline.data.snapshot import (
+    LOSS_MASK,
+    Shard,
+    Snapshot,
+    Split,
+    require_purpose,
+    root_url,
+    store_at,
+)
 from paceline.errors import CorruptData, DataRejected, SourceMissing
 from paceline.storage import ObjectStore, join_url
 
@@ -124,24 +132,32 @@ class ShardCache:
                     close_later(future)
 
     def lengths(self, shard: Shard) -> npt.NDArray[np.int32]:
-        """Return each sample's length in the shard's order: int32[samples].
+        """Return each sample's length in the shard's order: int32[samples]; see ``length_of``."""
+        found: npt.NDArray[np.int32] = self.index(shard)[0]
+        return found
 
-        See ``length_of``. Reads the small file beside the shard, or the shard itself where there is
-        none (snapshots of version 1) or where it is damaged.
+    def index(self, shard: Shard) -> npt.NDArray[np.int32]:
+        """Return the samples' lengths and, with a loss mask, how many of their tokens count:
+        int32[1 or 2, samples].
+
+        Reads the small file beside the shard, or the shard itself where there is none (snapshots of
+        version 1) or where it is damaged.
         """
         import numpy as np
 
         if shard.lengths_sha256 is not None:
-            name, size = shard.lengths_name, 4 * shard.samples
+            rows = 2 if self.snapshot.is_masked else 1
+            name, size = shard.lengths_name, 4 * shard.samples * rows
             try:
                 held, data, _ = self._file(name, size, shard.lengths_sha256)
             except (CorruptData, SourceMissing):
                 log.warning("lengths are damaged, reading the shard shard=%s", shard.sha256[:12])
             else:
                 held.close()
-                return np.frombuffer(bytes(data), dtype="<i4")
+                found: npt.NDArray[np.int32] = np.frombuffer(bytes(data), dtype="<i4")
+                return found.reshape(rows, shard.samples)
         with self._samples(shard, None) as samples:
-            return samples.lengths()
+            return samples.index()
 
     def report(self, sample: str, why: str | None) -> None:
         """Count a transformed sample and put it in quarantine if there is a reason ``why``.
@@ -269,11 +285,20 @@ def content_digest(text: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """The tokens of a conversation, and which of them a loss counts."""
+
+    tokens: npt.NDArray[Any]
+    mask: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
 class Document:
-    """One document: its path and text."""
+    """One document: its path and text; of a conversation the text is what assistants say in it."""
 
     path: str
     text: bytes
+    conversation: Conversation | None = None
 
 
 def documents(
@@ -290,7 +315,7 @@ def documents(
     """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
 
     The training split of a tokenised snapshot keeps tokens only: ``text_of`` (a tokenizer's
-    ``text``) decodes them.
+    ``text``) decodes them, and what assistants say in conversations.
     A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
     reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
     InvalidInput where its samples have no text.
@@ -305,11 +330,16 @@ def documents(
                 log.warning("shard quarantined shard=%s", shard.sha256[:12])
                 continue
             for i in range(len(samples)):
-                if samples.keeps_text or text_of is None:
+                conversation = None
+                if snapshot.is_masked and text_of is not None:
+                    mask = samples.features(i)[LOSS_MASK]
+                    conversation = Conversation(samples.tokens(i), mask)
+                    text = text_of(conversation.tokens[mask])
+                elif samples.keeps_text or text_of is None:
                     text = samples.text_bytes(i)
                 else:
                     text = text_of(samples.tokens(i))
                 if max_bytes is not None and taken and taken + len(text) > max_bytes:
                     return
                 taken += len(text)
-                yield Document(samples.key(i), text)
+                yield Document(samples.key(i), text, conversation)

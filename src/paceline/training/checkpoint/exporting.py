@@ -32,14 +32,16 @@ def export(
     directory: Path,
     *,
     pretrained: Pretrained | None = None,
+    dtype: torch.dtype | None = None,
     deadline_s: float = DEADLINE_S,
 ) -> None:
     """Write the model into ``directory`` on rank 0; every rank calls it.
 
-    Weights are written in ``config.torch_dtype``; those of a ``pretrained`` model in its dtype and
-    layout, tied ones once, with its config and tokenizer; without either (a user's own model) in
-    their own dtypes, in one file. Raises InvalidInput on rank 0 where weights are not finite,
-    TrainingFailed where rank 0 cannot write; TrainingFailed on the other ranks in both cases.
+    Weights are written in ``dtype``, by default that of ``config`` or of the ``pretrained`` model;
+    a pretrained model's in its own layout, tied ones once, with its config and tokenizer; without
+    either (a user's own model) in one file, by default in their own dtypes. Raises InvalidInput on
+    rank 0 where weights are not finite in that dtype, TrainingFailed where rank 0 cannot write;
+    TrainingFailed on the other ranks in both cases.
     """
     live = {
         name.removeprefix(MODEL): tensor
@@ -50,21 +52,26 @@ def export(
     mine = {name: (name_of(each.dtype), tuple(each.shape)) for name, each in live.items()}
     owners: dict[str, Owner] = {}
     for rank, raw in enumerate(exchange.all(json.dumps(mine).encode())):
-        for name, (dtype, shape) in json.loads(raw).items():
-            owners.setdefault(name, (rank, DTYPES[dtype], tuple(shape)))
+        for name, (trained, shape) in json.loads(raw).items():
+            owners.setdefault(name, (rank, DTYPES[trained], tuple(shape)))
     if config is not None:
+        if dtype is not None:
+            config = config.model_copy(update={"torch_dtype": str(dtype).removeprefix("torch.")})
         dtype = getattr(torch, config.torch_dtype)
         written = {name: (dtype, shape) for name, (_, _, shape) in owners.items()}
         groups = file_groups(config, sorted(owners))
     elif pretrained is not None:
         written = {
-            name: (pretrained.dtype, shape)
+            name: (dtype or pretrained.dtype, shape)
             for name, (_, _, shape) in owners.items()
             if pretrained.is_written(name)
         }
-        groups = pretrained.file_groups(list(written))
+        groups = pretrained.file_groups(list(written), dtype or pretrained.dtype)
     else:
-        written = {name: (dtype, shape) for name, (_, dtype, shape) in owners.items()}
+        written = {
+            name: (dtype if dtype and own.is_floating_point else own, shape)
+            for name, (_, own, shape) in owners.items()
+        }
         groups = [sorted(owners)]
     # In the order of the safetensors library: widest dtype, then name.
     files = {
@@ -82,7 +89,7 @@ def export(
             names = None if pretrained is None else pretrained.file_name
             _write_all(directory, files, written, tensors, config, names or str)
             if pretrained is not None:
-                pretrained.copy_others(directory)
+                pretrained.copy_others(directory, dtype)
         except PacelineError as error:
             wrong = error
         except OSError as error:
@@ -139,12 +146,12 @@ def _write_all(
         with (directory / file_name).open("wb") as file:
             file.write(header_of(entries, align=8))
             for name in names:
-                whole = next(tensors)
+                whole = next(tensors).to(written[name][0])
                 if whole.is_floating_point() and not whole.isfinite().all():
                     raise InvalidInput(
                         "weights are not finite", got=name, where=directory / file_name
                     )
-                flat = whole.to(written[name][0]).reshape(-1).view(torch.uint8)
+                flat = whole.reshape(-1).view(torch.uint8)
                 file.write(flat.numpy().data)
             file.flush()
             os.fsync(file.fileno())

@@ -112,13 +112,17 @@ class TrainState:
     position: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
     keeps: Sequence[Stateful] = ()
+    without_frozen: bool = False  # each start loads frozen weights from the base
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor to save by name: the live tensors, not copies."""
         found: dict[str, Tensor] = {}
         for module in self.parallel.modules:
+            named = module.named_parameters(remove_duplicate=False) if self.without_frozen else ()
+            frozen = {name for name, each in named if not each.requires_grad}
             for name, tensor in module.state_dict().items():
-                found[MODEL + clean(name)] = tensor.detach()
+                if name not in frozen:
+                    found[MODEL + clean(name)] = tensor.detach()
         for name, parameter in self.parameters():
             for moment, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):

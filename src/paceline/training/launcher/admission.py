@@ -88,15 +88,20 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     if config is not None:
         vocabulary = snapshot.vocabulary
         require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
-    require_readable_batches(job, snapshot, config)
+    directory = _base_directory(job, worker_id)
+    of_others = directory is not None and is_pretrained(directory)
+    require_readable_batches(job, snapshot, config, of_others)
 
 
-def require_readable_batches(job: TrainJob, snapshot: Snapshot, config: ModelConfig | None) -> None:
-    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch."""
+def require_readable_batches(
+    job: TrainJob, snapshot: Snapshot, config: ModelConfig | None, of_others: bool
+) -> None:
+    """Raise InvalidInput or InvalidSnapshot where the data cannot fill one batch; ``of_others``:
+    the base model is in transformers' layout."""
     settings = job.settings
     if config is not None:
         context = config.context
-    elif settings.code_ref:
+    elif settings.code_ref or of_others:
         context = task_size_of(job, load_runtime(job.state_dir).profile).context
     else:
         context = 0  # unknown: the model is on another machine's disk; each rank checks
@@ -105,12 +110,18 @@ def require_readable_batches(job: TrainJob, snapshot: Snapshot, config: ModelCon
     require_readable(snapshot, job.data, context=context, global_batch=rows, splits=splits)
 
 
-def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
+def _base_directory(job: TrainJob, worker_id: str) -> Path | None:
+    """Return the base model's directory; None on another machine's disk, or for user code."""
     base = load_runtime(job.state_dir).node_dir(worker_id) / "store" / "models"
     directory = base / directory_name(job.model_id) / job.version
     known = not job.settings.code_ref and (directory / CONFIG_FILE).exists()
+    return directory if known else None
+
+
+def _base_config(job: TrainJob, worker_id: str) -> ModelConfig | None:
+    directory = _base_directory(job, worker_id)
     # A model in transformers' layout is compared with the job by each rank, which has torch.
-    return read_config(directory) if known and not is_pretrained(directory) else None
+    return None if directory is None or is_pretrained(directory) else read_config(directory)
 
 
 # The memory estimate is a lower bound: it never refuses a job that fits.
@@ -127,6 +138,7 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
     """
     mesh = settings.mesh
     copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; AdamW: two moments
+    copies = copies if settings.lora is None else 1
     share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from paceline.config import TrainingSettings
 from paceline.data import Batch, PlannedStream
 from paceline.training.checkpoint import local_of, stateful_of
+from paceline.training.loop.early_stopping import EarlyStopping
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
 from paceline.training.loop.step_guard import StepGuard, Verdict
@@ -103,6 +104,7 @@ class Progress:
     loss: float | None = None
     held_out: dict[str, float] = field(default_factory=dict)  # latest evaluation
     extra: dict[str, Any] = field(default_factory=dict)  # JSON stored in each checkpoint
+    stopped_early: str = ""  # why training ended before its steps, by early stopping
     stopped: bool = False  # a stop was requested (SIGTERM on any rank)
     seconds: float = 0.0  # excluding evaluations
     evaluate_s: float = 0.0
@@ -142,6 +144,7 @@ class StepReport:
     held_out: dict[str, float] = field(default_factory=dict)  # where this step evaluated
     slow: tuple[Straggler, ...] = ()
     alerts: tuple[AlertChange, ...] = ()
+    stopped_early: str = ""  # why this is the last step, where it is not the planned one
 
     def data(self) -> dict[str, Any]:
         """Return the data of this step's event, by name."""
@@ -156,6 +159,8 @@ class StepReport:
             found["step_skipped"] = 1.0
         if self.slow:
             found["stragglers"] = {str(each.rank): round(each.factor, 3) for each in self.slow}
+        if self.stopped_early:
+            found["stopped_early"] = self.stopped_early
         if self.alerts:
             found["alerts"] = [
                 {"name": each.name, "raised": each.raised, "message": each.message}
@@ -183,15 +188,15 @@ def train(
 ) -> Progress:
     """Train from ``progress.step`` to ``settings.steps``; return ``progress``.
 
-    Stops early once ``should_stop()`` is true on any rank. The final state is finite, and the
+    Stops early once ``should_stop()`` is true on any rank, and ends early as ``early_stopping``
+    says. The final state is finite, and the
     caller saves it. Raises BadStep where the job must roll back to its last healthy checkpoint,
     TrainingFailed where it cannot continue; the weights in memory are invalid after either.
     """
-    if progress.step >= settings.steps:
+    guard, scaler = guard or StepGuard(settings.guard), LossScale.of(settings)
+    early = _restore(progress, settings, guard, scaler)
+    if progress.step >= settings.steps or progress.stopped_early:
         return progress
-    guard = guard or StepGuard(settings.guard)
-    scaler = LossScale.of(settings)
-    _restore(progress.extra, guard, scaler)
     numbers = numbers or StepMetrics.of(settings, parallel, group, device)
     stateful, started, owed = stateful_of(parallel, workload), time.perf_counter(), False
     while progress.step < settings.steps:
@@ -238,6 +243,7 @@ def train(
         held_out: dict[str, float] = {}
         if evaluator is not None and _is_evaluation_step(progress.step, settings):
             held_out = _evaluate(evaluator, parallel, workload, group, device, progress)
+            early.take(progress, settings.steps)
         progress.seconds = time.perf_counter() - started - progress.evaluate_s
         if on_step is not None:
             on_step(
@@ -251,9 +257,10 @@ def train(
                     held_out=held_out,
                     slow=tuple(numbers.slow),
                     alerts=tuple(numbers.changes(figures)),
+                    stopped_early=progress.stopped_early,
                 )
             )
-        if progress.stopped:
+        if progress.stopped or progress.stopped_early:
             break
     for kept in stateful:
         kept.snapshot()
@@ -349,8 +356,14 @@ def _resume_extra(guard: StepGuard, scaler: LossScale | None) -> dict[str, Any]:
     return kept
 
 
-def _restore(extra: dict[str, Any], guard: StepGuard, scaler: LossScale | None) -> None:
+def _restore(
+    progress: Progress, settings: TrainingSettings, guard: StepGuard, scaler: LossScale | None
+) -> EarlyStopping:
+    extra = progress.extra
     if "guard" in extra:
         guard.restore(extra["guard"])
     if scaler and "loss_scale" in extra:
         scaler.restore(extra["loss_scale"])
+    early = EarlyStopping(settings, extra)
+    progress.stopped_early = early.reason
+    return early

@@ -145,11 +145,18 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         optimizer = new_optimizer(parallel.modules, settings)
 
         state = TrainState(
-            parallel, optimizer, group, mesh, keeps=stateful_of(parallel, its.workload)
+            parallel,
+            optimizer,
+            group,
+            mesh,
+            keeps=stateful_of(parallel, its.workload),
+            without_frozen=its.adapters is not None,
         )
         events.enter("resuming")
         progress, position = setup.restore_checkpoint(its, state, events)
         state.extra = progress.extra
+        if state.without_frozen:
+            state.extra["base_manifest_digest"] = job.manifest_digest
         resumed_from = progress.step
         follow(optimizer, progress.step)
         exporter = stack.enter_context(setup.exporter_of(its, place.rank))

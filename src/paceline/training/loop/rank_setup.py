@@ -9,16 +9,27 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.models import TOKENIZER_FILE, Pretrained, weights_digest
+from paceline.models import (
+    TOKENIZER_FILE,
+    Adapters,
+    Pretrained,
+    base_name,
+    merge_adapters,
+    set_magnitudes,
+    weights_digest,
+)
 from paceline.storage import join_url
 from paceline.system import write_durably
 from paceline.training.checkpoint import (
@@ -41,6 +52,7 @@ from paceline.training.loop.starting_state import RankContext
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise
 
+ADAPTER = "adapter"  # directory beside the export
 TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
 
 
@@ -84,19 +96,33 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
         return averaged, averaged.follow
     parallel = parallelise(its.model, mesh, settings, its.workload)
     if its.pretrained is not None:
-        load_weights(its.pretrained, parallel)
+        load_weights(its.pretrained, parallel, its.adapters)
     return parallel, lambda *_: None
 
 
-def load_weights(pretrained: Pretrained, parallel: Parallel) -> int:
-    """Fill this rank's parts of the model from the files; return the number of bytes read."""
+def load_weights(
+    pretrained: Pretrained, parallel: Parallel, adapters: Adapters | None = None
+) -> int:
+    """Fill this rank's parts of the model from the files; return the number of bytes read.
+
+    Parts of ``adapters`` get their initial values.
+    """
     read = 0
     for module in parallel.modules:
         pretrained.restore_buffers(module)
-        read += pretrained.fill({
+        parts = {
             clean(name): (local_of(each.detach()), box_of(each.detach())[0])
             for name, each in module.state_dict().items()
-        })  # fmt: skip
+        }
+        if adapters is not None:
+            for name, whole in adapters.initial.items():
+                into, offsets = parts.pop(name)
+                box = zip(offsets, into.shape, strict=True)
+                into.copy_(whole[tuple(slice(start, start + size) for start, size in box)])
+            parts = {base_name(name): part for name, part in parts.items()}
+        read += pretrained.fill(parts)
+        if adapters is not None:
+            set_magnitudes(module)
     return read
 
 
@@ -250,9 +276,14 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     elsewhere."""
     directory = its.work_dir / "export"
     shutil.rmtree(directory, ignore_errors=True)
-    export(state, its.config, directory, pretrained=its.pretrained)
+    named = its.job.settings.export_dtype
+    dtype = None if named == "base" else getattr(torch, named)
+    adapters, whole = _merged(its, state), replace(state, without_frozen=False)
+    export(whole, its.config, directory, pretrained=its.pretrained, dtype=dtype)
     if rank != 0:
         return {}
+    if its.adapters is not None:
+        _upload_adapters(its, adapters)
     if its.config is not None and (file := tokenizer_file(its.snapshot, its.store)):
         write_durably(directory / TOKENIZER_FILE, file, 0o666)
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
@@ -261,6 +292,32 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     digest = weights_digest(directory)
     shutil.rmtree(directory, ignore_errors=True)
     return {"export_url": url, "weights_digest": digest}
+
+
+def _merged(its: RankContext, state: TrainState) -> dict[str, Tensor]:
+    """Merge the adapters, if any, into the model; return them whole, on every rank."""
+    if its.adapters is None:
+        return {}
+    whole = {
+        name: each.full_tensor() if isinstance(each, DTensor) else each
+        for name, each in state.parameters()
+        if name in its.adapters.initial
+    }
+    for module in state.parallel.modules:
+        merge_adapters(module)
+    return {name: each.detach().cpu() for name, each in whole.items()}
+
+
+def _upload_adapters(its: RankContext, tensors: Mapping[str, Tensor]) -> None:
+    """Upload the trained adapters in peft's layout, beside the export."""
+    assert its.adapters is not None
+    directory, job = its.work_dir / ADAPTER, its.job
+    directory.mkdir(exist_ok=True)
+    its.adapters.write(tensors, directory, job.model_id, job.manifest_digest)
+    for path in sorted(directory.iterdir()):
+        url = join_url(job.checkpoint_url, job.job_id, ADAPTER, path.name)
+        its.store.upload_file(path, url)
+    shutil.rmtree(directory)
 
 
 def result_of(
@@ -279,6 +336,7 @@ def result_of(
         "first_loss": progress.first_loss,
         "final_loss": progress.loss,
         "held_out": progress.held_out,
+        "stopped_early": progress.stopped_early or None,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "data_wait_share": progress.share(progress.data_wait_s),
         "checkpoint_stall_share": progress.share(progress.stall_s),

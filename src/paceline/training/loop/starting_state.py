@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from paceline.config import Runtime, load_runtime
 from paceline.errors import InvalidInput, SourceMissing
-from paceline.models import CONFIG_FILE, ModelConfig, weight_files
+from paceline.extras import require_extras
+from paceline.models import CONFIG_FILE, ModelConfig, require_whole, weight_files
 from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.checkpoint import Generations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from paceline.data import PlannedStream, ShardCache, Snapshot
-    from paceline.models import ModelConfig, Pretrained
+    from paceline.models import Adapters, ModelConfig, Pretrained
     from paceline.training.loop.workload import Workload
 
 
@@ -48,6 +49,7 @@ class RankContext:
     generations: Generations
     config_digest: str
     pretrained: Pretrained | None = None  # its model has no values until it is parallelised
+    adapters: Adapters | None = None  # None: all weights are trained
 
     @property
     def context(self) -> int:
@@ -104,6 +106,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
 
     from paceline.data import ShardCache, load_snapshot, require_purpose
     from paceline.data.loading import open_transforms
+    from paceline.models import add_adapters
 
     retain_freed_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
@@ -126,6 +129,10 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         )
     require_purpose(snapshot, job.purpose, job.data.project)
     model, config, workload, pretrained = _load_task(job, runtime, node, snapshot)
+    adapters: Adapters | None = None
+    if (lora := job.settings.lora) is not None:
+        require_extras("lora")
+        adapters = add_adapters(model, lora, job.settings.seed)
     cache = ShardCache(
         snapshot,
         store,
@@ -155,6 +162,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         generations=Generations(store, join_url(job.checkpoint_url, job.job_id)),
         config_digest=config_digest(job),
         pretrained=pretrained,
+        adapters=adapters,
     )
 
 
@@ -177,7 +185,7 @@ def _load_task(
             seed=job.settings.seed,
             context=size.context,
             vocabulary=vocabulary.vocab_size,
-            parameters=size.parameters,
+            parameters=size.parameters or profile.model.parameters,
         )
         sources = profile.security.code_sources
         workload = code_ref.load(job.settings.code_ref, sources, node / "code", task)
@@ -200,6 +208,7 @@ def require_pretrained(
     pretrained: Pretrained, job: TrainJob, runtime: Runtime, snapshot: Snapshot
 ) -> None:
     """Raise InvalidInput unless ``job`` can train ``pretrained`` on ``snapshot``."""
+    from paceline.data import ChatTemplate, require_whole
     from paceline.training.parallel import MeshSpec, replicas_of, require_uncut
 
     settings = job.settings
@@ -214,6 +223,17 @@ def require_pretrained(
     vocabulary = snapshot.vocabulary
     context = task_size_of(job, runtime.profile).context
     pretrained.require_trainable(context, vocabulary.sha256 or "", vocabulary.vocab_size)
+    require_whole(snapshot, context)
+    if (wanted := snapshot.record.template_sha256) is not None:
+        template = ChatTemplate(str(pretrained.directory / "tokenizer.json"))
+        if template.digest != wanted:
+            raise InvalidInput(
+                "data and model have different chat templates",
+                got=f"data of template {wanted[:16]}",
+                wanted=template.digest[:16],
+                where=pretrained.directory,
+                do="Build the snapshot with --tokenizer of this model's directory.",
+            )
 
 
 def verified_base(node: Path, job: TrainJob) -> Path:
@@ -261,6 +281,7 @@ def require_model(source: Path, code_ref: str) -> None:
         )
     if not source.is_dir():
         raise SourceMissing("no such model directory", got=source, wanted="safetensors and config")
+    require_whole(source)
     if (source / CONFIG_FILE).is_file():
         weight_files(source)  # names pickled weights
     if not any(source.glob("*.safetensors")) or not (source / CONFIG_FILE).is_file():

@@ -80,6 +80,7 @@ def require_layout(
     _require_hook(spec, settings)
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)
+    _require_adaptable(spec, settings)
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
@@ -128,6 +129,25 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
     extra = range(spare, spare + more)
     start = sum(least + (each in extra) for each in range(stage))
     return range(start, start + least + (stage in extra))
+
+
+def _require_adaptable(spec: MeshSpec, settings: TrainingSettings) -> None:
+    if settings.lora is None:
+        return
+    if spec.tp * spec.pp > 1 or settings.synchrony.kind != "every-step":
+        raise InvalidInput(
+            "adapters are trained by replicas or shards, in step",
+            got=f"mesh {spec}, {settings.synchrony.kind}",
+            wanted="tp 1, pp 1 and every-step",
+            where="training.lora",
+        )
+    if settings.code_ref and not settings.lora.target_modules:
+        raise InvalidInput(
+            "a model of your own has no default layers to adapt",
+            got=f"training.code_ref {settings.code_ref}, no targets",
+            wanted="names of its linear layers, or all-linear",
+            where="training.lora.target_modules",
+        )
 
 
 def _require_hook(spec: MeshSpec, settings: TrainingSettings) -> None:

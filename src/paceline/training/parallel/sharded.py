@@ -59,7 +59,8 @@ def reshard_all(model: nn.Module) -> None:
 def reduced_bytes(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> int:
     """Return the bytes of gradients that this rank hands to reductions each step."""
     size = 8 if settings.precision == "float64" else 4
-    held = sum(each.numel() for each in model.parameters()) // mesh.spec.tp
+    trained = (each for each in model.parameters() if each.requires_grad)
+    held = sum(each.numel() for each in trained) // mesh.spec.tp
     within = held * size if mesh.spec.shard > 1 else 0
     between = held // mesh.spec.shard * size if mesh.spec.dp > 1 else 0
     return within + between

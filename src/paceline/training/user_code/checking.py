@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline import errors
-from paceline.config import scrub_variables
+from paceline.config import LoraSettings, scrub_variables
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.training.identity import task_size_of
 from paceline.training.user_code.loading import MAX_MESSAGE_CHARACTERS, Task, load, user_code_error
 from paceline.training.user_code.reference import CodeRef, parse, require_allowed
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from paceline.config import Runtime
     from paceline.schemas import TrainJob
     from paceline.training.loop import Workload
@@ -32,17 +34,30 @@ CHECK_S = 180.0  # import, call and build
 
 
 def check(
-    text: str, sources: Sequence[str], cache: Path, task: Task, *, deadline_s: float = CHECK_S
+    text: str,
+    sources: Sequence[str],
+    cache: Path,
+    task: Task,
+    *,
+    lora: LoraSettings | None = None,
+    deadline_s: float = CHECK_S,
 ) -> None:
     """Load the reference and build its model in a process of its own, before any rank starts.
 
-    Raises what ``load`` raises, with the same fields. The process gets no ambient credentials.
+    Raises what ``load`` raises, with the same fields, and InvalidInput where ``lora`` names layers
+    that the model does not have. The process gets no ambient credentials.
     """
     ref = parse(text)
     require_allowed(ref, sources)
     environment = dict(os.environ)
     scrub_variables(environment)
-    asked = {"text": text, "sources": list(sources), "cache": str(cache), "task": asdict(task)}
+    asked: dict[str, object] = {
+        "text": text,
+        "sources": list(sources),
+        "cache": str(cache),
+        "task": asdict(task),
+    }
+    asked["lora"] = None if lora is None else lora.model_dump()
     command = [sys.executable, "-m", "paceline.training.user_code.checking"]
     try:
         done = subprocess.run(
@@ -87,10 +102,10 @@ def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
         seed=job.settings.seed,
         context=size.context,
         vocabulary=vocabulary,
-        parameters=size.parameters,
+        parameters=size.parameters or runtime.profile.model.parameters,
     )
     sources = runtime.profile.security.code_sources
-    check(job.settings.code_ref, sources, runtime.state_dir / "code", task)
+    check(job.settings.code_ref, sources, runtime.state_dir / "code", task, lora=job.settings.lora)
 
 
 _KINDS: dict[str, type[PacelineError]] = {
@@ -105,7 +120,11 @@ def main() -> int:
     asked = json.loads(sys.stdin.readline())
     try:
         task, ref = Task(**asked["task"]), parse(asked["text"])
-        _build(load(asked["text"], asked["sources"], Path(asked["cache"]), task), ref)
+        model = _build(load(asked["text"], asked["sources"], Path(asked["cache"]), task), ref)
+        if asked["lora"] is not None:
+            from paceline.models import add_adapters
+
+            add_adapters(model, LoraSettings(**asked["lora"]), task.seed)
     except PacelineError as error:
         said = {"code": error.code, "what": error.what, "do": error.do}
         for name in ("got", "wanted", "where"):
@@ -116,7 +135,7 @@ def main() -> int:
     return 0
 
 
-def _build(workload: Workload, ref: CodeRef) -> None:
+def _build(workload: Workload, ref: CodeRef) -> nn.Module:
     from torch import nn
 
     try:
@@ -132,6 +151,7 @@ def _build(workload: Workload, ref: CodeRef) -> None:
             wanted="a torch.nn.Module with parameters",
             where=ref.where,
         )
+    return model
 
 
 if __name__ == "__main__":

@@ -212,6 +212,11 @@ class EtcdClient:
         )
         return grpc.secure_channel(target, credentials, options=_OPTIONS)
 
+    @property
+    def is_closed(self) -> bool:
+        """Return whether ``close`` was called."""
+        return self._closed
+
     def close(self) -> None:
         """Close every connection; calls in progress fail."""
         self._closed = True

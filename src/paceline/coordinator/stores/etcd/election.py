@@ -80,6 +80,8 @@ class Lease:
             try:
                 answer = self._client.call("LeaseKeepAlive", message, within_s=self._ttl_s / 2)
             except PacelineError as error:
+                if self._client.is_closed:  # its owner is gone, and the lease expires by itself
+                    return
                 log.warning("the lease could not be renewed: %s", error)
                 continue
             if answer.TTL <= 0:

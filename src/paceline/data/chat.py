@@ -1,0 +1,186 @@
+"""Chat templates: conversations as tokens, with a mask of those that an assistant says.
+
+A model's own template, rendered by transformers. Where it marks what the assistant says
+(``{% generation %}``) the mask is the library's; else a message of the assistant is what its
+rendering adds to the prompt before it. Does not read sources and does not choose conversations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from paceline.data.formats import Array
+from paceline.errors import InvalidInput, SourceMissing
+from paceline.storage import ObjectStore
+
+CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILES = (CONFIG_FILE, "chat_template.jinja", "special_tokens_map.json")
+MAX_FILE_BYTES = 64 * 1024 * 1024
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # as transformers finds it
+
+
+def template_files(tokenizer: str) -> list[str]:
+    """Return paths or URLs of the files that decide how conversations become tokens: those beside
+    the ``tokenizer``, a tokenizer.json."""
+    parent = tokenizer.rpartition("/")[0] or "."
+    return [f"{parent}/{name}" for name in TEMPLATE_FILES]
+
+
+class ChatTemplate:
+    """The chat template beside the tokenizer.json called ``tokenizer`` (a path, or s3://…).
+
+    Files are read when it is first used: ``is_used`` tells whether it was.
+    """
+
+    def __init__(self, tokenizer: str, store: ObjectStore | None = None) -> None:
+        self._name, self._store = tokenizer, store
+        self.is_used = False
+
+    @cached_property
+    def digest(self) -> str:
+        """Return the SHA-256 of the template's text."""
+        return hashlib.sha256(self._template.encode()).hexdigest()
+
+    def prompt(self, message: str) -> tuple[list[int], int | None]:
+        """Return the tokens of a user's ``message`` up to where the assistant begins to answer, and
+        the token that ends the answer. Raises InvalidInput where the template refuses the message.
+        """
+        try:
+            text = self._render(
+                [{"role": "user", "content": message}], None, add_generation_prompt=True
+            )
+        except ValueError as error:
+            raise InvalidInput(
+                "the message cannot be rendered", got=error, where=f"beside {self._name}"
+            ) from error
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(tokens), self._tokenizer.eos_token_id
+
+    def tokens(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+    ) -> tuple[str, Array, Array]:
+        """Return a conversation's text, tokens and mask: True where an assistant says the token.
+
+        Raises ValueError, with the reason, for a conversation that the template refuses, or of
+        which no token is an assistant's; InvalidInput where there is no template that works.
+        """
+        self.is_used = True
+        text = self._render(messages, tools)
+        if _GENERATION.search(self._template):
+            found = self._apply(
+                messages,
+                tools,
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            tokens, mask = np.array(found["input_ids"]), np.array(found["assistant_masks"], bool)
+        else:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            tokens = np.array(found["input_ids"])
+            starts, ends = np.array(found["offset_mapping"]).reshape(-1, 2).T
+            mask = np.zeros(len(tokens), bool)
+            for start, end in self._answers(messages, tools, text):
+                mask |= (starts >= start) & (ends <= end) & (starts < ends)
+        if not mask[1:].any():
+            raise ValueError("no token is an assistant's")
+        return text, tokens.astype(np.uint32), mask
+
+    def _answers(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, text: str
+    ) -> list[tuple[int, int]]:
+        """Return where each message of an assistant begins and ends in ``text``.
+
+        Raises ValueError where the template renders the start of a conversation differently once it
+        goes on (it drops reasoning, say).
+        """
+        found = []
+        for number, each in enumerate(messages):
+            if each["role"] != "assistant":
+                continue
+            before = self._render(messages[:number], tools, add_generation_prompt=True)
+            up_to = self._render(messages[: number + 1], tools)
+            if not (text.startswith(up_to) and up_to.startswith(before)):
+                raise ValueError(
+                    f"the chat template renders what precedes the end of message {number + 1} "
+                    "differently by itself: mark what assistants say with {% generation %}"
+                )
+            found.append((len(before), len(up_to)))
+        return found
+
+    def _render(self, messages: list[Any], tools: list[Any] | None, **more: Any) -> str:
+        return str(self._apply(messages, tools, tokenize=False, **more))
+
+    def _apply(self, messages: list[Any], tools: list[Any] | None, **more: Any) -> Any:
+        from jinja2 import TemplateSyntaxError
+
+        tokenizer, template = self._tokenizer, self._template
+        try:
+            return tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=template, **more
+            )
+        except TemplateSyntaxError as error:
+            raise InvalidInput(
+                "not a chat template",
+                got=f"{error.message} (line {error.lineno})",
+                where=f"beside {self._name}",
+                do="Correct the chat template of the model.",
+            ) from error
+        except Exception as error:
+            raise ValueError(
+                f"the chat template raises {type(error).__name__}: {error}"[:300]
+            ) from error
+
+    @cached_property
+    def _template(self) -> str:
+        try:
+            return str(self._tokenizer.get_chat_template())
+        except ValueError as error:
+            raise InvalidInput(
+                "the model has no chat template, and its data are conversations",
+                got=f"none beside {self._name}",
+                wanted=f"chat_template.jinja, or chat_template in {CONFIG_FILE}",
+                do="Put one there, or give the rows a text field.",
+            ) from error
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        if self._name == "bytes":
+            raise InvalidInput(
+                "conversations need the tokenizer and the chat template of a model",
+                got="tokenizer 'bytes'",
+                wanted="a tokenizer.json with the chat template beside it",
+                do="Name it: --tokenizer MODEL/tokenizer.json.",
+            )
+        from transformers import PreTrainedTokenizerFast
+
+        with TemporaryDirectory(prefix="chat-template-") as directory:
+            places = [self._name, *template_files(self._name)]
+            for name, place in zip(("tokenizer.json", *TEMPLATE_FILES), places, strict=True):
+                if (data := self._read(place)) is not None:
+                    (Path(directory) / name).write_bytes(data)
+            try:
+                return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+            except Exception as error:
+                raise InvalidInput(
+                    "the tokenizer's configuration cannot be read",
+                    got=f"{type(error).__name__}: {error}"[:300],
+                    wanted=f"{CONFIG_FILE} as transformers saves it",
+                    where=f"beside {self._name}",
+                ) from error
+
+    def _read(self, url: str) -> bytes | None:
+        """Return the content of a file, or None where it does not exist."""
+        if self._store is None or not url.startswith("s3://"):
+            return Path(url).read_bytes() if Path(url).is_file() else None
+        try:
+            return self._store.get_bytes(url, max_bytes=MAX_FILE_BYTES)
+        except SourceMissing:
+            return None

@@ -1,0 +1,115 @@
+"""A model directory as lm-eval's harness sees a model. Imports lm-eval: only ``tasks`` uses it.
+
+Every text begins with the separator, as in training. Rows longer than the context lose their
+beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+
+from paceline.errors import InvalidInput
+from paceline.evaluation.generation import generate
+from paceline.evaluation.text_model import TextModel
+from paceline.evaluation.transformer import batch_rows, one_core_an_operation
+
+MAX_NEW_TOKENS = 256  # as the harness's default; a task's generation_kwargs say otherwise
+
+Pair = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of context and continuation
+
+
+class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
+    """Log-likelihoods and greedy continuations of ``model``, on this machine's CPU."""
+
+    def __init__(self, model: TextModel) -> None:
+        super().__init__()
+        self._model = model
+
+    @property
+    def eot_token_id(self) -> int:
+        """Return the token before a text."""
+        return self._model.separator
+
+    def tok_encode(self, string: str, **_: Any) -> list[int]:
+        """Return the tokens of ``string``; the harness's options for special tokens are ignored."""
+        return [int(each) for each in self._model.encode(string.encode())]
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], **_: Any) -> list[float]:
+        """Refused by ``read_tasks``: bits per byte are in every report."""
+        raise NotImplementedError
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
+        """Return each continuation's log-likelihood in nats, and whether it is the most likely
+        one at each token."""
+        rows = [self._row(context, continuation) for _, context, continuation in requests]
+        order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
+        size = batch_rows(self._model)
+        batches = [order[start : start + size] for start in range(0, len(order), size)]
+        lengths = [len(each[2]) for each in requests]
+        answers: dict[int, tuple[float, bool]] = {}
+
+        def predict(batch: list[int]) -> dict[int, tuple[float, bool]]:
+            with torch.inference_mode():
+                return {
+                    number: self._answer(logits_TV, rows[number], lengths[number])
+                    for number, logits_TV in zip(
+                        batch, self._logits([rows[each] for each in batch]), strict=True
+                    )
+                }
+
+        with one_core_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
+            for found in pool.map(predict, batches):
+                answers |= found
+        return [answers[number] for number in range(len(rows))]
+
+    def _row(self, context: list[int], continuation: list[int]) -> list[int]:
+        row = [*context, *continuation]
+        if row[0] != self._model.separator:
+            row = [self._model.separator, *row]
+        if len(continuation) > self._model.context:
+            raise InvalidInput(
+                "an answer is longer than the model's context",
+                got=f"{len(continuation)} tokens",
+                wanted=f"at most {self._model.context}",
+                where=self._model.directory,
+            )
+        return row[-(self._model.context + 1) :]
+
+    def _logits(self, rows: Sequence[list[int]]) -> torch.Tensor:
+        longest = max(map(len, rows)) - 1
+        inputs_BT = np.full((len(rows), longest), self._model.separator, dtype=np.int64)
+        for number, row in enumerate(rows):  # padded at the end, where causal attention cannot see
+            inputs_BT[number, : len(row) - 1] = row[:-1]
+        return self._model.forward(torch.from_numpy(inputs_BT)).float()
+
+    @staticmethod
+    def _answer(logits_TV: torch.Tensor, row: list[int], length: int) -> tuple[float, bool]:
+        if not length:
+            return 0.0, True  # the tokenizer gave the continuation no token of its own
+        wanted_N = torch.tensor(row[-length:])
+        logits_NV = logits_TV[len(row) - 1 - length : len(row) - 1]
+        nats_N = torch.log_softmax(logits_NV, -1).gather(1, wanted_N[:, None])
+        return float(nats_N.sum()), bool((logits_NV.argmax(-1) == wanted_N).all())
+
+    def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
+        """Return each prompt's greedy continuation up to the first of its stop strings."""
+        with one_core_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
+            return list(pool.map(lambda each: self._continuation(*each.args), requests))
+
+    def _continuation(self, prompt: str, options: dict[str, Any]) -> str:
+        until = options.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        said = ""
+        longest = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
+        for piece in generate(self._model, prompt, max_tokens=longest):
+            said += piece
+            if any(stop in said for stop in stops):
+                break
+        return said[: min([len(said), *(said.find(stop) for stop in stops if stop in said)])]

@@ -1,0 +1,209 @@
+"""Tasks of EleutherAI's lm-eval harness, from files: read, checked, and scored through its API.
+
+A task is data: a YAML file in the harness's own format, whose dataset is a file beside it. Code
+(``!function``, a ``transform`` of documents, …), datasets and metrics of a hub are refused, and
+templates run in Jinja's sandbox. A metric is the mean of one figure a document, so that two models
+are compared document by document.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from paceline.config import EvaluationSettings
+from paceline.errors import InvalidInput, PacelineError
+from paceline.evaluation.scoring import Resampler
+from paceline.evaluation.text_model import TextModel
+from paceline.extras import require_extras
+from paceline.schemas import Interval, TaskScore
+
+MAX_FILE_BYTES = 1024 * 1024  # of a task's YAML
+FORMATS = ("json", "csv", "parquet", "text")  # of datasets
+METRICS = ("acc", "acc_norm", "acc_bytes", "exact_match")
+KINDS = ("multiple_choice", "loglikelihood", "generate_until")
+PLAIN = {
+    "task", "tag", "dataset_name", "test_split", "validation_split", "training_split",
+    "fewshot_split", "doc_to_text", "doc_to_target", "doc_to_choice", "target_delimiter",
+    "fewshot_delimiter", "description", "num_fewshot", "fewshot_config", "repeats",
+    "generation_kwargs", "filter_list", "metadata",
+}  # fmt: skip
+CHECKED = {"dataset_path", "dataset_kwargs", "output_type", "metric_list"}
+
+Progress = Callable[[float, str], None]
+
+
+def read_tasks(directory: Path) -> list[dict[str, Any]]:
+    """Return the harness's configuration of each ``*.yaml`` in ``directory``, by name.
+
+    Paths of datasets are made absolute. Raises InvalidInput for a directory without tasks and for
+    a task that is not data alone.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.glob("*.yaml")):
+        config = _read(path)
+        if config["task"] in found:
+            raise InvalidInput("two tasks of one name", got=config["task"], where=path)
+        found[config["task"]] = config
+    if not found:
+        raise InvalidInput("no tasks here", wanted="*.yaml, as lm-eval has them", where=directory)
+    return [found[name] for name in sorted(found)]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    def wrong(what: str, got: object, wanted: str) -> InvalidInput:
+        return InvalidInput(f"{what} is not allowed in a task", got=got, wanted=wanted, where=path)
+
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise wrong("a file of this size", path.stat().st_size, f"at most {MAX_FILE_BYTES}")
+        config = yaml.safe_load(path.read_bytes())
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        said = getattr(error, "problem", None) or error  # a tag that names code is one of them
+        raise wrong("this", said, "plain YAML, without !function") from error
+    if not isinstance(config, dict) or not isinstance(config.get("task"), str):
+        raise wrong("this", type(config).__name__, "a mapping with the key task")
+    if unknown := sorted(str(key) for key in config if key not in PLAIN | CHECKED):
+        raise wrong(f"the key {unknown[0]!r}", unknown[0], ", ".join(sorted(PLAIN | CHECKED)))
+    if config.get("output_type") not in KINDS:
+        raise wrong("this output_type", config.get("output_type"), f"one of {', '.join(KINDS)}")
+    named = [
+        each if isinstance(each, dict) else {"metric": each}
+        for each in config.get("metric_list") or []
+    ]
+    metrics = [each.get("metric") for each in named]
+    if not metrics or any(each not in METRICS for each in metrics):
+        raise wrong("this metric_list", metrics, f"some of {', '.join(METRICS)}")
+    if odd := [each for each in named if each.get("aggregation", "mean") != "mean"]:
+        raise wrong("this aggregation", odd[0]["aggregation"], "mean")
+    if config.get("generation_kwargs", {}).get("do_sample"):
+        raise wrong("sampling", "do_sample", "the most likely token each time")
+    return config | {
+        "dataset_kwargs": _files(config, path, wrong),
+        "metric_list": [each | {"aggregation": "mean", "higher_is_better": True} for each in named],
+    }
+
+
+def _files(
+    config: Mapping[str, Any], path: Path, wrong: Callable[[str, object, str], InvalidInput]
+) -> dict[str, Any]:
+    """Return ``dataset_kwargs`` with the paths of files beside the task's own."""
+    if config.get("dataset_path") not in FORMATS:
+        raise wrong("this dataset_path", config.get("dataset_path"), f"one of {FORMATS}")
+    given = config.get("dataset_kwargs")
+    if not isinstance(given, dict) or set(given) != {"data_files"}:
+        raise wrong("dataset_kwargs", given, "data_files alone")
+
+    def local(name: object) -> str:
+        if not isinstance(name, str) or "/" in name or not (path.parent / name).is_file():
+            raise wrong("this data file", name, "a file beside the task")
+        return str((path.parent / name).absolute())
+
+    files = given["data_files"]
+    by_split = files if isinstance(files, dict) else {"train": files}
+    return {
+        "data_files": {
+            str(split): [local(name) for name in (names if isinstance(names, list) else [names])]
+            for split, names in by_split.items()
+        }
+    }
+
+
+def score_tasks(
+    directory: Path,
+    models: Mapping[str, Path],
+    settings: EvaluationSettings,
+    *,
+    scratch: Path,
+    on_progress: Progress,
+) -> tuple[TaskScore, ...]:
+    """Return each metric of each task in ``directory``, of every one of ``models``.
+
+    Figures have bootstrap intervals over documents; the candidate's differences to the others are
+    paired. Raises MissingExtra without lm-eval, InvalidInput for a task that cannot be scored.
+    """
+    require_extras("eval")
+    configs = read_tasks(directory)
+    values: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for number, (name, where) in enumerate(models.items()):
+        on_progress(number / len(models), f"{name}: {len(configs)} tasks")
+        for key, figures in _figures(configs, TextModel.open(where), scratch).items():
+            values.setdefault(key, {})[name] = figures
+    return tuple(
+        _task_score(task, metric, by_model, settings)
+        for (task, metric), by_model in sorted(values.items())
+    )
+
+
+def _task_score(
+    task: str, metric: str, by_model: Mapping[str, list[float]], settings: EvaluationSettings
+) -> TaskScore:
+    figures = {name: np.array(each, dtype=np.float64) for name, each in by_model.items()}
+    count = len(next(iter(figures.values())))
+    resampler = Resampler(
+        np.ones(count),
+        samples=settings.bootstrap_samples,
+        confidence=settings.confidence,
+        seed=settings.seed,
+    )
+    gains: dict[str, Interval] = {}
+    if (own := figures.get("candidate")) is not None:
+        others = {name: each for name, each in figures.items() if name != "candidate"}
+        gains = {name: resampler.ratio(own - each) for name, each in others.items()}
+    return TaskScore(
+        task=task,
+        metric=metric,
+        documents=count,
+        scores={name: resampler.ratio(each) for name, each in figures.items()},
+        gain_over=gains,
+    )
+
+
+def _figures(
+    configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path
+) -> dict[tuple[str, str], list[float]]:
+    """Return (task, metric) → one figure a document, in the order of the documents."""
+    os.environ |= {  # before the harness is imported
+        "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(scratch),
+        "HF_DATASETS_CACHE": str(scratch), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "TQDM_DISABLE": "1",
+    }  # fmt: skip
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from lm_eval import evaluator, utils
+    from lm_eval.tasks import TaskManager
+
+    from paceline.evaluation.harness import HarnessModel
+
+    sandbox = ImmutableSandboxedEnvironment(
+        undefined=utils.env.undefined, keep_trailing_newline=utils.env.keep_trailing_newline
+    )
+    sandbox.filters = utils.env.filters
+    utils.env = sandbox
+    try:
+        found = evaluator.simple_evaluate(
+            HarnessModel(model),
+            tasks=[dict(each) for each in configs],
+            task_manager=TaskManager(include_defaults=False),
+            bootstrap_iters=0,
+            log_samples=True,
+        )
+    except PacelineError:
+        raise
+    except Exception as error:  # of a template, a column that is not there, …
+        raise InvalidInput(
+            "a task cannot be scored",
+            got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
+            where=", ".join(each["task"] for each in configs),
+        ) from error
+    figures: dict[tuple[str, str], list[float]] = {}
+    for task, samples in found["samples"].items():
+        for each in sorted(samples, key=lambda sample: sample["doc_id"]):
+            suffix = "" if each["filter"] == "none" else f",{each['filter']}"
+            for metric in each["metrics"]:
+                figures.setdefault((task, metric + suffix), []).append(float(each[metric]))
+    return figures

@@ -1,0 +1,178 @@
+"""A model's own policy: what it leaves out is as in [gate], and its digest names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config import (
+    Endpoints,
+    Policy,
+    Profile,
+    Runtime,
+    Secrets,
+    load_profile,
+    load_runtime,
+    save_runtime,
+)
+from paceline.errors import InvalidProfile
+from paceline.evaluation import decide
+from paceline.schemas import EvaluationReport, GateDecision, TaskScore, digest_of
+from tests.evaluation.reports import LINEAGE, interval, passing
+
+LOOSE = {"except_baselines": ("ngram", "gzip", "xz")}
+TEXT = """
+[gate]
+max_latency_ms = 50.0
+except_baselines = ["ngram", "gzip", "xz"]
+
+[gate.models."acme/7b"]
+max_model_bytes = 9_000_000
+max_regression = 0.5
+max_slice_regression = {directory = 0.1}
+"""
+
+
+def load(directory: Path, text: str) -> Profile:
+    (directory / "mine.toml").write_text(text)
+    return load_profile(str(directory / "mine.toml"))
+
+
+def refused(policy: Policy, champion: str | None = "champion") -> list[str]:
+    decision = decide(passing(), policy, champion=champion, lineage=LINEAGE)
+    return [each.name for each in decision.checks if not each.passed]
+
+
+def test_a_model_has_its_own_policy_and_the_rest_of_the_common_one(tmp_path: Path) -> None:
+    gate = load(tmp_path, TEXT).gate
+    own, common = gate.policy("acme/7b"), gate.policy("acme/8b")
+    assert (own.max_model_bytes, own.max_latency_ms) == (9_000_000, 50.0)
+    assert own.except_baselines == common.except_baselines == ("ngram", "gzip", "xz")
+    assert (common.max_model_bytes, common.max_regression) == (2_000_000_000, 0.01)
+    assert digest_of(own) != digest_of(common)
+    assert digest_of(common) == digest_of(gate.policy("another"))
+
+
+def test_an_installation_keeps_the_policies_as_they_were_read(tmp_path: Path) -> None:
+    """runtime.json names every value: what was inherited stays what it was."""
+    profile = load(tmp_path, TEXT)
+    runtime = Runtime(profile=profile, state_dir=tmp_path, endpoints=Endpoints(), secrets=Secrets())
+    save_runtime(runtime)
+    found = load_runtime(tmp_path).profile.gate
+    for model in ("acme/7b", "acme/8b"):
+        assert digest_of(found.policy(model)) == digest_of(profile.gate.policy(model))
+
+
+def test_the_decision_names_its_policy_and_one_of_an_older_version_does_not() -> None:
+    policy = Policy(**LOOSE)
+    decision = decide(passing(), policy, champion=None, lineage=LINEAGE)
+    assert decision.policy_digest == digest_of(policy)
+    assert "policy_digest" not in GateDecision(passed=True, checks=()).model_dump()
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('max_latency = 3', "gate.models.acme.max_latency.*max_latency_ms"),
+        ('max_regression = 2.0', "gate.models.acme.max_regression = 2.0"),
+        ('max_slice_regression = {colour = 0.1}', "max_slice_regression.colour"),
+        ('min_documents = 4', "greater than or equal to 5"),
+    ],
+)  # fmt: skip
+def test_a_bad_policy_is_one_line(tmp_path: Path, line: str, words: str) -> None:
+    with pytest.raises(InvalidProfile, match=words):
+        load(tmp_path, f"[gate.models.acme]\n{line}\n")
+
+
+def test_an_override_reaches_a_models_policy() -> None:
+    gate = load_profile("ci", {"gate.models.bytelm.min_documents": "30"}).gate
+    assert gate.policy("bytelm").min_documents == 30
+    assert gate.policy("bytelm").except_baselines == gate.except_baselines != ()
+
+
+@pytest.mark.parametrize(
+    ("margins", "refusals"),
+    [
+        ({"size": 0.0}, []),  # 2.5 against 2.6, 2.3 against 2.4
+        ({"size: 1 to 900 bytes": 0.0}, []),
+        ({"directory": 0.1}, ["no regression in directory"]),  # the report has none
+        ({"size: 5 to 6 bytes": 0.1}, ["no regression in size: 5 to 6 bytes"]),
+    ],
+)
+def test_slices_have_margins_of_their_own(margins: dict[str, float], refusals: list[str]) -> None:
+    assert refused(Policy(**LOOSE, max_slice_regression=margins)) == refusals
+
+
+def test_a_slice_that_is_worse_refuses_alone() -> None:
+    report = passing()
+    worse = dict(report.slices[0]) | {"bits_per_byte": {"candidate": 2.7, "champion": 2.6}}
+    report = report.model_copy(update={"slices": (worse, report.slices[1])})
+
+    def names(margin: float, champion: str | None) -> list[str]:
+        policy = Policy(**LOOSE, max_slice_regression={"size": margin})
+        decision = decide(report, policy, champion=champion, lineage=LINEAGE)
+        return [each.name for each in decision.checks if not each.passed]
+
+    assert names(0.03, "champion") == ["no regression against champion in size: 1 to 900 bytes"]
+    assert names(0.04, "champion") == []
+    # before there is a champion, nodes run the base; this row has no figure of it
+    assert names(0.5, None) == ["no regression against base in size: 1 to 900 bytes"]
+
+
+def test_margin_and_documents_are_the_policys() -> None:
+    assert refused(Policy(**LOOSE, min_documents=41)) == ["held-out documents"]
+    report = passing(gain_over={"base": interval(-0.4), "champion": interval(0.1)})
+    for margin, passes in ((0.01, False), (0.1, True)):
+        policy = Policy(**LOOSE, max_regression=margin)
+        assert decide(report, policy, champion="champion", lineage=LINEAGE).passed is passes
+
+
+@pytest.mark.parametrize(
+    ("name", "bound", "value"),
+    [("max_parameters", 100, 101), ("max_parameters", 100, None), ("min_context", 64, 63)],
+)
+def test_parameters_and_context_are_bounded_where_the_policy_says_so(
+    name: str, bound: int, value: int | None
+) -> None:
+    field = name.partition("_")[2]
+    policy = Policy.model_validate(LOOSE | {name: bound})
+
+    def failed(value: int | None, policy: Policy) -> list[str]:
+        report = passing(**{field: value})
+        decision = decide(report, policy, champion="champion", lineage=LINEAGE)
+        return [each.name for each in decision.checks if not each.passed]
+
+    assert failed(value, policy) == [field]
+    assert failed(bound, policy) == failed(value, Policy.model_validate(LOOSE)) == []
+
+
+def test_tasks_are_bounded_from_below_and_may_not_get_worse() -> None:
+    def with_task(own: tuple[float, float], gain: tuple[float, float]) -> EvaluationReport:
+        score = TaskScore(
+            task="t",
+            metric="acc",
+            documents=50,
+            scores={"candidate": interval(*own)},
+            gain_over={"champion": interval(*gain)},
+        )
+        return passing().model_copy(update={"tasks": (score,)})
+
+    def failed(report: EvaluationReport, **policy: object) -> list[str]:
+        own = Policy.model_validate(LOOSE | policy)
+        decision = decide(report, own, champion="champion", lineage=LINEAGE)
+        return [each.name for each in decision.checks if not each.passed]
+
+    better = with_task((0.6, 0.05), (0.1, 0.05))
+    assert failed(better) == failed(better, min_tasks={"t/acc": 0.5}) == []
+    assert failed(better, min_tasks={"t/acc": 0.58}) == ["task t/acc, lower end"]
+    assert failed(better, min_tasks={"u/acc": 0.1}) == ["task u/acc, lower end"]
+    unclear = with_task((0.6, 0.05), (-0.02, 0.05))
+    assert failed(unclear) == []
+    worse = with_task((0.6, 0.05), (-0.1, 0.05))
+    assert failed(worse) == ["task t/acc no worse than champion"]
+    assert failed(worse, max_task_regression=0.06) == []
+    missing = better.model_copy(
+        update={"tasks": (better.tasks[0].model_copy(update={"gain_over": {}}),)}
+    )
+    assert failed(missing) == ["task t/acc no worse than champion"]

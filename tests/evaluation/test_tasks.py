@@ -1,0 +1,153 @@
+"""Tasks of lm-eval's harness: what is data is scored as the harness scores it, code is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.config import EvaluationSettings
+from paceline.errors import InvalidInput
+from paceline.evaluation import TextModel, read_tasks, score_tasks
+from paceline.schemas import TaskScore
+from tests.support.hugging_face import write_model, write_tokenizer
+
+CHOICE: dict[str, Any] = {
+    "task": "next_number",
+    "dataset_path": "json",
+    "dataset_kwargs": {"data_files": {"test": "rows.jsonl", "train": "shots.jsonl"}},
+    "test_split": "test",
+    "fewshot_split": "train",
+    "num_fewshot": 1,
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{text}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "label",
+    "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+}
+COMPLETION = {
+    **{key: CHOICE[key] for key in ("dataset_path", "dataset_kwargs", "test_split", "doc_to_text")},
+    "task": "completion",
+    "output_type": "generate_until",
+    "doc_to_target": "{{choices[label]}}",
+    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5},
+    "metric_list": [{"metric": "exact_match", "ignore_case": True}],
+}
+SAID = [f"line {n} is {n * n}\nthen comes line {n + 1}\n" for n in range(60)]
+
+
+def write_tasks(into: Path, *tasks: Mapping[str, Any]) -> Path:
+    into.mkdir(parents=True, exist_ok=True)
+    for task in tasks:
+        (into / f"{task['task']}.yaml").write_text(yaml.safe_dump(dict(task)))
+    rows = [
+        {"text": f"line {n} is", "choices": [f"{n * n}", f"{n}", "thirteen"], "label": n % 3}
+        for n in range(30)
+    ]
+    for name, some in (("rows", rows[:24]), ("shots", rows[24:])):
+        (into / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in some))
+    return into
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_model("llama", tmp_path_factory.mktemp("made") / "model", vocab_size=320)
+    write_tokenizer(directory, SAID)
+    return directory
+
+
+def scored(directory: Path, models: Mapping[str, Path], scratch: Path) -> dict[str, TaskScore]:
+    found = score_tasks(
+        directory, models, EvaluationSettings(), scratch=scratch, on_progress=lambda *_: None
+    )
+    return {f"{each.task}/{each.metric}": each for each in found}
+
+
+def test_the_figures_are_those_of_the_harness_with_transformers(
+    model: Path, tmp_path: Path
+) -> None:
+    """Beside the harness's own adapter of transformers, on the same tasks, example by example."""
+    directory = write_tasks(tmp_path / "tasks", CHOICE, COMPLETION)
+    ours = scored(directory, {"candidate": model, "base": model}, tmp_path)
+    assert set(ours) == {"completion/exact_match", "next_number/acc", "next_number/acc_norm"}
+
+    from lm_eval import evaluator
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    separator = TextModel.open(model).separator
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
+    tokenizer.bos_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(separator)
+    tokenizer.pad_token = tokenizer.eos_token
+    theirs = evaluator.simple_evaluate(
+        HFLM(AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer,
+             prefix_token_id=separator, batch_size=1, max_length=64),
+        tasks=[dict(each) for each in read_tasks(directory)],
+        task_manager=TaskManager(include_defaults=False), bootstrap_iters=0,
+    )["results"]  # fmt: skip
+    for name, score in ours.items():
+        task, _, metric = name.partition("/")
+        assert score.documents == 24
+        assert score.scores["candidate"].value == pytest.approx(theirs[task][f"{metric},none"])
+        assert score.gain_over["base"].value == 0
+    assert 0 < ours["next_number/acc"].scores["candidate"].value < 1, "a figure that can differ"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"process_docs": "x"}, "process_docs"),
+        ({"include": "other.yaml"}, "include"),
+        ({"dataset_path": "gsm8k"}, "gsm8k"),
+        ({"dataset_kwargs": {"data_files": "../secret.jsonl"}}, "../secret.jsonl"),
+        ({"dataset_kwargs": {"data_files": "/etc/passwd"}}, "/etc/passwd"),
+        ({"dataset_kwargs": {"data_files": "https://host/x.jsonl"}}, "https://host/x.jsonl"),
+        ({"dataset_kwargs": {"data_files": "gone.jsonl"}}, "gone.jsonl"),
+        ({"dataset_kwargs": {"data_files": "rows.jsonl", "trust_remote_code": True}}, "data_files"),
+        ({"metric_list": [{"metric": "bleu"}]}, "bleu"),
+        ({"metric_list": []}, "acc"),
+        ({"output_type": "loglikelihood_rolling"}, "loglikelihood_rolling"),
+        ({"generation_kwargs": {"do_sample": True}}, "do_sample"),
+        ({"task": 7}, "task"),
+    ],
+)
+def test_what_is_not_data_is_refused(tmp_path: Path, change: dict[str, Any], named: str) -> None:
+    directory = write_tasks(tmp_path / "tasks")
+    (directory / "one.yaml").write_text(yaml.safe_dump(CHOICE | change))
+    with pytest.raises(InvalidInput) as caught:
+        read_tasks(directory)
+    assert named in caught.value.one_line()
+    assert "one.yaml" in caught.value.one_line()
+
+
+def test_code_in_yaml_is_refused(tmp_path: Path) -> None:
+    directory = write_tasks(tmp_path / "tasks", CHOICE)
+    (directory / "code.yaml").write_text("task: !function os.system\n")
+    with pytest.raises(InvalidInput, match="!function"):
+        read_tasks(directory)
+
+
+def test_a_directory_without_tasks_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no tasks here"):
+        read_tasks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ nothing_of_that_name }}", "nothing_of_that_name"),
+    ],
+)
+def test_a_template_that_cannot_be_rendered_is_named(
+    model: Path, tmp_path: Path, text: str, named: str
+) -> None:
+    directory = write_tasks(tmp_path / "tasks", CHOICE | {"doc_to_text": text})
+    with pytest.raises(InvalidInput, match="a task cannot be scored") as caught:
+        scored(directory, {"candidate": model}, tmp_path)
+    assert named in caught.value.one_line()
