@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -167,6 +168,50 @@ def test_one_port_for_two_servers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PortInUse, match="asked for twice"):
         start(tmp_path, s3_port=18_321, mlflow_port=18_321)
     assert all_gone(tmp_path)
+
+
+def ports_of(runtime: Runtime) -> list[int]:
+    known = runtime.endpoints
+    urls = (known.prefect_ui_url, known.mlflow_url, known.s3_url, *known.coordinator_urls)
+    return [port for each in (*urls, known.scheduler_address) if (port := urlsplit(each).port)]
+
+
+def test_a_later_start_has_the_same_ports_and_a_second_installation_others(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    first = ports_of(start(here))
+    second = ports_of(start(there))
+    fleet.stop(here)
+    fleet.stop(there)
+    assert len({*first, *second}) == len(first) + len(second)
+    try:
+        assert ports_of(start(there)) == second  # although the first's are free now
+        assert ports_of(start(here)) == first
+    finally:
+        fleet.stop(here)
+        fleet.stop(there)
+
+
+def test_ports_that_are_taken_or_unreadable_are_replaced(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    fleet.stop(tmp_path)
+    with socket.create_server(("127.0.0.1", ports_of(first)[0])):
+        second = ports_of(start(tmp_path))
+        fleet.stop(tmp_path)
+    assert second[0] != ports_of(first)[0] and second[1:] == ports_of(first)[1:]
+    for spoiled in ('{"Prefect": 99999999', '{"Prefect": 99999999}', '["Prefect"]', '{"S3": "x"}'):
+        (tmp_path / "ports.json").write_text(spoiled)
+        assert all(ports_of(start(tmp_path)))
+        fleet.stop(tmp_path)
+
+
+def test_a_port_that_the_profile_names_for_another_server_is_left_to_it(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    fleet.stop(tmp_path)
+    prefects = ports_of(first)[0]
+    runtime = start(tmp_path, mlflow_port=prefects)
+    fleet.stop(tmp_path)
+    assert runtime.endpoints.mlflow_url.endswith(f":{prefects}")
+    assert len({*ports_of(runtime)}) == len(ports_of(runtime))
 
 
 def test_importing_the_package_brings_in_no_heavy_library() -> None:

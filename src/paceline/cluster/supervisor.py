@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 LOCK_FILE = "supervisor.lock"
 SERVICES_LOCK_FILE = "services.lock"  # held by the guards: free once their last process has ended
 STATUS_FILE = "supervisor.json"
+PORTS_FILE = "ports.json"  # of the last start, by server
+USUAL_PORTS = {"Prefect": 7400, "the coordinator": 7410, "MLflow": 7420, "S3": 7430, "Dask": 7440}
 TICK_S = 0.05
 IDLE_TICK_S = 0.5
 HOUSEKEEPING_S = 10.0
@@ -58,6 +61,7 @@ class Supervisor:
         self.liveness_fd = liveness_fd
         self.services: list[Service] = []
         self.ports: dict[int, socket.socket] = {}
+        self._claims: list[socket.socket] = []
         self.started = time.monotonic()
         self.started_at = time.time()
         self.ready_s: float | None = None
@@ -154,44 +158,86 @@ class Supervisor:
         self.report_fd = -1
 
     def _reserve(self, profile: Profile) -> Endpoints:
-        host = profile.services.host
+        host, services = profile.services.host, profile.services
+        last, now = self._last_ports(), dict[str, int]()
+        named = {
+            services.prefect_port,
+            services.mlflow_port,
+            services.s3_port,
+            services.scheduler_port,
+            *range(services.coordinator_port, services.coordinator_port + profile.control.replicas),
+        }
 
-        def port(purpose: str, wanted: int) -> int:
+        def port(server: str, wanted: int, number: int = 0) -> int:
             if wanted in self.ports:
                 raise PortInUse(
                     "port is asked for twice",
-                    got=f"{wanted} for {purpose} as well",
+                    got=f"{wanted} for {server} as well",
                     where="services of the profile",
-                    do="Give each server its own, or 0 for any free one.",
+                    do="Give each server its own, or 0 for its usual one or any that is free.",
                 )
-            reservation = reserve_port(host, wanted, purpose=purpose)
-            number: int = reservation.getsockname()[1]
-            self.ports[number] = reservation
-            return number
+            name = f"{server} {number}" if number else server
+            if wanted:
+                reservation = reserve_port(host, wanted, purpose=server)
+            else:
+                usual = (last.get(name, 0), USUAL_PORTS[server] + number)
+                free = [each for each in usual if each and each not in named | {*self.ports}]
+                reservation = self._reserve_usual(host, free)
+            now[name] = int(reservation.getsockname()[1])
+            self.ports[now[name]] = reservation
+            return now[name]
 
-        prefect = port("Prefect", profile.services.prefect_port)
-        security, first = profile.security, profile.services.coordinator_port
+        prefect = port("Prefect", services.prefect_port)
+        security, first = profile.security, services.coordinator_port
         encrypted = security.rest_tls in ("installation", "files")
         scheme = "https" if encrypted else "http"
         authority = f"{security.authority}/ca.pem" if security.rest_tls == "installation" else ""
         ports = [
-            port("the coordinator", first and first + number)
+            port("the coordinator", first and first + number, number)
             for number in range(profile.control.replicas)
         ]
         s3_url = profile.objects.endpoint_url or DEFAULT_S3
         if not profile.objects.is_named:
-            s3_url = f"http://{host}:{port('S3', profile.services.s3_port)}"
+            s3_url = f"http://{host}:{port('S3', services.s3_port)}"
         replicas = tuple(f"{scheme}://{host}:{each}" for each in ports)
-        return Endpoints(
+        endpoints = Endpoints(
             prefect_api_url=f"http://{host}:{prefect}/api",
             prefect_ui_url=f"http://{host}:{prefect}",
-            mlflow_url=f"http://{host}:{port('MLflow', profile.services.mlflow_port)}",
+            mlflow_url=f"http://{host}:{port('MLflow', services.mlflow_port)}",
             s3_url=s3_url,
             coordinator_url=replicas[0],
             coordinator_urls=replicas,
             coordinator_ca=security.rest_ca or authority if encrypted else "",
-            scheduler_address=f"tls://{host}:{port('Dask', profile.services.scheduler_port)}",
+            scheduler_address=f"tls://{host}:{port('Dask', services.scheduler_port)}",
         )
+        write_private(self.state_dir / PORTS_FILE, json.dumps(now).encode())
+        return endpoints
+
+    def _last_ports(self) -> dict[str, int]:
+        """Return the ports of the last start here, so that links to its pages go on to work."""
+        try:
+            last = json.loads((self.state_dir / PORTS_FILE).read_bytes())
+            return {str(name): int(port) for name, port in last.items() if 0 < int(port) < 65536}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            log.warning("%s cannot be read, usual ports are taken error=%s", PORTS_FILE, error)
+            return {}
+
+    def _reserve_usual(self, host: str, usual: Sequence[int]) -> socket.socket:
+        """Reserve the first of ``usual`` that no other server or installation has, else any."""
+        for number in usual:
+            # Two reservations of one port are possible, two sockets of one abstract name are not.
+            claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                claim.bind(f"\0paceline-port-{host}-{number}")
+                reservation = reserve_port(host, number)
+            except (OSError, PortInUse, OverflowError):  # in use, or no port
+                claim.close()
+            else:
+                self._claims.append(claim)
+                return reservation
+        return reserve_port(host)
 
     # -- running
 
@@ -254,8 +300,8 @@ class Supervisor:
                     os.read(self._wake_read, 4096)
         if not kill_descendants():
             log.error("processes outlived SIGKILL")
-        for reservation in self.ports.values():
-            reservation.close()
+        for each in (*self.ports.values(), *self._claims):
+            each.close()
         self._save_status()
         remove_runtime(self.state_dir)
         log.info("stopped")

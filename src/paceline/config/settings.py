@@ -341,7 +341,7 @@ class ClusterSettings(Settings):
 
 
 class ServiceSettings(Settings):
-    """Where the servers listen; port 0 means any free one."""
+    """Where the servers listen; port 0: that of the last start, a usual one (7400 …), or any."""
 
     host: str = "127.0.0.1"
     prefect_port: int = Field(default=0, ge=0, le=65535)
