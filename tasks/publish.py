@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from typing import Any
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from paceline.errors import InvalidInput
 from paceline.manifest import (
     IMPORT,
     UPLOAD,
@@ -30,9 +28,8 @@ from paceline.manifest import (
 )
 from paceline.models import weight_files, weights_digest
 from paceline.plan import origin_cap_bytes
-from paceline.registry import import_place
+from paceline.registry import import_place, published_reference
 from paceline.relay import allowed_source
-from paceline.schemas import MODEL_ID
 from paceline.storage import is_remote, remote_model
 from paceline.tasks import artifacts
 from paceline.tasks.cancelling import noticed, stop_if_cancelled
@@ -59,15 +56,7 @@ def publish_given_base(run: Run, model: str) -> StageResult:
     directory = Path(model)
     if not directory.is_absolute():
         began = time.monotonic()
-        model_id, _, version = model.rpartition("/")
-        if not re.fullmatch(MODEL_ID, model_id) or not re.fullmatch(MODEL_ID, version):
-            raise InvalidInput(
-                "no such model",
-                got=repr(model)[:200],
-                wanted="MODEL_ID/VERSION as published, hf://…, oci://…, or a directory",
-                where="model.base or --model",
-                do="Check the path or the id; `paceline publish` publishes a directory.",
-            )
+        model_id, version = published_reference(model)
         url = published_url(run, model_id, version)
         output = _published(run.manifest(url), url)
         seconds = run.did("base", began, f"{model_id} {version} at {url}")

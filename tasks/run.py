@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +20,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.client import CoordinatorClient
 from paceline.cluster import Fleet, Node, by_number
 from paceline.config import Runtime, load_runtime
-from paceline.errors import Conflict, InvalidInput, NotReady, PacelineError, TemporaryError
+from paceline.errors import Conflict, NotReady, PacelineError, TemporaryError
 from paceline.manifest import Manifest
 from paceline.relay import fetch_allowed_manifest
-from paceline.schemas import RUN_ID, StageRecord, digest_of, new_run_id
+from paceline.schemas import StageRecord, digest_of, new_run_id, require_run_id
 from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
@@ -103,13 +102,7 @@ class Run:
 
         Raises NotReady where nothing runs there, InvalidInput for an id that is not one of ours.
         """
-        if run_id and not re.fullmatch(RUN_ID, run_id):  # it becomes a path, a header and a filter
-            raise InvalidInput(
-                "not a run id",
-                got=repr(run_id[:100]),
-                wanted="one such as run-20261120-153600-9f3a1c",
-                do="Leave it out to begin a new run.",
-            )
+        require_run_id(run_id)
         runtime = load_runtime(state_dir)
         key = (str(runtime.state_dir), run_id or new_run_id())
         with _opening:

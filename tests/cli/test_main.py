@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from tests.support.command import paceline
+from tests.support.rclone import RcloneS3
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -98,3 +100,67 @@ def test_a_misused_command_is_one_line_and_json_too(
     for needle in needles:
         assert needle in line
         assert needle in error["message"]
+
+
+RUN = (
+    "import sys\n"
+    "from paceline.cli import run\n"
+    "sys.argv = ['paceline', *sys.argv[1:]]\n"
+    "try:\n"
+    "    run()\n"
+    "finally:\n"
+    "    print(*({'prefect', 'mlflow', 'torch', 'pandas'} & {*sys.modules}))\n"
+)
+
+
+@pytest.fixture(scope="module")
+def installation(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An installation's directory whose S3 server runs; it has no Prefect that answers."""
+    state = tmp_path_factory.mktemp("installation")
+    (s3.root / "refusing").mkdir(exist_ok=True)
+    profile = Profile.model_validate({"storage": {"bucket": "refusing"}})
+    endpoints = Endpoints(
+        prefect_api_url="http://127.0.0.1:9/api",
+        prefect_ui_url="http://127.0.0.1:9",
+        mlflow_url="http://127.0.0.1:9",
+        s3_url=s3.endpoint_url,
+        coordinator_url="http://127.0.0.1:9",
+        scheduler_address="tls://127.0.0.1:9",
+    )
+    secrets = Secrets(
+        s3_access_key=s3.access_key, s3_secret_key=s3.secret_key, coordinator_token="t"
+    )
+    save_runtime(Runtime(profile=profile, state_dir=state, endpoints=endpoints, secrets=secrets))
+    return state
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "needles"),
+    [
+        (("lifecycle", "--data", "/no/texts"), 1, ("/no/texts", "Check the path")),
+        (("lifecycle", "--model", "nonsense"), 2, ("'nonsense'", "MODEL_ID/VERSION")),
+        (("lifecycle", "--model", "org/name/1"), 1, ("org/name/1", "publish it first")),
+        (("lifecycle", "--run-id", "run-1"), 2, ("'run-1'", "run-20261120")),
+        (("distribute", "m", "7"), 1, ("models/m/7", "publish it first")),
+        (("verify", "m", "7"), 1, ("models/m/7",)),
+        (("publish", "/no/model", "--model", "m", "--version", "1"), 1, ("/no/model",)),
+        (("snapshot", "/no/texts"), 1, ("/no/texts",)),
+        (("train", "m", "7", "--snapshot", "s3://refusing/data/x"), 1, ("models/m/7",)),
+        (
+            ("evaluate", "m", "--base", "7", "--trained", "0" * 64, "--snapshot", "s3://x/y"),
+            1,
+            ("models/m/7",),
+        ),
+    ],
+    ids=lambda each: " ".join(each[:3]) if isinstance(each, tuple) else None,
+)
+def test_inputs_that_are_not_there_are_refused_before_prefect_is_imported(
+    installation: Path, words: tuple[str, ...], code: int, needles: tuple[str, ...]
+) -> None:
+    argv = [sys.executable, "-c", RUN, *words, "--state", str(installation)]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert done.stdout.strip() == ""
+    (line,) = done.stderr.splitlines()
+    for needle in needles:
+        assert needle in line

@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,8 +22,10 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import CoordinatorClient
-from paceline.config import find_installation, with_job_settings
-from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.config import Runtime, find_installation, with_job_settings
+from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
+from paceline.registry import published_reference
+from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
@@ -34,7 +36,9 @@ from paceline.schemas import (
     DecidePromotion,
     digest_of,
     new_run_id,
+    require_run_id,
 )
+from paceline.storage import ObjectStore, is_remote
 
 DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 
@@ -65,6 +69,7 @@ class FlowCall:
 
             return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
+        require_inputs(runtime, self.run_id, parameters)
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.tasks.run import Run, listening
 
@@ -96,6 +101,31 @@ def flow_options(command: F) -> F:
         return command(call=FlowCall(state=state, run_id=run_id, as_json=as_json), **given)
 
     return cast(F, wrapped)
+
+
+def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any]) -> None:
+    """Refuse inputs that are not there before Prefect, whose import takes seconds.
+
+    The flow checks them again, and more. Raises InvalidInput, SourceMissing and the errors of the
+    object store.
+    """
+    require_run_id(run_id)
+    directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
+    for path in (directory, data):
+        is_path = path and path != "stdlib" and not path.startswith("s3://") and not is_remote(path)
+        if is_path and not Path(path).exists():
+            raise SourceMissing("no such file or directory", got=path, do="Check the path.")
+    model_id, version = given.get("model_id"), given.get("version") or given.get("base_version")
+    if model and not is_remote(model) and not Path(model).is_absolute():
+        model_id, version = published_reference(model)
+    elif directory:
+        version = None  # the one to be published
+    if model_id and version:
+        fetch_allowed_manifest(f"{runtime.models_url}/{model_id}/{version}", runtime)
+    if snapshot_url := given.get("snapshot_url"):
+        from paceline.data import load_snapshot
+
+        load_snapshot(snapshot_url, ObjectStore.from_runtime(runtime))
 
 
 def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:

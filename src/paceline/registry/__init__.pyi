@@ -13,6 +13,7 @@ from .registry import Registry as Registry
 from .runs import RunStatus as RunStatus
 from .sources import (
     import_place as import_place,
+    published_reference as published_reference,
     resolve_source as resolve_source,
     resolve_version as resolve_version,
 )

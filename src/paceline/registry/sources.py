@@ -5,6 +5,7 @@ Reads MLflow over its REST, without its library: a coordinator has none.
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote, urlencode
 
 from pydantic import BaseModel, ValidationError
@@ -21,6 +22,7 @@ from paceline.errors import (
 from paceline.manifest import Manifest
 from paceline.registry.lineage import TAG_MANIFEST, registered_name
 from paceline.relay import allowed_source, fetch_allowed_manifest
+from paceline.schemas import MODEL_ID
 from paceline.storage import ObjectStore, RemoteModel, is_remote, remote_model
 from paceline.system import Endpoint, HttpServer, basic_authorization
 
@@ -65,6 +67,20 @@ def resolve_source(
             where=source,
             do=f"Run: paceline publish {remote.url}",
         ) from error
+
+
+def published_reference(model: str) -> tuple[str, str]:
+    """Return (model_id, version) of ``MODEL_ID/VERSION``; raises InvalidInput."""
+    model_id, _, version = model.rpartition("/")
+    if not re.fullmatch(MODEL_ID, model_id) or not re.fullmatch(MODEL_ID, version):
+        raise InvalidInput(
+            "no such model",
+            got=repr(model)[:200],
+            wanted="MODEL_ID/VERSION as published, hf://…, oci://…, or a directory",
+            where="model.base or --model",
+            do="Check the path or the id; `paceline publish` publishes a directory.",
+        )
+    return model_id, version
 
 
 def import_place(remote: RemoteModel, runtime: Runtime) -> str:

@@ -34,6 +34,7 @@ from .base import (
     digest_of as digest_of,
     new_run_id as new_run_id,
     parse_json as parse_json,
+    require_run_id as require_run_id,
 )
 from .calls import (
     MIN_BEAT_INTERVAL_S as MIN_BEAT_INTERVAL_S,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections import Counter
@@ -22,6 +23,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from paceline.errors import InvalidInput
 from paceline.text import printable
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
@@ -124,3 +126,14 @@ def new_run_id() -> str:
 
 EPOCH_HEADER = "Paceline-Epoch"  # of the newest leader seen by the responding replica
 LEADER_HEADER = "Paceline-Leader"  # the leader's URL; absent while there is none
+
+
+def require_run_id(run_id: str | None) -> None:
+    """Raise InvalidInput for what is no run id: it becomes a path, a header and a filter."""
+    if run_id and not re.fullmatch(RUN_ID, run_id):
+        raise InvalidInput(
+            "not a run id",
+            got=repr(run_id[:100]),
+            wanted="one such as run-20261120-153600-9f3a1c",
+            do="Leave it out to begin a new run.",
+        )
