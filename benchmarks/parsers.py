@@ -464,7 +464,7 @@ def source_url(text: bytes) -> object:
 
 
 def quantity(text: bytes) -> object:
-    from paceline.cli import size_bytes
+    from paceline.units import size_bytes
 
     return size_bytes(text.decode("latin-1"))
 

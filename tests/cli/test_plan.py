@@ -99,7 +99,7 @@ def test_small_things_are_shown_as_they_are() -> None:
     def words(*given: str) -> str:
         return " ".join(run(*given).split())
 
-    shown = words("plan", "--size", "10", "--workers", "4", "--link", "10Gbps")
+    shown = words("plan", "--size", "10B", "--workers", "4", "--link", "10Gbps")
     assert "before < 0.001 s" in shown
     assert "pieces 64 KiB" in shown
     assert "pieces 4 MiB" in words(*FLEET)

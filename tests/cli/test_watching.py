@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from paceline.cli import Board, cells, cli, duration, render, size, told
+from paceline.cli import Board, cells, cli, render, told
 from paceline.config import Endpoints, save_runtime
 from paceline.errors import Conflict, NotFound
 from paceline.schemas import (
@@ -38,6 +38,7 @@ from paceline.schemas import (
     WatchLine,
     WorkerStatus,
 )
+from paceline.units import duration, size
 from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
 
 DEADLINE_S = 30.0

@@ -7,9 +7,3 @@ from .board import (
 from .distribution import PublishBars as PublishBars, RelayBars as RelayBars
 from .forecast import simulating as simulating
 from .main import COMMANDS as COMMANDS, cli as cli, run as run
-from .options import (
-    duration as duration,
-    link_mbit as link_mbit,
-    size as size,
-    size_bytes as size_bytes,
-)

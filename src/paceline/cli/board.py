@@ -15,7 +15,6 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli.options import duration, size
 from paceline.client import Item, Lost
 from paceline.schemas import (
     ChunkRun,
@@ -32,6 +31,7 @@ from paceline.schemas import (
     WorkerStatus,
 )
 from paceline.text import printable
+from paceline.units import duration, size
 
 SHOWN_EVENTS = 6
 HEAD_ROWS = 8  # terminal rows that show no workers

@@ -216,9 +216,9 @@ def _without_flows(state: Path | None) -> Runtime | None:
     except NotReady:
         return None
     if found.is_login:
-        from paceline.cli.remote import with_settings
+        from paceline.client import Client
 
-        return with_settings(found)
+        return Client.of(found).runtime()
     return None if found.runs_flows_here else found
 
 

@@ -21,7 +21,7 @@ from paceline.cli.options import (
     show,
     state_option,
 )
-from paceline.client import CoordinatorClient
+from paceline.client import START_S, CoordinatorClient, patiently
 from paceline.config import Runtime, find_installation, with_job_settings
 from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
 from paceline.registry import published_reference
@@ -112,8 +112,9 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
     require_run_id(run_id)
     directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
     for path in (directory, data):
-        is_path = path and path != "stdlib" and not path.startswith("s3://") and not is_remote(path)
-        if is_path and not Path(path).exists():
+        if not path or path == "stdlib" or path.startswith("s3://") or is_remote(path):
+            continue
+        if not Path(path).exists():
             raise SourceMissing("no such file or directory", got=path, do="Check the path.")
     model_id, version = given.get("model_id"), given.get("version") or given.get("base_version")
     if model and not is_remote(model) and not Path(model).is_absolute():
@@ -318,8 +319,6 @@ def approve(
 
     The approver is the token's owner. The promotion then goes on by itself.
     """
-    from paceline.cli.remote import START_S, patiently
-
     client = CoordinatorClient.of(find_installation(state))
     record = client.ledger_get(APPROVAL_REQUEST, digest_of(run_id))
     if record is None:
@@ -339,9 +338,13 @@ def approve(
             evidence_digest=evidence or request.evidence_digest, approved=not reject, reason=reason
         )
         # a repeat of the same decision resumes what Prefect was too busy to resume
-        shown = patiently(lambda: client.decide_promotion(run_id, call), START_S)
+        shown = patiently(lambda: client.decide_promotion(run_id, call), START_S, _notice)
     show(shown.model_dump(mode="json"), as_json, *_approval_lines(shown))
     return 0
+
+
+def _notice(line: str) -> None:
+    click.echo(f"! {line}", err=True)
 
 
 def _approval_lines(shown: ApprovalShown) -> list[str]:

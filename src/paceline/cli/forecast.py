@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import LINK, SIZE, json_option, size, state_option, to_option
+from paceline.cli.options import LINK, SIZE, json_option, state_option, to_option
 from paceline.client import CoordinatorClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput, NotReady
@@ -25,6 +25,7 @@ from paceline.schemas import (
     Topology,
     select_workers,
 )
+from paceline.units import size
 
 NO_BOUND = "assumed: no bound"
 _COLUMNS = ("topology", "seconds", "× bound", "cross-rack", "source", "depth", "limit")

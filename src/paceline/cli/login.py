@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from paceline.cli.options import json_option, show
-from paceline.client import CoordinatorClient
+from paceline.client import TOKEN_VARIABLE, CoordinatorClient, require_encrypted
 from paceline.config import (
     Login,
     config_directory,
@@ -30,7 +30,6 @@ from paceline.relay import fetch_authority
 from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn
 from paceline.system import Endpoint
 
-TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 (a variable's name)
 TRUST = (
     "Name the installation's authority: --authority SHA256 (`paceline init` and `tokens create` "
     "print it), --ca FILE, or log in with the client.json that `paceline init` wrote."
@@ -64,15 +63,7 @@ def login(target: str, ca: Path | None, authority: str | None, as_json: bool) ->
     prompt. Afterwards the commands of a client need no state directory and no profile.
     """
     asked = _target(target)
-    endpoints = [Endpoint.of(url) for url in asked.coordinators]
-    clear = [each.url for each in endpoints if not each.secure and not each.on_loopback]
-    if clear:
-        raise InvalidInput(
-            "a token does not cross a network in the clear",
-            got=clear[0],
-            wanted="an https:// URL",
-            do='Set [security] rest_tls = "installation" where the coordinator runs.',
-        )
+    endpoints = require_encrypted(asked.coordinators)
     if ca is not None and authority is not None:
         raise InvalidInput("two authorities", got="--ca and --authority", wanted="one of them")
     pem = asked.ca

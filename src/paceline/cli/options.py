@@ -1,11 +1,10 @@
-"""Shared by several commands: options, Prefect's environment, signals, sizes and speeds."""
+"""Shared by several commands: options, Prefect's environment, signals."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import threading
@@ -21,8 +20,9 @@ from pydantic import BaseModel
 from paceline.cluster import Ready, ServiceSpec
 from paceline.config import Profile, Runtime, default_state_dir, load_profile, toml_value
 from paceline.errors import InvalidInput
-from paceline.schemas import COUNT_MAX, Inventory
+from paceline.schemas import Inventory
 from paceline.text import OneLine
+from paceline.units import link_mbit, size, size_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSON_TYPES = (str, int, float, bool, list, dict)  # other TOML values are dates
@@ -178,71 +178,9 @@ def machine_line(found: Inventory | None) -> str:
     return ", ".join(parts)
 
 
-def size(count: float) -> str:
-    """Return a count of bytes with a decimal unit, such as 1.5 GB."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if count < 999.5:
-            return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:,.1f} PB"
-
-
-def duration(seconds: float) -> str:
-    """Return seconds with a unit, such as 9.5 s or 1:30 min."""
-    if seconds < 99.5:
-        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}:{rest:02} min"
-    return f"{minutes // 60}:{minutes % 60:02} h"
-
-
-# Sizes and speeds: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
-#
-# Decimal prefixes are powers of 1000, ``Ki``, ``Mi``, ``Gi`` powers of 1024; a plain number is
-# bytes, or Mbit/s. A speed with a capital B is bytes, with a small b bits, as on disks and
-# switches. Use as ``click.option("--link", **LINK)``.
+# Sizes and speeds, as `units` reads them: click.option("--link", **LINK).
 
 T = TypeVar("T")
-
-# Possessive: each character is matched once (without, 128 KB of digits would take minutes).
-_NUMBER = re.compile(
-    r"\s*+((?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?)\s*+([A-Za-z/]*+)\s*+"
-)
-MOST_MBIT = 1e12  # limit of the parser; `plan` and `simulate` have lower ones
-_PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
-_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
-_BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
-_BYTES = re.compile(r"([kKMGT]?i?)B(?:/s|ps)")
-
-
-def size_bytes(text: str) -> int:
-    """Return the size ``text`` in bytes; raises InvalidInput."""
-    match = _NUMBER.fullmatch(text)
-    unit = match[2].lower().removesuffix("b") if match else "?"
-    factor = {**_PREFIX, **_BINARY}.get(unit)
-    size = float(match[1]) * factor if match and factor else -1.0
-    if not 0 <= size <= COUNT_MAX:
-        raise InvalidInput("not a size", got=repr(text), wanted="500GB, 64MiB or a number of bytes")
-    return round(size)
-
-
-def link_mbit(text: str) -> float:
-    """Return the speed ``text`` in Mbit/s; raises InvalidInput."""
-    match = _NUMBER.fullmatch(text)
-    if match and not 0 < float(match[1]) <= MOST_MBIT:
-        match = None
-    if match and (unit_of_bytes := _BYTES.fullmatch(match[2])):
-        factor = {**_PREFIX, **_BINARY}.get(unit_of_bytes[1].lower())
-        if factor is not None:
-            return float(match[1]) * factor * 8 / 1e6
-    unit = match[2].lower() if match else "?"
-    bits = _BITS.fullmatch(unit)
-    if match is None or bits is None:
-        raise InvalidInput(
-            "not a speed", got=repr(text), wanted="10Gbps, 100Mbit or a number of Mbit/s above 0"
-        )
-    return float(match[1]) * (_PREFIX[bits[1]] / 1e6 if unit else 1.0)
 
 
 def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Parameter, str], T | None]:

@@ -16,11 +16,9 @@ from rich.live import Live
 
 from paceline.cli.board import Board, View, figures, is_bad, render, told
 from paceline.cli.options import (
-    duration,
     json_option,
     machine_line,
     show,
-    size,
     state_directory,
     state_option,
     to_option,
@@ -51,6 +49,7 @@ from paceline.schemas import (
     select_workers,
 )
 from paceline.text import printable, shortened
+from paceline.units import duration, size
 
 POLL_S = 0.2
 LINE_EVERY_S = 5.0  # without a terminal

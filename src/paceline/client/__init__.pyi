@@ -1,3 +1,12 @@
 from .calls import AccessClient as AccessClient, CoordinatorClient as CoordinatorClient
 from .events import Follower as Follower, Item as Item, Lost as Lost
 from .failover import SUSPECT_S as SUSPECT_S, Replicas as Replicas, error_of as error_of
+from .installation import (
+    START_S as START_S,
+    TOKEN_VARIABLE as TOKEN_VARIABLE,
+    Client as Client,
+    FlowRun as FlowRun,
+    patiently as patiently,
+    require_complete as require_complete,
+    require_encrypted as require_encrypted,
+)

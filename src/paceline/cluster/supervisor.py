@@ -300,8 +300,8 @@ class Supervisor:
                     os.read(self._wake_read, 4096)
         if not kill_descendants():
             log.error("processes outlived SIGKILL")
-        for each in (*self.ports.values(), *self._claims):
-            each.close()
+        for held in (*self.ports.values(), *self._claims):
+            held.close()
         self._save_status()
         remove_runtime(self.state_dir)
         log.info("stopped")

@@ -22,7 +22,6 @@ from typing import ParamSpec
 from urllib.parse import urlsplit
 
 from paceline import __version__
-from paceline.cli.options import size
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime, object_access, read_certificate
 from paceline.errors import PacelineError
@@ -38,6 +37,7 @@ from paceline.system import (
     interface_to,
     is_loopback,
 )
+from paceline.units import size
 
 P = ParamSpec("P")
 TIMEOUT_S = 5.0

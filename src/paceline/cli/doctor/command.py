@@ -17,7 +17,7 @@ import click
 from paceline.cli.doctor import checks
 from paceline.cli.doctor.bundle import write_bundle
 from paceline.cli.options import json_option, state_option
-from paceline.cli.remote import with_settings
+from paceline.client import Client
 from paceline.config import Runtime, find_installation
 from paceline.errors import InvalidInput, PacelineError
 from paceline.schemas import Check, Diagnosis
@@ -134,7 +134,7 @@ def _client(runtime: Runtime, source: str) -> Iterator[Check]:
     for url in urls:
         yield from checks.coordinator(runtime, url, token=url == urls[0])
     try:
-        runtime = with_settings(runtime)
+        runtime = Client.of(runtime).runtime()
     except PacelineError:
         return  # what the coordinator's check has found
     yield from checks.s3(runtime, source)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from paceline.cli.options import state_option
+from paceline.client import Client
 from paceline.config import Profile, Runtime, find_installation, object_access
 from paceline.errors import InvalidInput, NotReady
 
@@ -76,8 +77,4 @@ def _installation(state: Path | None) -> Runtime | None:
         if state is not None:
             raise
         return None
-    if found.is_login:
-        from paceline.cli.remote import with_settings
-
-        return with_settings(found)
-    return found
+    return Client.of(found).runtime()

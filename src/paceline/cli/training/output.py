@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.options import duration, size
 from paceline.errors import Cancelled
 from paceline.text import OneLine
+from paceline.units import duration, size
 
 if TYPE_CHECKING:
     from paceline.data import Snapshot

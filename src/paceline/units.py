@@ -1,0 +1,78 @@
+"""Sizes and speeds as people write them: ``500GB``, ``64MiB``, ``10Gbps``, ``100Mbit``, ``2GB/s``.
+
+Decimal prefixes are powers of 1000, ``Ki``, ``Mi``, ``Gi`` powers of 1024. A speed with a capital B
+is bytes, with a small b bits, as on disks and switches.
+"""
+
+from __future__ import annotations
+
+import re
+
+from paceline.errors import InvalidInput
+
+MOST_BYTES = 2**63 - 1
+MOST_MBIT = 1e12  # limit of the parser; `plan` and `simulate` have lower ones
+
+# Possessive: each character is matched once (without, 128 KB of digits would take minutes).
+_NUMBER = re.compile(
+    r"\s*+((?:[0-9]++(?:\.[0-9]++)?|\.[0-9]++)(?:[eE][+-]?[0-9]++)?)\s*+([A-Za-z/]*+)\s*+"
+)
+_PREFIX = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "p": 1e15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
+_BITS = re.compile(r"([kmgt]?)(?:bit|bits|bit/s|bps|b/s)?")
+_BYTES = re.compile(r"([kKMGT]?i?)B(?:/s|ps)")
+
+
+def size_bytes(text: str | int) -> int:
+    """Return the size ``text`` in bytes; a number that is no text is bytes. Raises InvalidInput.
+
+    A unit is demanded: "500" for 500 GB would be 500 bytes.
+    """
+    if isinstance(text, int):
+        text = f"{text}B"
+    match = _NUMBER.fullmatch(text)
+    unit = match[2].lower().removesuffix("b") if match and match[2] else "?"
+    factor = {**_PREFIX, **_BINARY}.get(unit)
+    size = float(match[1]) * factor if match and factor else -1.0
+    if not 0 <= size <= MOST_BYTES:
+        raise InvalidInput(
+            "not a size", got=repr(text), wanted="a number and its unit: 500GB, 64MiB, 512B"
+        )
+    return round(size)
+
+
+def link_mbit(text: str | float) -> float:
+    """Return the speed ``text`` in Mbit/s, as which a plain number counts; raises InvalidInput."""
+    match = _NUMBER.fullmatch(str(text))
+    if match and not 0 < float(match[1]) <= MOST_MBIT:
+        match = None
+    if match and (unit_of_bytes := _BYTES.fullmatch(match[2])):
+        factor = {**_PREFIX, **_BINARY}.get(unit_of_bytes[1].lower())
+        if factor is not None:
+            return float(match[1]) * factor * 8 / 1e6
+    unit = match[2].lower() if match else "?"
+    bits = _BITS.fullmatch(unit)
+    if match is None or bits is None:
+        raise InvalidInput(
+            "not a speed", got=repr(text), wanted="10Gbps, 100Mbit or a number of Mbit/s above 0"
+        )
+    return float(match[1]) * (_PREFIX[bits[1]] / 1e6 if unit else 1.0)
+
+
+def size(count: float) -> str:
+    """Return a count of bytes with a decimal unit, such as 1.5 GB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if count < 999.5:
+            return f"{count:.0f} {unit}" if count >= 9.95 or unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} PB"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds with a unit, such as 9.5 s or 1:30 min."""
+    if seconds < 99.5:
+        return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}:{rest:02} min"
+    return f"{minutes // 60}:{minutes % 60:02} h"
