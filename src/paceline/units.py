@@ -36,7 +36,7 @@ def size_bytes(text: str | int) -> int:
     size = float(match[1]) * factor if match and factor else -1.0
     if not 0 <= size <= MOST_BYTES:
         raise InvalidInput(
-            "not a size", got=repr(text), wanted="a number and its unit: 500GB, 64MiB, 512B"
+            "not a size", got=repr(text), wanted="a number with its unit: 500GB, 64MiB, 512B"
         )
     return round(size)
 

@@ -125,10 +125,10 @@ def publish(
         import_model,
         load_key,
         publish_model,
+        published_record,
     )
     from paceline.plan import origin_cap_bytes
     from paceline.registry import import_place
-    from paceline.schemas import Published
     from paceline.storage import ObjectStore, parse_url, remote_model
 
     if runtime is not None:
@@ -180,23 +180,7 @@ def publish(
             "other files as this version, at the same time, would not have been refused in time",
             err=True,
         )
-    done = Published(
-        model_id=manifest.model_id,
-        version=manifest.version,
-        url=url.rstrip("/"),
-        manifest_digest=manifest.digest,
-        bytes=manifest.total_size,
-        files=len(manifest.files),
-        chunks=len(manifest.chunks),
-        pieces=manifest.piece_count,
-        chunk_size=manifest.chunk_bytes,
-        piece_size=manifest.piece_bytes,
-        piece_hash=manifest.piece_hash,
-        uploaded_files=store.uploaded_files,
-        resumed_bytes=store.reused_bytes,
-        signed_by=manifest.signature.public_key if manifest.signature else None,
-        seconds=time.monotonic() - began,
-    )
+    done = published_record(manifest, url, store, time.monotonic() - began)
     show(
         done,
         as_json,

@@ -44,10 +44,11 @@ def profile_directories() -> list[Path]:
     return [place for place in places if place.is_dir()]
 
 
-def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) -> Profile:
+def load_profile(name_or_path: str, overrides: Mapping[str, object] | None = None) -> Profile:
     """Return the profile ``name_or_path`` with dotted ``overrides`` applied.
 
-    An override is such as ``{"cluster.link_mbit": "6"}``; values are TOML literals, else strings.
+    An override is such as ``{"cluster.link_mbit": 6}``; text counts as its TOML literal ("6"), and
+    as a string where it is none.
     Raises InvalidProfile with the file, the key and the nearest valid key.
     """
     path = _find(name_or_path)
@@ -63,7 +64,7 @@ def load_profile(name_or_path: str, overrides: Mapping[str, str] | None = None) 
             do="Fix the file.",
         ) from error
     for key, value in (overrides or {}).items():
-        _set(raw, key, toml_value(value))
+        _set(raw, key, toml_value(value) if isinstance(value, str) else value)
     try:
         profile = Profile.model_validate(raw)
     except ValidationError as error:

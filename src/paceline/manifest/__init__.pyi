@@ -28,6 +28,7 @@ from .publish import (
     discard_unfinished as discard_unfinished,
     fetch_manifest as fetch_manifest,
     publish_model as publish_model,
+    published_record as published_record,
     write_manifest as write_manifest,
 )
 from .signing import (

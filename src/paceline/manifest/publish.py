@@ -40,7 +40,7 @@ from paceline.manifest.progress import (
 )
 from paceline.manifest.signing import TRUST_ANY, TrustPolicy, sign_manifest
 from paceline.manifest.sizes import MAX_PIECE, MIN_ALLOWED_PIECE, Sizes, choose_sizes
-from paceline.schemas import Count, PieceHash, Record, Sha256
+from paceline.schemas import Count, PieceHash, Published, Record, Sha256
 from paceline.storage import ObjectStore, join_url, parse_url
 from paceline.system import write_durably
 
@@ -53,6 +53,27 @@ MAX_CLAIM_BYTES = 4096
 ATTEMPTS = 5  # claims that are released while they are read
 
 log = logging.getLogger(__name__)
+
+
+def published_record(manifest: Manifest, url: str, store: ObjectStore, seconds: float) -> Published:
+    """Return what was published below ``url`` with ``store``, in ``seconds``."""
+    return Published(
+        model_id=manifest.model_id,
+        version=manifest.version,
+        url=url.rstrip("/"),
+        manifest_digest=manifest.digest,
+        bytes=manifest.total_size,
+        files=len(manifest.files),
+        chunks=len(manifest.chunks),
+        pieces=manifest.piece_count,
+        chunk_size=manifest.chunk_bytes,
+        piece_size=manifest.piece_bytes,
+        piece_hash=manifest.piece_hash,
+        uploaded_files=store.uploaded_files,
+        resumed_bytes=store.reused_bytes,
+        signed_by=manifest.signature.public_key if manifest.signature else None,
+        seconds=seconds,
+    )
 
 
 def publish_model(

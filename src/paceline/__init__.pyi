@@ -1,0 +1,11 @@
+from .client import Client as Client, FlowRun as FlowRun
+from .python_api import (
+    distribute as distribute,
+    forecast as forecast,
+    load as load,
+    publish as publish,
+    simulate as simulate,
+    train as train,
+)
+
+__version__: str

@@ -1,0 +1,302 @@
+"""What `import paceline` offers, one function a command: no server is needed but for ``Client``.
+
+Settings are those of a profile, by their dotted keys: ``{"training.learning_rate": 3e-4}``; text
+counts as on the command line. Sizes
+and speeds are numbers (bytes, Mbit/s) or text with a unit ("500GB", "10Gbps"). Errors are those of
+``paceline.errors``; each has ``what``, ``got``, ``wanted``, ``where`` and ``do``.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.client import Client
+from paceline.config import (
+    Profile,
+    Runtime,
+    find_installation,
+    load_profile,
+    object_access,
+)
+from paceline.errors import InvalidInput, NotReady
+from paceline.units import link_mbit, size_bytes
+
+if TYPE_CHECKING:
+    from paceline.evaluation import TextModel
+    from paceline.schemas import (
+        Distribution,
+        PlanTable,
+        Published,
+        RankEvent,
+        SimulationReport,
+        TrainResult,
+    )
+    from paceline.storage import ObjectStore
+
+Settings = Mapping[str, Any]
+
+
+def publish(
+    directory: Path | str,
+    url: str,
+    *,
+    model_id: str,
+    version: str,
+    link: str | float | None = None,
+    sign: Path | str | None = None,
+    settings: Settings | None = None,
+) -> Published:
+    """Digest the model in ``directory`` and upload it with its manifest below ``url``
+    (s3://bucket/prefix).
+
+    The same bytes again upload nothing. ``link`` is the workers', from which sizes of pieces and
+    chunks follow; ``sign`` a private key (`paceline keys new`). Credentials are AWS's, as boto3
+    finds them. Raises Conflict where the version has other bytes, AccessDenied, SourceMissing.
+    """
+    from paceline.manifest import load_key, publish_model, published_record
+    from paceline.storage import parse_url
+
+    profile = _profile("embedded", settings)
+    if not url.startswith("s3://") or not parse_url(url)[0]:
+        raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
+    store, began = _store(profile), time.monotonic()
+    manifest = publish_model(
+        directory,
+        url,
+        model_id=model_id,
+        version=version,
+        store=store,
+        link_mbit=link_mbit(link) if link else profile.cluster.link_mbit,
+        piece_hash=profile.security.piece_hash,
+        key=load_key(Path(sign)) if sign else None,
+    )
+    return published_record(manifest, url, store, time.monotonic() - began)
+
+
+def distribute(
+    source: Path | str,
+    into: Path | str,
+    workers: int | Sequence[str] = 4,
+    *,
+    link: str | float | None = None,
+    topology: str = "auto",
+    racks: int = 1,
+    digest: str = "",
+    model_id: str = "",
+    version: str = "",
+    activate: bool = True,
+    settings: Settings | None = None,
+) -> Distribution:
+    """Relay the model at ``source`` (a directory or s3://bucket/prefix) to ``workers`` below the
+    directory ``into``, on this machine, and verify every byte there.
+
+    Called again it resumes. On an installation's nodes: ``Client.distribute``. Raises as
+    ``paceline.standalone.distribute``.
+    """
+    from paceline.manifest import TrustPolicy
+    from paceline.relay.store import StorePolicy
+    from paceline.standalone import distribute as relay
+
+    profile = _profile("embedded", settings)
+    return relay(
+        source,
+        into,
+        workers,
+        topology=topology,
+        racks=racks,
+        link_mbit=link_mbit(link) if link else None,
+        objects=_store(profile) if str(source).startswith("s3://") else None,
+        digest=digest,
+        model_id=model_id,
+        version=version,
+        trust=TrustPolicy.of(profile.security),
+        activate=activate,
+        max_failed=profile.relay.max_failed,
+        policy=StorePolicy.of(profile),
+    )
+
+
+def forecast(
+    size: str | int,
+    workers: int,
+    link: str | float,
+    *,
+    external: str | float | None = None,
+    disk: str | float | None = None,
+    racks: int = 0,
+    oversubscription: float = 1.0,
+    topology: str = "auto",
+) -> PlanTable:
+    """Return what each topology would take for ``size`` to ``workers``; nothing moves.
+
+    ``link`` is each worker's, ``external`` the one to the source (default: as fast), ``disk`` what
+    a worker's disk writes (default: no bound). Raises InvalidInput for what cannot be.
+    """
+    from paceline.plan import FleetDescription, plan_table
+    from paceline.schemas import Topology
+
+    given = _fleet(size, workers, link, external, disk, racks, oversubscription)
+    return plan_table(FleetDescription(**given), Topology(topology))
+
+
+def simulate(
+    size: str | int,
+    workers: int,
+    link: str | float,
+    *,
+    external: str | float | None = None,
+    disk: str | float | None = None,
+    racks: int = 0,
+    oversubscription: float = 1.0,
+    topology: str = "auto",
+    fail: float = 0.0,
+    corrupt: float = 0.0,
+    straggle: float = 0.0,
+    seed: int = 0,
+) -> SimulationReport:
+    """Simulate a deployment with the real planner and coordinator, under a virtual clock.
+
+    ``fail`` is the share of workers that die, ``corrupt`` that of transfers that arrive corrupt,
+    ``straggle`` that of workers at a fifth of the link. ``violations`` of the report is empty where
+    every invariant held.
+    """
+    from paceline.schemas import Topology
+    from paceline.simulation import Scenario, simulate as run
+
+    given = _fleet(size, workers, link, external, disk, racks, oversubscription)
+    return run(
+        Scenario(
+            topology=Topology(topology),
+            fail=fail,
+            corrupt=corrupt,
+            straggle=straggle,
+            seed=seed,
+            **given,
+        )
+    )
+
+
+def train(
+    output: Path | str,
+    *,
+    text: Path | str | None = None,
+    snapshot: Path | str | None = None,
+    model: Path | str | None = None,
+    checkpoints: str | None = None,
+    settings: Settings | None = None,
+    run_id: str | None = None,
+    on_event: Callable[[RankEvent], None] | None = None,
+    cancel: threading.Event | None = None,
+) -> TrainResult:
+    """Train on this machine alone and return the result; the same call again goes on where it
+    stopped.
+
+    ``text`` is a directory to learn from (default: Python's standard library), ``model`` the one to
+    start from (default: a new one), ``output`` keeps data, checkpoints and the model. Ranks are
+    processes of their own: call it below ``if __name__ == "__main__"``. Raises Cancelled once
+    ``cancel`` is set, after every rank has saved its state.
+    """
+    from paceline.training import single
+
+    if text is not None and snapshot is not None:
+        raise InvalidInput("two sources of data", got="text and snapshot", wanted="one of them")
+    asked = single.TrainingRequest(
+        output=Path(output),
+        profile=_profile("local", settings),
+        source=None if text is None else str(Path(text).absolute()),
+        snapshot_url=None if snapshot is None else str(snapshot),
+        model=None if model is None else Path(model),
+        checkpoints=checkpoints,
+    )
+    with single.locked_output(asked.output):
+        return single.run(single.prepare(asked, run_id), on_event=on_event, cancel=cancel)
+
+
+def load(
+    model: Path | str, into: Path | str | None = None, *, state: Path | str | None = None
+) -> TextModel:
+    """Open a model to read and write text: its ``forward``, ``tokenizer`` and limits, on the CPU.
+
+    ``model`` is a directory (of transformers, or an export), s3://bucket/prefix, or
+    models:/name@alias of the installation. What is elsewhere is downloaded to ``into`` (default: a
+    temporary directory, deleted before this returns). ``paceline.evaluation.generate`` writes text.
+    """
+    from paceline.evaluation import TextModel
+
+    if into is not None or Path(model).is_dir():
+        return TextModel.open(model_directory(str(model), Path(into or "."), state))
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        return TextModel.open(model_directory(str(model), Path(scratch) / "model", state))
+
+
+def model_directory(model: str, into: Path, state: Path | str | None = None) -> Path:
+    """Return ``model``'s directory; one that is elsewhere is downloaded to ``into``.
+
+    Raises InvalidInput for what is none of a directory, s3://… and models:/….
+    """
+    from paceline.evaluation import download_model
+    from paceline.registry import resolve_source
+
+    if (here := Path(model)).is_dir():
+        return here
+    runtime = installation(state)
+    if model.startswith("models:/") and runtime is not None:
+        model = resolve_source(model, runtime)[0]
+    if not model.startswith("s3://"):
+        raise InvalidInput(
+            "no model here",
+            got=model,
+            wanted="a directory, s3://bucket/prefix, or models:/name@alias of an installation",
+        )
+    return download_model(model, into, _store(Profile(), runtime))
+
+
+def installation(state: Path | str | None = None) -> Runtime | None:
+    """Return the installation that a call here means, None without one; raises NotReady for a
+    ``state`` in which none runs."""
+    try:
+        found = find_installation(None if state is None else Path(state))
+    except NotReady:
+        if state is not None:
+            raise
+        return None
+    return Client.of(found).runtime()
+
+
+def _profile(name: str, settings: Settings | None) -> Profile:
+    return load_profile(name, {key: _plain(value) for key, value in (settings or {}).items()})
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value
+
+
+def _store(profile: Profile, runtime: Runtime | None = None) -> ObjectStore:
+    from paceline.storage import ObjectStore
+
+    return ObjectStore.from_runtime(runtime) if runtime else ObjectStore(object_access(profile))
+
+
+def _fleet(
+    size: str | int,
+    workers: int,
+    link: str | float,
+    external: str | float | None,
+    disk: str | float | None,
+    racks: int,
+    oversubscription: float,
+) -> dict[str, Any]:
+    given = {
+        "size_bytes": size_bytes(size),
+        "workers": workers,
+        "link_mbit": link_mbit(link),
+        "racks": racks,
+        "oversubscription": oversubscription,
+    }
+    named = {"external_mbit": external, "disk_mbit": disk}
+    return given | {name: link_mbit(speed) for name, speed in named.items() if speed is not None}

@@ -1,0 +1,70 @@
+"""docs/how-to/use-from-python.md: its programs run, against this machine and a coordinator."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from tests.project.test_dials import ROOT
+
+PAGE = ROOT / "docs/how-to/use-from-python.md"
+PROGRAMS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def ran(program: str, directory: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=directory, capture_output=True, text=True,
+        timeout=110, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def program_with(word: str) -> str:
+    (found,) = [each for each in PROGRAMS if word in each]
+    return found
+
+
+def test_a_program_forecasts_and_simulates(tmp_path: Path) -> None:
+    topology, bound = ran(program_with("paceline.simulate("), tmp_path).split()
+    assert topology in ("chain", "tree", "pipelined")
+    assert float(bound) == pytest.approx(400, rel=0.02)  # 500 GB at 10 Gbit/s
+
+
+def test_a_program_brings_a_model_to_workers(tmp_path: Path) -> None:
+    (tmp_path / "acme").mkdir()
+    (tmp_path / "acme/w").write_bytes(os.urandom(3_000_000))
+    workers, digest, _ = ran(program_with("paceline.distribute("), tmp_path).split()
+    assert (workers, len(digest)) == ("3", 64)
+    copies = sorted(tmp_path.glob("fleet/*/store/models/acme-7b/active/w"))
+    copies = copies or sorted(tmp_path.glob("fleet/**/active/w"))
+    assert len(copies) == 3
+    assert {each.read_bytes() for each in copies} == {(tmp_path / "acme/w").read_bytes()}
+
+
+def test_a_program_trains_and_reads_what_came_of_it(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(40):
+        text = "".join(f"def f_{number}_{n}(x):\n    return x + {n}\n" for n in range(60))
+        (tmp_path / f"texts/{number}.py").write_text(text)
+    lines = ran(program_with("paceline.train("), tmp_path).splitlines()
+    assert lines[0].startswith("4 file://")
+    assert len("\n".join(lines[1:])) > 0
+
+
+def test_a_program_reads_what_is_wrong(tmp_path: Path) -> None:
+    said = ran(program_with("except InvalidInput"), tmp_path)
+    assert said == "not a size '500' a number with its unit: 500GB, 64MiB, 512B\n"
+
+
+def test_the_package_offers_what_the_page_names_and_imports_nothing_for_it() -> None:
+    named = set(re.findall(r"\bpaceline\.([A-Za-z]+)\(", PAGE.read_text()))
+    assert named <= {*paceline.__all__}
+    code = "import paceline, sys; print({'boto3', 'torch', 'pydantic', 'numpy'} & {*sys.modules})"
+    assert ran(code, ROOT) == "set()\n"
