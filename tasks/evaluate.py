@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +12,33 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.data import load_snapshot
-from paceline.errors import Conflict, InvalidInput, WorkerLost
-from paceline.evaluation import as_markdown, plot_report, read_tasks
+from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
+from paceline.evaluation import COMPRESSORS, as_markdown, ngram_subject, plot_report, read_tasks
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
+from paceline.models import DESCRIBING, model_digest
 from paceline.registry import lineage
 from paceline.schemas import (
     Evaluated,
     Evaluation,
     EvaluationReport,
     EvaluationSpec,
+    RecordedScore,
     TrainingData,
     TrainResult,
     digest_of,
+    score_key,
 )
 from paceline.system import PYTHON
 from paceline.tasks import artifacts, cancelling, sealed
+from paceline.tasks.lineage import sources_version
+from paceline.tasks.publish import published_url
 from paceline.tasks.run import Run, StageResult
 
 DEADLINE_S = 900.0
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 MAX_GENERATIONS = 1000
+MAX_FILE_BYTES = 64 * 1024 * 1024  # of a tokenizer
 
 
 def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
@@ -140,6 +148,7 @@ def evaluate(
         tasks_url=tasks_url,
         tasks_digest=tasks_digest,
         trained_on=trained_on,
+        scorer=_scorer(),
     )
     digests = {name: each["digest"] for name, each in models.items()}
     compared_bytes = sum(
@@ -149,10 +158,13 @@ def evaluate(
     def work() -> dict[str, Any]:
         page = artifacts.Progress("evaluation", "bits per byte on held-out files")
         answer: dict[str, Any] = {}
+        known = recorded_scores(run, spec, models)
 
         def on_event(line: dict[str, Any]) -> None:
             if line.get("event") == "result":
                 answer.update(line["data"])
+            elif line.get("event") == "score":
+                sealed.keep_score(run, RecordedScore.model_validate(line["data"]))
             elif line.get("event") == "progress":
                 data = line.get("data", {})
                 run.tell("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
@@ -163,7 +175,7 @@ def evaluate(
                 node,
                 argv=[PYTHON, "-m", "paceline.evaluation.run"],
                 env={},
-                input_json=spec.model_dump_json(),
+                input_json=spec.model_copy(update={"known": known}).model_dump_json(),
                 on_event=on_event,
                 deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
                 cancel=cancel,
@@ -221,6 +233,56 @@ def evaluate(
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
     return result
+
+
+def _scorer() -> str:
+    """Return the versions of all that scores: this release's sources and its libraries'."""
+    found = [sources_version()]
+    for name in ("torch", "transformers", "tokenizers", "numpy"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+
+def recorded_scores(
+    run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
+) -> tuple[RecordedScore, ...]:
+    """Return what the installation recorded of ``models`` and baselines on ``spec``'s documents.
+
+    A record that cannot be trusted is named, and its subject is scored again.
+    """
+    named = {each: each for each in (ngram_subject(spec.settings), *COMPRESSORS)}
+    found: dict[str, RecordedScore] = {}
+    for name in (*models, *named):
+        try:
+            subject = named.get(name) or _model_digest(run, name, **models[name])
+            key = score_key(
+                subject, spec.snapshot_digest, spec.settings.held_out_bytes, spec.scorer
+            )
+            score = sealed.find_score(run, key)
+        except PermanentError as error:
+            run.note(f"{name} is scored again: {error.one_line()}")
+            continue
+        if score is not None:
+            found[subject] = score
+    return tuple(found.values())
+
+
+def _model_digest(run: Run, name: str, url: str, digest: str) -> str:
+    """Return the digest by which the node will know the model's files. A guess where they changed
+    since: the node uses no score of other files than it has."""
+    if name == "candidate":
+        files = {}
+        for each in DESCRIBING:
+            with contextlib.suppress(SourceMissing):
+                content = run.store.get_bytes(f"{url.rstrip('/')}/{each}", MAX_FILE_BYTES)
+                files[each] = hashlib.sha256(content).hexdigest()
+        return model_digest(digest, files)
+    if url.startswith("node:"):
+        url = published_url(run, *url.removeprefix("node:").rsplit("/", 1))
+    files = {each.path: each.sha256 for each in run.manifest(url).files}
+    weights = {each: sha256 for each, sha256 in files.items() if each.endswith(".safetensors")}
+    return model_digest(digest_of(weights), files)
 
 
 def _output(report: EvaluationReport, digest: str) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvaluationRepo
         name: score_models(
             {"candidate": path, "base": base, "champion": base},
             choose_prefixes(held_out, SETTINGS.held_out_bytes),
-            documents,
+            lambda: documents,
             SETTINGS,
             snapshot_digest=SNAPSHOT,
             on_progress=lambda fraction, _message: seen.append(fraction),

@@ -1,7 +1,8 @@
 """The evaluation process: ``python -m paceline.evaluation.run`` on a node, killable by its caller.
 
 Reads an EvaluationSpec (JSON) from standard input. Writes JSON lines to standard output:
-``{"event": "progress", "data": {"fraction", "message"}}`` and at the end one
+``{"event": "progress", "data": {"fraction", "message"}}``, ``{"event": "score", "data":
+RecordedScore}`` for each model and baseline that was not scored before, and at the end one
 ``{"event": "result", "data": EvaluationReport}``, or ``{"event": "failed", "data": {"code",
 "message"}}`` and a nonzero exit code.
 """
@@ -12,8 +13,12 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paceline.config import load_runtime, this_node
@@ -25,10 +30,17 @@ from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models
 from paceline.evaluation.tasks import score_tasks
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
-from paceline.schemas import EvaluationReport, EvaluationSpec, Overlap, TrainingData
+from paceline.schemas import (
+    EvaluationReport,
+    EvaluationSpec,
+    Overlap,
+    RecordedScore,
+    TrainingData,
+)
 from paceline.storage import ObjectStore
 
 TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4 s on one core
+MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
 HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
 
 
@@ -53,12 +65,24 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
         held_out = choose_conversations(found, budget)
     else:
         held_out = choose_prefixes(read, budget)
-    train = [
-        each.text
-        for each in documents(
-            snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text
-        )
-    ]
+
+    def train() -> list[bytes]:
+        found = documents(snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text)
+        return [each.text for each in found]
+
+    def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
+        if spec.scorer and len(bits_D) <= MOST_RECORDED:
+            score = RecordedScore(
+                subject=subject,
+                snapshot_digest=snapshot.digest,
+                held_out_bytes=budget,
+                scorer=spec.scorer,
+                bits=tuple(bits_D.tolist()),
+                facts=dict(facts),
+                run_id=spec.run_id,
+            )
+            _emit("score", score.model_dump(mode="json"))
+
     with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
         models = {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()}
         report = score_models(
@@ -69,6 +93,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
             snapshot_digest=snapshot.digest,
             on_progress=_progress,
             tokenizer=tokenizer,
+            known=[each for each in spec.known if len(each.bits) == len(held_out)],
+            on_scored=on_scored,
         )
         if spec.tasks_url:
             report = _with_tasks(report, spec, models, store, Path(scratch))

@@ -162,6 +162,7 @@ from .training import (
     ModelScore as ModelScore,
     Overlap as Overlap,
     RankEvent as RankEvent,
+    RecordedScore as RecordedScore,
     Restart as Restart,
     TaskScore as TaskScore,
     TaskSize as TaskSize,
@@ -170,4 +171,5 @@ from .training import (
     TrainingData as TrainingData,
     TrainJob as TrainJob,
     TrainResult as TrainResult,
+    score_key as score_key,
 )

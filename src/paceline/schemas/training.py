@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import DataSettings, EvaluationSettings, TrainingSettings
-from paceline.schemas.base import ModelId, Name, Record, Sha256
+from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of
 
 
 def _unset(value: object) -> bool:
@@ -181,6 +181,29 @@ class TrainingData(Record):
     quarantined_shards: tuple[str, ...] = ()  # not read by the training
 
 
+class RecordedScore(Record):
+    """What one model or simple baseline scored, document by document, and what that follows from:
+    the same subject under the same four other fields has the same figures."""
+
+    subject: str  # digest of a model's files, or a baseline's name and settings
+    snapshot_digest: Sha256
+    held_out_bytes: int
+    scorer: str  # version of the code and of the libraries that scored
+    bits: tuple[float, ...]
+    facts: dict[str, object] = {}  # further fields of ModelScore
+    run_id: str  # in which it was scored
+
+    @property
+    def key(self) -> str:
+        """Return the digest of what the figures follow from."""
+        return score_key(self.subject, self.snapshot_digest, self.held_out_bytes, self.scorer)
+
+
+def score_key(subject: str, snapshot_digest: str, held_out_bytes: int, scorer: str) -> str:
+    """Return the key of a RecordedScore."""
+    return digest_of([subject, snapshot_digest, held_out_bytes, scorer])
+
+
 class EvaluationSpec(Record):
     """Input of an evaluation process."""
 
@@ -195,6 +218,8 @@ class EvaluationSpec(Record):
     tasks_url: str = ""  # of the published directory of tasks; "": none
     tasks_digest: str = ""  # of its manifest
     trained_on: tuple[TrainingData, ...] = ()
+    scorer: str = ""  # "": scores are not recorded
+    known: tuple[RecordedScore, ...] = ()  # of earlier evaluations, and not computed again
 
 
 class Interval(Record):
