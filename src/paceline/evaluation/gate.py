@@ -74,6 +74,8 @@ def decide(
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
+    token_ms = facts.serving and facts.serving.decode_ms_per_token
+    peak_bytes = facts.serving and facts.serving.peak_memory_bytes
     checks = [
         _evaluated(report, candidate),
         _at_least("held-out documents", report.documents, policy.min_documents),
@@ -105,6 +107,8 @@ def decide(
             for check, name, value, bound in (
                 (_at_most, "parameters", facts.parameters, policy.max_parameters),
                 (_at_least, "context", facts.context, policy.min_context),
+                (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
+                (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
             )
             if bound is not None
         ),

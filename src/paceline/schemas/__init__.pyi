@@ -164,6 +164,7 @@ from .training import (
     RankEvent as RankEvent,
     RecordedScore as RecordedScore,
     Restart as Restart,
+    Serving as Serving,
     TaskScore as TaskScore,
     TaskSize as TaskSize,
     TimeLedger as TimeLedger,

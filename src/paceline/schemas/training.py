@@ -230,6 +230,20 @@ class Interval(Record):
     high: float
 
 
+class Serving(Record):
+    """What it costs to serve a model, as measured on one machine in float32 on its CPU."""
+
+    machine: str  # its host name
+    cpu: str
+    gpu: str = ""  # of the machine, and not used; "": none
+    threads: int
+    batch: int  # rows
+    context: int  # tokens of a row
+    prefill_ms: float  # one forward pass of the rows
+    decode_ms_per_token: float  # one more token, with keys and values of the tokens before kept
+    peak_memory_bytes: int | None  # of the whole process; None: the kernel does not tell
+
+
 class ModelScore(Record):
     """Scores of one model on the held-out split."""
 
@@ -245,6 +259,7 @@ class ModelScore(Record):
     tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
     parameters: int | None = Field(default=None, exclude_if=_unset)
     context: int | None = Field(default=None, exclude_if=_unset)  # positions it was made for
+    serving: Serving | None = Field(default=None, exclude_if=_unset)
 
 
 class TaskScore(Record):
