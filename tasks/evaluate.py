@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from paceline.data import load_snapshot
-from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
-from paceline.evaluation import COMPRESSORS, as_markdown, ngram_subject, plot_report, read_tasks
+from paceline.errors import Conflict, InvalidInput, WorkerLost
+from paceline.evaluation import as_markdown, plot_report, read_tasks
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
-from paceline.models import DESCRIBING, model_digest
 from paceline.registry import lineage
 from paceline.schemas import (
     Evaluated,
@@ -27,18 +25,21 @@ from paceline.schemas import (
     TrainingData,
     TrainResult,
     digest_of,
-    score_key,
 )
 from paceline.system import PYTHON
 from paceline.tasks import artifacts, cancelling, sealed
-from paceline.tasks.lineage import sources_version
-from paceline.tasks.publish import published_url
 from paceline.tasks.run import Run, StageResult
+from paceline.tasks.scores import (
+    OnEvent,
+    recorded_scores,
+    scored_in_parts,
+    scorer_version,
+    scores_in_parts,
+)
 
 DEADLINE_S = 900.0
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 MAX_GENERATIONS = 1000
-MAX_FILE_BYTES = 64 * 1024 * 1024  # of a tokenizer
 
 
 def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
@@ -124,15 +125,16 @@ def evaluate(
     run: Run,
     models: dict[str, dict[str, str]],
     snapshot: dict[str, Any],
-    node: str,
+    nodes: Sequence[str],
     *,
     base: Manifest,
     training_digest: str,
     trained_on: tuple[TrainingData, ...],
 ) -> StageResult:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
-    look for the held-out documents in what the candidate was ``trained_on``. The report is recorded
-    (see ``sealed``); its ``report_digest`` is what a promotion asks for.
+    look for the held-out documents in what the candidate was ``trained_on``, on the last of
+    ``nodes``; of many documents each node scores a part. The report is recorded (see ``sealed``);
+    its ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
     run was cancelled; the same call is safe to repeat.
@@ -148,7 +150,7 @@ def evaluate(
         tasks_url=tasks_url,
         tasks_digest=tasks_digest,
         trained_on=trained_on,
-        scorer=_scorer(),
+        scorer=scorer_version(),
     )
     digests = {name: each["digest"] for name, each in models.items()}
     compared_bytes = sum(
@@ -171,23 +173,34 @@ def evaluate(
                 page.show(float(data.get("fraction", 0)))
 
         with run.fleet() as fleet, cancelling.noticed() as cancel:
-            ended = fleet.run_process(
-                node,
-                argv=[PYTHON, "-m", "paceline.evaluation.run"],
-                env={},
-                input_json=spec.model_copy(update={"known": known}).model_dump_json(),
-                on_event=on_event,
-                deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
-                cancel=cancel,
-            )
-        if ended.exit_code != 0 or not answer:
-            raise WorkerLost(
-                "the evaluation process failed",
-                got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
-                wanted="a report",
-                where=node,
-                do="Run the same command again; read the node's log if it fails the same way.",
-            )
+
+            def process(node: str, asked: EvaluationSpec, on_event: OnEvent) -> None:
+                ended = fleet.run_process(
+                    node,
+                    argv=[PYTHON, "-m", "paceline.evaluation.run"],
+                    env={},
+                    input_json=asked.model_dump_json(),
+                    on_event=on_event,
+                    deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
+                    cancel=cancel,
+                )
+                if ended.exit_code != 0 or not (answer or asked.share):
+                    raise WorkerLost(
+                        "the evaluation process failed",
+                        got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
+                        wanted="a report",
+                        where=node,
+                        do="Run the same command again; read the node's log if it fails the same "
+                        "way.",
+                    )
+
+            missing = {name: url for name, url in spec.models.items() if name not in known}
+            scores = [*known.values()]
+            if missing and len(nodes) > 1 and scores_in_parts(run, spec):
+                part = spec.model_copy(update={"models": missing})
+                scores += scored_in_parts(run, part, nodes, process)
+            whole = spec.model_copy(update={"known": tuple(scores)})
+            process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
         run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")
@@ -233,56 +246,6 @@ def evaluate(
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
     return result
-
-
-def _scorer() -> str:
-    """Return the versions of all that scores: this release's sources and its libraries'."""
-    found = [sources_version()]
-    for name in ("torch", "transformers", "tokenizers", "numpy"):
-        with contextlib.suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join(found)
-
-
-def recorded_scores(
-    run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
-) -> tuple[RecordedScore, ...]:
-    """Return what the installation recorded of ``models`` and baselines on ``spec``'s documents.
-
-    A record that cannot be trusted is named, and its subject is scored again.
-    """
-    named = {each: each for each in (ngram_subject(spec.settings), *COMPRESSORS)}
-    found: dict[str, RecordedScore] = {}
-    for name in (*models, *named):
-        try:
-            subject = named.get(name) or _model_digest(run, name, **models[name])
-            key = score_key(
-                subject, spec.snapshot_digest, spec.settings.held_out_bytes, spec.scorer
-            )
-            score = sealed.find_score(run, key)
-        except PermanentError as error:
-            run.note(f"{name} is scored again: {error.one_line()}")
-            continue
-        if score is not None:
-            found[subject] = score
-    return tuple(found.values())
-
-
-def _model_digest(run: Run, name: str, url: str, digest: str) -> str:
-    """Return the digest by which the node will know the model's files. A guess where they changed
-    since: the node uses no score of other files than it has."""
-    if name == "candidate":
-        files = {}
-        for each in DESCRIBING:
-            with contextlib.suppress(SourceMissing):
-                content = run.store.get_bytes(f"{url.rstrip('/')}/{each}", MAX_FILE_BYTES)
-                files[each] = hashlib.sha256(content).hexdigest()
-        return model_digest(digest, files)
-    if url.startswith("node:"):
-        url = published_url(run, *url.removeprefix("node:").rsplit("/", 1))
-    files = {each.path: each.sha256 for each in run.manifest(url).files}
-    weights = {each: sha256 for each, sha256 in files.items() if each.endswith(".safetensors")}
-    return model_digest(digest_of(weights), files)
 
 
 def _output(report: EvaluationReport, digest: str) -> dict[str, Any]:

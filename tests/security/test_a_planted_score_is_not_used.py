@@ -19,7 +19,7 @@ from paceline.models import (
     weights_digest,
 )
 from paceline.schemas import EvaluationSpec, RecordedScore, canonical_json
-from paceline.tasks import evaluate, sealed
+from paceline.tasks import scores, sealed
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 SCORE = RecordedScore(
@@ -87,11 +87,11 @@ def test_a_score_that_was_not_recorded_here_is_named_and_not_used(how: str) -> N
     with pytest.raises(CorruptData, match="cannot be trusted"):
         sealed.find_score(run, SCORE.key)
     bucket.objects[place(score)] = bucket.objects[place(SCORE)]
-    assert evaluate.recorded_scores(run, spec, {}) == ()
+    assert scores.recorded_scores(run, spec, {}) == {}
     (note,) = run.summary.notes
     assert note.startswith("gzip is scored again: the record of this score cannot be trusted")
     sealed.keep_score(run, score)  # as the evaluation does
-    assert evaluate.recorded_scores(run, spec, {}) == (score,)
+    assert scores.recorded_scores(run, spec, {}) == {"gzip": score}
 
 
 def spec_of(models: dict[str, str]) -> EvaluationSpec:
@@ -124,8 +124,8 @@ def test_a_model_is_known_by_all_that_its_predictions_follow_from(tmp_path: Path
     subject = local_model_digest(tmp_path)
     sealed.keep_score(run, SCORE.model_copy(update={"subject": subject, "scorer": spec.scorer}))
     for one, where in models.items():
-        (found,) = evaluate.recorded_scores(run, spec, {one: where})
-        assert found.subject == subject
+        found = scores.recorded_scores(run, spec, {one: where})
+        assert {name: each.subject for name, each in found.items()} == {one: subject}
     digests = {subject}
     for name in ("config.json", "tokenizer.json", "model.safetensors.index.json"):
         before = (tmp_path / name).read_bytes()

@@ -535,6 +535,8 @@ class EvaluationSettings(Settings):
     """How a candidate is evaluated."""
 
     held_out_bytes: int = Field(default=262_144, ge=1024)
+    # From here on all nodes score a part of the documents; below, starting them takes longer.
+    spread_from_bytes: int = Field(default=8_388_608, ge=1024)
     bootstrap_samples: int = Field(default=1000, ge=100)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     ngram_order: int = Field(default=5, ge=1, le=8)

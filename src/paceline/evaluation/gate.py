@@ -74,8 +74,9 @@ def decide(
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
-    token_ms = facts.serving and facts.serving.decode_ms_per_token
-    peak_bytes = facts.serving and facts.serving.peak_memory_bytes
+    serving = facts.serving
+    token_ms = serving.decode_ms_per_token if serving else None
+    peak_bytes = serving.peak_memory_bytes if serving else None
     checks = [
         _evaluated(report, candidate),
         _at_least("held-out documents", report.documents, policy.min_documents),

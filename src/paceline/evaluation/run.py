@@ -3,8 +3,8 @@
 Reads an EvaluationSpec (JSON) from standard input. Writes JSON lines to standard output:
 ``{"event": "progress", "data": {"fraction", "message"}}``, ``{"event": "score", "data":
 RecordedScore}`` for each model and baseline that was not scored before, and at the end one
-``{"event": "result", "data": EvaluationReport}``, or ``{"event": "failed", "data": {"code",
-"message"}}`` and a nonzero exit code.
+``{"event": "result", "data": EvaluationReport}`` (not for a share of the documents), or
+``{"event": "failed", "data": {"code", "message"}}`` and a nonzero exit code.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from paceline.config import load_runtime, this_node
 from paceline.data import Snapshot, documents, load_snapshot, tokenizer_of
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
-from paceline.evaluation.held_out import choose_conversations, choose_prefixes
+from paceline.evaluation.held_out import choose_conversations, choose_prefixes, share_of
 from paceline.evaluation.overlap import find_overlap
-from paceline.evaluation.scoring import score_models
+from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import score_tasks
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.schemas import (
@@ -44,8 +44,9 @@ MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
 HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
 
 
-def evaluate(spec: EvaluationSpec) -> EvaluationReport:
-    """Return the report on ``spec``'s models; writes progress to standard output."""
+def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
+    """Return the report on ``spec``'s models, of a share None; writes progress and scores to
+    standard output."""
     runtime = load_runtime(spec.state_dir)
     store = ObjectStore.from_runtime(runtime)
     cache_dir = runtime.state_dir / "cache"
@@ -85,6 +86,9 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
 
     with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
         models = {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()}
+        if spec.share is not None:
+            score_share(models, share_of(held_out, *spec.share), tokenizer, on_scored, _progress)
+            return None
         report = score_models(
             models,
             held_out,
@@ -183,7 +187,8 @@ def main() -> int:
         report = evaluate(spec)
     except PacelineError as error:
         return _fail(error)
-    _emit("result", report.model_dump(mode="json"))
+    if report is not None:
+        _emit("result", report.model_dump(mode="json"))
     return 0
 
 

@@ -9,6 +9,7 @@ difference between two models is paired document by document. Percentile interva
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from paceline.evaluation.transformer import score_transformer
 from paceline.models import local_model_digest
 from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
 
+log = logging.getLogger(__name__)
 Reals = NDArray[np.float64]
 
 _ROWS = 128  # draws held in memory at once
@@ -111,7 +113,9 @@ def score_models(
     scored: dict[str, _Scored] = {}
     failures: dict[str, str] = {}
     texts = [each.text for each in held_out]
-    done = {each.subject: (np.array(each.bits), each.facts) for each in known}
+    done: dict[str, tuple[Reals, Mapping[str, Any]]] = {
+        each.subject: (np.array(each.bits), each.facts) for each in known
+    }
 
     def once(subject: str, score: Callable[[], tuple[Reals, Mapping[str, Any]]]) -> dict[str, Any]:
         if subject not in done:  # base and champion are often the same
@@ -126,8 +130,7 @@ def score_models(
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
         def score(directory: Path = directory) -> tuple[Reals, Mapping[str, Any]]:
-            facts = dict(vars(score_transformer(directory, held_out, show, tokenizer)))
-            return facts.pop("bits"), facts
+            return score_transformer(directory, held_out, show, tokenizer).split()
 
         try:
             found = once(local_model_digest(directory), score)
@@ -160,6 +163,32 @@ def score_models(
         seconds=time.monotonic() - began,
         of_assistants=any(each.conversation is not None for each in held_out),
     )
+
+
+def score_share(
+    models: Mapping[str, Path],
+    held_out: Sequence[HeldOutDocument],
+    tokenizer: Tokenizer,
+    on_scored: OnScored,
+    on_progress: OnProgress,
+) -> None:
+    """Score each model on a share of the documents and pass that to ``on_scored``.
+
+    Leaves out what cannot be scored: the evaluation of all documents names it.
+    """
+    done: set[str] = set()
+    for name, directory in models.items():
+        try:
+            if (subject := local_model_digest(directory)) in done:
+                continue
+            done.add(subject)
+            scored = score_transformer(
+                directory, held_out, lambda fraction: on_progress(fraction, "a share"), tokenizer
+            )
+        except PermanentError as error:
+            log.warning("not scored model=%s: %s", name, error.one_line())
+            continue
+        on_scored(subject, *scored.split())
 
 
 def _ngram_bits(train: Sequence[bytes], texts: Sequence[bytes], order: int) -> Reals:

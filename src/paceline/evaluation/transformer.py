@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput
-from paceline.evaluation.held_out import HeldOutDocument
+from paceline.evaluation.held_out import GROUP, HeldOutDocument
 from paceline.evaluation.serving import measure_serving
 from paceline.evaluation.text_model import TextModel, Tokens
 from paceline.models import weight_files, weights_digest
@@ -47,6 +48,11 @@ class TransformerScore:
     parameters: int
     context: int  # that the model was made for; rows may be shorter
     format: str = FORMAT
+
+    def split(self) -> tuple[Reals, dict[str, Any]]:
+        """Return ``bits``, and the other fields: those of a ModelScore."""
+        facts = dict(vars(self))
+        return facts.pop("bits"), facts
 
 
 @dataclass(frozen=True)
@@ -150,14 +156,16 @@ def _bits(
     import torch
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
-    todo = [
-        each
-        for number, tokens in enumerate(targets)
-        for each in windows(len(tokens), model.context, number)
-    ]
-    todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
     rows = batch_rows(model)
-    batches = [todo[start : start + rows] for start in range(0, len(todo), rows)]
+    batches: list[list[Window]] = []
+    for first in range(0, len(documents), GROUP):
+        todo = [
+            each
+            for number, tokens in enumerate(targets[first : first + GROUP], start=first)
+            for each in windows(len(tokens), model.context, number)
+        ]
+        todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
+        batches += [todo[start : start + rows] for start in range(0, len(todo), rows)]
     bits_D = np.zeros(len(documents))
 
     def predict(batch: Sequence[Window]) -> NDArray[np.float64]:

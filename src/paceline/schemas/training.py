@@ -220,6 +220,8 @@ class EvaluationSpec(Record):
     trained_on: tuple[TrainingData, ...] = ()
     scorer: str = ""  # "": scores are not recorded
     known: tuple[RecordedScore, ...] = ()  # of earlier evaluations, and not computed again
+    # Only the models on this part of the documents (number, of how many), and no report.
+    share: tuple[int, int] | None = None
 
 
 class Interval(Record):
