@@ -98,6 +98,7 @@ def score_models(
     tokenizer: Tokenizer | None = None,
     known: Sequence[RecordedScore] = (),
     on_scored: OnScored = lambda _subject, _bits, _facts: None,
+    on_models_scored: Callable[[], None] = lambda: None,
 ) -> EvaluationReport:
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
@@ -107,7 +108,7 @@ def score_models(
     cannot be scored (wrong format, NaN, a tokenizer that loses text) has no score and an entry in
     ``failures``. ``known`` scores on the same documents, found by the digest of the model's files,
     are not computed again; each new one is passed to ``on_scored`` (subject, bits by document,
-    facts).
+    facts). ``on_models_scored`` may start what would disturb the measurement of latency.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
@@ -138,6 +139,8 @@ def score_models(
             failures[name] = error.one_line()
             continue
         scored[name] = _Scored(kind="transformer", **found)
+
+    on_models_scored()
 
     def count_grams() -> tuple[Reals, Mapping[str, Any]]:
         training_texts = train()
@@ -177,14 +180,16 @@ def score_share(
     Leaves out what cannot be scored: the evaluation of all documents names it.
     """
     done: set[str] = set()
-    for name, directory in models.items():
+    for number, (name, directory) in enumerate(models.items()):
+
+        def show(fraction: float, number: int = number, name: str = name) -> None:
+            on_progress((number + fraction) / len(models), f"{name}: {fraction:.0%}")
+
         try:
             if (subject := local_model_digest(directory)) in done:
                 continue
             done.add(subject)
-            scored = score_transformer(
-                directory, held_out, lambda fraction: on_progress(fraction, "a share"), tokenizer
-            )
+            scored = score_transformer(directory, held_out, show, tokenizer)
         except PermanentError as error:
             log.warning("not scored model=%s: %s", name, error.one_line())
             continue
