@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from paceline.data import load_snapshot
+from paceline import data, evaluation
 from paceline.errors import PermanentError, SourceMissing
-from paceline.evaluation import COMPRESSORS, joined, ngram_subject
 from paceline.models import DESCRIBING, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, score_key
 from paceline.tasks import sealed
@@ -42,7 +41,9 @@ def recorded_scores(
 
     A record that cannot be trusted is named, and its subject is scored again.
     """
-    named = {each: each for each in (ngram_subject(spec.settings), *COMPRESSORS)}
+    named = {
+        each: each for each in (evaluation.ngram_subject(spec.settings), *evaluation.COMPRESSORS)
+    }
     found: dict[str, RecordedScore] = {}
     for name in (*models, *named):
         try:
@@ -78,7 +79,7 @@ def _model_digest(run: Run, name: str, url: str, digest: str) -> str:
 
 def scores_in_parts(run: Run, spec: EvaluationSpec) -> bool:
     """Return whether so much text is scored that each node scores a part."""
-    held_out = load_snapshot(spec.snapshot_url, run.store).of_split("held-out")
+    held_out = data.load_snapshot(spec.snapshot_url, run.store).of_split("held-out")
     scored_bytes = min(spec.settings.held_out_bytes, sum(each.text_bytes for each in held_out))
     return scored_bytes >= spec.settings.spread_from_bytes
 
@@ -107,7 +108,7 @@ def scored_in_parts(
     with ThreadPoolExecutor(len(nodes)) as pool:
         list(pool.map(score, range(len(nodes))))
     whole = [
-        joined([by_number[number] for number in range(len(nodes))])
+        evaluation.joined([by_number[number] for number in range(len(nodes))])
         for by_number in parts.values()
         if len(by_number) == len(nodes)
     ]
