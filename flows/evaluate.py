@@ -31,7 +31,7 @@ def evaluate_model(
         result = sealed.find(run, trained, "training", TrainResult)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
         data = trained_on(run, base, result)
-        node = run.trainers(distribute.start_agents(run))[-1].worker_id
+        nodes = [each.worker_id for each in run.trainers(distribute.start_agents(run))]
         models = {
             "candidate": {"url": result.export_url, "digest": result.weights_digest},
             "base": node_copy(base),
@@ -40,7 +40,7 @@ def evaluate_model(
             run,
             models,
             snapshot_reference(run, snapshot_url),
-            node,
+            nodes,
             base=base,
             training_digest=trained,
             trained_on=data,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from paceline.schemas import (
     Evaluation,
     EvaluationReport,
     EvaluationSpec,
+    RecordedScore,
     TrainingData,
     TrainResult,
     digest_of,
@@ -27,6 +29,13 @@ from paceline.schemas import (
 from paceline.system import PYTHON
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.run import Run, StageResult
+from paceline.tasks.scores import (
+    OnEvent,
+    recorded_scores,
+    scored_in_parts,
+    scorer_version,
+    scores_in_parts,
+)
 
 DEADLINE_S = 900.0
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
@@ -116,15 +125,16 @@ def evaluate(
     run: Run,
     models: dict[str, dict[str, str]],
     snapshot: dict[str, Any],
-    node: str,
+    nodes: Sequence[str],
     *,
     base: Manifest,
     training_digest: str,
     trained_on: tuple[TrainingData, ...],
 ) -> StageResult:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
-    look for the held-out documents in what the candidate was ``trained_on``. The report is recorded
-    (see ``sealed``); its ``report_digest`` is what a promotion asks for.
+    look for the held-out documents in what the candidate was ``trained_on``, on the last of
+    ``nodes``; of many documents each node scores a part. The report is recorded (see ``sealed``);
+    its ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
     run was cancelled; the same call is safe to repeat.
@@ -140,6 +150,7 @@ def evaluate(
         tasks_url=tasks_url,
         tasks_digest=tasks_digest,
         trained_on=trained_on,
+        scorer=scorer_version(),
     )
     digests = {name: each["digest"] for name, each in models.items()}
     compared_bytes = sum(
@@ -149,33 +160,47 @@ def evaluate(
     def work() -> dict[str, Any]:
         page = artifacts.Progress("evaluation", "bits per byte on held-out files")
         answer: dict[str, Any] = {}
+        known = recorded_scores(run, spec, models)
 
         def on_event(line: dict[str, Any]) -> None:
             if line.get("event") == "result":
                 answer.update(line["data"])
+            elif line.get("event") == "score":
+                sealed.keep_score(run, RecordedScore.model_validate(line["data"]))
             elif line.get("event") == "progress":
                 data = line.get("data", {})
                 run.tell("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
                 page.show(float(data.get("fraction", 0)))
 
         with run.fleet() as fleet, cancelling.noticed() as cancel:
-            ended = fleet.run_process(
-                node,
-                argv=[PYTHON, "-m", "paceline.evaluation.run"],
-                env={},
-                input_json=spec.model_dump_json(),
-                on_event=on_event,
-                deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
-                cancel=cancel,
-            )
-        if ended.exit_code != 0 or not answer:
-            raise WorkerLost(
-                "the evaluation process failed",
-                got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
-                wanted="a report",
-                where=node,
-                do="Run the same command again; read the node's log if it fails the same way.",
-            )
+
+            def process(node: str, asked: EvaluationSpec, on_event: OnEvent) -> None:
+                ended = fleet.run_process(
+                    node,
+                    argv=[PYTHON, "-m", "paceline.evaluation.run"],
+                    env={},
+                    input_json=asked.model_dump_json(),
+                    on_event=on_event,
+                    deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
+                    cancel=cancel,
+                )
+                if ended.exit_code != 0 or not (answer or asked.share):
+                    raise WorkerLost(
+                        "the evaluation process failed",
+                        got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
+                        wanted="a report",
+                        where=node,
+                        do="Run the same command again; read the node's log if it fails the same "
+                        "way.",
+                    )
+
+            missing = {name: url for name, url in spec.models.items() if name not in known}
+            scores = [*known.values()]
+            if missing and len(nodes) > 1 and scores_in_parts(run, spec):
+                part = spec.model_copy(update={"models": missing})
+                scores += scored_in_parts(run, part, nodes, process)
+            whole = spec.model_copy(update={"known": tuple(scores)})
+            process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
         run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")

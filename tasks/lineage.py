@@ -140,10 +140,12 @@ def _close(run: Run, status: Any, reason: str | None) -> None:
 
 @cache
 def code_version() -> str:
-    """Return e.g. ``paceline 0.1.0, sources 3fa4…, commit 1a2b… (modified)``.
+    """Return e.g. ``paceline 0.1.0, sources 3fa4…, commit 1a2b… (modified)``."""
+    return sources_version() + _commit()
 
-    The source digest is there in a wheel too, where no repository is.
-    """
+
+def sources_version() -> str:
+    """Return e.g. ``paceline 0.1.0, sources 3fa4…``: in a wheel too, where no repository is."""
     digest = hashlib.sha256()
     root = Path(str(paceline.__file__)).parent
     # In a source tree `paceline/flows` and `paceline/tasks` are links, which rglob does not follow.
@@ -151,7 +153,7 @@ def code_version() -> str:
         for path in sorted(folder.glob("**/*.py")):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
-    return f"paceline {paceline.__version__}, sources {digest.hexdigest()[:16]}{_commit()}"
+    return f"paceline {paceline.__version__}, sources {digest.hexdigest()[:16]}"
 
 
 def _commit() -> str:

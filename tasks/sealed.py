@@ -1,10 +1,11 @@
 """Results that a later decision rests on: recorded by the stage that made them, found by digest.
 
-A record lies at ``<bucket>/records/KIND/DIGEST.json`` beside its seal, an HMAC over kind and digest
-under a key that follows from the installation's own token. Trust boundary: whoever has
-``runtime.json`` or ``secrets.json`` of the installation (mode 0600) can make a record. A token of
-any scope, the bucket, the ledger, MLflow, Prefect's parameters and files can not: a record without
-the right seal is refused. The key stays the same as long as ``secrets.json`` does.
+A record lies at ``<bucket>/records/KIND/DIGEST.json`` (a score: under the digest of what it follows
+from, which is in it) beside its seal, an HMAC over kind and the record's digest under a key that
+follows from the installation's own token. Trust boundary: whoever has ``runtime.json`` or
+``secrets.json`` of the installation (mode 0600) can make a record. A token of any scope, the
+bucket, the ledger, MLflow, Prefect's parameters and files can not: a record without the right seal
+is refused. The key stays the same as long as ``secrets.json`` does.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import hashlib
 import hmac
 import json
 import re
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
-from paceline.schemas import SHA256_HEX, Record, canonical_json, digest_of
+from paceline.schemas import SHA256_HEX, Record, RecordedScore, canonical_json, digest_of
 from paceline.tasks.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
@@ -28,6 +30,7 @@ AGAIN = {
     "training": "Run the same `paceline train` again: a finished job is not trained again, its "
     "result is recorded.",
     "evaluation": "Run `paceline evaluate` again, and use the report_digest that it prints.",
+    "score": "It is computed again.",
 }
 
 Kept = TypeVar("Kept", bound=Record)
@@ -36,12 +39,21 @@ Kept = TypeVar("Kept", bound=Record)
 def keep(run: Run, record: Record, kind: str) -> str:
     """Record ``record`` and return its digest; the same record twice is one."""
     digest = digest_of(record)
+    _put(run, record, kind, digest, digest)
+    return digest
+
+
+def keep_score(run: Run, score: RecordedScore) -> None:
+    """Record ``score`` under what it follows from."""
+    _put(run, score, "score", score.key, digest_of(score))
+
+
+def _put(run: Run, record: Record, kind: str, name: str, digest: str) -> None:
     content = {
         "record": record.model_dump(mode="json"),
         "seal": _seal(run.runtime, kind, digest),
     }
-    run.store.put_bytes(_url(run, kind, digest), canonical_json(content))
-    return digest
+    run.store.put_bytes(_url(run, kind, name), canonical_json(content))
 
 
 def find(run: Run, digest: str, kind: str, record_type: type[Kept]) -> Kept:
@@ -50,6 +62,27 @@ def find(run: Run, digest: str, kind: str, record_type: type[Kept]) -> Kept:
     Raises InvalidInput for what is no digest, NotFound where none was recorded, CorruptData for one
     that this installation did not make.
     """
+    return _opened(run, digest, kind, record_type, digest_of)
+
+
+def find_score(run: Run, key: str) -> RecordedScore | None:
+    """Return the score recorded under ``key``, or None where there is none.
+
+    Raises CorruptData for one that this installation did not make, or made under another key.
+    """
+    try:
+        return _opened(
+            run, key, "score", RecordedScore, lambda each: RecordedScore.model_validate(each).key
+        )
+    except NotFound:
+        return None
+
+
+def _opened(
+    run: Run, digest: str, kind: str, record_type: type[Kept], name_of: Callable[[Any], str]
+) -> Kept:
+    """Return the record that lies under ``digest``: its seal is right, and ``name_of`` its fields
+    gives that name."""
     if not re.fullmatch(SHA256_HEX, digest):  # it becomes a path
         raise InvalidInput(
             f"not the digest of a recorded {kind}",
@@ -67,8 +100,9 @@ def find(run: Run, digest: str, kind: str, record_type: type[Kept]) -> Kept:
     try:
         content = json.loads(raw)
         fields, seal = content["record"], str(content["seal"])
-        right = hmac.compare_digest(seal.encode(), _seal(run.runtime, kind, digest).encode())
-        if digest_of(fields) != digest or not right:
+        wanted = _seal(run.runtime, kind, digest_of(fields))
+        right = hmac.compare_digest(seal.encode(), wanted.encode())
+        if name_of(fields) != digest or not right:
             raise ValueError("another digest or seal than this installation gave it")
         return record_type.model_validate(fields)
     except (ValueError, TypeError, KeyError, RecursionError, ValidationError) as error:

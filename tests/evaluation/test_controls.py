@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, EvaluationRepo
         name: score_models(
             {"candidate": path, "base": base, "champion": base},
             choose_prefixes(held_out, SETTINGS.held_out_bytes),
-            documents,
+            lambda: documents,
             SETTINGS,
             snapshot_digest=SNAPSHOT,
             on_progress=lambda fraction, _message: seen.append(fraction),
@@ -182,11 +183,15 @@ def test_bits_are_those_of_one_plain_pass(tmp_path: Path) -> None:
     model = new_model(config, 3)
     save_model(model, config, tmp_path)
     documents = [b"import os", b"x", bytes(range(32))]
-    found = score_transformer(
+    scored = score_transformer(
         tmp_path,
         [HeldOutDocument("", each, len(each)) for each in documents],
         lambda _fraction: None,
-    ).bits
+    )
+    found, cost = scored.bits, scored.serving
+    assert (cost.machine, cost.batch, cost.context) == (platform.node(), 1, CONTEXT)
+    assert cost.cpu and cost.prefill_ms == scored.latency_ms > 0 < cost.decode_ms_per_token
+    assert cost.peak_memory_bytes is None or cost.peak_memory_bytes > 50_000_000  # torch alone
     for text, bits in zip(documents, found, strict=True):
         tokens = torch.tensor([[config.separator, *text[:-1]]])
         with torch.no_grad():

@@ -13,7 +13,7 @@ from paceline.errors import InvalidInput
 from paceline.evaluation import TextModel, generate
 from paceline.models import config_for, new_model, save_model
 from tests.support.command import paceline
-from tests.support.hugging_face import write_model, write_tokenizer
+from tests.support.hugging_face import FAMILIES, write_model, write_tokenizer
 
 PROMPT = "line 7 of file → 3"
 
@@ -80,3 +80,33 @@ def test_pickled_weights_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidInput, match="not safetensors"):
         TextModel.open(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["ours", *FAMILIES])
+def test_kept_keys_and_values_change_no_token(family: str, tmp_path: Path) -> None:
+    """As the whole row computed anew for each token, also beyond the context; each token once."""
+    if family == "ours":
+        config = config_for(60_000, 32)
+        ours = new_model(config, 3)
+        with torch.no_grad():  # far from 0, so that attention counts
+            for each in ours.parameters():
+                each.mul_(4.0 if each.ndim > 1 else 1.0)
+        save_model(ours, config, tmp_path)
+    else:
+        write_model(family, tmp_path, max_position_embeddings=32)
+    model = TextModel.open(tmp_path)
+    assert model.context == 32
+    row = torch.randint(model.vocabulary, (40,), generator=torch.Generator().manual_seed(1))
+    lengths: list[int] = []
+    next_logits = model.decoder()
+    for length in (3, *range(8, 41)):
+        counting = model.network.register_forward_pre_hook(
+            lambda _, given: lengths.append(given[0].shape[1])
+        )
+        logits_V = next_logits(row[:length].tolist())
+        counting.remove()
+        with torch.inference_mode():
+            wanted_V = model.forward(row[None, max(0, length - 32) : length])[0, -1]
+        torch.testing.assert_close(logits_V, wanted_V, rtol=1e-4, atol=1e-4)
+        assert logits_V.argmax() == wanted_V.argmax()
+    assert lengths == [3, 5, *[1] * 24, *[32] * 8]

@@ -17,8 +17,8 @@ from paceline.config import (
     save_runtime,
 )
 from paceline.errors import InvalidProfile
-from paceline.evaluation import decide
-from paceline.schemas import EvaluationReport, GateDecision, TaskScore, digest_of
+from paceline.evaluation import as_markdown, decide
+from paceline.schemas import EvaluationReport, GateDecision, Serving, TaskScore, digest_of
 from tests.evaluation.reports import LINEAGE, interval, passing
 
 LOOSE = {"except_baselines": ("ngram", "gzip", "xz")}
@@ -89,6 +89,40 @@ def test_an_override_reaches_a_models_policy() -> None:
     gate = load_profile("ci", {"gate.models.bytelm.min_documents": "30"}).gate
     assert gate.policy("bytelm").min_documents == 30
     assert gate.policy("bytelm").except_baselines == gate.except_baselines != ()
+
+
+SERVING = Serving(
+    machine="judge",
+    cpu="a processor",
+    threads=1,
+    batch=1,
+    context=256,
+    prefill_ms=20.0,
+    decode_ms_per_token=2.0,
+    peak_memory_bytes=500_000_000,
+)
+
+
+def test_bounds_on_serving_are_of_what_was_measured_and_need_it() -> None:
+    token, memory = "latency in ms a token", "peak memory in bytes"
+    bounds = {"max_latency_ms_per_token": 2.0, "max_memory_bytes": 500_000_000}
+
+    def failed(serving: Serving | None, **given: float) -> list[str]:
+        report, policy = passing(serving=serving), Policy(**LOOSE, **given)
+        decision = decide(report, policy, champion="champion", lineage=LINEAGE)
+        return [each.name for each in decision.checks if not each.passed]
+
+    assert failed(None) == failed(SERVING, **bounds) == [], "a report of before has no figures"
+    assert failed(None, **bounds) == [token, memory]
+    assert failed(SERVING, **bounds | {"max_latency_ms_per_token": 1.9}) == [token]
+    assert failed(SERVING, **bounds | {"max_memory_bytes": 499_999_999}) == [memory]
+    unknown = SERVING.model_copy(update={"peak_memory_bytes": None})
+    assert failed(unknown, **bounds) == [memory]
+    assert "serving" not in passing().scores[0].model_dump(), "keeps its digest"
+    assert (
+        "| candidate | 1 × 256 | 20.0 ms | 2.00 ms | 500 MB | judge: a processor, 1 thread |"
+        in (as_markdown(passing(serving=SERVING)))
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,14 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot, in_held_out
 from paceline.evaluation import as_markdown
-from paceline.models import config_for, new_model, save_model, weights_digest
-from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
+from paceline.models import (
+    config_for,
+    local_model_digest,
+    new_model,
+    save_model,
+    weights_digest,
+)
+from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore, TrainingData
 from tests.support.hugging_face import MARKED, write_model, write_tokenizer
 from tests.support.rclone import RcloneS3
 
@@ -157,3 +163,31 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
     assert candidate is not None
     assert 0 < candidate.tokens <= report.bytes
     assert f"what assistants say in {len(held_out)} conversations" in as_markdown(report)
+
+
+def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_path: Path) -> None:
+    """The same report from recorded scores; a score of other documents or files is not used."""
+    asked = spec.model_copy(update={"scorer": "this release"})
+    code, lines, stderr = evaluate(asked.model_dump_json())
+    assert code == 0, stderr
+    scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
+    first = EvaluationReport.model_validate(lines[-1]["data"])
+    assert [each.subject for each in scores] == [
+        local_model_digest(tmp_path / "candidate"), local_model_digest(tmp_path / "base"),
+        "ngram of order 3", "gzip", "xz",
+    ]  # fmt: skip
+    candidate, base, *baselines = scores
+    other = base.model_copy(update={"subject": "0" * 64, "bits": (0.0,) * first.documents})
+    short = base.model_copy(update={"bits": base.bits[:-1]})
+    for known, again in (((candidate, other, *baselines), 1), ((*scores[:1], short), 4)):
+        asked = asked.model_copy(update={"known": known})
+        code, lines, stderr = evaluate(asked.model_dump_json())
+        assert code == 0, stderr
+        fresh = [each["data"] for each in lines if each["event"] == "score"]
+        assert len(fresh) == again
+        assert fresh[0]["subject"] == base.subject  # type: ignore[index]
+        second = EvaluationReport.model_validate(lines[-1]["data"])
+        for before, after in zip(first.scores, second.scores, strict=True):
+            assert after.bits_per_byte == before.bits_per_byte
+            assert after.gain_over == before.gain_over
+        assert second.score("candidate") == first.score("candidate"), "latency too"

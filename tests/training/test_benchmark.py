@@ -53,3 +53,12 @@ def test_mfu_says_that_it_was_not_run_and_why(capsys: pytest.CaptureFixture[str]
     result = module.main([])
     assert not result["run"]
     assert "no GPU here" in result["why"]
+
+
+@pytest.mark.nightly
+def test_decoding_ways_give_the_same_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    result = loaded("decoding").main(["--tokens", "6", "--prompt", "4", "--repeats", "1"])
+    assert set(result) == {"ours", "llama"}
+    for row in map(json.loads, capsys.readouterr().out.splitlines()):
+        assert row["same_tokens"]
+        assert row["tokens_per_s"]["kept"] > 0

@@ -535,6 +535,8 @@ class EvaluationSettings(Settings):
     """How a candidate is evaluated."""
 
     held_out_bytes: int = Field(default=262_144, ge=1024)
+    # From here on all nodes score a part of the documents; below, starting them takes longer.
+    spread_from_bytes: int = Field(default=8_388_608, ge=1024)
     bootstrap_samples: int = Field(default=1000, ge=100)
     confidence: float = Field(default=0.95, gt=0.5, lt=1)
     ngram_order: int = Field(default=5, ge=1, le=8)
@@ -568,7 +570,11 @@ class Policy(Settings):
     min_tasks: dict[str, float] = {}
     max_task_regression: float = Field(default=0.0, ge=0)
     max_model_bytes: int = Field(default=2_000_000_000, gt=0)
-    max_latency_ms: float = Field(default=1000.0, gt=0)  # one forward pass of one context
+    # Of one row of the context's length, on the node that judges: a forward pass, one more token,
+    # and the whole process's peak.
+    max_latency_ms: float = Field(default=1000.0, gt=0)
+    max_latency_ms_per_token: float | None = Field(default=None, gt=0)
+    max_memory_bytes: int | None = Field(default=None, gt=0)
     max_parameters: int | None = Field(default=None, gt=0)
     min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -11,12 +11,19 @@ from .held_out import (
     HeldOutDocument as HeldOutDocument,
     choose_conversations as choose_conversations,
     choose_prefixes as choose_prefixes,
+    joined as joined,
+    share_of as share_of,
     slice_rows as slice_rows,
 )
 from .overlap import find_overlap as find_overlap
 from .report import as_frame as as_frame, as_markdown as as_markdown, plot_report as plot_report
 from .run import download_model as download_model
-from .scoring import Resampler as Resampler, score_models as score_models
+from .scoring import (
+    Resampler as Resampler,
+    ngram_subject as ngram_subject,
+    score_models as score_models,
+    score_share as score_share,
+)
 from .tasks import read_tasks as read_tasks, score_tasks as score_tasks
 from .text_model import TextModel as TextModel
 from .transformer import score_transformer as score_transformer, windows as windows

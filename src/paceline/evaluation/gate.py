@@ -74,6 +74,9 @@ def decide(
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
+    serving = facts.serving
+    token_ms = serving.decode_ms_per_token if serving else None
+    peak_bytes = serving.peak_memory_bytes if serving else None
     checks = [
         _evaluated(report, candidate),
         _at_least("held-out documents", report.documents, policy.min_documents),
@@ -105,6 +108,8 @@ def decide(
             for check, name, value, bound in (
                 (_at_most, "parameters", facts.parameters, policy.max_parameters),
                 (_at_least, "context", facts.context, policy.min_context),
+                (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
+                (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
             )
             if bound is not None
         ),

@@ -1,7 +1,7 @@
 """Generate text from a model directory, to look at what was trained.
 
-Computes the whole row for each token, without a cache of keys and values: serve with vLLM or
-transformers, whose layout the directory has.
+Keys and values are kept from token to token, on the CPU, one row at a time: to serve many, use vLLM
+or transformers, whose layout the directory has.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ def generate(
         row = [model.separator, *model.encode(prompt.encode()).tolist()]
     made: list[int] = []
     shown = ""
+    next_logits = model.decoder()
     while len(made) < max_tokens:
         with torch.inference_mode():
-            logits_V = model.forward(torch.tensor([row[-model.context :]]))[0, -1].float()
+            logits_V = next_logits(row)
             logits_V[model.tokenizer.vocabulary.vocab_size :] = -torch.inf  # rows without a token
             token = _draw(logits_V, temperature, random)
         if token in stops:

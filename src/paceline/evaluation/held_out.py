@@ -12,14 +12,19 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import Conversation, Document
 from paceline.errors import InvalidSnapshot
+from paceline.schemas import RecordedScore
 
 MAX_CHARACTER = 3  # continuation bytes of UTF-8
+# Documents that are batched together: their figures are then the same, to the bit, whatever other
+# groups are scored beside them, as on several nodes.
+GROUP = 256
 SHORTEST_PREFIX_BYTES = 1024  # below this, fewer documents are taken instead of shorter prefixes
 
 
@@ -64,6 +69,27 @@ def choose_conversations(documents: Iterable[Document], budget_bytes: int) -> li
         HeldOutDocument(each.path, each.text, len(each.text), each.conversation)
         for each in sorted(chosen, key=lambda each: each.path)
     ]
+
+
+def share_of(documents: Sequence[HeldOutDocument], part: int, parts: int) -> list[HeldOutDocument]:
+    """Return part number ``part`` of the documents, in groups that are scored together."""
+    return [each for at, each in enumerate(documents) if at // GROUP % parts == part]
+
+
+def joined(parts: Sequence[RecordedScore]) -> RecordedScore:
+    """Return the score of all documents from those of every part, in order."""
+    rest = [list(each.bits) for each in parts]
+    bits: list[float] = []
+    for group in count():
+        if not (own := rest[group % len(parts)]):
+            break
+        bits += own[:GROUP]
+        del own[:GROUP]
+    assert not any(rest), "each part has its groups in turn"
+    tokens = sum(int(str(each.facts["tokens"])) for each in parts)
+    return parts[0].model_copy(
+        update={"bits": tuple(bits), "facts": parts[0].facts | {"tokens": tokens}}
+    )
 
 
 def _prefix(text: bytes, size: int) -> bytes:

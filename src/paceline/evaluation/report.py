@@ -52,6 +52,7 @@ def as_markdown(report: EvaluationReport) -> str:
         f"of {'–' if each.overlapping is None else each.overlapping} at least half the text is."
         for each in report.overlaps or ()
     ]
+    lines += _serving(report)
     lines += _gains(report)
     lines += _tasks(report)
     lines += _slices(report)
@@ -123,6 +124,20 @@ def _gains(report: EvaluationReport) -> list[str]:
     ]
     head = ["", "| difference in bits per byte | value | interval | |", "|---|---:|---:|---|"]
     return head + rows if rows else []
+
+
+def _serving(report: EvaluationReport) -> list[str]:
+    rows = [
+        f"| {_cell(score.name)} | {each.batch} × {each.context} | {each.prefill_ms:.1f} ms | "
+        f"{each.decode_ms_per_token:.2f} ms | "
+        f"{'–' if (peak := each.peak_memory_bytes) is None else f'{peak / 1e6:.0f} MB'} | "
+        f"{_cell(f'{each.machine}: {each.cpu}, {each.threads} thread')}"
+        f"{'' if each.threads == 1 else 's'}{_cell(f', {each.gpu} unused') if each.gpu else ''} |"
+        for score in report.scores
+        if (each := score.serving) is not None
+    ]
+    head = ["", "| served in float32 | rows × tokens | prefill | a token | peak memory | machine |"]
+    return [*head, "|---|---|---:|---:|---:|---|", *rows] if rows else []
 
 
 def _tasks(report: EvaluationReport) -> list[str]:

@@ -1,39 +1,57 @@
 """The evaluation process: ``python -m paceline.evaluation.run`` on a node, killable by its caller.
 
 Reads an EvaluationSpec (JSON) from standard input. Writes JSON lines to standard output:
-``{"event": "progress", "data": {"fraction", "message"}}`` and at the end one
-``{"event": "result", "data": EvaluationReport}``, or ``{"event": "failed", "data": {"code",
-"message"}}`` and a nonzero exit code.
+``{"event": "progress", "data": {"fraction", "message"}}``, ``{"event": "score", "data":
+RecordedScore}`` for each model and baseline that was not scored before, and at the end one
+``{"event": "result", "data": EvaluationReport}`` (not for a share of the documents), or
+``{"event": "failed", "data": {"code", "message"}}`` and a nonzero exit code.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paceline.config import load_runtime, this_node
 from paceline.data import Snapshot, documents, load_snapshot, tokenizer_of
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
-from paceline.evaluation.held_out import choose_conversations, choose_prefixes
+from paceline.evaluation.held_out import choose_conversations, choose_prefixes, share_of
 from paceline.evaluation.overlap import find_overlap
-from paceline.evaluation.scoring import score_models
+from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import score_tasks
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
-from paceline.schemas import EvaluationReport, EvaluationSpec, Overlap, TrainingData
+from paceline.schemas import (
+    EvaluationReport,
+    EvaluationSpec,
+    Overlap,
+    RecordedScore,
+    TrainingData,
+)
 from paceline.storage import ObjectStore
 
 TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4 s on one core
+MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
 HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
+_writing = threading.Lock()
 
 
-def evaluate(spec: EvaluationSpec) -> EvaluationReport:
-    """Return the report on ``spec``'s models; writes progress to standard output."""
+def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
+    """Return the report on ``spec``'s models, of a share None; writes progress and scores to
+    standard output."""
     runtime = load_runtime(spec.state_dir)
     store = ObjectStore.from_runtime(runtime)
     cache_dir = runtime.state_dir / "cache"
@@ -53,14 +71,36 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
         held_out = choose_conversations(found, budget)
     else:
         held_out = choose_prefixes(read, budget)
-    train = [
-        each.text
-        for each in documents(
-            snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text
-        )
-    ]
-    with tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch:
+
+    def train() -> list[bytes]:
+        found = documents(snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text)
+        return [each.text for each in found]
+
+    def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
+        if spec.scorer and len(bits_D) <= MOST_RECORDED:
+            score = RecordedScore(
+                subject=subject,
+                snapshot_digest=snapshot.digest,
+                held_out_bytes=budget,
+                scorer=spec.scorer,
+                bits=tuple(bits_D.tolist()),
+                facts=dict(facts),
+                run_id=spec.run_id,
+            )
+            _emit("score", score.model_dump(mode="json"))
+
+    def compare() -> tuple[Overlap, ...]:
+        return tuple(_overlap(each, read, answers, store, cache_dir) for each in spec.trained_on)
+
+    overlaps: list[Future[tuple[Overlap, ...]]] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch,
+        ThreadPoolExecutor(1) as beside,  # baselines take one core
+    ):
         models = {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()}
+        if spec.share is not None:
+            score_share(models, share_of(held_out, *spec.share), tokenizer, on_scored, _progress)
+            return None
         report = score_models(
             models,
             held_out,
@@ -69,19 +109,20 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport:
             snapshot_digest=snapshot.digest,
             on_progress=_progress,
             tokenizer=tokenizer,
+            known=[each for each in spec.known if len(each.bits) == len(held_out)],
+            on_scored=on_scored,
+            on_models_scored=lambda: overlaps.append(beside.submit(compare)),
         )
         if spec.tasks_url:
             report = _with_tasks(report, spec, models, store, Path(scratch))
-    began = time.monotonic()
-    try:
-        overlaps = tuple(
-            _overlap(each, read, answers, store, cache_dir) for each in spec.trained_on
-        )
-    except PermanentError as error:  # without a comparison the gate fails, with this reason
-        failures = report.failures | {TRAINING_DATA: error.one_line()}
-        return report.model_copy(update={"failures": failures})
+        began = time.monotonic()
+        try:
+            compared = overlaps[0].result()
+        except PermanentError as error:  # without a comparison the gate fails, with this reason
+            failures = report.failures | {TRAINING_DATA: error.one_line()}
+            return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
-    return report.model_copy(update={"overlaps": overlaps, "seconds": seconds})
+    return report.model_copy(update={"overlaps": compared, "seconds": seconds})
 
 
 def _with_tasks(
@@ -153,11 +194,14 @@ def main() -> int:
         spec = EvaluationSpec.model_validate_json(sys.stdin.buffer.read())
     except ValidationError as error:
         return _fail(InvalidInput("not an evaluation spec", got=str(error).splitlines()[0:3]))
+    # Torch takes 1.4 s to import: beside what is read first.
+    threading.Thread(target=import_module, args=("torch",), daemon=True).start()
     try:
         report = evaluate(spec)
     except PacelineError as error:
         return _fail(error)
-    _emit("result", report.model_dump(mode="json"))
+    if report is not None:
+        _emit("result", report.model_dump(mode="json"))
     return 0
 
 
@@ -198,9 +242,13 @@ def _fail(error: PacelineError) -> int:
 
 
 def _emit(event: str, data: dict[str, object]) -> None:
-    sys.stdout.write(json.dumps({"event": event, "data": data}, allow_nan=False) + "\n")
-    sys.stdout.flush()
+    line = json.dumps({"event": event, "data": data}, allow_nan=False) + "\n"
+    with _writing:
+        sys.stdout.write(line)
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # nothing is left to do, and taking torch down takes 0.7 s

@@ -9,6 +9,7 @@ difference between two models is paired document by document. Percentile interva
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,11 @@ from paceline.errors import PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
-from paceline.evaluation.transformer import TransformerScore, score_transformer
-from paceline.models import weights_digest
-from paceline.schemas import EvaluationReport, Interval, ModelScore
+from paceline.evaluation.transformer import score_transformer
+from paceline.models import local_model_digest
+from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
 
+log = logging.getLogger(__name__)
 Reals = NDArray[np.float64]
 
 _ROWS = 128  # draws held in memory at once
@@ -70,6 +72,9 @@ OnProgress = Callable[[float, str], None]
 NGRAM = "ngram"
 
 
+OnScored = Callable[[str, Reals, Mapping[str, Any]], None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
     kind: Literal["transformer", "ngram", "compressor"]
@@ -77,48 +82,79 @@ class _Scored:
     facts: Mapping[str, Any]  # fields of ModelScore that only served models have
 
 
+def ngram_subject(settings: EvaluationSettings) -> str:
+    """Return the name under which the n-gram model's score is recorded."""
+    return f"{NGRAM} of order {settings.ngram_order}"
+
+
 def score_models(
     models: Mapping[str, Path],
     held_out: Sequence[HeldOutDocument],
-    train: Sequence[bytes],
+    train: Callable[[], Sequence[bytes]],
     settings: EvaluationSettings,
     *,
     snapshot_digest: str,
     on_progress: OnProgress,
     tokenizer: Tokenizer | None = None,
+    known: Sequence[RecordedScore] = (),
+    on_scored: OnScored = lambda _subject, _bits, _facts: None,
+    on_models_scored: Callable[[], None] = lambda: None,
 ) -> EvaluationReport:
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
-    Each model reads the text by its own tokenizer; ``tokenizer`` is the snapshot's, for models that
-    carry none. Of conversations only what assistants say is scored: models see what precedes it,
-    the baselines do not. A model that cannot be scored (wrong format, NaN, a tokenizer that loses
-    text) has no score and an entry in ``failures``.
+    ``train`` returns the training text, if it is needed. Each model reads the text by its own
+    tokenizer; ``tokenizer`` is the snapshot's, for models that carry none. Of conversations only
+    what assistants say is scored: models see what precedes it, the baselines do not. A model that
+    cannot be scored (wrong format, NaN, a tokenizer that loses text) has no score and an entry in
+    ``failures``. ``known`` scores on the same documents, found by the digest of the model's files,
+    are not computed again; each new one is passed to ``on_scored`` (subject, bits by document,
+    facts). ``on_models_scored`` may start what would disturb the measurement of latency.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
     failures: dict[str, str] = {}
-    by_digest: dict[str, TransformerScore] = {}
     texts = [each.text for each in held_out]
+    done: dict[str, tuple[Reals, Mapping[str, Any]]] = {
+        each.subject: (np.array(each.bits), each.facts) for each in known
+    }
+
+    def once(subject: str, score: Callable[[], tuple[Reals, Mapping[str, Any]]]) -> dict[str, Any]:
+        if subject not in done:  # base and champion are often the same
+            done[subject] = score()
+            on_scored(subject, *done[subject])
+        bits_D, facts = done[subject]
+        return {"bits": bits_D, "facts": facts}
+
     for number, (name, directory) in enumerate(models.items()):
 
         def show(fraction: float, number: int = number, name: str = name) -> None:
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
+        def score(directory: Path = directory) -> tuple[Reals, Mapping[str, Any]]:
+            return score_transformer(directory, held_out, show, tokenizer).split()
+
         try:
-            found = _score_once(directory, held_out, by_digest, show, tokenizer)
+            found = once(local_model_digest(directory), score)
         except PermanentError as error:
             failures[name] = error.one_line()
             continue
-        facts = {field: value for field, value in vars(found).items() if field != "bits"}
-        scored[name] = _Scored(kind="transformer", bits=found.bits, facts=facts)
-    on_progress(0.92, f"{NGRAM}: counting {sum(map(len, train))} bytes")
-    scored[NGRAM] = _Scored(
-        kind="ngram", bits=_ngram_bits(train, texts, settings.ngram_order), facts={}
-    )
+        scored[name] = _Scored(kind="transformer", **found)
+
+    on_models_scored()
+
+    def count_grams() -> tuple[Reals, Mapping[str, Any]]:
+        training_texts = train()
+        on_progress(0.92, f"{NGRAM}: counting {sum(map(len, training_texts))} bytes")
+        return _ngram_bits(training_texts, texts, settings.ngram_order), {}
+
+    scored[NGRAM] = _Scored(kind="ngram", **once(ngram_subject(settings), count_grams))
     for name in COMPRESSORS:
-        on_progress(0.97, name)
-        bits_D = np.array([compressed_bits(name, text) for text in texts])
-        scored[name] = _Scored(kind="compressor", bits=bits_D, facts={})
+
+        def compress(name: str = name) -> tuple[Reals, Mapping[str, Any]]:
+            on_progress(0.97, name)
+            return np.array([compressed_bits(name, text) for text in texts]), {}
+
+        scored[name] = _Scored(kind="compressor", **once(name, compress))
     sizes_D = np.array([len(text) for text in texts], dtype=np.float64)
     return EvaluationReport(
         snapshot_digest=snapshot_digest,
@@ -132,17 +168,32 @@ def score_models(
     )
 
 
-def _score_once(
-    directory: Path,
+def score_share(
+    models: Mapping[str, Path],
     held_out: Sequence[HeldOutDocument],
-    by_digest: dict[str, TransformerScore],
-    show: Callable[[float], None],
-    tokenizer: Tokenizer | None,
-) -> TransformerScore:
-    digest = weights_digest(directory)  # base and champion often have the same weights
-    if digest not in by_digest:
-        by_digest[digest] = score_transformer(directory, held_out, show, tokenizer)
-    return by_digest[digest]
+    tokenizer: Tokenizer,
+    on_scored: OnScored,
+    on_progress: OnProgress,
+) -> None:
+    """Score each model on a share of the documents and pass that to ``on_scored``.
+
+    Leaves out what cannot be scored: the evaluation of all documents names it.
+    """
+    done: set[str] = set()
+    for number, (name, directory) in enumerate(models.items()):
+
+        def show(fraction: float, number: int = number, name: str = name) -> None:
+            on_progress((number + fraction) / len(models), f"{name}: {fraction:.0%}")
+
+        try:
+            if (subject := local_model_digest(directory)) in done:
+                continue
+            done.add(subject)
+            scored = score_transformer(directory, held_out, show, tokenizer)
+        except PermanentError as error:
+            log.warning("not scored model=%s: %s", name, error.one_line())
+            continue
+        on_scored(subject, *scored.split())
 
 
 def _ngram_bits(train: Sequence[bytes], texts: Sequence[bytes], order: int) -> Reals:

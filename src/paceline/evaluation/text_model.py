@@ -5,10 +5,9 @@ Reads only the model's files; runs on the CPU, in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unicodedata import normalize
 
 import numpy as np
@@ -19,6 +18,8 @@ from paceline.errors import InvalidInput
 from paceline.models import TOKENIZER_FILE, is_pretrained, require_tokenizer, weight_files
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 Tokens = NDArray[np.int64]
@@ -31,7 +32,7 @@ class TextModel:
     """A model, and how it reads text."""
 
     directory: Path
-    forward: Callable[[Tensor], Tensor]  # tokens_BT → logits_BTV
+    network: Any  # float32, in evaluation mode
     tokenizer: Tokenizer
     vocabulary: int  # rows of the embedding
     separator: int  # before a document's first token, as in training, and after its last
@@ -60,7 +61,7 @@ class TextModel:
             require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
             return cls(
                 directory=directory,
-                forward=found.load(),
+                network=found.load(),
                 tokenizer=tokenizer,
                 vocabulary=found.vocab_size,
                 separator=tokenizer.vocabulary.separator,
@@ -78,7 +79,7 @@ class TextModel:
         require_tokenizer(config, tokenizer.digest, tokenizer.vocabulary.vocab_size)
         return cls(
             directory=directory,
-            forward=model.float().eval(),  # as Pretrained.load: few CPUs are fast in halves
+            network=model.float().eval(),  # as Pretrained.load: few CPUs are fast in halves
             tokenizer=tokenizer,
             vocabulary=config.vocab_size,
             separator=config.separator,
@@ -87,6 +88,33 @@ class TextModel:
             parameters=count_parameters(config),
             dtype=config.torch_dtype,
         )
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return logits_BTV."""
+        logits_BTV: Tensor = self.network(tokens_BT)
+        return logits_BTV
+
+    def decoder(self) -> Callable[[list[int]], Tensor]:
+        """Return a function from a row of tokens to the logits_V of its next token.
+
+        For a row that grows: keys and values of tokens that it was called with are kept. A row
+        longer than the context is computed whole, from its last tokens, at each call: every token
+        of it then has another position than before.
+        """
+        import torch
+
+        cache, known = self.network.new_cache(), 0
+
+        def next_logits(row: list[int]) -> Tensor:
+            nonlocal known
+            with torch.inference_mode():
+                if len(row) > self.context:
+                    return self.forward(torch.tensor([row[-self.context :]]))[0, -1].float()
+                new, known = row[known:], len(row)
+                logits_TV: Tensor = self.network(torch.tensor([new]), cache=cache)[0]
+                return logits_TV[-1].float()
+
+        return next_logits
 
     def encode(self, text: bytes) -> Tokens:
         """Return the tokens of ``text``; raises InvalidInput where they do not say all of it."""

@@ -1,4 +1,4 @@
-"""Score a transformer: bits per held-out document, and the latency of one forward pass.
+"""Score a transformer: bits per held-out document, and what it costs to serve it.
 
 A model reads text by its own tokenizer. Every token is predicted exactly once, from the separator
 and at least a quarter of a context before it (all there is, near a document's start). Because all
@@ -9,28 +9,28 @@ statistics and reads only the model's files.
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput
-from paceline.evaluation.held_out import HeldOutDocument
+from paceline.evaluation.held_out import GROUP, HeldOutDocument
+from paceline.evaluation.serving import measure_serving
 from paceline.evaluation.text_model import TextModel, Tokens
 from paceline.models import weight_files, weights_digest
+from paceline.schemas import Serving
 
 Reals = NDArray[np.float64]
 
 TOKENS_PER_BATCH = 4096  # at most; 4 MiB of logits in float32 with a vocabulary of 256
 LOGITS_BYTES = 512 * 1024 * 1024  # at most, of all threads together
-LATENCY_RUNS = 7
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
 
 
@@ -39,7 +39,8 @@ class TransformerScore:
     """Bits per document, and facts about serving."""
 
     bits: Reals  # one figure a document
-    latency_ms: float
+    latency_ms: float  # one forward pass of one context
+    serving: Serving
     dtype: str
     model_bytes: int
     weights_digest: str
@@ -47,6 +48,11 @@ class TransformerScore:
     parameters: int
     context: int  # that the model was made for; rows may be shorter
     format: str = FORMAT
+
+    def split(self) -> tuple[Reals, dict[str, Any]]:
+        """Return ``bits``, and the other fields: those of a ModelScore."""
+        facts = dict(vars(self))
+        return facts.pop("bits"), facts
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,14 @@ def score_transformer(
     not in safetensors, or its tokenizer is not here, does not fit it, does not keep the text, or is
     not that of the conversations.
     """
-    model = TextModel.open(directory, tokenizer)
-    read = [_read(model, each, tokenizer) for each in held_out]
     with one_core_an_operation() as cores:
-        latency_ms = _latency_ms(model)
+        model, serving = measure_serving(lambda: TextModel.open(directory, tokenizer))
+        read = [_read(model, each, tokenizer) for each in held_out]
         bits_D = _bits(model, read, on_progress, _threads(model, cores))
     return TransformerScore(
         bits=bits_D,
-        latency_ms=latency_ms,
+        latency_ms=serving.prefill_ms,
+        serving=serving,
         dtype=model.dtype,
         model_bytes=sum(path.stat().st_size for path in weight_files(directory)),
         weights_digest=weights_digest(directory),
@@ -150,14 +156,16 @@ def _bits(
     import torch
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
-    todo = [
-        each
-        for number, tokens in enumerate(targets)
-        for each in windows(len(tokens), model.context, number)
-    ]
-    todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
     rows = batch_rows(model)
-    batches = [todo[start : start + rows] for start in range(0, len(todo), rows)]
+    batches: list[list[Window]] = []
+    for first in range(0, len(documents), GROUP):
+        todo = [
+            each
+            for number, tokens in enumerate(targets[first : first + GROUP], start=first)
+            for each in windows(len(tokens), model.context, number)
+        ]
+        todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
+        batches += [todo[start : start + rows] for start in range(0, len(todo), rows)]
     bits_D = np.zeros(len(documents))
 
     def predict(batch: Sequence[Window]) -> NDArray[np.float64]:
@@ -220,16 +228,3 @@ def one_core_an_operation() -> Iterator[int]:
         yield len(os.sched_getaffinity(0))
     finally:
         torch.set_num_threads(before)
-
-
-def _latency_ms(model: TextModel) -> float:
-    import torch
-
-    tokens_BT = torch.full((1, model.context), model.separator, dtype=torch.int64)
-    seconds = []
-    with torch.inference_mode():
-        for _ in range(LATENCY_RUNS):
-            began = time.perf_counter()
-            model.forward(tokens_BT)
-            seconds.append(time.perf_counter() - began)
-    return 1000 * statistics.median(seconds[1:])  # the first one warms up

@@ -15,11 +15,14 @@ from .config import (
 )
 from .files import (
     CONFIG_FILE as CONFIG_FILE,
+    DESCRIBING as DESCRIBING,
     INDEX_FILE as INDEX_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
     is_pretrained as is_pretrained,
     json_object as json_object,
     lies_as_pretrained as lies_as_pretrained,
+    local_model_digest as local_model_digest,
+    model_digest as model_digest,
     read_config as read_config,
     read_index as read_index,
     read_json as read_json,

@@ -36,7 +36,29 @@ class DocumentSegments:
     masks: list[list[Tensor | None]]
 
 
-AttentionScope = Tensor | DocumentSegments | None  # a mask_B1TT, segments, or all earlier tokens
+class KeptKeys:
+    """A layer's keys and values of the tokens before, for decoding: new tokens attend to them."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._kept: tuple[Tensor, Tensor] | None = None  # (B, K, longest, E)
+        self.length = 0  # tokens
+
+    def extended(self, k_BKTE: Tensor, v_BKTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Append keys and values of new tokens; return those of all tokens (views)."""
+        if self._kept is None:  # allocated once: appending by copies would be O(T²)
+            b, heads, _, size = k_BKTE.shape
+            shape = (b, heads, self._longest, size)
+            self._kept = k_BKTE.new_empty(shape), v_BKTE.new_empty(shape)
+        begin, self.length = self.length, self.length + k_BKTE.shape[2]
+        for kept, new in zip(self._kept, (k_BKTE, v_BKTE), strict=True):
+            kept[:, :, begin : self.length] = new
+        k, v = (kept[:, :, : self.length] for kept in self._kept)
+        return k, v
+
+
+# a mask_B1TT, segments, kept keys and values, or None: all earlier tokens
+AttentionScope = Tensor | DocumentSegments | KeptKeys | None
 
 
 def attention_scope(documents_BT: Tensor | None) -> AttentionScope:
@@ -93,6 +115,16 @@ def attend(q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, seen: AttentionScope)
     """Return each token's mix of values: over all earlier tokens, or over those in ``seen``."""
     if isinstance(seen, DocumentSegments):
         return _apart(q_BHTE, k_BKTE, v_BKTE, seen)
+    if isinstance(seen, KeptKeys):
+        t, before = q_BHTE.shape[2], seen.length
+        k_BKTE, v_BKTE = seen.extended(k_BKTE, v_BKTE)
+        if before:  # else as without: causal
+            mask_TT = torch.ones(t, before + t, dtype=torch.bool, device=q_BHTE.device)
+            gqa = q_BHTE.shape[1] != k_BKTE.shape[1]
+            return F.scaled_dot_product_attention(
+                q_BHTE, k_BKTE, v_BKTE, attn_mask=mask_TT.tril(before), enable_gqa=gqa
+            )
+        seen = None
     return _attend_at_once(q_BHTE, k_BKTE, v_BKTE, seen)
 
 

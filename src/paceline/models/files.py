@@ -7,7 +7,7 @@ The layout is the one Hugging Face tools read: ``config.json``, ``model.safetens
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"  # peft's
+DESCRIBING = (CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE)  # what is read of a model beside weights
 SUFFIX = ".safetensors"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
 MAX_JSON_BYTES = 16 * 1024 * 1024
@@ -118,6 +119,20 @@ def read_index(directory: Path) -> dict[str, str]:
 def weights_digest(directory: Path) -> str:
     """Return one SHA-256 (hex) over names and bytes of the safetensors files in ``directory``."""
     return digest_of({path.name: _sha256(path) for path in weight_files(directory)})
+
+
+def model_digest(weights_digest: str, sha256: Mapping[str, str]) -> str:
+    """Return one SHA-256 (hex) over all that a model's predictions follow from.
+
+    ``sha256``: of its files by name, of which those of ``DESCRIBING`` count.
+    """
+    return digest_of([weights_digest, *(sha256.get(name) for name in DESCRIBING)])
+
+
+def local_model_digest(directory: Path) -> str:
+    """Return the ``model_digest`` of the files in ``directory``."""
+    digest, paths = weights_digest(directory), [directory / name for name in DESCRIBING]
+    return model_digest(digest, {each.name: _sha256(each) for each in paths if each.is_file()})
 
 
 def _sha256(path: Path) -> str:

@@ -134,7 +134,8 @@ class Pretrained:
     def build(self) -> nn.Module:
         """Return the model without values (on the meta device).
 
-        ``forward(tokens_BT, positions_BT, documents_BT)`` returns logits_BTV, as ours does.
+        ``forward(tokens_BT, positions_BT, documents_BT, cache)`` returns logits_BTV, and
+        ``new_cache()`` a cache of keys and values, as ours do.
         """
         return _build(self.config)
 
@@ -373,15 +374,27 @@ def _with_documents(kind: type[Any]) -> type[Any]:
         tokens_BT: Tensor,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        cache: Any = None,
     ) -> Tensor:
         mask = None if documents_BT is None else document_masks(self.config, documents_BT)
         outputs = kind.forward(
-            self, input_ids=tokens_BT, position_ids=positions_BT, attention_mask=mask
+            self,
+            input_ids=tokens_BT,
+            position_ids=positions_BT,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
         )
         logits_BTV: Tensor = outputs.logits
         return logits_BTV
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    def new_cache(self: Any) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.config)
+
+    added = {"forward": forward, "new_cache": new_cache, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), added)
 
 
 def document_masks(config: Any, documents_BT: Tensor) -> Any:

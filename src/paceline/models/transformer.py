@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor, nn
 
-from paceline.models.attention import AttentionScope, attend, attention_scope
+from paceline.models.attention import AttentionScope, KeptKeys, attend, attention_scope
 from paceline.models.config import ModelConfig
 
 INITIAL_STD = 0.02
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (T or more, E) or (B, 1, T, E)
+KeyValueCache = dict[str, KeptKeys]  # by layer
 
 
 class RMSNorm(nn.Module):
@@ -147,17 +148,25 @@ class Transformer(nn.Module):
         tokens_BT: Tensor,
         positions_BT: Tensor | None = None,
         documents_BT: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Return logits_BTV for tokens_BT (integers, T ≤ the context).
 
         ``positions_BT``: of each token, by default 0 to T - 1; may exceed the context. Tokens of
         different ``documents_BT`` do not attend to each other. For a stage see the class.
+        With a ``cache`` (``new_cache``) the tokens follow those of the calls before, up to the
+        context together; positions and documents are then left out.
         """
         x_BTD = self.model.embed_tokens(tokens_BT) if self.has_embedding else tokens_BT
         rotation = self._rotation(positions_BT, x_BTD.device)
         seen = attention_scope(documents_BT)
-        for block in self.model.layers.values():
-            x_BTD = block(x_BTD, rotation, seen)
+        if cache:
+            assert positions_BT is None and documents_BT is None, "positions are the cache's"
+            cos_TE, sin_TE = rotation
+            before = next(iter(cache.values())).length
+            rotation = cos_TE[before:], sin_TE[before:]
+        for number, block in self.model.layers.items():
+            x_BTD = block(x_BTD, rotation, cache[number] if cache else seen)
         if not self.has_head:
             return x_BTD
         x_BTD = self.model.norm(x_BTD)
@@ -166,6 +175,10 @@ class Transformer(nn.Module):
         else:
             logits_BTV = self.lm_head(x_BTD)
         return logits_BTV
+
+    def new_cache(self) -> KeyValueCache:
+        """Return an empty cache of keys and values, for one batch of rows that grow."""
+        return {number: KeptKeys(self.config.context) for number in self.model.layers}
 
     def stage(self, layers: range, *, embedding: bool, head: bool) -> Transformer:
         """Return blocks ``layers`` as a separate model that shares this one's weights."""

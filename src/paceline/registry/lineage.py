@@ -198,6 +198,9 @@ def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
         values[f"{prefix}.bits_per_byte.high"] = score.bits_per_byte.high
         values[f"{prefix}.latency_ms"] = score.latency_ms
         values[f"{prefix}.model_bytes"] = score.model_bytes
+        if score.serving is not None:
+            values[f"{prefix}.decode_ms_per_token"] = score.serving.decode_ms_per_token
+            values[f"{prefix}.peak_memory_bytes"] = score.serving.peak_memory_bytes
         for other, gain in score.gain_over.items():
             values[f"{prefix}.gain_over.{other}"] = gain.value
     for task in report.tasks:

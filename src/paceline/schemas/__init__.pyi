@@ -163,7 +163,9 @@ from .training import (
     ModelScore as ModelScore,
     Overlap as Overlap,
     RankEvent as RankEvent,
+    RecordedScore as RecordedScore,
     Restart as Restart,
+    Serving as Serving,
     TaskScore as TaskScore,
     TaskSize as TaskSize,
     TimeLedger as TimeLedger,
@@ -171,4 +173,5 @@ from .training import (
     TrainingData as TrainingData,
     TrainJob as TrainJob,
     TrainResult as TrainResult,
+    score_key as score_key,
 )

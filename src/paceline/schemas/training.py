@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import DataSettings, EvaluationSettings, TrainingSettings
-from paceline.schemas.base import ModelId, Name, Record, Sha256
+from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of
 
 
 def _unset(value: object) -> bool:
@@ -181,6 +181,29 @@ class TrainingData(Record):
     quarantined_shards: tuple[str, ...] = ()  # not read by the training
 
 
+class RecordedScore(Record):
+    """What one model or simple baseline scored, document by document, and what that follows from:
+    the same subject under the same four other fields has the same figures."""
+
+    subject: str  # digest of a model's files, or a baseline's name and settings
+    snapshot_digest: Sha256
+    held_out_bytes: int
+    scorer: str  # version of the code and of the libraries that scored
+    bits: tuple[float, ...]
+    facts: dict[str, object] = {}  # further fields of ModelScore
+    run_id: str  # in which it was scored
+
+    @property
+    def key(self) -> str:
+        """Return the digest of what the figures follow from."""
+        return score_key(self.subject, self.snapshot_digest, self.held_out_bytes, self.scorer)
+
+
+def score_key(subject: str, snapshot_digest: str, held_out_bytes: int, scorer: str) -> str:
+    """Return the key of a RecordedScore."""
+    return digest_of([subject, snapshot_digest, held_out_bytes, scorer])
+
+
 class EvaluationSpec(Record):
     """Input of an evaluation process."""
 
@@ -195,6 +218,10 @@ class EvaluationSpec(Record):
     tasks_url: str = ""  # of the published directory of tasks; "": none
     tasks_digest: str = ""  # of its manifest
     trained_on: tuple[TrainingData, ...] = ()
+    scorer: str = ""  # "": scores are not recorded
+    known: tuple[RecordedScore, ...] = ()  # of earlier evaluations, and not computed again
+    # Only the models on this part of the documents (number, of how many), and no report.
+    share: tuple[int, int] | None = None
 
 
 class Interval(Record):
@@ -203,6 +230,20 @@ class Interval(Record):
     value: float
     low: float
     high: float
+
+
+class Serving(Record):
+    """What it costs to serve a model, as measured on one machine in float32 on its CPU."""
+
+    machine: str  # its host name
+    cpu: str
+    gpu: str = ""  # of the machine, and not used; "": none
+    threads: int
+    batch: int  # rows
+    context: int  # tokens of a row
+    prefill_ms: float  # one forward pass of the rows
+    decode_ms_per_token: float  # one more token, with keys and values of the tokens before kept
+    peak_memory_bytes: int | None  # of the whole process; None: the kernel does not tell
 
 
 class ModelScore(Record):
@@ -220,6 +261,7 @@ class ModelScore(Record):
     tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
     parameters: int | None = Field(default=None, exclude_if=_unset)
     context: int | None = Field(default=None, exclude_if=_unset)  # positions it was made for
+    serving: Serving | None = Field(default=None, exclude_if=_unset)
 
 
 class TaskScore(Record):

@@ -23,6 +23,7 @@ from .machine import (
     gpus as gpus,
     interface_mbit as interface_mbit,
     interface_to as interface_to,
+    processor as processor,
     write_bytes_s as write_bytes_s,
 )
 from .processes import (

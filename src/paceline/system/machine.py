@@ -6,6 +6,7 @@ Linux only; what cannot be found is None or empty. Nothing here talks to another
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import socket
 import struct
@@ -79,6 +80,19 @@ def write_bytes_s(directory: Path, size_bytes: int = WRITE_BYTES) -> float:
         return written / max(seconds, 1e-6)
     finally:
         path.unlink(missing_ok=True)
+
+
+def processor() -> tuple[str, set[str]]:
+    """Return the processor's model ("unknown" where it has no name) and its flags."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
+    except OSError:  # not Linux
+        return platform.processor() or "unknown", set()
+    said = {
+        key.strip().lower(): value.strip() for key, _, value in (x.partition(":") for x in lines)
+    }
+    flags = said.get("flags") or said.get("features") or ""
+    return said.get("model name") or platform.processor() or "unknown", set(flags.split())
 
 
 def gpus() -> tuple[str, ...] | None:

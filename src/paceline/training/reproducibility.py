@@ -26,6 +26,7 @@ from paceline.errors import NotReproducible, PermanentError
 from paceline.manifest import MANIFEST_FILE, directory_name, parse_manifest
 from paceline.schemas import Difference, TrainJob, TrainResult, digest_of
 from paceline.storage import ObjectStore, join_url
+from paceline.system import processor
 from paceline.training.identity import code_version, config_digest, task_size_of
 from paceline.training.parallel import is_asynchronous
 
@@ -67,7 +68,7 @@ def _fixed() -> dict[str, Any]:
     root = Path(str(paceline.__file__)).resolve().parents[2]
     locks = [root / "requirements" / name for name in ("base.lock", "train.lock")]
     commit, diff = _commit(root)
-    model, flags = _processor()
+    model, flags = processor()
     return {
         "python": f"{platform.python_implementation()} {platform.python_version()}",
         "torch": _version("torch"),
@@ -102,18 +103,6 @@ def _packages() -> str:
         if each.metadata["Name"] and each.metadata["Name"].lower() != "paceline"
     }
     return digest_of(sorted(found))
-
-
-def _processor() -> tuple[str, set[str]]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").split("\n\n")[0].splitlines()
-    except OSError:  # not Linux
-        return platform.processor() or "unknown", set()
-    said = {
-        key.strip().lower(): value.strip() for key, _, value in (x.partition(":") for x in lines)
-    }
-    flags = said.get("flags") or said.get("features") or ""
-    return said.get("model name") or platform.processor() or "unknown", set(flags.split())
 
 
 def _accelerator() -> str:

@@ -1,0 +1,79 @@
+"""What it costs to serve a model, measured on this machine: one row, float32, on the CPU.
+
+Peak memory is of the whole process with its libraries: what a machine needs to answer such a row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.evaluation.text_model import TextModel
+from paceline.schemas import Serving
+from paceline.system import gpus, processor
+
+LATENCY_RUNS = 7
+DECODED_TOKENS = 16
+PEAK = "VmHWM"
+_PROCESS = Path("/proc/self")
+
+
+def measure_serving(open_model: Callable[[], TextModel]) -> tuple[TextModel, Serving]:
+    """Return the model that ``open_model`` opens, and what it costs to serve it.
+
+    A row has the context's length; the last of its tokens are also decoded one by one. Memory is
+    not known (None) where the kernel does not let a process reset its peak.
+    """
+    import torch
+
+    resets = _reset_peak()
+    model = open_model()
+    row = [model.separator] * model.context
+    forward_ms = []
+    with torch.inference_mode():
+        for _ in range(LATENCY_RUNS):
+            began = time.perf_counter()
+            model.forward(torch.tensor([row]))
+            forward_ms.append(1000 * (time.perf_counter() - began))
+    next_logits = model.decoder()
+    token_ms = []
+    for length in range(max(1, model.context - DECODED_TOKENS), model.context + 1):
+        began = time.perf_counter()
+        next_logits(row[:length])
+        token_ms.append(1000 * (time.perf_counter() - began))
+    serving = Serving(
+        machine=platform.node(),
+        cpu=processor()[0],
+        gpu=", ".join(line.split(",")[0] for line in gpus() or ()),
+        threads=torch.get_num_threads(),
+        batch=1,
+        context=model.context,
+        prefill_ms=statistics.median(forward_ms[1:]),  # the first one warms up
+        decode_ms_per_token=statistics.median(token_ms[1:] or token_ms),  # the first is a prefill
+        peak_memory_bytes=_peak_bytes() if resets else None,
+    )
+    return model, serving
+
+
+def _reset_peak() -> bool:
+    """Set this process's peak of resident memory to what it has now; False where it cannot."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # glibc's: return what models before had
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        (_PROCESS / "clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _peak_bytes() -> int | None:
+    found = re.search(rf"^{PEAK}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
+    return None if found is None else 1024 * int(found[1])
