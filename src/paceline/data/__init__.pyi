@@ -12,6 +12,7 @@ from .loading.shards import (
 from .loading.stream import PlannedStream as PlannedStream, open_stream as open_stream
 from .snapshot import (
     BYTE_VOCABULARY as BYTE_VOCABULARY,
+    REJECTED_AT as REJECTED_AT,
     Column as Column,
     Shard as Shard,
     Snapshot as Snapshot,
@@ -21,6 +22,7 @@ from .snapshot import (
     in_held_out as in_held_out,
     load_snapshot as load_snapshot,
     require_columns as require_columns,
+    require_pairs as require_pairs,
     require_purpose as require_purpose,
     require_readable as require_readable,
     require_whole as require_whole,

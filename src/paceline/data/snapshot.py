@@ -51,6 +51,10 @@ class Column(Record):
 # conversations: rows begin with their first token instead of a separator.
 LOSS_MASK = "loss_mask"
 MASK_COLUMN = Column(name=LOSS_MASK, dtype="bool", shape=(None,))
+# A sample with it is a pair: a conversation with the chosen answer, and from this token on the same
+# one with the rejected answer.
+REJECTED_AT = "rejected_at"
+REJECTED_COLUMN = Column(name=REJECTED_AT, dtype="int32", shape=())
 
 
 class _Grown(Record):
@@ -169,6 +173,11 @@ class Snapshot:
         return MASK_COLUMN in self.columns
 
     @property
+    def is_paired(self) -> bool:
+        """Return whether its samples are pairs of answers, a chosen and a rejected one."""
+        return REJECTED_COLUMN in self.columns
+
+    @property
     def shards(self) -> tuple[Shard, ...]:
         """Return all shards, of both splits."""
         return self.record.shards
@@ -257,6 +266,28 @@ def require_purpose(snapshot: Snapshot, purpose: str, project: str | None = None
             wanted=repr(project),
             where=snapshot.url,
         )
+
+
+def require_pairs(snapshot: Snapshot, wanted: bool) -> None:
+    """Raise InvalidInput unless ``snapshot`` has pairs of answers where, and only where, they are
+    ``wanted`` (``training.dpo``)."""
+    if snapshot.is_paired == wanted:
+        return
+    if wanted:
+        raise InvalidInput(
+            "preferences are learned from pairs of answers",
+            got=f"a snapshot of {'conversations' if snapshot.is_masked else 'other samples'}",
+            wanted="rows with prompt, chosen and rejected",
+            where=snapshot.url,
+            do="Build the snapshot from such rows, or unset training.dpo.",
+        )
+    raise InvalidInput(
+        "pairs of answers are no text to imitate",
+        got="rows with prompt, chosen and rejected",
+        wanted="training.dpo",
+        where=snapshot.url,
+        do="Set training.dpo.beta=0.1, or build the snapshot from rows with messages.",
+    )
 
 
 def _check_sums(record: SnapshotRecord, where: str) -> None:

@@ -189,7 +189,7 @@ class Lines:
         figures = {
             name: value if math.isfinite(number(value)) else None  # JSON has no NaN
             for name, value in event.data.items()
-            if name in _KEPT or name.startswith("held_out")
+            if name in _KEPT or name.startswith(("held_out", "reward_"))
         }
         line = {"step": event.step, "attempt": event.attempt, **figures}
         self._keep(METRICS_FILE, json.dumps(line) + "\n")

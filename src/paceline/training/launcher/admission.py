@@ -12,7 +12,14 @@ import contextlib
 from pathlib import Path
 
 from paceline.config import TrainingSettings, load_runtime
-from paceline.data import Snapshot, Split, load_snapshot, require_purpose, require_readable
+from paceline.data import (
+    Snapshot,
+    Split,
+    load_snapshot,
+    require_pairs,
+    require_purpose,
+    require_readable,
+)
 from paceline.data.loading import require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
 from paceline.manifest import directory_name
@@ -72,6 +79,13 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     Reasons: a label for another purpose, another tokenizer than the base model's, or no tokens.
     """
     require_purpose(snapshot, job.purpose, job.data.project)
+    require_pairs(snapshot, job.settings.dpo is not None)
+    if job.settings.dpo is not None and job.labels != "true":
+        raise InvalidInput(
+            "the control run shuffles tokens, and preferences are learned from whole answers",
+            got=f"training.dpo, labels {job.labels}",
+            wanted="labels true",
+        )
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
@@ -138,7 +152,7 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
     """
     mesh = settings.mesh
     copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; AdamW: two moments
-    copies = copies if settings.lora is None else 1
+    copies = copies + (settings.dpo is not None) if settings.lora is None else 1
     share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:

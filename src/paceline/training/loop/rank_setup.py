@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import sys
@@ -15,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.config import TrainingSettings
 from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
@@ -29,6 +31,7 @@ from paceline.models import (
     merge_adapters,
     set_magnitudes,
     weights_digest,
+    without_adapters,
 )
 from paceline.storage import join_url
 from paceline.system import write_durably
@@ -48,9 +51,11 @@ from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
 from paceline.training.loop.loop import Evaluator, Progress
+from paceline.training.loop.preferences import Preferences, RowScores
 from paceline.training.loop.starting_state import RankContext
+from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
-from paceline.training.parallel import Mesh, Parallel, parallelise
+from paceline.training.parallel import Mesh, Parallel, evaluating, parallelise
 
 ADAPTER = "adapter"  # directory beside the export
 TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
@@ -94,10 +99,43 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
 
         averaged = local_sgd(its.model, mesh, settings, its.workload)
         return averaged, averaged.follow
+    # before the model is consumed; without values, or of our transformer
+    base = copy.deepcopy(its.model) if settings.dpo and its.adapters is None else None
     parallel = parallelise(its.model, mesh, settings, its.workload)
     if its.pretrained is not None:
         load_weights(its.pretrained, parallel, its.adapters)
+    if isinstance(its.workload, Preferences):
+        scores = RowScores(its.workload.task)
+        reference = reference_of(its.pretrained, parallel, base, mesh, settings, scores)
+        its.workload.reference = reference
     return parallel, lambda *_: None
+
+
+def reference_of(
+    pretrained: Pretrained | None,
+    parallel: Parallel,
+    base: nn.Module | None,
+    mesh: Mesh,
+    settings: TrainingSettings,
+    scores: RowScores,
+) -> Callable[[Inputs], Tensor]:
+    """Return the function that gives rows their log-probabilities under the base.
+
+    ``base`` is a copy of the model before it was spread, and is spread likewise; None: the model of
+    ``parallel`` without its adapters.
+    """
+    if base is None:
+        held, (module,) = evaluating(parallel, mesh, settings, scores), parallel.modules
+
+        def without(inputs: Inputs) -> Tensor:
+            with without_adapters(module):
+                return held.evaluate(inputs).loss
+
+        return without
+    frozen = parallelise(base.requires_grad_(False), mesh, settings, scores, is_frozen=True)
+    if pretrained is not None:
+        load_weights(pretrained, frozen)
+    return lambda inputs: frozen.evaluate(inputs).loss
 
 
 def load_weights(
@@ -147,7 +185,7 @@ def evaluator_of(
         lambda: its.held_out_stream(mesh.data_rank, mesh.data_world),
         settings.evaluate_sequences,
         settings.accumulation,
-        text_bytes / tokens if tokens and text_bytes else None,
+        text_bytes / tokens if tokens and text_bytes and not settings.dpo else None,
         during,
     )
 

@@ -81,6 +81,23 @@ class Workload(Protocol):
         ...
 
 
+@runtime_checkable
+class HasFigures(Protocol):
+    """A training task with figures of its own beside the loss."""
+
+    def figures(self, inputs: Inputs) -> dict[str, float]:
+        """Return sums by name after the loss of ``inputs``: they add up as the loss does."""
+        ...
+
+
+def figures_of(workload: Workload, parts: Sequence[Inputs]) -> dict[str, float]:
+    """Return the sums of the workload's own figures over ``parts``; {} where it has none."""
+    if not isinstance(workload, HasFigures):
+        return {}
+    found = [workload.figures(each) for each in parts]
+    return {name: sum(each[name] for each in found) for name in found[0]}
+
+
 @dataclass(frozen=True)
 class TransformerWorkload:
     """Next-token prediction with the built-in decoder, or a model in transformers' layout."""
@@ -142,10 +159,20 @@ class ShuffledLabels:
 
 def weighted_loss(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
     """Return Σ over tokens of weight × cross-entropy, in nats; halves are computed in float32."""
+    loss_N = _losses(logits_BTV, targets_BT)
+    return torch.dot(loss_N, weights_BT.flatten().to(loss_N.dtype))
+
+
+def weighted_losses(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
+    """Return weight × cross-entropy of each token (B, T), as ``weighted_loss`` sums it."""
+    loss_N = _losses(logits_BTV, targets_BT)
+    return loss_N.view_as(weights_BT) * weights_BT.to(loss_N.dtype)
+
+
+def _losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     if logits_BTV.dtype in (torch.bfloat16, torch.float16):
         logits_BTV = logits_BTV.float()
-    loss_N = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
-    return torch.dot(loss_N, weights_BT.flatten().to(loss_N.dtype))
+    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
 
 
 def shuffled(batch: Batch, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:

@@ -81,6 +81,7 @@ def require_layout(
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)
     _require_adaptable(spec, settings)
+    _require_preferable(spec, settings, data)
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
@@ -147,6 +148,28 @@ def _require_adaptable(spec: MeshSpec, settings: TrainingSettings) -> None:
             got=f"training.code_ref {settings.code_ref}, no targets",
             wanted="names of its linear layers, or all-linear",
             where="training.lora.target_modules",
+        )
+
+
+def _require_preferable(
+    spec: MeshSpec, settings: TrainingSettings, data: DataSettings | None
+) -> None:
+    if settings.dpo is None:
+        return
+    if spec.tp * spec.pp > 1 or settings.synchrony.kind != "every-step" or settings.code_ref:
+        raise InvalidInput(
+            "preferences are learned by replicas or shards of a language model, in step",
+            got=f"mesh {spec}, {settings.synchrony.kind}, code_ref {settings.code_ref!r}",
+            wanted="tp 1, pp 1, every-step and no code_ref",
+            where="training.dpo",
+        )
+    if data is not None and data.batching != "bucketed":
+        raise InvalidInput(
+            "pairs of answers have a row each",
+            got=f"data.batching {data.batching}",
+            wanted="bucketed",
+            where="data.batching",
+            do="Set data.batching=bucketed.",
         )
 
 
