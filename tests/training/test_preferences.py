@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def plain_loop(directory: Path, rates: list[float], lora: bool) -> list[dict[str
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(0)
-        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, for what peft reads
+            model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **LORA))
     learnt = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(
         [
