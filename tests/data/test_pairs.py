@@ -15,11 +15,12 @@ from paceline.config import DataSettings
 from paceline.data import (
     ShardCache,
     Snapshot,
+    Split,
     build_snapshot,
     documents,
     open_stream,
     open_tokenizer,
-    require_pairs,
+    require_readable,
 )
 from paceline.errors import InvalidInput
 from paceline.storage import DiskStore
@@ -174,7 +175,7 @@ said = as_messages(pair(3))
         ({**said, "prompt": []}, "its 'prompt' is empty"),
         ({**said, "chosen": said["prompt"]}, "its 'chosen' begins with a message of 'user'"),
         ({**said, "rejected": said["chosen"]}, "its answers are equal"),
-        ({"chosen": "far " * 90}, "tokens of both answers, more than max_tokens 200"),
+        ({"chosen": "far " * 90}, "tokens in both answers, more than max_tokens 200"),
         (
             {"chosen": None, "rejected": None, "messages": [*said["prompt"], *said["chosen"]]},
             "a conversation, unlike most of the first samples",
@@ -199,13 +200,22 @@ def test_pairs_and_dpo_belong_together(model: Path, tmp_path: Path) -> None:
     talks = [{"key": each["key"], "prompt": each["prompt"], "completion": each["chosen"]}
              for each in ROWS]  # fmt: skip
     conversations = built(talks, model, tmp_path)
-    require_pairs(pairs, wanted=True)
-    require_pairs(conversations, wanted=False)
-    with pytest.raises(InvalidInput, match=r"training\.dpo\.beta=0\.1"):
-        require_pairs(pairs, wanted=False)
-    with pytest.raises(InvalidInput, match="a snapshot of conversations") as caught:
-        require_pairs(conversations, wanted=True)
-    assert "rows with prompt, chosen and rejected" in caught.value.one_line()
+
+    def readable(snapshot: Snapshot, batching: str = "bucketed", *, pairs: bool) -> None:
+        settings = DataSettings(batching=batching)
+        splits: list[Split] = ["train"]
+        require_readable(
+            snapshot, settings, context=256, global_batch=2, splits=splits, pairs=pairs
+        )
+
+    readable(pairs, pairs=True)
+    readable(conversations, pairs=False)
+    with pytest.raises(InvalidInput, match=r"got pairs without training\.dpo"):
+        readable(pairs, pairs=False)
+    with pytest.raises(InvalidInput, match=r"got training\.dpo and conversations"):
+        readable(conversations, pairs=True)
+    with pytest.raises(InvalidInput, match="a pair has a row of its own"):
+        readable(pairs, "packed", pairs=True)
 
 
 def test_pairs_need_a_chat_template(model: Path, tmp_path: Path) -> None:

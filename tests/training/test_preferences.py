@@ -161,7 +161,7 @@ def lora_words() -> list[str]:
         (True, 1, 1),
         *(
             pytest.param(*each, marks=pytest.mark.nightly)
-            for each in ((False, 1, 1), (False, 2, 1), (False, 2, 2), (True, 2, 2))
+            for each in ((False, 1, 1), (False, 2, 1), (False, 2, 2), (True, 2, 1), (True, 2, 2))
         ),
     ],
 )
@@ -218,8 +218,8 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"mesh": {"tp": 2}}, "tp 1, pp 1, every-step and no code_ref"),
-        ({"mesh": {"pp": 2}}, "tp 1, pp 1, every-step and no code_ref"),
+        ({"mesh": {"tp": 2}}, "preferences are learned by replicas or shards"),
+        ({"mesh": {"pp": 2}}, "preferences are learned by replicas or shards"),
         ({"synchrony": {"kind": "local-sgd"}}, "local-sgd"),
         ({"code_ref": "paceline.training.recurrent:byte_gru"}, "byte_gru"),
     ],
@@ -238,8 +238,8 @@ def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words:
         (("--set", "data.batching=packed"), "data.batching=bucketed"),
         (("--set", "training.dpo.beta=0"), "training.dpo.beta"),
         (("--labels", "shuffled"), "the control run shuffles tokens"),
-        (("--set", "model.context=32"), "tokens of both answers, more than max_tokens 31"),
-        (("--set", "data.text_field=prompt"), "preferences are learned from pairs of answers"),
+        (("--set", "model.context=32"), "tokens in both answers, more than max_tokens 31"),
+        (("--set", "data.text_field=prompt"), "got training.dpo and text, or other samples"),
     ],
 )
 def test_what_cannot_be_learned_from_is_one_line(

@@ -22,7 +22,6 @@ from .snapshot import (
     in_held_out as in_held_out,
     load_snapshot as load_snapshot,
     require_columns as require_columns,
-    require_pairs as require_pairs,
     require_purpose as require_purpose,
     require_readable as require_readable,
     require_whole as require_whole,

@@ -207,13 +207,10 @@ class SnapshotBuilder:
         """Return a conversation as text, tokens and their loss mask, or why it cannot be."""
         messages, tools, *answers = json.loads(each.text or b"")
         try:
-            if answers:
-                sides = [
-                    self.template.tokens(messages + answer, tools, prompt=len(messages))
-                    for answer in answers
-                ]
-            else:
-                sides = [self.template.tokens(messages, tools)]
+            sides = [
+                self.template.tokens(messages + more, tools, prompt=len(messages) if answers else 0)
+                for more in answers or [[]]
+            ]
         except ValueError as error:
             return UnusableSample(each.key, str(error)[:300])
         text = "\n".join(each for each, _, _ in sides)
@@ -225,9 +222,10 @@ class SnapshotBuilder:
                 return UnusableSample(each.key, "its answers are equal")
         most = self.settings.max_tokens
         if most and len(tokens) > most:
-            both = " of both answers" if answers else ""
-            reason = f"{len(tokens)} tokens{both}, more than max_tokens {most}"
-            return UnusableSample(each.key, reason)
+            both = " in both answers" * bool(answers)
+            return UnusableSample(
+                each.key, f"{len(tokens)} tokens{both}, more than max_tokens {most}"
+            )
         made = replace(each, text=text.encode(), tokens=tokens, features=features)
         return check_sample(made)
 

@@ -268,28 +268,6 @@ def require_purpose(snapshot: Snapshot, purpose: str, project: str | None = None
         )
 
 
-def require_pairs(snapshot: Snapshot, wanted: bool) -> None:
-    """Raise InvalidInput unless ``snapshot`` has pairs of answers where, and only where, they are
-    ``wanted`` (``training.dpo``)."""
-    if snapshot.is_paired == wanted:
-        return
-    if wanted:
-        raise InvalidInput(
-            "preferences are learned from pairs of answers",
-            got=f"a snapshot of {'conversations' if snapshot.is_masked else 'other samples'}",
-            wanted="rows with prompt, chosen and rejected",
-            where=snapshot.url,
-            do="Build the snapshot from such rows, or unset training.dpo.",
-        )
-    raise InvalidInput(
-        "pairs of answers are no text to imitate",
-        got="rows with prompt, chosen and rejected",
-        wanted="training.dpo",
-        where=snapshot.url,
-        do="Set training.dpo.beta=0.1, or build the snapshot from rows with messages.",
-    )
-
-
 def _check_sums(record: SnapshotRecord, where: str) -> None:
     shards = record.shards
     grown = [each.lengths_sha256 is not None for each in shards]
@@ -353,13 +331,14 @@ def require_columns(columns: int, global_batch: int) -> None:
 
 def require_batching(batching: str, columns: Sequence[str]) -> None:
     """Raise InvalidInput where samples with feature ``columns`` cannot be batched this way."""
-    if LOSS_MASK in columns and batching not in ("packed", "bucketed"):
+    whole = ("bucketed",) if REJECTED_AT in columns else ("packed", "bucketed")
+    if LOSS_MASK in columns and batching not in whole:
         raise InvalidInput(
-            "conversations stay whole",
+            "conversations stay whole, and a pair has a row of its own",
             got=f"data.batching {batching}",
-            wanted="packed or bucketed",
+            wanted=" or ".join(whole),
             where="data.batching",
-            do="Set data.batching=packed.",
+            do=f"Set data.batching={whole[0]}.",
         )
     if batching == "windows" and columns:
         raise InvalidInput(
@@ -382,8 +361,20 @@ def require_readable(
     context: int,
     global_batch: int,
     splits: Sequence[Split],
+    pairs: bool = False,
 ) -> None:
-    """Raise InvalidInput or InvalidSnapshot where ``settings`` do not fit the ``splits``."""
+    """Raise InvalidInput or InvalidSnapshot where ``settings`` do not fit the ``splits``.
+
+    ``pairs``: whether ``training.dpo`` is set, and the samples must be pairs of answers.
+    """
+    if snapshot.is_paired != pairs:
+        kind = "conversations" if snapshot.is_masked else "text, or other samples"
+        raise InvalidInput(
+            "training.dpo learns from pairs of answers, and nothing else does",
+            got=f"training.dpo and {kind}" if pairs else "pairs without training.dpo",
+            wanted="training.dpo.beta, and rows with prompt, chosen and rejected",
+            where=snapshot.url,
+        )
     require_columns(settings.columns, global_batch)
     require_batching(settings.batching, [each.name for each in snapshot.columns])
     require_token_features(settings.token_features, snapshot.columns)

@@ -183,26 +183,20 @@ def _pair(row: Mapping[str, Any]) -> tuple[str | None, list[Any], list[Any]]:
         return f"a pair of answers without {missing[0]!r}", [], []
     if len({isinstance(row[name], str) for name in PAIR_FIELDS}) > 1:
         return f"some of {', '.join(PAIR_FIELDS)} are texts, others messages", [], []
-    prompt, *answers = (
-        _said("user" if name == "prompt" else "assistant", row[name])
-        if isinstance(row[name], str)
-        else row[name]
-        for name in PAIR_FIELDS
-    )
+    prompt, *answers = (row[name] for name in PAIR_FIELDS)
+    if isinstance(prompt, str):
+        prompt, answers = _said("user", prompt), [_said("assistant", each) for each in answers]
     reason = _messages_fault(prompt, "prompt")
-    for name, answer in zip(ANSWERS, answers, strict=True):
-        reason = reason or _messages_fault(answer, name) or _answer_fault(answer, name)
-    if reason is None and answers[0] == answers[1]:
-        reason = "its answers are equal"
+    for name, messages in zip(ANSWERS, answers, strict=True):
+        reason = reason or _messages_fault(messages, name) or _answer_fault(messages, name)
     return reason, prompt, answers
 
 
 def _answer_fault(messages: list[dict[str, Any]], name: str) -> str | None:
     if messages[0]["role"] != "assistant":
         return f"its {name!r} begins with a message of {messages[0]['role']!r}"
-    is_empty = any(not (each.get("content") or "").strip() for each in messages)
-    calls = any(each.get("tool_calls") for each in messages)
-    return f"its {name!r} is empty" if is_empty and not calls else None
+    said = all(each.get("tool_calls") or each["content"].strip() for each in messages)
+    return None if said else f"its {name!r} is empty"
 
 
 def _chat_fault(messages: object) -> str | None:

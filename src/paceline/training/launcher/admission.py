@@ -12,14 +12,7 @@ import contextlib
 from pathlib import Path
 
 from paceline.config import TrainingSettings, load_runtime
-from paceline.data import (
-    Snapshot,
-    Split,
-    load_snapshot,
-    require_pairs,
-    require_purpose,
-    require_readable,
-)
+from paceline.data import Snapshot, Split, load_snapshot, require_purpose, require_readable
 from paceline.data.loading import require_allowed, require_runnable
 from paceline.errors import CorruptData, InvalidInput, InvalidSnapshot
 from paceline.manifest import directory_name
@@ -79,13 +72,8 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     Reasons: a label for another purpose, another tokenizer than the base model's, or no tokens.
     """
     require_purpose(snapshot, job.purpose, job.data.project)
-    require_pairs(snapshot, job.settings.dpo is not None)
-    if job.settings.dpo is not None and job.labels != "true":
-        raise InvalidInput(
-            "the control run shuffles tokens, and preferences are learned from whole answers",
-            got=f"training.dpo, labels {job.labels}",
-            wanted="labels true",
-        )
+    if job.settings.dpo is not None and job.labels == "shuffled":
+        raise InvalidInput("the control run shuffles tokens, not answers", got="training.dpo")
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
@@ -120,8 +108,10 @@ def require_readable_batches(
     else:
         context = 0  # unknown: the model is on another machine's disk; each rank checks
     splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
-    rows = settings.batch_sequences
-    require_readable(snapshot, job.data, context=context, global_batch=rows, splits=splits)
+    rows, pairs = settings.batch_sequences, settings.dpo is not None
+    require_readable(
+        snapshot, job.data, context=context, global_batch=rows, splits=splits, pairs=pairs
+    )
 
 
 def _base_directory(job: TrainJob, worker_id: str) -> Path | None:

@@ -33,7 +33,7 @@ from .optimizer import (
     new_optimizer as new_optimizer,
 )
 from .preemption import MetadataWatcher as MetadataWatcher
-from .preferences import Preferences as Preferences, RowScores as RowScores
+from .preferences import Preferences as Preferences
 from .rank import run_rank as run_rank
 from .rank_process import (
     STOPPED_EXIT as STOPPED_EXIT,
@@ -51,7 +51,6 @@ from .rank_setup import (
     export_model as export_model,
     exporter_of as exporter_of,
     load_weights as load_weights,
-    reference_of as reference_of,
     restore_checkpoint as restore_checkpoint,
     result_of as result_of,
     save_last as save_last,

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.config import TrainingSettings
 from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
@@ -51,11 +50,11 @@ from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
 from paceline.training.loop.loop import Evaluator, Progress
-from paceline.training.loop.preferences import Preferences, RowScores
+from paceline.training.loop.preferences import Preferences
 from paceline.training.loop.starting_state import RankContext
 from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
-from paceline.training.parallel import Mesh, Parallel, evaluating, parallelise
+from paceline.training.parallel import Mesh, Parallel, parallelise
 
 ADAPTER = "adapter"  # directory beside the export
 TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
@@ -105,36 +104,27 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
     if its.pretrained is not None:
         load_weights(its.pretrained, parallel, its.adapters)
     if isinstance(its.workload, Preferences):
-        scores = RowScores(its.workload.task)
-        reference = reference_of(its.pretrained, parallel, base, mesh, settings, scores)
-        its.workload.reference = reference
+        its.workload.reference = _reference(its, parallel, base, mesh)
     return parallel, lambda *_: None
 
 
-def reference_of(
-    pretrained: Pretrained | None,
-    parallel: Parallel,
-    base: nn.Module | None,
-    mesh: Mesh,
-    settings: TrainingSettings,
-    scores: RowScores,
+def _reference(
+    its: RankContext, parallel: Parallel, base: nn.Module | None, mesh: Mesh
 ) -> Callable[[Inputs], Tensor]:
-    """Return the function that gives rows their log-probabilities under the base.
-
-    ``base`` is a copy of the model before it was spread, and is spread likewise; None: the model of
-    ``parallel`` without its adapters.
-    """
+    """Return the function that gives rows their log-probabilities under ``base``, which is spread
+    as the model is; None: under the model without its adapters."""
     if base is None:
-        held, (module,) = evaluating(parallel, mesh, settings, scores), parallel.modules
+        (module,) = parallel.modules
 
         def without(inputs: Inputs) -> Tensor:
             with without_adapters(module):
-                return held.evaluate(inputs).loss
+                return parallel.evaluate(inputs).loss
 
         return without
-    frozen = parallelise(base.requires_grad_(False), mesh, settings, scores, is_frozen=True)
-    if pretrained is not None:
-        load_weights(pretrained, frozen)
+    base.requires_grad_(False)
+    frozen = parallelise(base, mesh, its.job.settings, its.workload, is_frozen=True)
+    if its.pretrained is not None:
+        load_weights(its.pretrained, frozen)
     return lambda inputs: frozen.evaluate(inputs).loss
 
 

@@ -159,20 +159,10 @@ class ShuffledLabels:
 
 def weighted_loss(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
     """Return Σ over tokens of weight × cross-entropy, in nats; halves are computed in float32."""
-    loss_N = _losses(logits_BTV, targets_BT)
-    return torch.dot(loss_N, weights_BT.flatten().to(loss_N.dtype))
-
-
-def weighted_losses(logits_BTV: Tensor, targets_BT: Tensor, weights_BT: Tensor) -> Tensor:
-    """Return weight × cross-entropy of each token (B, T), as ``weighted_loss`` sums it."""
-    loss_N = _losses(logits_BTV, targets_BT)
-    return loss_N.view_as(weights_BT) * weights_BT.to(loss_N.dtype)
-
-
-def _losses(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     if logits_BTV.dtype in (torch.bfloat16, torch.float16):
         logits_BTV = logits_BTV.float()
-    return F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+    loss_N = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten(), reduction="none")
+    return torch.dot(loss_N, weights_BT.flatten().to(loss_N.dtype))
 
 
 def shuffled(batch: Batch, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[Any]]:

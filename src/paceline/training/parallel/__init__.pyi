@@ -9,7 +9,7 @@ from .checks import (
     require_ranks as require_ranks,
     require_uncut as require_uncut,
 )
-from .compose import evaluating as evaluating, parallelise as parallelise
+from .compose import parallelise as parallelise
 from .data_parallel import CompressionMemory as CompressionMemory
 from .mesh import (
     AXES as AXES,

@@ -81,7 +81,6 @@ def require_layout(
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)
     _require_adaptable(spec, settings)
-    _require_preferable(spec, settings, data)
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
@@ -133,43 +132,28 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
 
 def _require_adaptable(spec: MeshSpec, settings: TrainingSettings) -> None:
-    if settings.lora is None:
-        return
-    if spec.tp * spec.pp > 1 or settings.synchrony.kind != "every-step":
+    for name, what in (("lora", "adapters are trained"), ("dpo", "preferences are learned")):
+        in_step = settings.synchrony.kind == "every-step"
+        if getattr(settings, name) is not None and (spec.tp * spec.pp > 1 or not in_step):
+            raise InvalidInput(
+                f"{what} by replicas or shards, in step",
+                got=f"mesh {spec}, {settings.synchrony.kind}",
+                wanted="tp 1, pp 1 and every-step",
+                where=f"training.{name}",
+            )
+    if settings.code_ref and settings.dpo is not None:
         raise InvalidInput(
-            "adapters are trained by replicas or shards, in step",
-            got=f"mesh {spec}, {settings.synchrony.kind}",
-            wanted="tp 1, pp 1 and every-step",
-            where="training.lora",
+            "a model of your own has its own loss",
+            got=f"training.code_ref {settings.code_ref}",
+            wanted="one of them",
+            where="training.dpo",
         )
-    if settings.code_ref and not settings.lora.target_modules:
+    if settings.code_ref and settings.lora is not None and not settings.lora.target_modules:
         raise InvalidInput(
             "a model of your own has no default layers to adapt",
             got=f"training.code_ref {settings.code_ref}, no targets",
             wanted="names of its linear layers, or all-linear",
             where="training.lora.target_modules",
-        )
-
-
-def _require_preferable(
-    spec: MeshSpec, settings: TrainingSettings, data: DataSettings | None
-) -> None:
-    if settings.dpo is None:
-        return
-    if spec.tp * spec.pp > 1 or settings.synchrony.kind != "every-step" or settings.code_ref:
-        raise InvalidInput(
-            "preferences are learned by replicas or shards of a language model, in step",
-            got=f"mesh {spec}, {settings.synchrony.kind}, code_ref {settings.code_ref!r}",
-            wanted="tp 1, pp 1, every-step and no code_ref",
-            where="training.dpo",
-        )
-    if data is not None and data.batching != "bucketed":
-        raise InvalidInput(
-            "pairs of answers have a row each",
-            got=f"data.batching {data.batching}",
-            wanted="bucketed",
-            where="data.batching",
-            do="Set data.batching=bucketed.",
         )
 
 

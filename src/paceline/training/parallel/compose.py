@@ -170,14 +170,6 @@ class SingleStage:
             )
 
 
-def evaluating(
-    parallel: Parallel, mesh: Mesh, settings: TrainingSettings, workload: Workload
-) -> Parallel:
-    """Return the module of ``parallel`` with another task, for ``evaluate`` alone."""
-    (module,) = parallel.modules
-    return SingleStage(module, module, mesh, settings, workload, SentBytes())
-
-
 def parallelise(
     model: nn.Module,
     mesh: Mesh,
