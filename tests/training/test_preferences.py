@@ -215,6 +215,37 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
     assert again["weights_digest"] == whole["weights_digest"]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", ["our own transformer", "bfloat16", "DoRA"])
+def test_other_ways_begin_at_the_base_and_learn(
+    places: tuple[Path, Path], tmp_path: Path, way: str
+) -> None:
+    """Blocks recomputed, products of model and reference in bfloat16, magnitudes switched off."""
+    model, source = places
+    words = {
+        "our own transformer": (
+            f"data.tokenizer={model / 'tokenizer.json'}", "model.parameters=20000",
+            "training.activation_checkpointing=true",
+        ),
+        "bfloat16": ("training.precision=bfloat16",),
+        "DoRA": (
+            "training.lora.use_dora=true", "training.lora.target_modules=all-linear",
+            "training.mesh.shard=2", "training.activation_checkpointing=true",
+        ),
+    }[way]  # fmt: skip
+    start = () if way == "our own transformer" else ("--model", str(model))
+    done = typed(
+        *("train", *start, "--text", str(source), "--output", str(tmp_path / "out"), "--json"),
+        *("--steps", "8", "--ranks", "2", "--set", f"model.context={CONTEXT}"),
+        *("--set", "data.format=jsonl", "--set", "data.batching=bucketed"),
+        *("--set", "training.dpo.beta=1", "--set", "training.learning_rate=1e-2"),
+        *(word for each in words for word in ("--set", each)),
+    )
+    result = json.loads(done.stdout)
+    assert result["first_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    assert result["final_loss"] < 0.5
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -102,7 +102,7 @@ def set_magnitudes(model: nn.Module) -> None:
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within the ``with``, let ``model`` compute what it did before ``add_adapters``.
 
-    Not by peft's ``enable_adapters``: that also changes which parameters want gradients.
+    Not by peft's own switch: that also changes which parameters want gradients.
     """
     layers = [layer for _, layer in _adapted(model)]
     for layer in layers:

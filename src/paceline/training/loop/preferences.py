@@ -43,7 +43,7 @@ class Preferences:
 
     def inputs(self, batch: Batch, device: torch.device) -> Inputs:
         """Return the conversations as rows (chosen, rejected, chosen, …), and what the reference
-        gives them. The last target receives the rewards of the answers, for ``figures``."""
+        gives them. The last target receives the rewards of the answers, for ``figure_sums``."""
         assert self.reference is not None, "the model is spread over ranks first"
         found = _rows(batch, device)
         reference_R = self.reference(found)
@@ -64,7 +64,7 @@ class Preferences:
         chosen_B, rejected_B = gained_R.view(-1, 2).unbind(1)
         return -torch.dot(F.logsigmoid(chosen_B - rejected_B), present_B.to(gained_R.dtype))
 
-    def figures(self, inputs: Inputs) -> dict[str, float]:
+    def figure_sums(self, inputs: Inputs) -> dict[str, float]:
         """Return sums over pairs: rewards as the paper has them, and how often the chosen answer's
         is higher (TRL's ``rewards/…``)."""
         *_, present_B, _, rewards_R = inputs.targets

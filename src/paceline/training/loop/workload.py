@@ -85,7 +85,7 @@ class Workload(Protocol):
 class HasFigures(Protocol):
     """A training task with figures of its own beside the loss."""
 
-    def figures(self, inputs: Inputs) -> dict[str, float]:
+    def figure_sums(self, inputs: Inputs) -> dict[str, float]:
         """Return sums by name after the loss of ``inputs``: they add up as the loss does."""
         ...
 
@@ -94,7 +94,7 @@ def figures_of(workload: Workload, parts: Sequence[Inputs]) -> dict[str, float]:
     """Return the sums of the workload's own figures over ``parts``; {} where it has none."""
     if not isinstance(workload, HasFigures):
         return {}
-    found = [workload.figures(each) for each in parts]
+    found = [workload.figure_sums(each) for each in parts]
     return {name: sum(each[name] for each in found) for name in found[0]}
 
 
