@@ -173,6 +173,12 @@ class LoraSettings(Settings):
         return (value,) if isinstance(value, str) else value
 
 
+class DpoSettings(Settings):
+    """Direct preference optimisation: the data are pairs of answers, chosen and rejected."""
+
+    beta: float = Field(default=0.1, gt=0)  # higher: the model stays closer to the base
+
+
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -214,6 +220,7 @@ class TrainingSettings(Settings):
     seed: int = 0
     code_ref: str = ""  # "": our transformer; else module:function, or git+https://…@COMMIT#m:f
     lora: LoraSettings | None = None  # None: all weights are trained
+    dpo: DpoSettings | None = None  # None: next-token prediction, or what code_ref defines
     mesh: MeshSettings = MeshSettings()
     synchrony: SynchronySettings = SynchronySettings()
     checkpoints: CheckpointSettings = CheckpointSettings()

@@ -12,6 +12,7 @@ from .loading.shards import (
 from .loading.stream import PlannedStream as PlannedStream, open_stream as open_stream
 from .snapshot import (
     BYTE_VOCABULARY as BYTE_VOCABULARY,
+    REJECTED_AT as REJECTED_AT,
     Column as Column,
     Shard as Shard,
     Snapshot as Snapshot,

@@ -34,6 +34,8 @@ from paceline.data.loading import content_digest
 from paceline.data.snapshot import (
     LOSS_MASK,
     MASK_COLUMN,
+    REJECTED_AT,
+    REJECTED_COLUMN,
     SNAPSHOT_FILE,
     Column,
     Shard,
@@ -203,15 +205,28 @@ class SnapshotBuilder:
 
     def _rendered(self, each: Sample) -> Sample | UnusableSample:
         """Return a conversation as text, tokens and their loss mask, or why it cannot be."""
-        messages, tools = json.loads(each.text or b"")
+        messages, tools, *answers = json.loads(each.text or b"")
         try:
-            text, tokens, mask = self.template.tokens(messages, tools)
+            sides = [
+                self.template.tokens(messages + more, tools, prompt=len(messages) if answers else 0)
+                for more in answers or [[]]
+            ]
         except ValueError as error:
             return UnusableSample(each.key, str(error)[:300])
+        text = "\n".join(each for each, _, _ in sides)
+        tokens, mask = (np.concatenate([side[part] for side in sides]) for part in (1, 2))
+        features = {LOSS_MASK: mask}
+        if answers:
+            features[REJECTED_AT] = np.array(len(sides[0][1]), np.int32)
+            if sides[0][0] == sides[1][0]:
+                return UnusableSample(each.key, "its answers are equal")
         most = self.settings.max_tokens
         if most and len(tokens) > most:
-            return UnusableSample(each.key, f"{len(tokens)} tokens, more than max_tokens {most}")
-        made = replace(each, text=text.encode(), tokens=tokens, features={LOSS_MASK: mask})
+            both = " in both answers" * bool(answers)
+            return UnusableSample(
+                each.key, f"{len(tokens)} tokens{both}, more than max_tokens {most}"
+            )
+        made = replace(each, text=text.encode(), tokens=tokens, features=features)
         return check_sample(made)
 
     def _of_one_schema(
@@ -347,9 +362,14 @@ def _columns(sample: Sample) -> tuple[Column, ...]:
     return tuple(column_of(name, sample.features[name]) for name in sorted(sample.features))
 
 
+def _kind(columns: tuple[Column, ...]) -> str:
+    if REJECTED_COLUMN in columns:
+        return "a pair of answers"
+    return "a conversation" if MASK_COLUMN in columns else "no conversation"
+
+
 def _difference(got: tuple[Column, ...], wanted: tuple[Column, ...]) -> str:
-    if (MASK_COLUMN in got) != (MASK_COLUMN in wanted):
-        kind = "a conversation" if MASK_COLUMN in got else "no conversation"
+    if (kind := _kind(got)) != _kind(wanted):
         return f"{kind}, unlike most of the first samples"
     ours, theirs = ({each.name: each for each in side} for side in (got, wanted))
     if missing := sorted(set(theirs) - set(ours)):

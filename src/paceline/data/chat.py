@@ -64,12 +64,13 @@ class ChatTemplate:
         return list(tokens), self._tokenizer.eos_token_id
 
     def tokens(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None = None
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: int = 0
     ) -> tuple[str, Array, Array]:
         """Return a conversation's text, tokens and mask: True where an assistant says the token.
 
-        Raises ValueError, with the reason, for a conversation that the template refuses, or of
-        which no token is an assistant's; InvalidInput where there is no template that works.
+        The first ``prompt`` messages do not count. Raises ValueError, with the reason, for a
+        conversation that the template refuses, or of which no token counts; InvalidInput where
+        there is no template that works.
         """
         self.is_used = True
         text = self._render(messages, tools)
@@ -89,6 +90,12 @@ class ChatTemplate:
             mask = np.zeros(len(tokens), bool)
             for start, end in self._answers(messages, tools, text):
                 mask |= (starts >= start) & (ends <= end) & (starts < ends)
+        if prompt:
+            before = self._render(messages[:prompt], tools, add_generation_prompt=True)
+            if not text.startswith(before):
+                raise ValueError("the chat template renders the prompt differently by itself")
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            mask &= [start >= max(1, len(before)) for start, _ in found["offset_mapping"]]
         if not mask[1:].any():
             raise ValueError("no token is an assistant's")
         return text, tokens.astype(np.uint32), mask

@@ -51,6 +51,10 @@ class Column(Record):
 # conversations: rows begin with their first token instead of a separator.
 LOSS_MASK = "loss_mask"
 MASK_COLUMN = Column(name=LOSS_MASK, dtype="bool", shape=(None,))
+# A sample with it is a pair: a conversation with the chosen answer, and from this token on the same
+# one with the rejected answer.
+REJECTED_AT = "rejected_at"
+REJECTED_COLUMN = Column(name=REJECTED_AT, dtype="int32", shape=())
 
 
 class _Grown(Record):
@@ -167,6 +171,11 @@ class Snapshot:
     def is_masked(self) -> bool:
         """Return whether a loss mask tells which tokens count: its samples are conversations."""
         return MASK_COLUMN in self.columns
+
+    @property
+    def is_paired(self) -> bool:
+        """Return whether its samples are pairs of answers, a chosen and a rejected one."""
+        return REJECTED_COLUMN in self.columns
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -322,13 +331,14 @@ def require_columns(columns: int, global_batch: int) -> None:
 
 def require_batching(batching: str, columns: Sequence[str]) -> None:
     """Raise InvalidInput where samples with feature ``columns`` cannot be batched this way."""
-    if LOSS_MASK in columns and batching not in ("packed", "bucketed"):
+    whole = ("bucketed",) if REJECTED_AT in columns else ("packed", "bucketed")
+    if LOSS_MASK in columns and batching not in whole:
         raise InvalidInput(
-            "conversations stay whole",
+            "conversations stay whole, and a pair has a row of its own",
             got=f"data.batching {batching}",
-            wanted="packed or bucketed",
+            wanted=" or ".join(whole),
             where="data.batching",
-            do="Set data.batching=packed.",
+            do=f"Set data.batching={whole[0]}.",
         )
     if batching == "windows" and columns:
         raise InvalidInput(
@@ -351,8 +361,20 @@ def require_readable(
     context: int,
     global_batch: int,
     splits: Sequence[Split],
+    pairs: bool = False,
 ) -> None:
-    """Raise InvalidInput or InvalidSnapshot where ``settings`` do not fit the ``splits``."""
+    """Raise InvalidInput or InvalidSnapshot where ``settings`` do not fit the ``splits``.
+
+    ``pairs``: whether ``training.dpo`` is set, and the samples must be pairs of answers.
+    """
+    if snapshot.is_paired != pairs:
+        kind = "conversations" if snapshot.is_masked else "text, or other samples"
+        raise InvalidInput(
+            "training.dpo learns from pairs of answers, and nothing else does",
+            got=f"training.dpo and {kind}" if pairs else "pairs without training.dpo",
+            wanted="training.dpo.beta, and rows with prompt, chosen and rejected",
+            where=snapshot.url,
+        )
     require_columns(settings.columns, global_batch)
     require_batching(settings.batching, [each.name for each in snapshot.columns])
     require_token_features(settings.token_features, snapshot.columns)

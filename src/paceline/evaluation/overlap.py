@@ -76,12 +76,12 @@ def find_overlap(
             if isinstance(samples, CorruptData):
                 raise samples
             for i in range(len(samples)):
-                text = tokenizer.text(samples.tokens(i))
-                for key in keys.get(content_digest(text), ()):
-                    if key in left:
-                        left.remove(key)
-                        examples.append(f"{key} = {samples.key(i)}")
-                yield text
+                for text in map(tokenizer.text, samples.sides(i)):
+                    for key in keys.get(content_digest(text), ()):
+                        if key in left:
+                            left.remove(key)
+                            examples.append(f"{key} = {samples.key(i)}")
+                    yield text
             on_progress(number / len(shards))
 
     if answers is not None:

@@ -4,6 +4,7 @@ from .adapters import (
     base_name as base_name,
     merge_adapters as merge_adapters,
     set_magnitudes as set_magnitudes,
+    without_adapters as without_adapters,
 )
 from .attention import exclude_from_compilation as exclude_from_compilation
 from .config import (

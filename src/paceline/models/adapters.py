@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,22 @@ def set_magnitudes(model: nn.Module) -> None:
         for each in layer.lora_magnitude_vector.values():
             weight, into = _local(layer.base_layer.weight), _local(each.weight)
             into.copy_(torch.linalg.norm(weight, dim=1))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within the ``with``, let ``model`` compute what it did before ``add_adapters``.
+
+    Not by peft's own switch: that also changes which parameters want gradients.
+    """
+    layers = [layer for _, layer in _adapted(model)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def merge_adapters(model: nn.Module) -> None:

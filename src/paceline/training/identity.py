@@ -34,6 +34,7 @@ _LATER_DEFAULTS = {
     "betas": [0.9, 0.95],
     "export_dtype": "base",
     "lora": None,
+    "dpo": None,
     "early_stopping": None,
 }
 # Of the mesh, only the settings that change how gradients are rounded in transit.

@@ -189,7 +189,7 @@ class Lines:
         figures = {
             name: value if math.isfinite(number(value)) else None  # JSON has no NaN
             for name, value in event.data.items()
-            if name in _KEPT or name.startswith("held_out")
+            if name in _KEPT or name.startswith(("held_out", "reward_"))
         }
         line = {"step": event.step, "attempt": event.attempt, **figures}
         self._keep(METRICS_FILE, json.dumps(line) + "\n")
@@ -339,10 +339,11 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     from paceline.training import checkpoints_url, display_url, local_record_dir
 
     record = local_record_dir(job)
+    unit = "token" if job.settings.dpo is None else "pair"
     lines = [
         f"done: {result.steps} steps on {result.ranks} ranks in {result.seconds:.1f} s, "
         f"{result.tokens_per_second:,.0f} tokens/s",
-        f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a token",
+        f"  loss          {_shown(result.first_loss)} → {_shown(result.final_loss)} nats a {unit}",
     ]
     if result.stopped_early:
         lines.insert(1, f"  ended early   {result.stopped_early}")
@@ -387,6 +388,9 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
 def held_out(figures: dict[str, float] | dict[str, object]) -> str:
     """Return an evaluation's figures as text."""
     nats, bits = (number(figures.get(each)) for each in ("held_out_loss", "held_out_bits_per_byte"))
+    if "held_out_reward_accuracy" in figures:
+        accuracy = number(figures["held_out_reward_accuracy"])
+        return f"{nats:.4f} nats a pair, the chosen answer is ahead in {accuracy:.0%}"
     return f"{nats:.4f} nats a token" + ("" if math.isnan(bits) else f", {bits:.3f} bits a byte")
 
 

@@ -22,6 +22,7 @@ from paceline.data.loading import Batch
 from paceline.data.snapshot import (
     LOSS_MASK,
     MASK_COLUMN,
+    REJECTED_COLUMN,
     Column,
     Vocabulary,
     require_token_features,
@@ -54,6 +55,7 @@ class RowFiller:
         self.separator = vocabulary.separator
         self.dtype = token_dtype(vocabulary.vocab_size)
         self.is_masked = MASK_COLUMN in columns
+        self.is_paired = REJECTED_COLUMN in columns
         self.columns = [each for each in columns if each != MASK_COLUMN]
         self.name = name
 
@@ -87,6 +89,7 @@ class RowFiller:
                     weights_BT=cut(filling.weights_N),
                     rows=rows,
                     global_tokens=planned.tokens_K[number],
+                    global_pairs=float(planned.pieces_K[number] if self.is_paired else 0),
                     documents_BT=cut(documents_N),
                     positions_BT=cut(positions_N),
                     carries_B=None if carries_B is None else carries_B[mine.start : mine.stop],

@@ -36,6 +36,7 @@ class PlannedBatches:
     taken: Sequence[tuple[Rows, Ints, Ints]]
     width_K: Sequence[int]  # noqa: N815 - arrays carry shape letters
     tokens_K: Sequence[float]  # noqa: N815 - weight of the whole global batch
+    pieces_K: Sequence[int]  # noqa: N815 - of documents, in the whole global batch
     after_K: Sequence[Position]  # noqa: N815
 
 
@@ -211,15 +212,18 @@ class GroupPlanner:
             tokens = sum(int(each.tokens_R1[to] - each.tokens_R1[at]) for each, at, to in taken)
             first, start, _ = taken[0]
             width = self.plan.context if first.width_R is None else int(first.width_R[start])
-            return PlannedBatches(_of_rows(taken, self._ours), [width], [float(tokens)], [after])
+            pieces = sum(int(each.first_R1[to] - each.first_R1[at]) for each, at, to in taken)
+            of_ours = _of_rows(taken, self._ours)
+            return PlannedBatches(of_ours, [width], [float(tokens)], [pieces], [after])
         ids = (edges[:fit, None] + self._ours).reshape(-1)
         after_K = [
             replace(position, batch=position.batch + number, item=item)
             for number, item in enumerate(edges[1 : fit + 1].tolist(), start=1)
         ]
         tokens_K = np.diff(rows.tokens_R1[edges[: fit + 1]]).astype(float).tolist()
+        pieces_K = np.diff(rows.first_R1[edges[: fit + 1]]).tolist()
         taken_once = [(rows, ids, np.arange(len(ids)))]
-        return PlannedBatches(taken_once, width_K[:fit].tolist(), tokens_K, after_K)
+        return PlannedBatches(taken_once, width_K[:fit].tolist(), tokens_K, pieces_K, after_K)
 
     def _after(self, epoch: int, group: int) -> tuple[int, int]:
         return (epoch, group + 1) if group + 1 < self.plan.groups else (epoch + 1, 0)

@@ -27,6 +27,7 @@ from paceline.data.formats.sample import (
     CHAT_FIELDS,
     EXPANSION_SLACK_BYTES,
     MAX_EXPANSION,
+    PAIR_FIELDS,
     Array,
     Sample,
     UnusableSample,
@@ -44,6 +45,11 @@ ROW_BYTES = 32  # a row counts as at least this much
 MEMORY_BYTES = 1024 * 1024 * 1024  # beyond what the libraries use: for pages, and for one row
 MAX_FOOTER_BYTES = 16 * 1024 * 1024  # 100,000 column chunks
 BUFFER_BYTES = 1024 * 1024
+
+
+class _Json(bytes):
+    """Lists and structs of a nested column, as JSON."""
+
 
 _Cell = Array | bytes | UnusableSample | None
 
@@ -132,10 +138,13 @@ def _batches(
     made, most = 0, EXPANSION_SLACK_BYTES + MAX_EXPANSION * size
     # buffered reads: otherwise a row group's whole column would be in memory
     with closing(pq.ParquetFile(path, pre_buffer=False, buffer_size=BUFFER_BYTES)) as file:
+        nested = {"messages", "tools"}
+        if set(PAIR_FIELDS) <= set(file.schema_arrow.names):
+            nested |= set(PAIR_FIELDS)
         columns = [
             str(each.name)
             for each in file.schema_arrow
-            if not of_ours or _is_ours(each.type) or each.name in ("messages", "tools")
+            if not of_ours or _is_ours(each.type) or each.name in nested
         ]
         for group in range(file.num_row_groups):
             for cells, rows, nbytes in _of_group(file, group, columns or None):
@@ -209,10 +218,13 @@ def _sample(
 
 
 def _conversation(key: str, row: dict[str, Any]) -> Sample | UnusableSample:
-    """Return the conversation of a row: messages and tools as JSON, the others as text."""
+    """Return the conversation of a row: messages, tools and nested columns as JSON, the others as
+    text."""
     try:
         found = {
-            name: parsed_json(cell) if name in ("messages", "tools") else cell.decode()
+            name: parsed_json(cell)
+            if name in ("messages", "tools") or isinstance(cell, _Json)
+            else cell.decode()
             for name, cell in row.items()
         }
     except ValueError as error:
@@ -229,7 +241,7 @@ def _json(value: Any) -> bytes | UnusableSample | None:
         return [filled(its) for its in each] if isinstance(each, list) else each
 
     try:
-        return None if value is None else json.dumps(filled(value)).encode()
+        return None if value is None else _Json(json.dumps(filled(value)).encode())
     except TypeError:
         return UnusableSample("", "it holds more than text and numbers")
 

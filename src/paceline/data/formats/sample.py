@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.snapshot import LOSS_MASK
+from paceline.data.snapshot import LOSS_MASK, REJECTED_AT
 
 Array = npt.NDArray[Any]
 
@@ -117,6 +117,8 @@ def check_sample(sample: Sample) -> Sample | UnusableSample:
     Rejects what a snapshot cannot hold for each sample, before the snapshot is written.
     """
     reason = _key_fault(sample.key) or _columns_fault(sample.features)
+    if reason is None and REJECTED_AT in sample.features and not sample.is_chat:
+        reason = f"a feature is called {REJECTED_AT!r}"
     if reason is not None:
         pass
     elif sample.text is not None:
@@ -131,43 +133,89 @@ def check_sample(sample: Sample) -> Sample | UnusableSample:
 
 
 # Conversations: rows with ``messages`` (and ``tools``), or with ``prompt`` and ``completion``.
+# Pairs of them: rows with ``prompt``, ``chosen`` and ``rejected``, each a text or messages.
 
-CHAT_FIELDS = ("messages", "tools", "prompt", "completion")
+ANSWERS = ("chosen", "rejected")
+PAIR_FIELDS = ("prompt", *ANSWERS)
+CHAT_FIELDS = ("messages", "tools", "completion", *PAIR_FIELDS)
 
 
 def is_conversation(row: Mapping[str, object]) -> bool:
-    """Return whether a row of JSONL or Parquet is a conversation."""
-    return "messages" in row or {"prompt", "completion"} <= row.keys()
+    """Return whether a row of JSONL or Parquet is a conversation, or a pair of them."""
+    return "messages" in row or {"prompt", "completion"} <= row.keys() or is_pair(row)
+
+
+def is_pair(row: Mapping[str, object]) -> bool:
+    """Return whether a row has, or was meant to have, a chosen and a rejected answer."""
+    is_other = "messages" in row or "completion" in row
+    return not is_other and len(row.keys() & set(PAIR_FIELDS)) > 1
 
 
 def conversation_of(key: str, row: Mapping[str, object]) -> Sample | UnusableSample:
-    """Return the conversation in ``row``, its messages and tools as JSON, or why it is none."""
+    """Return the conversation in ``row``, its messages and tools as JSON (then of a pair what each
+    answer adds), or why it is none."""
     messages, tools = row.get("messages"), row.get("tools")
-    if "messages" not in row:
-        said = (("user", row["prompt"]), ("assistant", row["completion"]))
-        messages = [{"role": role, "content": content} for role, content in said]
-    reason = _chat_fault(messages)
+    answers: list[Any] = []
+    if is_pair(row):
+        reason, messages, answers = _pair(row)
+    else:
+        if "messages" not in row:
+            messages = [*_said("user", row["prompt"]), *_said("assistant", row["completion"])]
+        reason = _chat_fault(messages)
     if reason is None and tools is not None and not isinstance(tools, list):
         reason = "its 'tools' is no list"
     if reason is not None:
         return UnusableSample(key, reason)
     try:
-        text = json.dumps([messages, tools], ensure_ascii=False).encode()
+        text = json.dumps([messages, tools, *answers], ensure_ascii=False).encode()
     except UnicodeEncodeError:  # an unpaired surrogate, which JSON can encode
         return UnusableSample(key, "not UTF-8")
     return check_sample(Sample(key, text, is_chat=True))
 
 
+def _said(role: str, content: object) -> list[dict[str, object]]:
+    return [{"role": role, "content": content}]
+
+
+def _pair(row: Mapping[str, Any]) -> tuple[str | None, list[Any], list[Any]]:
+    """Return why ``row`` is no pair, the prompt's messages, and those of the two answers."""
+    if missing := [name for name in PAIR_FIELDS if row.get(name) is None]:
+        return f"a pair of answers without {missing[0]!r}", [], []
+    if len({isinstance(row[name], str) for name in PAIR_FIELDS}) > 1:
+        return f"some of {', '.join(PAIR_FIELDS)} are texts, others messages", [], []
+    prompt, *answers = (row[name] for name in PAIR_FIELDS)
+    if isinstance(prompt, str):
+        prompt, answers = _said("user", prompt), [_said("assistant", each) for each in answers]
+    reason = _messages_fault(prompt, "prompt")
+    for name, messages in zip(ANSWERS, answers, strict=True):
+        reason = reason or _messages_fault(messages, name) or _answer_fault(messages, name)
+    return reason, prompt, answers
+
+
+def _answer_fault(messages: list[dict[str, Any]], name: str) -> str | None:
+    if messages[0]["role"] != "assistant":
+        return f"its {name!r} begins with a message of {messages[0]['role']!r}"
+    said = all(each.get("tool_calls") or each["content"].strip() for each in messages)
+    return None if said else f"its {name!r} is empty"
+
+
 def _chat_fault(messages: object) -> str | None:
+    reason = _messages_fault(messages, "messages")
+    if reason is None and isinstance(messages, list):
+        roles = {each["role"] for each in messages}
+        reason = None if "assistant" in roles else "no message is an assistant's"
+    return reason
+
+
+def _messages_fault(messages: object, field: str) -> str | None:
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
-        return "its 'messages' is no list of messages"
+        return f"its {field!r} is no list of messages"
     for number, each in enumerate(messages, start=1):
         if not isinstance(each.get("role"), str):
             return f"message {number} has no role"
         if not isinstance(each.get("content"), str) and not each.get("tool_calls"):
             return f"message {number} has no text as content"
-    roles = {each["role"] for each in messages}
-    return None if "assistant" in roles else "no message is an assistant's"
+    return None if messages or field == "messages" else f"its {field!r} is empty"
 
 
 def _key_fault(key: str) -> str | None:

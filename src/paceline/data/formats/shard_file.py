@@ -18,7 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.data.formats.sample import Array, length_of
-from paceline.data.snapshot import BYTE_VOCABULARY, LOSS_MASK, MASK_COLUMN, Column, Vocabulary
+from paceline.data.snapshot import (
+    BYTE_VOCABULARY,
+    LOSS_MASK,
+    MASK_COLUMN,
+    REJECTED_AT,
+    REJECTED_COLUMN,
+    Column,
+    Vocabulary,
+)
 from paceline.errors import InvalidInput
 from paceline.schemas import parse_json
 
@@ -188,6 +196,14 @@ class ShardSamples:
     def tokens(self, i: int) -> Array:
         """Return the sample's tokens: 1-D, uint8, uint16 or uint32; empty where it has none."""
         return self._cut("tokens", i)
+
+    def sides(self, i: int) -> list[Array]:
+        """Return the tokens of both conversations of a pair, the chosen one first; of other samples
+        all tokens."""
+        tokens = self.tokens(i)
+        if REJECTED_COLUMN not in self._columns:
+            return [tokens]
+        return np.split(tokens, [int(self.features(i)[REJECTED_AT])])
 
     def features(self, i: int) -> dict[str, Array]:
         """Return the sample's arrays by column name."""

@@ -24,7 +24,7 @@ class Batch:
     """One rank's share of a global batch; its arrays are writable and belong to this batch.
 
     ``weights_BT`` is 0 for padding and for the samples of a shard in quarantine, else 1. The step's
-    gradient is that of (the sum over the global batch of weighted losses) / ``global_tokens``.
+    gradient is that of (the sum over the global batch of weighted losses) / ``global_weight``.
     """
 
     step: int  # number of the global batch in its stream, from 0
@@ -35,6 +35,7 @@ class Batch:
     # Σ weights over the whole global batch as planned (quarantine is found later, maybe on some
     # ranks only): every rank computes it without communication.
     global_tokens: float
+    global_pairs: float = 0.0  # of the whole global batch; 0 where samples are no pairs of answers
     documents_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: no masks
     positions_BT: npt.NDArray[np.int32] | None = None  # noqa: N815 - None: 0 … T - 1
     # Whether the row continues the same row of the batch before; else its state is reset.
@@ -43,6 +44,11 @@ class Batch:
     # documents_BT (0 where that is None)
     features: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     skipped: tuple[str, ...] = ()  # shards, or samples of shards, skipped so far
+
+    @property
+    def global_weight(self) -> float:
+        """Return the number of losses in the whole global batch: its pairs, else its tokens."""
+        return self.global_pairs or self.global_tokens
 
     def split(self, parts: int) -> list[Batch]:
         """Return exactly ``parts`` parts, by rows, for gradient accumulation and pipeline stages.

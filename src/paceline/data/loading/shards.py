@@ -315,7 +315,8 @@ def documents(
     """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
 
     The training split of a tokenised snapshot keeps tokens only: ``text_of`` (a tokenizer's
-    ``text``) decodes them, and what assistants say in conversations.
+    ``text``) decodes them, and what assistants say in conversations. Of a pair of answers this is
+    the conversation with the chosen one.
     A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
     reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
     InvalidInput where its samples have no text.
@@ -332,9 +333,10 @@ def documents(
             for i in range(len(samples)):
                 conversation = None
                 if snapshot.is_masked and text_of is not None:
-                    mask = samples.features(i)[LOSS_MASK]
-                    conversation = Conversation(samples.tokens(i), mask)
-                    text = text_of(conversation.tokens[mask])
+                    tokens = samples.sides(i)[0]
+                    mask = samples.features(i)[LOSS_MASK][: len(tokens)]
+                    conversation = Conversation(tokens, mask)
+                    text = text_of(tokens[mask])
                 elif samples.keeps_text or text_of is None:
                     text = samples.text_bytes(i)
                 else:

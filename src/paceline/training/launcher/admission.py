@@ -72,6 +72,8 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
     Reasons: a label for another purpose, another tokenizer than the base model's, or no tokens.
     """
     require_purpose(snapshot, job.purpose, job.data.project)
+    if job.settings.dpo is not None and job.labels == "shuffled":
+        raise InvalidInput("the control run shuffles tokens, not answers", got="training.dpo")
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)
     require_runnable(job.data.transform)
     config = _base_config(job, worker_id)
@@ -106,8 +108,10 @@ def require_readable_batches(
     else:
         context = 0  # unknown: the model is on another machine's disk; each rank checks
     splits: list[Split] = ["train", "held-out"] if settings.evaluate_every_steps else ["train"]
-    rows = settings.batch_sequences
-    require_readable(snapshot, job.data, context=context, global_batch=rows, splits=splits)
+    rows, pairs = settings.batch_sequences, settings.dpo is not None
+    require_readable(
+        snapshot, job.data, context=context, global_batch=rows, splits=splits, pairs=pairs
+    )
 
 
 def _base_directory(job: TrainJob, worker_id: str) -> Path | None:
@@ -138,7 +142,7 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
     """
     mesh = settings.mesh
     copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; AdamW: two moments
-    copies = copies if settings.lora is None else 1
+    copies = copies + (settings.dpo is not None) if settings.lora is None else 1
     share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:

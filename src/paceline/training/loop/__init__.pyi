@@ -33,6 +33,7 @@ from .optimizer import (
     new_optimizer as new_optimizer,
 )
 from .preemption import MetadataWatcher as MetadataWatcher
+from .preferences import Preferences as Preferences
 from .rank import run_rank as run_rank
 from .rank_process import (
     STOPPED_EXIT as STOPPED_EXIT,

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -28,7 +29,7 @@ from paceline.training.loop.early_stopping import EarlyStopping
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
 from paceline.training.loop.step_guard import StepGuard, Verdict
-from paceline.training.loop.workload import LossSums, Workload
+from paceline.training.loop.workload import LossSums, Workload, figures_of
 from paceline.training.metrics import AlertChange, StepMetrics, Straggler
 from paceline.training.parallel import Parallel
 
@@ -75,18 +76,23 @@ class Evaluator:
         self, parallel: Parallel, workload: Workload, group: Group, device: torch.device
     ) -> dict[str, float]:
         """Return the held-out loss (mean nats a token) and, where the bytes per token are known,
-        bits per byte, by the names of checkpoints and MLflow; all ranks call it at the same step.
+        bits per byte, and the workload's own figures, by the names of checkpoints and MLflow; all
+        ranks call it at the same step.
         """
         parts_sums: list[LossSums] = []
+        own: Counter[str] = Counter()
         # A task with carried state recognises an evaluation by the disabled gradients.
         with self.during(), self.open_stream() as stream, _together(parallel), torch.no_grad():
             for _ in range(math.ceil(self.sequences / stream.global_batch)):
-                parts = stream.next().split(self.parts)
-                parts_sums += [parallel.evaluate(workload.inputs(part, device)) for part in parts]
+                for part in stream.next().split(self.parts):
+                    inputs = workload.inputs(part, device)
+                    parts_sums.append(parallel.evaluate(inputs))
+                    own.update(figures_of(workload, [inputs]))
         sums = LossSums.of(parts_sums)
-        loss_total, counted = group.sums([float(sums.loss), sums.weight])
+        loss_total, counted, *totals = group.sums([float(sums.loss), sums.weight, *own.values()])
         loss = loss_total / counted if counted else math.nan
         found = {"held_out_loss": loss}
+        found |= {f"held_out_{name}": each for name, each in _means(own, totals, counted).items()}
         if self.bytes_per_token:
             found["held_out_bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
         return found
@@ -209,13 +215,17 @@ def train(
         parts = [workload.inputs(part, device) for part in batch.split(settings.accumulation)]
 
         scale = scaler.scale if scaler else 1.0
-        sums = parallel.accumulate(parts, scale / max(batch.global_tokens, 1.0))
+        sums = parallel.accumulate(parts, scale / max(batch.global_weight, 1.0))
         norm = parallel.clip(settings.clip_norm, 1.0 / scale)
 
-        due = saver is not None and saver.due(progress.step + 1, settings.steps)
-        flags = [float(each) for each in (should_stop(), not math.isfinite(norm), due)]
-        mine = [float(sums.loss), sums.weight, *flags, *numbers.shared(stream.data_wait_s)]
-        loss_total, counted, stops, overflows, dues, *slots = group.sums(mine)
+        flags = (
+            should_stop(),
+            not math.isfinite(norm),
+            saver is not None and saver.due(progress.step + 1, settings.steps),
+        )
+        own, slots = figures_of(workload, parts), numbers.shared(stream.data_wait_s)
+        mine = [float(sums.loss), sums.weight, *map(float, flags), *slots, *own.values()]
+        loss_total, counted, stops, overflows, dues, *rest = group.sums(mine)
         loss = loss_total / counted if counted else 0.0
         norm = math.inf if overflows else norm  # of any rank: local SGD has a norm per replica
 
@@ -238,7 +248,11 @@ def train(
             average_replicas(parallel)  # all ranks continue from the state that is saved
         progress.data_wait_s = stream.data_wait_s
         figures = numbers.end(
-            progress.step, batch.global_tokens, slots, progress.data_wait_s, progress.stall_s
+            progress.step,
+            batch.global_tokens,
+            rest[: len(slots)],
+            progress.data_wait_s,
+            progress.stall_s,
         )
         held_out: dict[str, float] = {}
         if evaluator is not None and _is_evaluation_step(progress.step, settings):
@@ -253,7 +267,7 @@ def train(
                     grad_norm=norm,
                     learning_rate=rate,
                     taken=verdict is Verdict.TAKE,
-                    figures=figures,
+                    figures=_means(own, rest[len(slots) :], counted) | figures,
                     held_out=held_out,
                     slow=tuple(numbers.slow),
                     alerts=tuple(numbers.changes(figures)),
@@ -293,6 +307,11 @@ def finite_state(modules: Iterable[nn.Module], optimizer: torch.optim.Optimizer)
         if isinstance(value, Tensor) and value.is_floating_point()
     ]
     return all(bool(torch.isfinite(local_of(each)).all()) for each in weights + moments)
+
+
+def _means(names: Iterable[str], totals: Sequence[float], counted: float) -> dict[str, float]:
+    """Return ``totals`` by name, as means; {} where nothing was counted."""
+    return {name: each / counted for name, each in zip(names, totals, strict=True) if counted}
 
 
 def _judge(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from paceline.data import PlannedStream, tokenizer_file
@@ -29,6 +30,7 @@ from paceline.models import (
     merge_adapters,
     set_magnitudes,
     weights_digest,
+    without_adapters,
 )
 from paceline.storage import join_url
 from paceline.system import write_durably
@@ -48,7 +50,9 @@ from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
 from paceline.training.loop.loop import Evaluator, Progress
+from paceline.training.loop.preferences import Preferences
 from paceline.training.loop.starting_state import RankContext
+from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise
 
@@ -94,10 +98,34 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
 
         averaged = local_sgd(its.model, mesh, settings, its.workload)
         return averaged, averaged.follow
+    # before the model is consumed; without values, or of our transformer
+    base = copy.deepcopy(its.model) if settings.dpo and its.adapters is None else None
     parallel = parallelise(its.model, mesh, settings, its.workload)
     if its.pretrained is not None:
         load_weights(its.pretrained, parallel, its.adapters)
+    if isinstance(its.workload, Preferences):
+        its.workload.reference = _reference(its, parallel, base, mesh)
     return parallel, lambda *_: None
+
+
+def _reference(
+    its: RankContext, parallel: Parallel, base: nn.Module | None, mesh: Mesh
+) -> Callable[[Inputs], Tensor]:
+    """Return the function that gives rows their log-probabilities under ``base``, which is spread
+    as the model is; None: under the model without its adapters."""
+    if base is None:
+        (module,) = parallel.modules
+
+        def without(inputs: Inputs) -> Tensor:
+            with without_adapters(module):
+                return parallel.evaluate(inputs).loss
+
+        return without
+    base.requires_grad_(False)
+    frozen = parallelise(base, mesh, its.job.settings, its.workload, is_frozen=True)
+    if its.pretrained is not None:
+        load_weights(its.pretrained, frozen)
+    return lambda inputs: frozen.evaluate(inputs).loss
 
 
 def load_weights(
@@ -147,7 +175,7 @@ def evaluator_of(
         lambda: its.held_out_stream(mesh.data_rank, mesh.data_world),
         settings.evaluate_sequences,
         settings.accumulation,
-        text_bytes / tokens if tokens and text_bytes else None,
+        text_bytes / tokens if tokens and text_bytes and not settings.dpo else None,
         during,
     )
 

@@ -170,6 +170,7 @@ def _load_task(
     job: TrainJob, runtime: Runtime, node: Path, snapshot: Snapshot
 ) -> tuple[nn.Module, ModelConfig | None, Workload, Pretrained | None]:
     from paceline.models import Pretrained, is_pretrained, load_model, require_tokenizer
+    from paceline.training.loop.preferences import Preferences
     from paceline.training.loop.workload import ShuffledLabels, TransformerWorkload
 
     vocabulary = snapshot.vocabulary
@@ -199,6 +200,8 @@ def _load_task(
         model, config = load_model(directory)
         require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
         workload = TransformerWorkload(config, job.settings.seed)
+    if job.settings.dpo is not None:
+        workload = Preferences(workload, job.settings.dpo.beta)
     if job.labels == "shuffled":
         workload = ShuffledLabels(workload, job.settings.seed)
     return model, config, workload, pretrained

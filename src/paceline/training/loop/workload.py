@@ -81,6 +81,23 @@ class Workload(Protocol):
         ...
 
 
+@runtime_checkable
+class HasFigures(Protocol):
+    """A training task with figures of its own beside the loss."""
+
+    def figure_sums(self, inputs: Inputs) -> dict[str, float]:
+        """Return sums by name after the loss of ``inputs``: they add up as the loss does."""
+        ...
+
+
+def figures_of(workload: Workload, parts: Sequence[Inputs]) -> dict[str, float]:
+    """Return the sums of the workload's own figures over ``parts``; {} where it has none."""
+    if not isinstance(workload, HasFigures):
+        return {}
+    found = [workload.figure_sums(each) for each in parts]
+    return {name: sum(each[name] for each in found) for name in found[0]}
+
+
 @dataclass(frozen=True)
 class TransformerWorkload:
     """Next-token prediction with the built-in decoder, or a model in transformers' layout."""

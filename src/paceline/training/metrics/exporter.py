@@ -31,6 +31,8 @@ _OF_GANG = {
     "grad_norm": ("gradient_norm", "Norm of the newest step's gradient before it was clipped."),
     "lr": ("learning_rate", "Learning rate of the newest step."),
     "tokens_per_second": ("tokens_per_second", "Tokens a second of the newest step, all ranks."),
+    "reward_margin": ("reward_margin", "By how much the chosen answers' rewards are higher."),
+    "reward_accuracy": ("reward_accuracy_ratio", "Share of pairs whose chosen answer's is higher."),
     "held_out_loss": ("held_out_loss_nats", "Loss on held-out data, in nats a token."),
     "held_out_bits_per_byte": ("held_out_bits_per_byte", "Bits a byte of held-out data."),
 }

@@ -132,16 +132,23 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
 
 
 def _require_adaptable(spec: MeshSpec, settings: TrainingSettings) -> None:
-    if settings.lora is None:
-        return
-    if spec.tp * spec.pp > 1 or settings.synchrony.kind != "every-step":
+    for name, what in (("lora", "adapters are trained"), ("dpo", "preferences are learned")):
+        in_step = settings.synchrony.kind == "every-step"
+        if getattr(settings, name) is not None and (spec.tp * spec.pp > 1 or not in_step):
+            raise InvalidInput(
+                f"{what} by replicas or shards, in step",
+                got=f"mesh {spec}, {settings.synchrony.kind}",
+                wanted="tp 1, pp 1 and every-step",
+                where=f"training.{name}",
+            )
+    if settings.code_ref and settings.dpo is not None:
         raise InvalidInput(
-            "adapters are trained by replicas or shards, in step",
-            got=f"mesh {spec}, {settings.synchrony.kind}",
-            wanted="tp 1, pp 1 and every-step",
-            where="training.lora",
+            "a model of your own has its own loss",
+            got=f"training.code_ref {settings.code_ref}",
+            wanted="one of them",
+            where="training.dpo",
         )
-    if settings.code_ref and not settings.lora.target_modules:
+    if settings.code_ref and settings.lora is not None and not settings.lora.target_modules:
         raise InvalidInput(
             "a model of your own has no default layers to adapt",
             got=f"training.code_ref {settings.code_ref}, no targets",

@@ -171,10 +171,16 @@ class SingleStage:
 
 
 def parallelise(
-    model: nn.Module, mesh: Mesh, settings: TrainingSettings, workload: Workload
+    model: nn.Module,
+    mesh: Mesh,
+    settings: TrainingSettings,
+    workload: Workload,
+    *,
+    is_frozen: bool = False,
 ) -> Parallel:
     """Return ``model`` spread over ``mesh`` according to ``settings``; all ranks call it together.
 
+    ``is_frozen``: for ``evaluate`` alone, without buckets for gradients between replicas.
     ``model`` is the whole model, with the same values on every rank, and is consumed. On the meta
     device, the parts get storage without values, to be loaded later. Raises InvalidInput for an
     impossible layout.
@@ -215,7 +221,7 @@ def parallelise(
             [each for each in parts if isinstance(each, Transformer)], mesh, settings, workload
         )
     sent = SentBytes()
-    if spec.dp == 1 or spread:
+    if spec.dp == 1 or spread or is_frozen:
         return SingleStage(model, model, mesh, settings, workload, sent)
     run, memory = replicate(model, mesh, settings.mesh, sent)
     return SingleStage(model, run, mesh, settings, workload, sent, memory)
