@@ -90,8 +90,8 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--set training.mesh.tp=2", "only our transformer can be cut"),
-        ("--set training.mesh.pp=2", "only our transformer can be cut"),
+        ("--ranks 4 --set training.mesh.tp=4", "does not divide the key-value heads"),
+        ("--set training.mesh.pp=2", "models of transformers are not cut into stages"),
         ("--set training.synchrony.kind=local-sgd", "every-step"),
         ("--set training.lora.target_modules=nope", "no layer to adapt has this name: got nope"),
         ("--set training.lora.r=0", "got training.lora.r = 0"),
