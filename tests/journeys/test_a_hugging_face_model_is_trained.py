@@ -64,6 +64,7 @@ def export_of(output: str) -> Path:
 def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_path) -> None:
     lines = commands_under(PAGE, HEADING, **places)
     assert len(lines) == 2
+    lines += commands_under(PAGE, "Cut the matrices", **places)
     for number, line in enumerate(lines):
         output = str(tmp_path / f"out-{number}")
         done = typed("bash", "-ec", line.replace(places["OUTPUT"], output), home=tmp_path)
@@ -81,17 +82,18 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
         [json.loads(each)["loss"] for each in path.read_text().splitlines()]
         for path in sorted(tmp_path.glob("out-*/checkpoints/*/metrics.jsonl"))
     ]
-    replicas, shards = figures
+    replicas, shards, cut = figures
     assert len(replicas) == 20
     assert replicas[-1] < replicas[0] - 0.5
     assert shards == pytest.approx(replicas, rel=1e-5)
+    assert cut == pytest.approx(replicas, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ("--set training.mesh.tp=2", "only our transformer can be cut"),
-        ("--set training.mesh.pp=2", "only our transformer can be cut"),
+        ("--ranks 4 --set training.mesh.tp=4", "does not divide the key-value heads"),
+        ("--set training.mesh.pp=2", "models of transformers are not cut into stages"),
         ("--set training.synchrony.kind=local-sgd", "every-step"),
         ("--set training.lora.target_modules=nope", "no layer to adapt has this name: got nope"),
         ("--set training.lora.r=0", "got training.lora.r = 0"),

@@ -161,7 +161,9 @@ def test_a_model_of_ones_own_is_adapted(text: Path, tmp_path: Path) -> None:
         (["lora.target_modules=q_porj"], "no layer to adapt has this name: got q_porj"),
         (['lora.target_modules=["q_proj","norm"]'], "got norm, wanted linear layers: down_proj"),
         (["lora.target_modules=lm_head"], "got lm_head"),
-        (["lora.r=2", "mesh.tp=2", "ranks=2"], "adapters are trained by replicas or shards"),
+        (["lora.r=2", "mesh.pp=2", "ranks=2"], "adapters are trained by replicas or shards"),
+        (["lora.use_dora=true", "mesh.tp=2", "ranks=2"], "need whole matrices: got tp 2, use_dora"),
+        (["lora.lora_dropout=0.1", "mesh.tp=2", "ranks=2"], "lora_dropout 0.1, wanted tp 1"),
         (["lora.r=2", "synchrony.kind=local-sgd"], "adapters are trained by replicas or shards"),
     ],
 )

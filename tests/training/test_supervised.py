@@ -107,22 +107,22 @@ def typed(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
     return done
 
 
+# family, template, ranks, batching, settings of the mesh
+EVERY_TIME = [("llama", "chatml", 1, "bucketed", "dp=1")]
+NIGHTLY = [
+    ("llama", "marked", 2, "packed", "dp=2"),
+    ("qwen2", "chatml", 2, "packed", "shard=2"),
+    ("qwen2", "marked", 1, "packed", "dp=1"),
+    ("llama", "chatml", 2, "bucketed", "tp=2"),
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "template", "ranks", "batching", "shard"),
-    [
-        ("llama", "chatml", 1, "bucketed", 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in (
-                ("llama", "marked", 2, "packed", 1),
-                ("qwen2", "chatml", 2, "packed", 2),
-                ("qwen2", "marked", 1, "packed", 1),
-            )
-        ),
-    ],
+    ("family", "template", "ranks", "batching", "mesh"),
+    [*EVERY_TIME, *(pytest.param(*each, marks=pytest.mark.nightly) for each in NIGHTLY)],
 )
 def test_losses_are_those_of_a_plain_loop_with_masked_labels(
-    tmp_path: Path, family: str, template: str, ranks: int, batching: str, shard: int
+    tmp_path: Path, family: str, template: str, ranks: int, batching: str, mesh: str
 ) -> None:
     model = write_model(family, tmp_path / "model", vocab_size=320, max_position_embeddings=CONTEXT)
     texts = [turn["content"] for each in rows() for turn in each["messages"]]
@@ -136,7 +136,7 @@ def test_losses_are_those_of_a_plain_loop_with_masked_labels(
         *("--steps", str(STEPS), "--ranks", str(ranks), "--set", f"model.context={CONTEXT}"),
         *("--set", "data.format=jsonl", "--set", f"data.batching={batching}"),
         *("--set", f"training.batch_sequences={len(rows()) - len(held_out)}"),
-        *("--set", "training.accumulation=3", "--set", f"training.mesh.shard={shard}"),
+        *("--set", "training.accumulation=3", "--set", f"training.mesh.{mesh}"),
     )
     (metrics,) = (tmp_path / "out").glob("checkpoints/*/metrics.jsonl")
     steps = [json.loads(each) for each in metrics.read_text().splitlines()]

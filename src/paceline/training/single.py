@@ -67,7 +67,7 @@ from paceline.training.continuing import (
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
 from paceline.training.loop import MetadataWatcher, require_model, require_pretrained
-from paceline.training.parallel import MeshSpec, replicas_of, require_layout
+from paceline.training.parallel import MeshSpec, replicas_of, require_layout, require_planned
 
 if TYPE_CHECKING:
     from paceline.models import Pretrained
@@ -217,8 +217,9 @@ def _pretrained(asked: TrainingRequest) -> tuple[TrainingRequest, Pretrained | N
     require_extras("hf")
     from paceline.models import Pretrained
 
-    found = Pretrained.open(source)
-    _require_targets(found, asked.profile.training)
+    found, settings = Pretrained.open(source), asked.profile.training
+    require_planned(found, MeshSpec.of(settings.mesh, replicas_of(settings)))
+    _require_targets(found, settings)
     found.require_sound()
     return asked, found
 

@@ -40,7 +40,13 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "DDP": (2, {"mesh": {"dp": 2}}),
     "FSDP2": (2, {"mesh": {"shard": 2}}),
     "FSDP2, recomputed": (2, {"mesh": {"shard": 2}, "activation_checkpointing": True}),
+    "TP": (2, {"mesh": {"tp": 2}}),
+    "TP, recomputed": (2, {"mesh": {"tp": 2}, "activation_checkpointing": True}),
+    "DDP x TP": (4, {"mesh": {"dp": 2, "tp": 2}}),
+    "FSDP2 x TP": (4, {"mesh": {"shard": 2, "tp": 2}}),
 }
+EXPORTED = ("FSDP2", "TP", "FSDP2 x TP")
+FOUR_RANKS = ("llama", "qwen2", "gpt_neox")  # the families that four ranks train, too
 BF16 = "llama, bfloat16"
 SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
 
@@ -50,6 +56,15 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "LoRA": {"r": 4, "lora_alpha": 12},
     "DoRA": {"r": 3, "lora_alpha": 8, "use_dora": True, "target_modules": ["all-linear"]},
 }
+
+
+def ways_of(family: str, adapters: str = "") -> list[str]:
+    """Return the ways in which ``family`` is trained here; DoRA needs whole matrices."""
+    return [
+        way
+        for way, (ranks, _) in WAYS.items()
+        if (ranks < 4 or family in FOUR_RANKS) and not (adapters == "DoRA" and "TP" in way)
+    ]
 
 
 def settings_of(way: str, adapters: str = "") -> TrainingSettings:
@@ -83,7 +98,8 @@ def trained(
         batch = batch_of(step, parallel.data_rank, parallel.data_world)
         sums = parallel.accumulate([workload.inputs(batch, CPU)], 1.0 / whole)
         norms.append(parallel.clip(settings.clip_norm))
-        losses.append(group.sums([float(sums.loss)])[0] / whole)
+        loss, counted = group.sums([float(sums.loss), sums.weight])
+        losses.append(loss / counted)
         optimizer.step()
     answer: dict[str, Any] = {"losses": losses, "norms": norms, "read": read}
     (module,) = parallel.modules
@@ -94,8 +110,7 @@ def trained(
         answer["saved"] = sorted(name for name in state.tensors() if not name.startswith("step."))
         if into is not None:
             module.eval()
-            with torch.no_grad():
-                answer["unmerged"] = module(tokens()).flatten()[::97].tolist()
+            answer["unmerged"] = look(module)
             parts = dict(module.named_parameters())
             whole = {name: parts[name].full_tensor() for name in added.initial}
             added.write(whole, into.with_name(f"{into.name}-adapter"), "base", "0" * 64)
@@ -107,10 +122,18 @@ def trained(
     if into is not None:
         export(TrainState(parallel, optimizer, group), None, into, pretrained=pretrained)
         module.eval()
-        with torch.no_grad():
-            answer["logits"] = module(tokens()).flatten()[::97].tolist()
+        answer["logits"] = look(module)
         answer["weights"] = weights
     return answer
+
+
+def look(module: torch.nn.Module) -> list[float]:
+    """Some of the logits; the ranks of one ``tp`` hold parts of them."""
+    with torch.no_grad():
+        logits = module(tokens())
+    whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+    found: list[float] = whole.flatten()[::97].tolist()
+    return found
 
 
 def tokens() -> torch.Tensor:
@@ -219,12 +242,12 @@ def main(root: Path, families: list[str]) -> dict[str, Any]:
         Job(f"{name}: plain", 1, lambda path=path: plain(path)) for name, path in models.items()
     ]
     for name, path in models.items():
-        for way, (ranks, _) in WAYS.items():
-            into = root / "exports" / name.replace(", ", "-") if way == "FSDP2" else None
+        for way in ways_of(name):
+            into = root / "exports" / f"{name}: {way}" if way in EXPORTED else None
             jobs.append(
                 Job(
                     f"{name}: {way}",
-                    ranks,
+                    WAYS[way][0],
                     lambda path=path, way=way, into=into: trained(path, way, into),
                 )
             )
@@ -241,12 +264,12 @@ def adapt(root: Path, families: list[str]) -> dict[str, Any]:
         for kind in list(ADAPTERS)[: 1 if family.endswith("bf16") else None]:
             name = f"{family} {kind}"
             jobs.append(Job(f"{name}: plain", 1, lambda p=path, k=kind: plain(p, k)))
-            for way, (ranks, _) in WAYS.items():
-                into = root / "exports" / name if way == "FSDP2" else None
+            for way in ways_of(family, kind):
+                into = root / "exports" / f"{name}: {way}" if way in EXPORTED else None
                 jobs.append(
                     Job(
                         f"{name}: {way}",
-                        ranks,
+                        WAYS[way][0],
                         lambda p=path, w=way, i=into, k=kind: trained(p, w, i, k),
                     )
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -118,6 +119,12 @@ def test_a_model_of_the_users_own_is_not_cut(mesh: dict) -> None:
     check(2, {"shard": 2}, None, code_ref="mine:model")
 
 
+def test_adapters_of_our_own_transformer_are_not_cut() -> None:
+    check(2, {"tp": 2}, None, lora={"r": 2})  # of transformers, perhaps
+    with pytest.raises(InvalidInput, match="tp 1 but for models of transformers"):
+        check(2, {"tp": 2}, CONFIG, lora={"r": 2})
+
+
 def test_a_new_model_is_given_a_shape_that_its_mesh_can_cut() -> None:
     mesh = MeshSettings(tp=2, pp=3, schedule="interleaved")
     assert cuts_of(mesh) == {"parts": 2, "stages": 6}
@@ -216,3 +223,11 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
         require_mesh(job(4, {"tp": 4}), "node-0")
     require_mesh(job(4, {"tp": 2, "pp": 2}), "node-0")
     require_mesh(job(4, {"tp": 4}), "node-elsewhere")  # its disk is not here: the ranks will say
+
+    of_transformers = {"model_type": "qwen2", "num_attention_heads": 6, "num_key_value_heads": 3}
+    (directory / CONFIG_FILE).write_text(json.dumps(of_transformers))
+    require_mesh(job(3, {"tp": 3}), "node-0")
+    with pytest.raises(InvalidInput, match="key-value heads 3, tp 2"):
+        require_mesh(job(2, {"tp": 2}), "node-0")
+    with pytest.raises(InvalidInput, match="not cut into stages"):
+        require_mesh(job(2, {"pp": 2}), "node-0")

@@ -21,6 +21,7 @@ from paceline.models import (
     ModelConfig,
     is_pretrained,
     read_config,
+    read_json,
     require_tokenizer,
 )
 from paceline.schemas import TrainJob
@@ -28,7 +29,7 @@ from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, task_size_of
 from paceline.training.loop import MetadataWatcher
-from paceline.training.parallel import MeshSpec, replicas_of, require_layout
+from paceline.training.parallel import MeshSpec, replicas_of, require_cuttable, require_layout
 from paceline.training.user_code import require_code
 
 
@@ -56,6 +57,9 @@ def require_mesh(job: TrainJob, worker_id: str) -> None:
     settings = job.settings
     mesh = MeshSpec.of(settings.mesh, replicas_of(settings))
     require_layout(mesh, settings, _base_config(job, worker_id), job.data)
+    directory = _base_directory(job, worker_id)
+    if directory is not None and is_pretrained(directory):
+        require_cuttable(mesh, read_json(directory / CONFIG_FILE))
 
 
 def require_checkpoint(job: TrainJob, store: ObjectStore) -> None:

@@ -212,10 +212,10 @@ def require_pretrained(
 ) -> None:
     """Raise InvalidInput unless ``job`` can train ``pretrained`` on ``snapshot``."""
     from paceline.data import ChatTemplate, require_whole
-    from paceline.training.parallel import MeshSpec, replicas_of, require_uncut
+    from paceline.training.parallel import MeshSpec, replicas_of, require_planned
 
     settings = job.settings
-    require_uncut(MeshSpec.of(settings.mesh, replicas_of(settings)), str(pretrained))
+    require_planned(pretrained, MeshSpec.of(settings.mesh, replicas_of(settings)))
     if settings.synchrony.kind != "every-step":
         raise InvalidInput(
             "models in transformers' layout are trained in step only",

@@ -5,6 +5,7 @@ from .checks import (
     is_asynchronous as is_asynchronous,
     layers_of as layers_of,
     replicas_of as replicas_of,
+    require_cuttable as require_cuttable,
     require_layout as require_layout,
     require_ranks as require_ranks,
     require_uncut as require_uncut,
@@ -19,3 +20,4 @@ from .mesh import (
     timeout_of as timeout_of,
 )
 from .pipeline import Pipelined as Pipelined
+from .planned import require_planned as require_planned

@@ -5,6 +5,7 @@ A driver calls ``require_layout`` with the mesh that it is about to start; each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import DataSettings, MeshSettings, TrainingSettings
@@ -80,7 +81,7 @@ def require_layout(
     _require_hook(spec, settings)
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)
-    _require_adaptable(spec, settings)
+    _require_adaptable(spec, settings, config)
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
@@ -88,13 +89,37 @@ def require_layout(
 
 
 def require_uncut(spec: MeshSpec, model: str) -> None:
-    """Raise InvalidInput where ``spec`` would cut ``model``, which is not our transformer."""
+    """Raise InvalidInput where ``spec`` would cut ``model``, a user's own."""
     if spec.tp * spec.pp > 1:
         raise _refused(
-            "only our transformer can be cut by matrices or into stages",
+            "a model of your own is not cut by matrices or into stages",
             got=f"mesh {spec}, model {model}",
             wanted="tp 1 and pp 1",
             do="Use shard instead of tp and pp for a model of your own.",
+        )
+
+
+def require_cuttable(spec: MeshSpec, config: Mapping[str, Any]) -> None:
+    """Raise InvalidInput where ``spec`` cannot cut a model of transformers with this config.json.
+
+    Whether the family has a plan is known to ``require_planned``, which needs torch.
+    """
+    if spec.pp > 1:
+        raise _refused(
+            "models of transformers are not cut into stages",
+            got=f"mesh {spec}, model_type {config.get('model_type')}",
+            wanted="pp 1",
+            do="Use shard or tp instead of pp.",
+        )
+    if spec.tp == 1:
+        return
+    _require_divisible(spec, _sizes(config))
+    if dropout := config.get("attention_dropout"):
+        raise _refused(
+            "ranks of one tp would drop the same places of different heads",
+            got=f"attention_dropout {dropout}, tp {spec.tp}",
+            wanted="attention_dropout 0, or tp 1",
+            do="Change config.json of the model, or use training.mesh.shard instead of tp.",
         )
 
 
@@ -131,16 +156,17 @@ def layers_of(stage: int, stages: int, layers: int) -> range:
     return range(start, start + least + (stage in extra))
 
 
-def _require_adaptable(spec: MeshSpec, settings: TrainingSettings) -> None:
-    for name, what in (("lora", "adapters are trained"), ("dpo", "preferences are learned")):
-        in_step = settings.synchrony.kind == "every-step"
-        if getattr(settings, name) is not None and (spec.tp * spec.pp > 1 or not in_step):
-            raise InvalidInput(
-                f"{what} by replicas or shards, in step",
-                got=f"mesh {spec}, {settings.synchrony.kind}",
-                wanted="tp 1, pp 1 and every-step",
-                where=f"training.{name}",
-            )
+def _require_adaptable(
+    spec: MeshSpec, settings: TrainingSettings, config: ModelConfig | None
+) -> None:
+    in_step, lora = settings.synchrony.kind == "every-step", settings.lora
+    if settings.dpo is not None and (spec.tp * spec.pp > 1 or not in_step):
+        raise InvalidInput(
+            "preferences are learned by replicas or shards, in step",
+            got=f"mesh {spec}, {settings.synchrony.kind}",
+            wanted="tp 1, pp 1 and every-step",
+            where="training.dpo",
+        )
     if settings.code_ref and settings.dpo is not None:
         raise InvalidInput(
             "a model of your own has its own loss",
@@ -148,7 +174,23 @@ def _require_adaptable(spec: MeshSpec, settings: TrainingSettings) -> None:
             wanted="one of them",
             where="training.dpo",
         )
-    if settings.code_ref and settings.lora is not None and not settings.lora.target_modules:
+    if lora is None:
+        return
+    if spec.pp > 1 or (spec.tp > 1 and config is not None) or not in_step:
+        raise InvalidInput(
+            "adapters are trained by replicas or shards, in step",
+            got=f"mesh {spec}, {settings.synchrony.kind}",
+            wanted="pp 1 and every-step; tp 1 but for models of transformers",
+            where="training.lora",
+        )
+    if spec.tp > 1 and (lora.use_dora or lora.lora_dropout):
+        raise InvalidInput(
+            "DoRA and dropout of adapters need whole matrices",
+            got=f"tp {spec.tp}, use_dora {lora.use_dora}, lora_dropout {lora.lora_dropout}",
+            wanted="tp 1, or LoRA without dropout",
+            where="training.lora",
+        )
+    if settings.code_ref and not lora.target_modules:
         raise InvalidInput(
             "a model of your own has no default layers to adapt",
             got=f"training.code_ref {settings.code_ref}, no targets",
@@ -173,16 +215,27 @@ def _require_tensor(
     config: ModelConfig,
     data: DataSettings | None,
 ) -> None:
-    parts = {
-        "query heads": config.num_attention_heads,
-        "key-value heads": config.num_key_value_heads,
-        "feed-forward width": config.intermediate_size,
-        "vocabulary": config.vocab_size,
-    }
+    parts = _sizes(config.model_dump())
     if settings.mesh.sequence_parallel:
         parts["context"] = config.context
         if data is not None and data.batching == "bucketed":
             parts["length buckets"] = BUCKET_TOKENS
+    _require_divisible(spec, parts)
+
+
+def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes that ``tp`` must divide, of a config.json."""
+    keys = {
+        "query heads": "num_attention_heads",
+        "key-value heads": "num_key_value_heads",  # GPT-NeoX has none: as many as query heads
+        "feed-forward width": "intermediate_size",
+        "vocabulary": "vocab_size",
+    }
+    found = {name: config.get(key) for name, key in keys.items()}
+    return {name: size for name, size in found.items() if isinstance(size, int)}
+
+
+def _require_divisible(spec: MeshSpec, parts: Mapping[str, int]) -> None:
     for name, size in parts.items():
         if size % spec.tp:
             raise _refused(

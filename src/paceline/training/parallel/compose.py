@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from paceline.training.parallel.checks import require_layout, require_uncut
 from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
 from paceline.training.parallel.pipeline import Pipelined, drop_children, stages
+from paceline.training.parallel.planned import HasPlan, cut_planned
 from paceline.training.parallel.sharded import shard
 
 
@@ -160,6 +160,8 @@ class SingleStage:
         return 0
 
     def _require_divisible(self, part: Inputs) -> None:
+        if not isinstance(self.modules[0], Transformer):
+            return  # between blocks, sequences are whole
         tp = self._mesh.spec.tp
         if tp > 1 and self._settings.mesh.sequence_parallel and part.args[0].shape[1] % tp:
             raise InvalidInput(
@@ -190,7 +192,8 @@ def parallelise(
         require_layout(spec, settings, model.config)
     else:
         require_layout(spec, settings, None)
-        require_uncut(spec, type(model).__name__)
+        if spec.pp > 1 or not isinstance(model, HasPlan):
+            require_uncut(spec, type(model).__name__)
     model = model.to(master_dtype(settings))
     if not _is_meta(model):
         model = model.to(mesh.device_type)
@@ -201,9 +204,10 @@ def parallelise(
         drop_children(model)
     spread = spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
     for part in parts:
-        if spec.tp > 1:
-            assert isinstance(part, Transformer)
+        if spec.tp > 1 and isinstance(part, Transformer):
             tensor.cut_matrices(part, mesh, sequence=settings.mesh.sequence_parallel)
+        elif spec.tp > 1:
+            cut_planned(part, mesh)
         if settings.compile:
             compile_blocks(part)
         if settings.activation_checkpointing:
@@ -214,7 +218,7 @@ def parallelise(
             _cast_products(part, mesh, settings)
         if _is_meta(part):
             part.to_empty(device=mesh.device_type)
-            if isinstance(part, HasTiedWeights):  # now separate, and the optimizer comes next
+            if isinstance(part, HasPlan):  # now separate, and the optimizer comes next
                 part.tie_weights()
     if spec.pp > 1:
         return Pipelined(
@@ -225,13 +229,6 @@ def parallelise(
         return SingleStage(model, model, mesh, settings, workload, sent)
     run, memory = replicate(model, mesh, settings.mesh, sent)
     return SingleStage(model, run, mesh, settings, workload, sent, memory)
-
-
-@runtime_checkable
-class HasTiedWeights(Protocol):
-    """A model of transformers, which can share parameters between modules again."""
-
-    def tie_weights(self) -> None: ...
 
 
 def _is_meta(model: nn.Module) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from paceline.config import TrainingSettings
 from paceline.training.parallel.base import blocks_of
@@ -59,8 +60,15 @@ def reshard_all(model: nn.Module) -> None:
 def reduced_bytes(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> int:
     """Return the bytes of gradients that this rank hands to reductions each step."""
     size = 8 if settings.precision == "float64" else 4
-    trained = (each for each in model.parameters() if each.requires_grad)
-    held = sum(each.numel() for each in trained) // mesh.spec.tp
+    held = sum(_numel(each, mesh.spec.tp) for each in model.parameters() if each.requires_grad)
     within = held * size if mesh.spec.shard > 1 else 0
     between = held // mesh.spec.shard * size if mesh.spec.dp > 1 else 0
     return within + between
+
+
+def _numel(parameter: Tensor, tp: int) -> int:
+    """Return the number of elements of the part that the shards of one ``tp`` rank make up."""
+    is_cut = (
+        tp > 1 and isinstance(parameter, DTensor) and not parameter.placements[-1].is_replicate()
+    )
+    return parameter.numel() // (tp if is_cut else 1)

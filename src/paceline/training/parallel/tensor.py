@@ -32,18 +32,24 @@ from paceline.training.parallel.mesh import Mesh
 
 
 class ReplicatedModule(ParallelStyle):
-    """Style of a module that every rank runs on the same input with the same parameters."""
+    """Style of a module that every rank runs with the same parameters.
+
+    The input is the same on every rank, or cut along ``cut``: then gradients are summed.
+    """
+
+    def __init__(self, cut: int | None = None) -> None:
+        super().__init__()
+        self._layout = Replicate() if cut is None else Shard(cut)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(mesh: DeviceMesh, _: nn.Module, inputs: Any, device_mesh: Any) -> Any:
-            del device_mesh
-            return tuple(DTensor.from_local(each, mesh, run_check=False) for each in inputs)
+        def enter(layout: Any, _: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+            return tuple(DTensor.from_local(x, mesh, (layout,), run_check=False) for x in inputs)
 
         def leave(_: nn.Module, outputs: Any, device_mesh: Any) -> Any:
             del device_mesh
             return outputs.to_local()
 
-        return distribute_module(module, device_mesh, None, partial(enter, device_mesh), leave)
+        return distribute_module(module, device_mesh, None, partial(enter, self._layout), leave)
 
 
 def cut_matrices(model: Transformer, mesh: Mesh, *, sequence: bool) -> None:
