@@ -39,7 +39,8 @@ NODES = ("node-0", "node-1", "node-2")  # node-3 has a small disk
 
 
 def flow_runs_of(stack: Runtime, deployment_id: str) -> list[dict[str, Any]]:
-    body = {"flow_runs": {"name": {"any_": [deployment_id]}}}
+    # by its tag: a flow run that runs again is named anew by its parameters
+    body = {"flow_runs": {"tags": {"all_": [deployment_id]}}}
     found: list[dict[str, Any]] = prefect(stack, "POST", "/flow_runs/filter", body)
     return found
 
