@@ -47,8 +47,8 @@ def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:
     """Return ``evidence`` with the approval that its policy demands.
 
     What is champion already needs no second one: its own evidence is returned. Raises
-    AwaitingApproval where nobody has decided, and starts the flow run that waits; GateRefused for a
-    rejection or past the deadline.
+    AwaitingApproval where no decision is recorded, and starts the flow run that waits; GateRefused
+    for a rejection or past the deadline.
     """
     policy = run.runtime.profile.gate.policy(evidence.model_id)
     if policy.approval == "none":
@@ -80,7 +80,7 @@ def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:
 
 
 def decided(run: Run, request: ApprovalRequest) -> Approval | None:
-    """Return the recorded approval of ``request``, None where nobody has decided in time.
+    """Return the recorded approval of ``request``, None where there was no decision in time.
 
     Raises GateRefused for a rejection, and where the deadline is over without a decision.
     """

@@ -283,7 +283,7 @@ def require_passed(run: Run, evidence: Evidence) -> None:
 
 
 def require_not_rolled_back(run: Run, evidence: Evidence) -> None:
-    """Raise GateRefused for what somebody rolled back: a schedule must not undo an operator. An
+    """Raise GateRefused for what an operator rolled back: a schedule must not undo that. An
     approver may."""
     back = run.registry.was_rolled_back(evidence.model_id, evidence.manifest_digest)
     if back and evidence.approver is None:

@@ -17,6 +17,7 @@ import click
 from paceline.cli.options import (
     job_settings,
     json_option,
+    notice,
     point_prefect_at,
     show,
     state_option,
@@ -338,13 +339,9 @@ def approve(
             evidence_digest=evidence or request.evidence_digest, approved=not reject, reason=reason
         )
         # a repeat of the same decision resumes what Prefect was too busy to resume
-        shown = patiently(lambda: client.decide_promotion(run_id, call), START_S, _notice)
+        shown = patiently(lambda: client.decide_promotion(run_id, call), START_S, notice)
     show(shown.model_dump(mode="json"), as_json, *_approval_lines(shown))
     return 0
-
-
-def _notice(line: str) -> None:
-    click.echo(f"! {line}", err=True)
 
 
 def _approval_lines(shown: ApprovalShown) -> list[str]:

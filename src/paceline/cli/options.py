@@ -54,6 +54,11 @@ def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> N
         click.echo(json.dumps(answer))
 
 
+def notice(line: str) -> None:
+    """Print what a person should know on standard error, without disturbing the result."""
+    click.echo(f"! {line}", err=True)
+
+
 def profile_options(command: F, default: str = "embedded") -> F:
     """Add ``--profile`` and ``--set`` to ``command``."""
     command = click.option(

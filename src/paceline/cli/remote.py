@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import show
+from paceline.cli.options import notice, show
 from paceline.cli.watching import follow
 from paceline.client import Client
 from paceline.config import Runtime
@@ -45,7 +45,7 @@ def distribute(
             said = left_behind(client.coordinator, deployment_id, cancels=cancels)
             sys.stderr.write(f"{said}\n")
         raise
-    answer = client.finish(client.wait(deployment_id, say), run_id, activate=activate)
+    answer = client.finish(client.wait(deployment_id, notice), run_id, activate=activate)
     relay, switched = answer["relay"], answer["activated"]
     failed = relay["workers_failed"]
     without = f", without {', '.join(failed)}" if failed else ""
@@ -66,10 +66,10 @@ def run_flow(
     """Start the flow ``module.function`` on the installation, follow it, and print its result."""
     function = name.rpartition(".")[2]
     flow = "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
-    begun = Client.of(runtime).start(flow, parameters, run_id=run_id, on_notice=say)
+    begun = Client.of(runtime).start(flow, parameters, run_id=run_id, on_notice=notice)
     sys.stderr.write(f"{flow}: flow run {begun.page}\n")
     try:
-        answer = begun.wait(lambda line: click.echo(f"  {line}", err=True), say)
+        answer = begun.wait(lambda line: click.echo(f"  {line}", err=True), notice)
     except KeyboardInterrupt:
         again = f"the same command with --run-id {begun.run_id} follows it"
         sys.stderr.write(f"the flow goes on; {again}\n")
@@ -77,8 +77,3 @@ def run_flow(
     lines = [f"! {note}" for note in answer["notes"]]
     show({"status": "complete"} | answer, as_json, *lines, f"done: run {begun.run_id}")
     return 0
-
-
-def say(line: str) -> None:
-    """Print what a person should know, without disturbing the result."""
-    click.echo(f"! {line}", err=True)

@@ -54,10 +54,10 @@ FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 RAISED = re.compile(r"(?:exception:? |\A)(?:[\w.]*\.)?(\w+): (.+)", re.DOTALL)
 
 Answer = TypeVar("Answer")
-Tell = Callable[[str], None]
+OnLine = Callable[[str], None]
 
 
-def say_nothing(_line: str) -> None:
+def drop(_line: str) -> None:
     """Drop a line."""
 
 
@@ -79,7 +79,7 @@ class FlowRun:
         """Return Prefect's type of state now: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, …"""
         return self._coordinator.flow_run(self.id, 2**31).state
 
-    def wait(self, on_line: Tell = say_nothing, on_notice: Tell = say_nothing) -> dict[str, Any]:
+    def wait(self, on_line: OnLine = drop, on_notice: OnLine = drop) -> dict[str, Any]:
         """Return the flow's result, with ``run_id`` and ``notes``, once it has ended.
 
         ``on_line`` receives each line of its log, ``on_notice`` what is said while no coordinator
@@ -169,16 +169,16 @@ class Client:
         """Return where the installation's servers and buckets are; a login asks it for them."""
         if not self._runtime.is_login:
             return self._runtime
-        told = self.installation()
+        found = self.installation()
         try:
-            profile = Profile.model_validate(told.profile)
+            profile = Profile.model_validate(found.profile)
         except ValidationError as error:
             raise InvalidInput(
                 "the installation's settings cannot be read here",
                 got=str(error).splitlines()[2].strip(),
                 wanted="settings of this version",
                 where=self.coordinator.base_url,
-                do=f"Install the version that runs there: Paceline {told.version}.",
+                do=f"Install the version that runs there: Paceline {found.version}.",
             ) from error
         return self._runtime.model_copy(update={"profile": profile})
 
@@ -237,7 +237,7 @@ class Client:
         )
         return self.coordinator.create(call, digest_of([run_id, source])).deployment_id
 
-    def wait(self, deployment_id: str, on_notice: Tell = say_nothing) -> DeploymentView:
+    def wait(self, deployment_id: str, on_notice: OnLine = drop) -> DeploymentView:
         """Return the deployment once it has ended; TemporaryError as ``FlowRun.wait`` says."""
         while True:
             call = partial(self.coordinator.deployment, deployment_id)
@@ -297,7 +297,7 @@ class Client:
         parameters: Mapping[str, Any],
         *,
         run_id: str | None = None,
-        on_notice: Tell = say_nothing,
+        on_notice: OnLine = drop,
     ) -> FlowRun:
         """Start a flow by its name in Prefect ("train-model"); parameters that are None are left
         out. With the ``run_id`` of an earlier call it is the same flow run, unless that ended
@@ -385,10 +385,10 @@ class Client:
         return self.start("verify-model", given, run_id=run_id)
 
 
-def patiently(call: Callable[[], Answer], away_s: float, on_notice: Tell = say_nothing) -> Answer:
+def patiently(call: Callable[[], Answer], away_s: float, on_notice: OnLine = drop) -> Answer:
     """Return what ``call`` returns, repeated while a server is away for at most ``away_s``.
 
-    ``on_notice`` is told why it is repeated, each reason once.
+    ``on_notice`` receives why it is repeated, each reason once.
     """
     until_s, said = time.monotonic() + away_s, ""
     while True:

@@ -243,7 +243,7 @@ class Serving(Record):
     context: int  # tokens of a row
     prefill_ms: float  # one forward pass of the rows
     decode_ms_per_token: float  # one more token, with keys and values of the tokens before kept
-    peak_memory_bytes: int | None  # of the whole process; None: the kernel does not tell
+    peak_memory_bytes: int | None  # of the whole process; None: the kernel does not report it
 
 
 class ModelScore(Record):
