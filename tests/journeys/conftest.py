@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,20 +17,43 @@ from tests.journeys.hosts import ROOT, build_software, newest_python
 from tests.support.wall_jump import build_shim
 
 EARLIER = "0053e57"  # of the release before, until there are tags
+Build = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
-def software(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Return ``build_software`` by name: the first process of the run builds, the others wait."""
+    run = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        run = run.parent  # of all processes of the run
+
+    def build_once(name: str, *locks: str, **options: Any) -> Path:
+        directory = run / f"software-{name}"
+        with (run / f"software-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            done = directory / "built"
+            if not done.exists():
+                directory.mkdir()
+                done.write_text(str(build_software(directory, *locks, **options)))
+            return Path(done.read_text())
+
+    return build_once
+
+
+@pytest.fixture(scope="session")
+def software(build: Build) -> Path:
     """Return the directory of the installed wheel; skips where there are no namespaces."""
     if reason := why_not():
         if "netns" in os.environ.get("PACELINE_REQUIRE", "").split(","):
             pytest.fail(f"required but missing: {reason}")
         pytest.skip(reason)
-    return build_software(tmp_path_factory.mktemp("software"), "base")
+    return build("base", "base")
 
 
 @pytest.fixture(scope="session")
-def earlier_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def earlier_software(
+    software: Path, build: Build, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Return the software of the release before, built from its commit; skips without history."""
     source = tmp_path_factory.mktemp("earlier")
     packed = subprocess.run(
@@ -40,22 +66,22 @@ def earlier_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -
     project.write_text(
         re.sub(r'(?m)^version = ".*"', 'version = "0.0.9"', project.read_text(), count=1)
     )
-    return build_software(tmp_path_factory.mktemp("earlier-software"), "base", source=source)
+    return build("earlier", "base", source=source)
 
 
 @pytest.fixture(scope="session")
-def newest_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def newest_software(software: Path, build: Build) -> Path:
     """Return the software of a host with the newest Python of this machine, which may be the only
     one."""
     if not (python := newest_python()):
         return software
-    return build_software(tmp_path_factory.mktemp("newest"), "base", python=python)
+    return build("newest", "base", python=python)
 
 
 @pytest.fixture(scope="session")
-def hub_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hub_software(software: Path, build: Build) -> Path:
     """Return the software of a host that loads models with Hugging Face's libraries."""
-    return build_software(tmp_path_factory.mktemp("hub"), "base", "hf")
+    return build("hub", "base", "hf")
 
 
 @pytest.fixture(scope="session")
@@ -65,18 +91,12 @@ def clock_shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def control_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def control_software(software: Path, build: Build) -> Path:
     """Return the software of a coordinator that keeps its state in etcd, Redis, PostgreSQL."""
-    return build_software(tmp_path_factory.mktemp("control"), "base", "stores")
+    return build("control", "base", "stores")
 
 
 @pytest.fixture(scope="session")
-def training_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the software of hosts that run flows and ranks."""
-    return build_software(tmp_path_factory.mktemp("training"), "base", "flows", "train", "torch")
-
-
-@pytest.fixture(scope="session")
-def plane_software(software: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the software of a fleet that trains, with its Prefect and MLflow on PostgreSQL."""
-    return build_software(tmp_path_factory.mktemp("plane"), "base", "control", "train", "torch")
+def plane_software(software: Path, build: Build) -> Path:
+    """Return the software of hosts that run flows and ranks, and Prefect and MLflow on PostgreSQL."""
+    return build("plane", "base", "control", "train", "torch")

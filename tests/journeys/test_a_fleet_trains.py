@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
-    with site(training_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
+    with site(plane_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
         made = start_control(bed, logs, s3_url, "scheduler", init="init")
         add_nodes(made)
         make_base(made)

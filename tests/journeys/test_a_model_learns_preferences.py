@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.guide import commands, commands_under
-from tests.journeys.test_a_hugging_face_model_is_trained import export_of, typed
+from tests.journeys.test_a_hugging_face_model_is_trained import export_of, refused, typed
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
 
 pytestmark = pytest.mark.nightly
@@ -106,11 +106,8 @@ def test_what_cannot_be_done_is_one_line(places, tmp_path, change, words) -> Non
         change = "true"
     for name, value in places.items():
         change = change.replace(name, value)
-    done = typed("bash", "-c", f"{change}; {train}", home=tmp_path, check=False)
-    assert done.returncode == 2, done.stderr
-    (line,) = [each for each in done.stderr.splitlines() if each.startswith("paceline: ")]
-    assert words in line
-    assert "Traceback" not in done.stderr
+    typed("bash", "-c", change, home=tmp_path)
+    assert words in refused(train)
 
 
 @pytest.mark.xdist_group("another home")

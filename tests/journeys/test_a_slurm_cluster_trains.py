@@ -28,9 +28,9 @@ CREDENTIALS = f"[default]\naws_access_key_id={KEY}\naws_secret_access_key={SECRE
 
 
 @pytest.fixture(scope="module")
-def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
-    with site(training_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
+    with site(plane_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
         for host in bed.hosts[1:]:
             host.write(".aws/credentials", CREDENTIALS)
         start_slurm(bed, logs)

@@ -1,5 +1,5 @@
 """docs/how-to/train-your-hugging-face-model.md, "Train adapters only", typed: LoRA and DoRA on two
-ranks, and on an installation up to the roll-out; transformers and peft load the results offline."""
+ranks; transformers and peft load the results offline."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.journeys.guide import commands, commands_under
-from tests.journeys.test_a_hugging_face_model_is_trained import (
-    GENERATE,
-    PAGE,
-    export_of,
-    places,
-    typed,
-)
+from tests.journeys.guide import commands_under
+from tests.journeys.test_a_hugging_face_model_is_trained import PAGE, export_of, places, typed
 
 __all__ = ["places"]  # a fixture
 
@@ -69,37 +63,3 @@ def test_what_the_page_says_trains_adapters_that_transformers_and_peft_load(
         assert loaded["apart"] < 1e-5 < 1e-3 < loaded["learnt"], loaded
     assert sizes["LoRA"] < sizes["full"] / 4
     assert sizes["LoRA"] < sizes["DoRA"] < sizes["full"]
-
-
-@pytest.mark.xdist_group("a home")
-@pytest.mark.timeout(500)
-def test_an_installation_trains_adapters_judges_promotes_and_rolls_out_the_merged_model(
-    places, tmp_path
-) -> None:
-    blocks = {
-        name: text.replace("MODEL", places["MODEL"]).replace("TEXT", places["TEXT"])
-        for name, text in commands(PAGE).items()
-    }
-    for number in range(12, 60):  # enough that documents are held out
-        lines = (f"line {n} of file {number} is {n * number}\n" for n in range(80))
-        Path(places["TEXT"], f"{number}.txt").write_text("".join(lines))
-    try:
-        typed("bash", "-ec", blocks["up"].replace("up", "up --profile ci", 1), home=tmp_path)
-        *before, _train = blocks["train"].splitlines()
-        typed("bash", "-ec", "\n".join(before), home=tmp_path)
-        typed("bash", "-ec", blocks["train-lora"], home=tmp_path)
-        done = typed("bash", "-ec", blocks["promote"], home=tmp_path)
-        assert "acme/tiny v2 is champion" in done.stderr
-        report = json.loads((tmp_path / "report.json").read_text())
-        bits = {each["name"]: each["bits_per_byte"] for each in report["scores"]}
-        assert bits["candidate"]["high"] < bits["base"]["low"], bits
-        hub = tmp_path / ".paceline/nodes/node-2/store/hub"
-        said = typed(sys.executable, "-c", GENERATE, str(hub), home=tmp_path).stdout
-        assert said.startswith("line 7 of file")
-        trained = json.loads((tmp_path / "trained.json").read_text())
-        typed("bash", "-ec", blocks["continue"], home=tmp_path)
-        went_on = json.loads((tmp_path / "continued.json").read_text())
-        assert (went_on["resumed_from_step"], went_on["steps"]) == (300, 340)
-        assert went_on["weights_digest"] != trained["weights_digest"]
-    finally:
-        typed("paceline", "down", home=tmp_path)

@@ -51,9 +51,9 @@ def accept_logins(bed: Site, logs: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
-    with site(training_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
+    with site(plane_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
         yield bring_up(bed, logs, s3_url)
 
 

@@ -26,9 +26,9 @@ TINY = [*SMALL, "--set", "model.parameters=100000", "--set", "model.context=64"]
 
 
 @pytest.fixture(scope="module")
-def fleet(training_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
-    with site(training_software, hosts=4, rate_mbit=400) as bed, rclone_s3(bed, logs) as s3_url:
+    with site(plane_software, hosts=4, rate_mbit=400) as bed, rclone_s3(bed, logs) as s3_url:
         made = bring_up(bed, logs, s3_url)
         texts = logs / "s3/models/texts"  # as any S3 tool puts them there
         texts.mkdir()
