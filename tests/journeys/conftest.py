@@ -98,5 +98,5 @@ def control_software(software: Path, build: Build) -> Path:
 
 @pytest.fixture(scope="session")
 def plane_software(software: Path, build: Build) -> Path:
-    """Return the software of hosts that run flows and ranks, and Prefect and MLflow on PostgreSQL."""
+    """Return the software of hosts that run flows, ranks, Prefect and MLflow on PostgreSQL."""
     return build("plane", "base", "control", "train", "torch")
