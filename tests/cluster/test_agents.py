@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -13,17 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline import cluster as fleet
-from paceline.cluster import Fleet, Order, launch
+from paceline.cluster import Fleet
 from paceline.config import Runtime
 from paceline.errors import NotReady
 from tests.cluster.conftest import (
     AGENT,
     AGENT_ARGV,
     eventually,
-    processes_of,
     run_on,
-    small_profile,
 )
 
 RANK = Path(__file__).with_name("stand_in_rank.py")
@@ -87,23 +83,3 @@ def test_an_agent_that_cannot_start_says_why(connected: Fleet, cluster: Runtime)
     with pytest.raises(NotReady, match="no such disk"):
         keeper.wait(1.0)
     keeper._run_own = threading.Event().wait  # it restarts nothing from now on
-
-
-@pytest.mark.nightly  # test_supervisor shows it of services
-def test_a_killed_supervisor_takes_nodes_agents_and_ranks_with_it(tmp_path: Path) -> None:
-    runtime = fleet.start(small_profile(nodes=2), tmp_path, detach=True, only=("dask",))
-    with Fleet.connect(runtime) as connection:
-        agents = connection.ensure_agents(agent_argv=AGENT_ARGV)
-        rank = Order(
-            process_id="rank",
-            argv=(sys.executable, "-S", str(RANK)),
-            env={},
-            input_json='{"all": {"child": true, "ignore_term": true, "hang": true}}',
-            directory=str(tmp_path),
-        )
-        pid = run_on(connection, "node-1", launch, rank, timeout_s=20)
-        eventually(lambda: psutil.Process(pid).children())
-    assert all(psutil.pid_exists(each.pid) for each in agents.values())
-    os.kill(fleet.status(tmp_path).pid, signal.SIGKILL)
-    eventually(lambda: processes_of(tmp_path) == [])
-    assert not fleet.status(tmp_path).running

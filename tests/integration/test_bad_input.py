@@ -37,24 +37,6 @@ def assert_one_line(ended: Ended, code: str, *needles: str) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.nightly
-def test_wrong_credentials_are_named(stack: Runtime, tmp_path: Path) -> None:
-    secrets = stack.secrets.model_copy(update={"s3_secret_key": "wrong"})
-    state = elsewhere(stack, tmp_path, secrets=secrets)
-    ended = paceline("distribute", "any", "1", "--json", state=state)
-    assert_one_line(ended, "AccessDenied", stack.endpoints.s3_url)
-
-
-@pytest.mark.nightly
-def test_a_missing_bucket_is_named(stack: Runtime, tmp_path: Path) -> None:
-    storage = stack.profile.storage.model_copy(update={"bucket": "nobody-made-this"})
-    state = elsewhere(
-        stack, tmp_path, profile=stack.profile.model_copy(update={"storage": storage})
-    )
-    ended = paceline("distribute", "any", "1", "--json", state=state)
-    assert_one_line(ended, "SourceMissing", "nobody-made-this")
-
-
 def test_a_model_that_was_never_published_is_named(stack: Runtime) -> None:
     ended = paceline("distribute", "nobody", "7", "--json", state=stack.state_dir)
     assert_one_line(ended, "SourceMissing", "nobody/7")
@@ -64,7 +46,6 @@ def test_a_model_that_was_never_published_is_named(stack: Runtime) -> None:
     ("model", "code", "needle"),
     [
         ("./not-here", "InvalidInput", "MODEL_ID/VERSION as published"),
-        pytest.param("nobody/7", "SourceMissing", "nobody/7", marks=pytest.mark.nightly),
         pytest.param("hf://any/m", "AccessDenied", "hf://any/m", marks=pytest.mark.nightly),
     ],
 )
@@ -73,14 +54,6 @@ def test_a_base_that_is_not_there_is_named(
 ) -> None:
     ended = paceline("lifecycle", "--model", model, "--json", state=stack.state_dir)
     assert_one_line(ended, code, needle)
-
-
-@pytest.mark.nightly
-def test_a_base_of_pickled_weights_is_refused(stack: Runtime, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    ended = paceline("lifecycle", "--model", str(tmp_path), "--json", state=stack.state_dir)
-    assert_one_line(ended, "InvalidInput", "pytorch_model.bin")
 
 
 def test_s3_that_does_not_answer_is_named(stack: Runtime, tmp_path: Path) -> None:
@@ -92,33 +65,6 @@ def test_s3_that_does_not_answer_is_named(stack: Runtime, tmp_path: Path) -> Non
         ended = paceline("distribute", "any", "1", "--json", state=state)
     assert_one_line(ended, "ServiceUnavailable", url)
     assert ended.code == 75
-
-
-@pytest.mark.nightly
-def test_publishing_other_bytes_under_a_taken_version_is_refused(
-    stack: Runtime, tmp_path: Path
-) -> None:
-    for content, code in (("one", 0), ("one", 0), ("two", 1)):
-        directory = tmp_path / "model"
-        directory.mkdir(exist_ok=True)
-        (directory / "weights.bin").write_text(content)
-        ended = paceline(
-            "publish", str(directory), "--model", "taken", "--version", "1", "--json",
-            state=stack.state_dir,
-        )  # fmt: skip
-        assert ended.code == code, ended.err
-    assert_one_line(ended, "Conflict", "taken/1")
-
-
-@pytest.mark.nightly
-def test_publishing_an_empty_directory_is_refused(stack: Runtime, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    ended = paceline(
-        "publish", str(tmp_path / "empty"), "--model", "empty", "--version", "1", "--json",
-        state=stack.state_dir,
-    )  # fmt: skip
-    assert ended.code == 2
-    assert str(tmp_path / "empty") in ended.problem
 
 
 @pytest.mark.nightly

@@ -5,7 +5,6 @@ One fleet serves all tests; each brings another version to some of its nodes.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 
 import pytest
@@ -71,34 +70,6 @@ def test_a_killed_agent_is_named_and_resumes_from_its_disk(site: Site) -> None:
         verify_directory(site.final(name, "killed"), manifest)
 
 
-@pytest.mark.nightly  # tests/relay/test_thawed.py shows it on fewer agents
-def test_a_frozen_agent_is_lost_by_silence_and_returns_reincarnated(
-    site: Site,
-) -> None:
-    manifest = site.publish("frozen", SIZE)
-    d = site.deploy("frozen", *NODES, topology="mesh")
-    until(lambda: site.view(d).deployment.epoch == 1, "the plan")
-    victim = line_of(site, d)[2]
-    half(site, d, victim)
-    before_incarnation = site.incarnation(victim)
-    site.signal(victim, signal.SIGSTOP)
-    others = [name for name in NODES if name != victim]
-    site.complete(d, *others)
-    until(
-        lambda: victim in {each.worker_id for each in site.told(d, EventName.WORKER_LOST)},
-        "the frozen one is called lost",
-    )
-    assert refetched(site, d, *others) <= 0.05 * SIZE * len(others)
-    site.signal(victim, signal.SIGCONT)
-    site.complete(d)
-    receipt = site.part(d, victim).receipt
-    assert receipt is not None
-    # It is the same process, which kept what it had: beyond the model only what was on its way.
-    assert receipt.incarnation > before_incarnation
-    assert receipt.received_bytes + receipt.origin_bytes <= 1.3 * SIZE
-    verify_directory(site.final(victim, "frozen"), manifest)
-
-
 def test_a_corrupting_agent_is_quarantined_and_others_stay_unharmed(
     site: Site,
 ) -> None:
@@ -117,28 +88,6 @@ def test_a_corrupting_agent_is_quarantined_and_others_stay_unharmed(
     for name in NODES:
         verify_directory(site.final(name, "corrupted"), manifest)
     site.kill("bad")
-
-
-@pytest.mark.nightly  # tests/relay/test_chaos.py and the simulation show it
-def test_a_slow_agent_goes_to_the_tail_and_the_others_do_not_wait_for_it(site: Site) -> None:
-    size = 2 * SIZE
-    manifest = site.publish("slowed", size)
-    site.start("late", limit_mbit=LINK_MBIT / 5)
-    site.registered("late")
-    d = site.deploy("slowed", "late", *NODES, topology="chain", max_failed=0.2)
-    site.complete(d, *NODES)
-    slow = {each.worker_id for each in site.told(d, EventName.WORKER_SLOW)}
-    assert "late" in slow
-    assert site.part(d, "late").standing == "tail"
-    plan = site.client.plan(d)
-    assert not [lane for each in plan.workers for lane in each.lanes if lane.source.key == "late"]
-    assert site.part(d, "late").bytes_held < size / 2, "they finished long before it"
-    assert refetched(site, d, *NODES) <= 0.05 * size * len(NODES)
-    for name in NODES:
-        verify_directory(site.final(name, "slowed"), manifest)
-    site.client.cancel(d)
-    assert not list(site.state.glob("nodes/late/assignments/*"))
-    site.kill("late")
 
 
 def test_processes_all_killed_at_once_resume_from_their_disks(site: Site) -> None:
