@@ -25,7 +25,7 @@ from tests.journeys.hosts import Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
 
-pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 TINY = [*SMALL, "--set", "model.parameters=100000", "--set", "model.context=64"]
 

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
 ]
 
 

@@ -21,14 +21,14 @@ pytestmark = [
 TYPED = commands("how-to/judge-with-tasks.md")
 
 
-def typed(text: str, home: Path, code: int = 0) -> subprocess.CompletedProcess[str]:
+def typed(text: str, home: Path) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"HOME": str(home)}
     env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
     done = subprocess.run(
         ["bash", "-euc", text],
         cwd=home, env=env, capture_output=True, text=True, timeout=400, check=False,
     )  # fmt: skip
-    assert done.returncode == code, done.stderr[-3000:]
+    assert done.returncode == 0, done.stderr[-3000:]
     return done
 
 
@@ -42,11 +42,5 @@ def test_tasks_are_scored_and_decide(tmp_path: Path) -> None:
             assert checks[name]["passed"]
         card = tmp_path / ".paceline/nodes/node-0/store/models" / promoted["model"]["model_id"]
         assert "| next_line/acc | candidate |" in (card / "active/README.md").read_text()
-        typed("paceline down", tmp_path)
-        (tmp_path / "tasks/next_line.yaml").write_text("task: !function os.system\n")
-        typed(lines.splitlines()[0], tmp_path)
-        refused = typed("paceline lifecycle", tmp_path, code=2)
-        assert "plain YAML, without !function" in refused.stderr
-        assert "Traceback" not in refused.stderr
     finally:
         typed("paceline down", tmp_path)
