@@ -129,6 +129,8 @@ def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, live
     for host in (fleet.control, fleet.flows):  # made at one replica, run from the other
         assert flow_state(fleet, host, flow_run) == "COMPLETED"
         assert champion(host, lived.model_id) == "1"
+        page = host.run("curl", "-sfL", "http://127.0.0.1:4200/").ok().out
+        assert "<title>Prefect" in page, "the software is read-only there"
         heard = host.run("ss", "-Hltn").ok().out
         assert "127.0.0.1:4200" in heard and "127.0.0.1:5000" in heard
         assert not [each for each in heard.split() if each.endswith((":4200", ":5000"))

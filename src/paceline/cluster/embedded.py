@@ -115,6 +115,8 @@ def _prefect_server(runtime: Runtime) -> ServiceSpec:
             "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": f"http://{host}:{port}",
             "PREFECT_API_URL": url,
             "PREFECT_UI_API_URL": url,
+            # Written at each start; by default beside Prefect's code, which may be read-only.
+            "PREFECT_UI_STATIC_DIRECTORY": str(home / "ui"),
             "PREFECT_LOGGING_LEVEL": "WARNING",
             "PREFECT_SERVER_LOGGING_LEVEL": "WARNING",
         },
