@@ -168,7 +168,8 @@ def _section(
     about = _text(schema.get("description", "")) if path else ""
     parts = {name: _model(each) for name, each in schema["properties"].items()}
     keys = {name: schema["properties"][name] for name, part in parts.items() if not part}
-    yield f"## {f'`[{path}]`' if path else 'The whole profile'}\n\n{about}"
+    anchor = f"{{ #{schema['title'].lower()} }}"
+    yield f"## {f'`[{path}]`' if path else 'The whole profile'} {anchor}\n\n{about}"
     yield _table(
         ("key", "type", "default", "meaning"),
         (
@@ -177,9 +178,11 @@ def _section(
             for name, each in keys.items()
         ),
     )  # fmt: skip
-    for name, part in parts.items():
+    for name, each in schema["properties"].items():
+        inner = each.get("items") or each.get("additionalProperties") or {}
+        part, below = (parts[name], name) if parts[name] else (_model(inner), f"{name}.NAME")
         if part:
-            yield from _section(f"{path}.{name}".strip("."), known[part], known, meanings)
+            yield from _section(f"{path}.{below}".strip("."), known[part], known, meanings)
 
 
 def _model(schema: Schema) -> str:
@@ -309,6 +312,13 @@ def json_schemas() -> str:
         ("schema", "describes"),
         ((f"[`{name}.json`](../schemas/{name}.json)", _about(kind)) for name, kind in SCHEMAS.items()),
     )
+
+
+def decisions() -> str:
+    """Return the titles of the decisions."""
+    pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
+    titles = {each.name: each.read_text(encoding="utf-8").split("\n", maxsplit=1)[0] for each in pages}
+    return "\n".join(f"- [{title.lstrip('# ')}]({name})" for name, title in titles.items())
 
 
 def _about(kind: type[BaseModel]) -> str:
