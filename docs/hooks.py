@@ -29,6 +29,7 @@ from mkdocs.structure.pages import Page
 from prometheus_client.core import Metric
 from pydantic import BaseModel, TypeAdapter
 
+import paceline
 import paceline.schemas
 from paceline import errors
 from paceline.api import create_app
@@ -106,6 +107,36 @@ def _help(
         assert child is not None, each
         if not child.hidden:
             yield from _help(child, context, each, depth + (parent is not None))
+
+
+def python() -> str:
+    """Return the signature and docstring of each name that ``import paceline`` offers."""
+    names = sorted(set(paceline.__all__) - {"__version__"}, key=lambda name: (name[0].isupper(), name))
+    return "\n\n".join(part for name in names for part in _name(name, getattr(paceline, name)))
+
+
+def _name(name: str, offered: Any) -> Iterator[str]:
+    heads = "###" if "." in name else "##"
+    if inspect.isfunction(inspect.unwrap(offered)):
+        yield from (f"{heads} `paceline.{name}`", _signature(offered), inspect.getdoc(offered) or "")
+        return
+    yield from (f"{heads} `paceline.{name}`", inspect.getdoc(offered) or "")
+    for own, member in vars(offered).items():
+        if own == "__init__":
+            yield _signature(member)
+        elif not own.startswith("_") and inspect.isfunction(member):
+            yield from _name(f"{name}.{own}", member)
+        elif not own.startswith("_") and isinstance(member, property):
+            yield from (f"### `paceline.{name}.{own}`", inspect.getdoc(member) or "")
+
+
+def _signature(function: Any) -> str:
+    """Return the lines of a function's source before its body."""
+    source = inspect.cleandoc("\n" + inspect.getsource(function))
+    (node,) = ast.parse(source).body
+    assert isinstance(node, ast.FunctionDef)
+    lines = source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1]
+    return "```python\n" + "\n".join(lines) + "\n```"
 
 
 # REST, events and profiles: tables of fields
