@@ -52,6 +52,9 @@ BOUNDS = {
 }  # fmt: skip
 
 
+MOST = 2**53  # bounds above it are those of the integers themselves
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add a page for each file outside docs/ that a page links."""
     linked = {
@@ -251,14 +254,18 @@ def _type(schema: Schema) -> str:
     if choices := schema.get("anyOf") or schema.get("oneOf") or schema.get("allOf"):
         return " or ".join(dict.fromkeys(_type(each) for each in choices))
     if values := schema.get("enum") or [schema[x] for x in ("const",) if x in schema]:
-        return ", ".join(f"`{each}`" for each in values)
+        return ", ".join(f"`{each}`" if each != "" else '`""`' for each in values)
     kind = schema.get("type", "any")
     if kind == "array":
         items = schema.get("prefixItems") or [schema.get("items", {})]
         return f"list of {', '.join(_type(each) for each in items)}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return f"map to {_type(schema['additionalProperties'])}"
-    bounds = [f"{sign} {schema[key]}" for key, sign in BOUNDS.items() if key in schema]
+    bounds = [
+        f"{sign} {schema[key]:.12g}"
+        for key, sign in BOUNDS.items()
+        if key in schema and schema[key] < MOST
+    ]
     return " ".join([kind, *bounds])
 
 
