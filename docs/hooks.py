@@ -101,7 +101,7 @@ def commands() -> str:
 def _help(
     command: click.Command, parent: click.Context | None, name: str, depth: int
 ) -> Iterator[str]:
-    context = click.Context(command, info_name=name, parent=parent, terminal_width=88)
+    context = click.Context(command, info_name=name, parent=parent, terminal_width=84)
     if parent:
         yield f"{'#' * depth} {context.command_path}\n"
     yield f"```text\n{command.get_help(context)}\n```\n"
@@ -264,7 +264,7 @@ def _type(schema: Schema) -> str:
     bounds = [
         f"{sign} {schema[key]:.12g}"
         for key, sign in BOUNDS.items()
-        if key in schema and schema[key] < MOST
+        if key in schema and abs(schema[key]) < MOST
     ]
     return " ".join([kind, *bounds])
 
