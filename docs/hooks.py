@@ -1,8 +1,8 @@
-"""What mkdocs adds to the pages at build time: reference generated from the code, and linked files.
+"""What mkdocs adds to the pages at build time: reference from the code, and linked files.
 
-A page of ``docs/reference`` has a line ``<!-- generated: NAME -->``; the function of that name below
-returns what takes its place. Files of the repository that a page links (units, manifests, examples)
-become pages below ``source/``, so that the site is complete without the repository.
+A page of ``docs/reference`` has a line ``<!-- generated: NAME -->``, which is replaced by what the
+function of that name below returns. Files of the repository that a page links (units, manifests,
+examples) become pages below ``source/``, so that the site is complete without the repository.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from paceline.training.metrics import exporter
 Schema = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
+NAMED = re.compile(r"^```sh \S+$", re.MULTILINE)  # a name for tests, which Markdown does not know
 LINK = re.compile(r"(\]\(|^\[\w+\]: )((?:\.\./)+[^)#\s]+)", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 REFERENCE = "#/components/schemas/"
@@ -66,7 +67,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for target in sorted(linked):
         text = (ROOT / target).read_text(encoding="utf-8")
         language = LANGUAGES.get(PurePosixPath(target).suffix, "text")
-        content = f"---\nsearch:\n  exclude: true\n---\n# `{target}`\n\n`````{language}\n{text}`````\n"
+        content = (
+            f"---\nsearch:\n  exclude: true\n---\n# `{target}`\n\n`````{language}\n{text}`````\n"
+        )
         files.append(File.generated(config, f"source/{target}.md", content=content))
     return files
 
@@ -81,7 +84,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         start = str(PurePosixPath(here).parent)
         return found[0] if not target else f"{found[1]}{relpath(f'source/{target}.md', start)}"
 
-    return MARK.sub(lambda found: globals()[found[1]](), LINK.sub(moved, markdown))
+    markdown = NAMED.sub("```sh", LINK.sub(moved, markdown))
+    return MARK.sub(lambda found: globals()[found[1]](), markdown)
 
 
 def _outside(page: str, link: str) -> str:
@@ -114,14 +118,20 @@ def _help(
 
 def python() -> str:
     """Return the signature and docstring of each name that ``import paceline`` offers."""
-    names = sorted(set(paceline.__all__) - {"__version__"}, key=lambda name: (name[0].isupper(), name))
+    names = sorted(
+        set(paceline.__all__) - {"__version__"}, key=lambda name: (name[0].isupper(), name)
+    )
     return "\n\n".join(part for name in names for part in _name(name, getattr(paceline, name)))
 
 
 def _name(name: str, offered: Any) -> Iterator[str]:
     heads = "###" if "." in name else "##"
     if inspect.isfunction(inspect.unwrap(offered)):
-        yield from (f"{heads} `paceline.{name}`", _signature(offered), inspect.getdoc(offered) or "")
+        yield from (
+            f"{heads} `paceline.{name}`",
+            _signature(offered),
+            inspect.getdoc(offered) or "",
+        )
         return
     yield from (f"{heads} `paceline.{name}`", inspect.getdoc(offered) or "")
     for own, member in vars(offered).items():
@@ -148,7 +158,7 @@ def _signature(function: Any) -> str:
 def routes() -> str:
     """Return every route of the coordinator's OpenAPI document, then the records they name."""
     with tempfile.TemporaryDirectory() as state:
-        secrets = Secrets(coordinator_token="none")
+        secrets = Secrets(coordinator_token="none")  # noqa: S106 (no server listens)
         runtime = Runtime(
             profile=Profile(), state_dir=Path(state), endpoints=Endpoints(), secrets=secrets
         )
@@ -289,7 +299,9 @@ def _comments(module: ModuleType) -> dict[tuple[str, str], str]:
     found = {}
     for node in ast.walk(ast.parse(source)):
         for field in node.body if isinstance(node, ast.ClassDef) else ():
-            target = getattr(field, "target", None) or (getattr(field, "targets", None) or [None])[0]
+            target = (
+                getattr(field, "target", None) or (getattr(field, "targets", None) or [None])[0]
+            )
             if not isinstance(target, ast.Name):
                 continue
             first = field.lineno
@@ -348,14 +360,19 @@ def json_schemas() -> str:
     """Return the schemas of docs/schemas with what each describes."""
     return _table(
         ("schema", "describes"),
-        ((f"[`{name}.json`](../schemas/{name}.json)", _about(kind)) for name, kind in SCHEMAS.items()),
+        (
+            (f"[`{name}.json`](../schemas/{name}.json)", _about(kind))
+            for name, kind in SCHEMAS.items()
+        ),
     )
 
 
 def decisions() -> str:
     """Return the titles of the decisions."""
     pages = sorted((ROOT / "docs/decisions").glob("0*.md"))
-    titles = {each.name: each.read_text(encoding="utf-8").split("\n", maxsplit=1)[0] for each in pages}
+    titles = {
+        each.name: each.read_text(encoding="utf-8").split("\n", maxsplit=1)[0] for each in pages
+    }
     return "\n".join(f"- [{title.lstrip('# ')}]({name})" for name, title in titles.items())
 
 
@@ -371,4 +388,6 @@ def _table(heads: tuple[str, ...], rows: Any) -> str:
     lines = [" | ".join(cell.replace("|", "\\|") for cell in row) for row in rows]
     if not lines:
         return ""
-    return "\n".join(f"| {line} |" for line in (" | ".join(heads), " | ".join("-" * len(heads)), *lines))
+    return "\n".join(
+        f"| {line} |" for line in (" | ".join(heads), " | ".join("-" * len(heads)), *lines)
+    )

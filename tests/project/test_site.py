@@ -14,6 +14,7 @@ import click
 import pytest
 from pydantic import BaseModel
 
+import paceline
 from paceline import errors
 from paceline.api import ROUTES
 from paceline.cli import cli
@@ -66,6 +67,7 @@ def test_the_reference_lists_what_the_code_has(site: Path) -> None:
     known = {
         "cli": commands(cli, "paceline"),
         "rest": (f"{method} {path}" for method, path in ROUTES),
+        "python": (f"paceline.{name}" for name in paceline.__all__ if name != "__version__"),
         "profile": keys(Profile),
         "events": EventName,
         "errors": (name for name in vars(errors) if name[0].isupper() and name.isalpha()),
@@ -77,8 +79,18 @@ def test_the_reference_lists_what_the_code_has(site: Path) -> None:
         assert not missing, page
 
 
+def test_no_page_shows_raw_markdown(site: Path) -> None:
+    raw = re.compile(r"^```|\]\(\S+\.md[)#]|^\| .* \|$", re.MULTILINE)
+    pages = [page for page in site.rglob("*.html") if "source" not in page.parts]
+    shown = {page.name: found[0] for page in pages if (found := raw.search(text_of(page)))}
+    assert not shown
+    assert raw.search("```sh name") and raw.search("see [it](it.md)") and raw.search("| a | b |")
+
+
 def test_no_page_loads_anything_from_another_host(site: Path) -> None:
-    loaded = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?((?:https?:)?//)")
+    loaded = re.compile(
+        r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=\"?((?:https?:)?//)"
+    )
     imported = re.compile(r"(?:@import|url\()\s*[\"']?(?:https?:)?//")
     pages, sheets = [*site.rglob("*.html")], [*site.rglob("*.css")]
     assert len(pages) > 80
@@ -102,7 +114,9 @@ def test_a_tutorial_shows_the_commands_that_its_how_to_pages_show(tutorial: str)
     )
     for words, values in re.findall(r"^\| (`[A-Z_0-9`, ]+`) \| ([^|]+) \|", text, re.MULTILINE):
         names, given = re.findall(r"`([^`]+)`", words), re.findall(r"`([^`]+)`", values)
-        for name, value in zip(names, given * len(names) if len(given) == 1 else given, strict=False):
+        for name, value in zip(
+            names, given * len(names) if len(given) == 1 else given, strict=False
+        ):
             shown = re.sub(rf"\b{name}\b", value, shown)
     blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.strip()]
