@@ -12,7 +12,7 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test test-nightly journeys check format bench bench-links peers chaos schemas lock wheel release clean distclean
+.PHONY: help setup setup-services demo test test-nightly journeys check format bench bench-links peers chaos schemas docs lock wheel release clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -76,6 +76,9 @@ chaos: setup ## the long fault runs
 
 schemas: setup ## write docs/schemas anew from the records
 	$(BIN)/python -m paceline.schemas.json_schemas docs/schemas
+
+docs: setup ## the documentation's site, in build/site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lock: setup ## write requirements/*.lock anew: today's versions, or the newest with ARGS=--upgrade
 	UV=$(UV) $(BIN)/python requirements/write_locks.py $(ARGS)

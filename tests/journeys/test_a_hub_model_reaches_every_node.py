@@ -1,6 +1,6 @@
 """A model of a hub is imported once and found on every node where Hugging Face's tools look.
 
-What docs/operations.md describes ("Models of a hub or a registry"): nodes without a way to the hub
+What docs/how-to/import-from-a-hub.md describes: nodes without a way to the hub
 and without its token.
 """
 

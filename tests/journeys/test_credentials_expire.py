@@ -1,7 +1,7 @@
 """Nodes read S3 with a role's session tokens, which end and are renewed while a model arrives.
 
 The S3 server and its STS are Ceph's; every token ends after six seconds. Each node gets them in
-another way that clouds have (docs/operations.md, "An S3 server of your own").
+another way that clouds have (docs/how-to/use-your-own-s3.md).
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from paceline.config import Profile
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / each for each in ("README.md", "docs/operations.md")),
+    ROOT / "README.md",
+    *sorted((ROOT / "docs/how-to").glob("*.md")),
     *sorted((ROOT / "examples").rglob("*.py")),
 ]
 ALERTS_TOO = {"relay"}  # names of alerts look like its dials

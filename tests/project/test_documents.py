@@ -37,9 +37,20 @@ def test_every_make_target_that_the_readme_names_exists() -> None:
     assert set(re.findall(r"\bmake ([a-z-]+)", (ROOT / "README.md").read_text())) <= targets
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
+
+
 @pytest.mark.parametrize(
     "document",
-    [ROOT / "README.md", *sorted((ROOT / "docs/how-to").glob("*.md"))],
+    [
+        ROOT / "README.md",
+        *(
+            page
+            for part in ("how-to", "tutorials", "explanation")
+            for page in sorted((ROOT / "docs" / part).glob("*.md"))
+        ),
+    ],
     ids=lambda path: path.name,
 )
 def test_every_command_that_a_page_names_exists_with_its_options(document: Path) -> None:
