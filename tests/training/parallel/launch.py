@@ -41,7 +41,6 @@ RIGHT = (
     "tp2, whole sequences",
     "pp2",
     "pp2, GPipe",
-    "pp2, interleaved",
     "pp4, 5 microbatches of 8 rows",
     "dp2 x tp2",
     "shard2 x pp2",
@@ -53,7 +52,7 @@ RIGHT = (
     "single, recomputed",
     "untied tp2 x pp2",
 )
-EVALUATED = ("single", "dp2", "shard2", "tp2", "pp2", "pp2, interleaved", "shard2 x pp2")
+EVALUATED = ("single", "dp2", "shard2", "tp2", "pp2", "shard2 x pp2")
 BY_NAME = {each.name: each for each in (*SINGLES, *LAYOUTS)}
 
 
