@@ -18,7 +18,7 @@ from paceline.data import assign_splits
 from paceline.errors import InvalidInput
 from paceline.training.parallel import MeshSpec, require_layout
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
-from tests.training.test_supervised import typed
+from tests.training.warm import typed
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 3
