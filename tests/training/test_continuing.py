@@ -12,7 +12,6 @@ import torch
 
 from paceline.training import config_digest
 from paceline.training.loop import new_optimizer
-from tests.support.hugging_face import write_model
 from tests.training.test_recovery_driver import job_in
 from tests.training.warm import typed
 
@@ -137,13 +136,3 @@ def test_a_checkpoint_that_is_gone_is_named(text: Path, tmp_path: Path) -> None:
         shutil.rmtree(each)
     _, said = train(text, output, "--steps", "9", "--continue-from", first["job_id"], code=1)
     assert "the job has no checkpoint" in said
-
-
-@pytest.mark.nightly
-def test_a_hugging_face_model_is_continued(text: Path, tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model")
-    output = tmp_path / "out"
-    first, _ = train(text, output, "--model", str(model), "--steps", "6")
-    more = ("--steps", "9", "--continue-from", first["job_id"])
-    went_on, _ = train(text, output, "--model", str(model), *more)
-    assert went_on["resumed_from_step"] == 6
