@@ -356,7 +356,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     if asked.plot:
         plot(asked.results)
         return {}
-    asked.deadline_s = 80.0 if asked.quick else 1800.0
+    asked.deadline_s = 240.0 if asked.quick else 1800.0
     if asked.quick:
         asked.parameters, asked.context, asked.batch = 10_000, 16, 4
         asked.steps, asked.held_out, asked.repeats = 4, 1, 1

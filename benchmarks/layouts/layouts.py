@@ -100,18 +100,12 @@ LAYOUTS = (
     Layout("shard3, uneven shares, accumulation 2", mesh(shard=3), accumulation=2),
     Layout("tp2, whole sequences", mesh(tp=2, sequence_parallel=False)),
     Layout("pp2, GPipe", mesh(pp=2, schedule="gpipe")),
-    Layout("pp2, interleaved", mesh(pp=2, schedule="interleaved")),
     Layout("pp4, 5 microbatches of 8 rows", mesh(pp=4, microbatches=5)),
     Layout("dp2, accumulation 3", mesh(dp=2), accumulation=3),
     Layout("single, accumulation 3", accumulation=3),
     Layout("single, recomputed", recompute=True),
     Layout("shard2 x tp2, recomputed", mesh(shard=2, tp=2), recompute=True),
     Layout("untied tp2 x pp2", mesh(tp=2, pp=2), config=UNTIED),
-    Layout(
-        "untied shard2 x pp2, interleaved",
-        mesh(shard=2, pp=2, schedule="interleaved"),
-        config=UNTIED,
-    ),
 )
 
 

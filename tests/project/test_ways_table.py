@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.support.hugging_face import FAMILIES
 from tests.training import test_supervised
-from tests.training.parallel import test_hugging_face, test_lora
+from tests.training.parallel import test_hugging_face
 from tests.training.parallel.hugging_face_ranks import ADAPTERS, WAYS, ways_of
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/train-your-hugging-face-model.md"
@@ -25,13 +25,9 @@ Cell = tuple[str, str, str]  # way, family, mesh
 def proven() -> dict[Cell, str]:
     """What the tests' parameters are, as cells."""
     cells: dict[Cell, str] = {}
-    for way, module, link in (
-        ("all weights", test_hugging_face, "full"),
-        ("LoRA", test_lora, "lora"),
-        ("DoRA", test_lora, "lora"),
-    ):
+    for way, link in (("all weights", "full"), ("LoRA", "lora"), ("DoRA", "lora")):
         for family in FAMILIES:
-            when = "every run" if family in module.EVERY_TIME else "nightly"
+            when = "every run" if family in test_hugging_face.EVERY_TIME else "nightly"
             run = ways_of(family, way if way in ADAPTERS else "")
             for mesh, name in MESHES.items():
                 absent = "[refused][refused]" if way == "DoRA" and "TP" in mesh else "–"

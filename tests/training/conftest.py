@@ -31,6 +31,9 @@ from paceline.storage import ObjectStore
 from paceline.training import LocalLauncher, run_job
 from paceline.training.loop import EventWriter, RankIdentity, StopFlag, run_rank
 from tests.support.rclone import RcloneS3
+from tests.training.warm import warm_node
+
+__all__ = ["warm_node"]  # a fixture
 
 PARAMETERS, CONTEXT, BATCH = 50_000, 32, 6
 BUCKET = "training"

@@ -1,9 +1,10 @@
-"""The benchmark of the loop runs, tiny."""
+"""The benchmarks of training run, tiny."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -62,3 +63,44 @@ def test_decoding_ways_give_the_same_tokens(capsys: pytest.CaptureFixture[str]) 
     for row in map(json.loads, capsys.readouterr().out.splitlines()):
         assert row["same_tokens"]
         assert row["tokens_per_s"]["kept"] > 0
+
+
+@pytest.mark.nightly
+def test_checkpoints_runs_quickly_and_notices_every_damage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = loaded("checkpoints").main(["--quick"])
+    assert json.loads(capsys.readouterr().out) == found
+    damage = found["damage"]
+    assert damage["tried"] == {"flip": 6, "truncate": 2, "missing": 2}
+    assert damage["noticed_and_resumed_from_the_one_before"] == damage["tried"]
+    assert not damage["silent"]
+    (stall,) = found["stall"]
+    assert stall["ours"]["blocked_s"]["median"] > 0
+    assert stall["torch.save"]["blocked_s"]["median"] > 0
+
+
+@pytest.mark.nightly
+def test_training_recovery_runs_and_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = loaded("training_recovery").main(["--quick"])
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    assert result["kills"]["kills"] == 1
+    assert result["kills"]["losses_identical"]
+    assert result["kills"]["weights_identical"]
+    assert result["kills"]["accounts_sum_to_wall"]
+
+
+@pytest.mark.nightly
+def test_ranks_that_share_a_model_read_and_hold_one_between_them() -> None:
+    words = ("--ranks", "1", "2", "--width", "512", "--layers", "4", "--repeats", "1")
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "base_loading.py"), *words],
+        cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    one = found["medians"]["one rank, 1"]
+    assert one["read_mib"] == pytest.approx(found["files_mib"], rel=0.01)
+    for way in ("FSDP2, 2", "TP, 2"):
+        each = found["medians"][way]
+        assert each["read_mib"] == pytest.approx(one["read_mib"] / 2, rel=0.02)
+        assert each["all_peaks_mib"] < one["all_peaks_mib"] * 1.5, "not two models"

@@ -25,7 +25,6 @@ from paceline.errors import InvalidInput, PacelineError, StateLocked
 from paceline.models import (
     ModelConfig,
     config_for,
-    load_model,
     new_model,
     read_config,
     save_model,
@@ -389,20 +388,13 @@ def test_a_figures_file_that_cannot_be_written_does_not_end_training(tmp_path: P
     assert len([each for each in lines.notes if "is not written any more" in each]) == 1
 
 
-def test_checkpoints_are_listed_exported_and_imported(tmp_path: Path, text: Path) -> None:
+def test_checkpoints_are_listed_and_exported(tmp_path: Path, text: Path) -> None:
     def run(*arguments: str) -> dict[str, Any]:
         result = CliRunner().invoke(checkpoints, [*arguments, "--json"], catch_exceptions=False)
         return {**json.loads(result.stdout), "code": result.exit_code}
 
-    model = new_model(config_for(20_000, 32), 3)
-    with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"net": model.state_dict()}, checkpoint_id=tmp_path / "dcp")
-    size = ["--set", "model.parameters=20000", "--set", "model.context=32"]
-    made = run("import", str(tmp_path / "dcp"), str(tmp_path / "model"), *size)
-    assert made["prefix"] == "net."
-    again, _ = load_model(tmp_path / "model")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor)
+    config = config_for(20_000, 32)
+    model = new_model(config, 3)
     tensors = {f"model.{name}": each for name, each in model.state_dict().items()}
     job = tmp_path / "job"
     generations = Generations(DiskStore(), DiskStore.url_of(job))
@@ -427,11 +419,11 @@ def test_checkpoints_are_listed_exported_and_imported(tmp_path: Path, text: Path
     assert [each["status"] for each in shown["checkpoints"]] == ["damaged", "verified"]
     assert file.name in shown["checkpoints"][0]["why"]
     (job / "export").mkdir()
-    (job / "export" / "config.json").write_bytes((tmp_path / "model" / "config.json").read_bytes())
+    (job / "export" / "config.json").write_bytes(config.model_dump_json().encode())
     done = run("export", str(job / str(generations.find().committed[1])), str(tmp_path / "out"))
     assert done["tensors"] == len(tensors)
     found = {"model": {n: torch.zeros_like(t) for n, t in model.state_dict().items()}}
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(found, checkpoint_id=tmp_path / "out")
-    assert read_config(tmp_path / "out") == read_config(tmp_path / "model")
+    assert read_config(tmp_path / "out") == config
     assert all(torch.equal(found["model"][n], t) for n, t in model.state_dict().items())

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,8 @@ import torch
 
 from paceline.training import config_digest
 from paceline.training.loop import new_optimizer
-from tests.support.hugging_face import write_model
 from tests.training.test_recovery_driver import job_in
+from tests.training.warm import typed
 
 # At a constant rate, the first steps of a long training are those of a short one.
 CONSTANT = ("training.schedule=linear", "training.final_share=1", "training.warmup_steps=2")
@@ -34,16 +32,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(text: Path, output: Path, *words: str, code: int = 0) -> tuple[dict[str, Any], str]:
     """Run the command with its settings; return its answer and what it said."""
     settings = [word for each in (*SMALL, *CONSTANT) for word in ("--set", each)]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "paceline.cli.main", "train", "--json"),
-            *("--text", str(text), "--output", str(output), *settings, *words),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    asked = ("--text", str(text), "--output", str(output), *settings, *words)
+    done = typed("train", "--json", *asked, check=False)
     assert done.returncode == code, done.stderr[-3000:]
     return json.loads(done.stdout) if code == 0 else {}, done.stderr
 
@@ -146,13 +136,3 @@ def test_a_checkpoint_that_is_gone_is_named(text: Path, tmp_path: Path) -> None:
         shutil.rmtree(each)
     _, said = train(text, output, "--steps", "9", "--continue-from", first["job_id"], code=1)
     assert "the job has no checkpoint" in said
-
-
-@pytest.mark.nightly
-def test_a_hugging_face_model_is_continued(text: Path, tmp_path: Path) -> None:
-    model = write_model("llama", tmp_path / "model")
-    output = tmp_path / "out"
-    first, _ = train(text, output, "--model", str(model), "--steps", "6")
-    more = ("--steps", "9", "--continue-from", first["job_id"])
-    went_on, _ = train(text, output, "--model", str(model), *more)
-    assert went_on["resumed_from_step"] == 6

@@ -18,7 +18,7 @@ from paceline.data import assign_splits
 from paceline.errors import InvalidInput
 from paceline.training.parallel import MeshSpec, require_layout
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
-from tests.training.test_supervised import typed
+from tests.training.warm import typed
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 3
@@ -159,10 +159,7 @@ def lora_words() -> list[str]:
     ("lora", "ranks", "shard"),
     [
         (True, 1, 1),
-        *(
-            pytest.param(*each, marks=pytest.mark.nightly)
-            for each in ((False, 1, 1), (False, 2, 1), (False, 2, 2), (True, 2, 1), (True, 2, 2))
-        ),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((False, 2, 2), (True, 2, 1))),
     ],
 )
 def test_losses_and_norms_are_those_of_a_plain_loop(
@@ -188,12 +185,9 @@ def test_losses_and_norms_are_those_of_a_plain_loop(
     "way",
     [
         ("--set", "training.lora.lora_dropout=0.1"),
-        *(
-            pytest.param(each, marks=pytest.mark.nightly)
-            for each in ((), ("--ranks", "2"), ("--ranks", "2", "--set", "training.mesh.shard=2"))
-        ),
+        pytest.param(("--ranks", "2", "--set", "training.mesh.shard=2"), marks=pytest.mark.nightly),
     ],
-    ids=["lora", "one-rank", "ddp", "fsdp"],
+    ids=["lora", "fsdp"],
 )
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
     places: tuple[Path, Path], tmp_path: Path, way: tuple[str, ...]
@@ -207,7 +201,7 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
     for each in (*job.glob("step-00000008-*"), job / "export"):
         shutil.rmtree(each)
     again = json.loads(train(places, tmp_path / "out", *words).stdout)
-    assert again["resumed_from_step"] == 6
+    assert again["resumed_from_step"] in (3, 6), "a save is left out while another is under way"
     by_step = {each["step"]: each for each in steps_in(tmp_path / "out")}
     for each in at_once:
         same = ("loss", "grad_norm", "reward_margin", "reward_accuracy")

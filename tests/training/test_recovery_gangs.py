@@ -18,6 +18,7 @@ from paceline.training.launcher import (
     NodeMessage,
     attempt as attempts,
     gang as gangs_module,
+    served_attempt,
 )
 
 STOPPED = 143
@@ -117,6 +118,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
     clock = SimpleNamespace(monotonic=lambda: played.now)
     monkeypatch.setattr(attempts, "time", clock)
     monkeypatch.setattr(gangs_module, "time", clock)
+    monkeypatch.setattr(served_attempt, "time", clock)
     return played
 
 
@@ -334,3 +336,65 @@ def test_a_late_word_about_the_store_of_another_head_is_not_taken(nodes: Nodes) 
     started = [order for _, order in nodes.told if order["do"] == "start"]
     env = [each["env"] for order in started for each in order["ranks"]]
     assert {(each["MASTER_ADDR"], each["MASTER_PORT"]) for each in env} == {("h", "1")}
+
+
+# A parameter server: ranks 0 and 1 on nodes a and b serve, the store is on c.
+
+
+def serve(nodes: Nodes) -> GangResult:
+    members = [GangMember(node, rank) for rank, node in enumerate("abcd")]
+    gangs = GangSupervisor(nodes, Deadlines(checkpoint_s=40.0))
+    return gangs.run_gang(members, "{}", 1, None, served=True)
+
+
+@pytest.mark.parametrize("server", ["a", "b"])
+def test_a_gang_goes_on_without_one_of_its_servers(nodes: Nodes, server: str) -> None:
+    nodes.later(2.0, lambda: nodes.ends(server, -9))
+    nodes.later(60.0, lambda: [nodes.ends(each, 0) for each in "abcd"] and None)
+    assert serve(nodes).ok
+    assert stops(nodes) == []
+
+
+def test_a_server_that_hangs_is_killed_for_the_other_one(nodes: Nodes) -> None:
+    frozen = {
+        "phase": "step", "step": 3, "since_s": 9.0, "running_s": 9.0, "silent_s": 9.0,
+        "stopped": True,
+    }  # fmt: skip
+    nodes.later(2.0, lambda: nodes.say("a", launcher="beat", attempt=1, ranks={"0": frozen}))
+    nodes.later(3.0, lambda: nodes.ends("a", -9))
+    nodes.later(60.0, lambda: [nodes.ends(each, 0) for each in "bcd"] and None)
+    assert serve(nodes).ok
+    killed = [(at, each["rank"]) for at, each in nodes.told if each["do"] == "signal"]
+    assert set(killed) == {("a", 0)}
+
+
+def test_for_a_lost_worker_the_leader_saves_and_the_attempt_ends(nodes: Nodes) -> None:
+    nodes.later(2.0, lambda: nodes.ends("d", -9))
+    found = serve(nodes)
+    assert (found.ok, found.failed_rank, found.hung) == (False, 3, False)
+    assert "killed by signal 9" in found.reason
+    assert {at: grace for at, grace in stops(nodes) if grace}.items() >= {("a", 40.0), ("b", 40.0)}
+    assert found.exit_codes == {0: STOPPED, 1: STOPPED, 2: STOPPED, 3: -9}
+
+
+def test_for_the_lost_store_the_leader_saves_and_the_attempt_ends(nodes: Nodes) -> None:
+    nodes.later(2.0, lambda: nodes.words.append(NodeMessage("c", lost="killed")))
+    found = serve(nodes)
+    assert (found.ok, found.failed_rank, found.lost) == (False, 2, {"c"})
+    assert "the gang's store lay there" in found.reason
+    assert found.exit_codes[0] == found.exit_codes[1] == STOPPED
+
+
+def test_without_both_servers_the_attempt_ends_at_once(nodes: Nodes) -> None:
+    nodes.later(2.0, lambda: nodes.ends("a", -9))
+    nodes.later(3.0, lambda: nodes.ends("b", -9))
+    found = serve(nodes)
+    assert (found.ok, found.failed_rank) == (False, 1)
+    assert "no rank is left that holds the state" in found.reason
+
+
+def test_a_notice_stops_a_gang_that_lost_a_server(nodes: Nodes) -> None:
+    nodes.later(2.0, lambda: nodes.ends("b", -9))
+    nodes.later(5.0, lambda: nodes.say("d", launcher="preempted", reason="taken back"))
+    found = serve(nodes)
+    assert found.stopped and found.preempted == {"d"}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ import torch
 
 from paceline.data import SnapshotRecord, assign_splits
 from tests.support.hugging_face import CHATML, MARKED, write_model, write_tokenizer
+from tests.training.warm import typed
 
 pytestmark = pytest.mark.timeout(200)
 STEPS = 3
@@ -92,19 +90,6 @@ def plain_loop(directory: Path, marked: bool, rates: list[float]) -> list[float]
         optimizer.step()
         losses.append(loss)
     return losses
-
-
-def typed(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [Path(sys.executable).with_name("paceline"), *words],
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert not check or done.returncode == 0, done.stderr[-3000:]
-    return done
 
 
 # family, template, ranks, batching, settings of the mesh

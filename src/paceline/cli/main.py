@@ -65,7 +65,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "checkpoints": (
         "training.checkpoints",
         "checkpoints",
-        "List, verify, export (to DCP) and import a training's checkpoints.",
+        "List, verify and export (to DCP) a training's checkpoints.",
     ),
     "rollback": ("flows", "rollback", "Put the previous champion back, everywhere."),
     "reproduce": (

@@ -109,7 +109,7 @@ class MeshSettings(Settings):
     shard: int = Field(default=1, ge=1)  # parts of parameters and optimiser in each replica
     tp: int = Field(default=1, ge=1)  # parts of each matrix
     pp: int = Field(default=1, ge=1)  # groups of layers, one after another
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int = Field(default=0, ge=0)  # per batch of a pipeline; 0: twice its stages
     hook: Literal["none", "fp16", "bf16", "powersgd"] = "none"  # gradient compression
     powersgd_rank: int = Field(default=2, ge=1)

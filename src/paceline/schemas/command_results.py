@@ -272,17 +272,6 @@ class CheckpointExported(Record):
     seconds: float
 
 
-class ModelImported(Record):
-    """A model directory imported from a standard DCP directory."""
-
-    source: str
-    directory: str
-    tensors: int
-    prefix: str  # of the weights' names in the DCP checkpoint
-    cast: int  # number of weights converted from another dtype
-    weights_digest: str
-
-
 # Output of `paceline reproduce`.
 
 

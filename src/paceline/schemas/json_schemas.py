@@ -44,7 +44,6 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "reproduce": command_results.Reproduction,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,
-    "checkpoint-import": command_results.ModelImported,
 }
 
 

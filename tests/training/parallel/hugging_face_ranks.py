@@ -1,10 +1,10 @@
 """Models of transformers in every way of training, in one launch of ranks.
 
-``python -m tests.training.parallel.hugging_face_ranks train DIRECTORY FAMILY…`` writes the models
-below DIRECTORY/models (by transformers), trains each, exports below DIRECTORY/exports, and prints
-one JSON object: job → what rank 0 answered; ``load DIRECTORY`` prints what transformers reads of
-each export. test_hugging_face.py holds it to its promises. ``adapt`` and ``load-adapted`` do that
-with LoRA and DoRA, and test_lora.py holds them to theirs.
+``python -m tests.training.parallel.hugging_face_ranks DIRECTORY FAMILY…`` writes the models below
+DIRECTORY/models (by transformers), trains all weights, LoRA and DoRA of each, exports below
+DIRECTORY/exports, and prints one JSON object: ``ranks``, job → what rank 0 answered, and
+``loaded``, what transformers and peft read of each export in a process that trained nothing.
+test_hugging_face.py holds it to its promises.
 """
 
 from __future__ import annotations
@@ -45,9 +45,13 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "DDP x TP": (4, {"mesh": {"dp": 2, "tp": 2}}),
     "FSDP2 x TP": (4, {"mesh": {"shard": 2, "tp": 2}}),
 }
-EXPORTED = ("FSDP2", "TP", "FSDP2 x TP")
+EVERY_WAY = "llama"  # also recomputed, and exported from several meshes
+RECOMPUTED = {
+    "": ("recomputed", "FSDP2, recomputed", "TP, recomputed"),
+    "LoRA": ("FSDP2, recomputed",),
+}
 FOUR_RANKS = ("llama", "qwen2", "gpt_neox")  # the families that four ranks train, too
-BF16 = "llama, bfloat16"
+BF16 = "llama-bf16"
 SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
 
 
@@ -59,12 +63,26 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def ways_of(family: str, adapters: str = "") -> list[str]:
-    """Return the ways in which ``family`` is trained here; DoRA needs whole matrices."""
+    """Return the ways in which ``family`` is trained here; DoRA needs whole matrices.
+
+    Blocks are recomputed for one family: nothing in it depends on the family.
+    """
+    if family == BF16:
+        return ["FSDP2 x TP"]
+    recomputed = RECOMPUTED.get(adapters, ()) if family == EVERY_WAY else ()
     return [
         way
         for way, (ranks, _) in WAYS.items()
-        if (ranks < 4 or family in FOUR_RANKS) and not (adapters == "DoRA" and "TP" in way)
+        if (ranks < 4 or family in FOUR_RANKS)
+        and not (adapters == "DoRA" and "TP" in way)
+        and ("recomputed" not in way or way in recomputed)
     ]
+
+
+def exported_of(family: str, adapters: str = "") -> list[str]:
+    """Return the ways whose model is exported: the last of the family's, of ``EVERY_WAY`` more."""
+    ways = [each for each in ways_of(family, adapters) if each in ("FSDP2", "TP", "FSDP2 x TP")]
+    return ways if family == EVERY_WAY else ways[-1:]
 
 
 def settings_of(way: str, adapters: str = "") -> TrainingSettings:
@@ -216,56 +234,35 @@ def loaded(directory: Path) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    weights, dtype = {name: digest(each) for name, each in model.state_dict().items()}, model.dtype
     with torch.no_grad():
         logits = model.float().eval()(input_ids=tokens()).logits
-    saved = AutoModelForCausalLM.from_pretrained(directory)
     return {
         "logits": logits.flatten()[::97].tolist(),
-        "weights": {name: digest(each) for name, each in saved.state_dict().items()},
-        "dtype": str(saved.dtype),
+        "weights": weights,
+        "dtype": str(dtype),
         "wrong": sorted(map(str, [*info["missing_keys"], *info["unexpected_keys"]])),
     }
 
 
 def main(root: Path, families: list[str]) -> dict[str, Any]:
-    models = {
-        family: write_model(
-            family,
+    """Train all weights, LoRA and DoRA of each family in each way, and load the exports."""
+    jobs, loads = [], {}
+    for family in [*families, *([BF16] if EVERY_WAY in families else [])]:
+        path = write_model(
+            family.split("-")[0],
             root / "models" / family,
             shard="20KB" if family in SHARDED_FILES else "1GB",
+            dtype=torch.bfloat16 if family == BF16 else torch.float32,
         )
-        for family in families
-    }
-    if "llama" in families:
-        models[BF16] = write_model("llama", root / "models" / "bf16", dtype=torch.bfloat16)
-    jobs = [
-        Job(f"{name}: plain", 1, lambda path=path: plain(path)) for name, path in models.items()
-    ]
-    for name, path in models.items():
-        for way in ways_of(name):
-            into = root / "exports" / f"{name}: {way}" if way in EXPORTED else None
-            jobs.append(
-                Job(
-                    f"{name}: {way}",
-                    WAYS[way][0],
-                    lambda path=path, way=way, into=into: trained(path, way, into),
-                )
-            )
-    return {each["job"]: each["answer"] for each in run_jobs(jobs, deadline_s=200)}
-
-
-def adapt(root: Path, families: list[str]) -> dict[str, Any]:
-    """Each family with LoRA and DoRA, in each way of training; and a base in bfloat16."""
-    jobs = []
-    names = [*families, *(["llama-bf16"] if "llama" in families else [])]
-    for family in names:
-        dtype = torch.bfloat16 if family.endswith("bf16") else torch.float32
-        path = write_model(family.split("-")[0], root / "models" / family, dtype=dtype)
-        for kind in list(ADAPTERS)[: 1 if family.endswith("bf16") else None]:
-            name = f"{family} {kind}"
+        loads[family] = path
+        for kind in ("", *ADAPTERS)[: 2 if family == BF16 else None]:
+            name = f"{family} {kind}".strip()
             jobs.append(Job(f"{name}: plain", 1, lambda p=path, k=kind: plain(p, k)))
             for way in ways_of(family, kind):
-                into = root / "exports" / f"{name}: {way}" if way in EXPORTED else None
+                into = None
+                if way in exported_of(family, kind):
+                    into = loads[f"{name}: {way}"] = root / "exports" / f"{name}: {way}"
                 jobs.append(
                     Job(
                         f"{name}: {way}",
@@ -273,26 +270,17 @@ def adapt(root: Path, families: list[str]) -> dict[str, Any]:
                         lambda p=path, w=way, i=into, k=kind: trained(p, w, i, k),
                     )
                 )
-    return {each["job"]: each["answer"] for each in run_jobs(jobs, deadline_s=200)}
-
-
-def load_adapted(root: Path) -> dict[str, Any]:
-    """What users of transformers and of peft load of ``adapt``'s exports, and the bases."""
-    found = {each.name: loaded(each) for each in sorted((root / "models").iterdir())}
-    for each in sorted((root / "exports").iterdir()):
-        base = root / "models" / each.name.split()[0]
-        is_adapter = each.name.endswith("-adapter")
-        found[each.name] = loaded_adapter(base, each) if is_adapter else loaded(each)
-    return found
+    ranks = {each["job"]: each["answer"] for each in run_jobs(jobs, deadline_s=280)}
+    return {
+        "ranks": ranks,
+        "loaded": {name: loaded(path) for name, path in loads.items()},
+        "adapters": {
+            name: loaded_adapter(loads[name.split()[0]], adapter)
+            for name, path in loads.items()
+            if (adapter := path.with_name(f"{path.name}-adapter")).is_dir()
+        },
+    }
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "adapt":
-        found = adapt(Path(sys.argv[2]), sys.argv[3:])
-    elif sys.argv[1] == "load-adapted":
-        found = load_adapted(Path(sys.argv[2]))
-    elif sys.argv[1] == "load":
-        found = {each.name: loaded(each) for each in sorted(Path(sys.argv[2]).iterdir())}
-    else:
-        found = main(Path(sys.argv[2]), sys.argv[3:])
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])) + "\n")

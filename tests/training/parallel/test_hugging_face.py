@@ -1,5 +1,5 @@
 """Each family of transformers, in each way of training: the losses of a plain loop, and an export
-that transformers loads. One launch of ranks for several families."""
+that transformers and peft load. All weights, LoRA and DoRA in one launch of ranks."""
 
 from __future__ import annotations
 
@@ -13,76 +13,145 @@ from typing import Any
 import pytest
 
 from tests.support.hugging_face import FAMILIES
-from tests.training.parallel.hugging_face_ranks import BF16, EXPORTED, WAYS
+from tests.training.parallel.hugging_face_ranks import ADAPTERS, STEPS, ways_of
 
 ROOT = Path(__file__).parents[3]
 EVERY_TIME = ("llama",)  # the others are shown again nightly
 NIGHTLY = tuple(each for each in FAMILIES if each not in EVERY_TIME)
 
-pytestmark = pytest.mark.timeout(300)
-
-
-def answers_of(root: Path, families: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ranks answered, and what another process loads from their exports, without a network."""
-    found = []
-    for arguments in (["train", str(root), *families], ["load", str(root / "exports")]):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.training.parallel.hugging_face_ranks", *arguments],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        found.append(json.loads(done.stdout.splitlines()[-1]))
-    return found[0], found[1]
+pytestmark = pytest.mark.timeout(400)
+Answers = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(
     scope="module", params=[EVERY_TIME, pytest.param(NIGHTLY, marks=pytest.mark.nightly)]
 )
-def answers(request, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
-    found = answers_of(tmp_path_factory.mktemp("hugging-face"), request.param)
-    names = {each.split(":")[0] for each in found[0]}
-    assert names == {*request.param, *([BF16] if "llama" in request.param else [])}
+def answers(request, tmp_path_factory) -> Answers:
+    """What ranks answered, and what a process without a network loads from their exports."""
+    root = tmp_path_factory.mktemp("hugging-face")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "tests.training.parallel.hugging_face_ranks"),
+            *(str(root), *request.param),
+        ],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=380,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: Answers = json.loads(done.stdout.splitlines()[-1])
+    wanted = {
+        f"{family} {kind}".strip() + f": {way}"
+        for family in request.param
+        for kind in ("", *ADAPTERS)
+        for way in ("plain", *ways_of(family, kind))
+    }
+    assert wanted <= found["ranks"].keys()
     return found
+
+
+def is_adapted(job: str) -> bool:
+    return job.split(":", maxsplit=1)[0].endswith(tuple(ADAPTERS))
 
 
 def furthest(mine: list[float], wanted: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(mine, wanted, strict=True))
 
 
-@pytest.mark.parametrize("way", list(WAYS))
-def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop(answers, way) -> None:
-    jobs = {job: each for job, each in answers[0].items() if job.endswith(f": {way}")}
-    for job, mine in jobs.items():
-        plain = answers[0][f"{job.split(':')[0]}: plain"]
-        assert plain["losses"][-1] < plain["losses"][0] - 0.1, "the loop learns"
-        assert furthest(mine["losses"], plain["losses"]) < 1e-5, job
-        assert furthest(mine["norms"], plain["norms"]) < 1e-5, job
-    assert jobs
+def hold_to_plain_loops(ranks: dict[str, Any], *, adapted: bool) -> None:
+    for job, mine in ranks.items():
+        if is_adapted(job) == adapted:
+            plain = ranks[f"{job.split(':')[0]}: plain"]
+            assert plain["losses"][-1] < plain["losses"][0], "the loop learns"
+            assert furthest(mine["losses"], plain["losses"]) < 1e-5, job
+            assert furthest(mine["norms"], plain["norms"]) < 1e-5, job
+
+
+def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop(answers) -> None:
+    hold_to_plain_loops(answers["ranks"], adapted=False)
+
+
+def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop_with_peft(answers) -> None:
+    hold_to_plain_loops(answers["ranks"], adapted=True)
+
+
+def test_lora_and_dora_differ(answers) -> None:
+    for job, mine in answers["ranks"].items():
+        dora = answers["ranks"].get(job.replace("LoRA", "DoRA"))
+        if " LoRA: " in job and dora is not None:
+            assert mine["losses"][-1] != dora["losses"][-1]
 
 
 def test_a_rank_reads_only_its_share_of_the_weights(answers) -> None:
-    for job, whole in answers[0].items():
-        if job.endswith(": DDP"):
-            shares = answers[0][job.replace("DDP", "FSDP2")]
+    ranks = answers["ranks"]
+    for job, whole in ranks.items():
+        if job.endswith(": DDP") and not is_adapted(job):
+            shares = ranks[job.replace("DDP", "FSDP2")]
             assert shares["read"] == pytest.approx(whole["read"] / 2, rel=0.01), job
-            cut = answers[0][job.replace("DDP", "TP")]  # norms are whole
+            cut = ranks[job.replace("DDP", "TP")]  # norms are whole
             assert cut["read"] == pytest.approx(whole["read"] / 2, rel=0.02), job
-            if both := answers[0].get(job.replace("DDP", "FSDP2 x TP")):
+            if both := ranks.get(job.replace("DDP", "FSDP2 x TP")):
                 assert both["read"] == pytest.approx(whole["read"] / 4, rel=0.02), job
 
 
+def test_a_checkpoint_has_the_adapters_and_their_moments_only(answers) -> None:
+    for job, mine in answers["ranks"].items():
+        if job.endswith(": plain") or not is_adapted(job):
+            continue
+        parts = ["lora_A.default.weight", "lora_B.default.weight"]
+        if "DoRA" in job:
+            parts.append("lora_magnitude_vector.default.weight")
+        kinds = {name.split(".", 1)[0] for name in mine["saved"]}
+        assert kinds == {"model", "exp_avg", "exp_avg_sq"}
+        assert all(name.endswith(tuple(parts)) for name in mine["saved"]), job
+        for part in parts:
+            assert any(name.endswith(part) for name in mine["saved"]), job
+
+
+def test_only_gradients_of_adapters_are_sent(answers) -> None:
+    for job, mine in answers["ranks"].items():
+        if is_adapted(job) and job.endswith(("DDP", "FSDP2", "FSDP2, recomputed")):
+            assert mine["sent"] == STEPS * 4 * mine["trained"], job
+
+
 def test_transformers_loads_an_export_bit_for_bit(answers) -> None:
-    assert {each.split(": ")[1] for each in answers[1]} == set(EXPORTED)
-    for name, loaded in answers[1].items():
-        trained = answers[0][name]
+    exports = {name: each for name, each in answers["loaded"].items() if ": " in name}
+    assert {name.split(":")[0] for name in exports} == {
+        name.split(":")[0] for name in answers["ranks"]
+    }
+    for name, loaded in exports.items():
+        trained = answers["ranks"][name]
         assert loaded["wrong"] == []
         assert loaded["weights"] == trained["weights"]
-        if "bfloat16" in name:
+        if "bf16" in name:
             assert loaded["dtype"] == "torch.bfloat16"
         else:
+            assert loaded["dtype"] == "torch.float32"
             assert loaded["logits"] == pytest.approx(trained["logits"], abs=1e-5)
+
+
+def test_peft_loads_what_was_trained(answers) -> None:
+    """Merged weights give the logits of the unmerged model, and the adapter alone does, too."""
+    assert set(answers["adapters"]) == {
+        each for each in answers["loaded"] if ": " in each and is_adapted(each)
+    }
+    for name, logits in answers["adapters"].items():
+        trained, merged = answers["ranks"][name], answers["loaded"][name]
+        rounding = 0.1 if "bf16" in name else 1e-5
+        assert merged["logits"] == pytest.approx(trained["unmerged"], abs=rounding)
+        assert logits == pytest.approx(trained["unmerged"], abs=1e-5)
+        base = answers["loaded"][name.split()[0]]
+        assert merged["logits"] != pytest.approx(base["logits"], abs=1e-3), "the adapters count"
+
+
+def test_weights_without_adapters_stay_as_they_were(answers) -> None:
+    for name, each in answers["loaded"].items():
+        if " LoRA: " not in name:
+            continue
+        base = answers["loaded"][name.split()[0]]["weights"]
+        changed = {at for at in base if base[at] != each["weights"][at]}
+        targets = ("q_proj.weight", "v_proj.weight", "query_key_value.weight")
+        assert changed == {at for at in base if at.endswith(targets)}

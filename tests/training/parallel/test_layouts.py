@@ -94,8 +94,6 @@ def test_a_mesh_larger_than_the_group_is_refused() -> None:
         (2, {"tp": 2}, changed(max_position_embeddings=33), "context 33, tp 2"),
         (2, {"tp": 2}, changed(vocab_size=301), "vocabulary 301, tp 2"),
         (5, {"pp": 5}, CONFIG, "4 layers, pp 5"),
-        (3, {"pp": 3, "schedule": "interleaved"}, CONFIG, "at least 6 layers"),
-        (2, {"pp": 2, "schedule": "interleaved", "microbatches": 3}, CONFIG, "3 microbatches"),
         (4, {"pp": 4, "microbatches": 3}, CONFIG, "3 microbatches, pp 4"),
         (2, {"shard": 2, "hook": "powersgd"}, CONFIG, "hook powersgd, mesh shard2"),
         (2, {"tp": 2, "hook": "bf16"}, CONFIG, "hook bf16, mesh tp2"),
@@ -126,10 +124,9 @@ def test_adapters_of_our_own_transformer_are_not_cut() -> None:
 
 
 def test_a_new_model_is_given_a_shape_that_its_mesh_can_cut() -> None:
-    mesh = MeshSettings(tp=2, pp=3, schedule="interleaved")
-    assert cuts_of(mesh) == {"parts": 2, "stages": 6}
+    mesh = MeshSettings(tp=2, pp=3)
+    assert cuts_of(mesh) == {"parts": 2, "stages": 3}
     check(6, mesh.model_dump(), config_for(500_000, 64, **cuts_of(mesh)))
-    assert cuts_of(MeshSettings(schedule="interleaved")) == {"parts": 1, "stages": 1}
 
 
 def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
@@ -162,7 +159,7 @@ def test_only_axes_with_several_ranks_get_groups(mesh: dict, axes: tuple[str, ..
         {"dp": 2, "tp": 2},
         {"shard": 2, "pp": 2},
         {"pp": 4, "schedule": "gpipe", "microbatches": 2},
-        {"pp": 2, "dp": 2, "schedule": "interleaved"},
+        {"pp": 2, "dp": 2},
     ],
 )
 def test_layouts_that_work_pass(mesh: dict) -> None:

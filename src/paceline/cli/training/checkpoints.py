@@ -1,4 +1,4 @@
-"""`paceline checkpoints`: list and verify generations, and convert them to and from DCP.
+"""`paceline checkpoints`: list and verify generations, and export them to DCP.
 
 PLACE is a directory or s3:// URL: the --output or --checkpoints of `paceline train`, the directory
 of one of its jobs, or that of a single checkpoint. S3's endpoint and credentials come from the
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import click
 
 from paceline.cli.options import json_option, profile_options, read_profile, show
-from paceline.errors import Conflict, CorruptData, SourceMissing
-from paceline.schemas import CheckpointExported, CheckpointShown, CheckpointsShown, ModelImported
+from paceline.errors import CorruptData, SourceMissing
+from paceline.schemas import CheckpointExported, CheckpointShown, CheckpointsShown
 
 if TYPE_CHECKING:
     from paceline.training.checkpoint import Generation, Generations
@@ -29,7 +29,7 @@ step_option = click.option(
 
 @click.group()
 def checkpoints() -> None:
-    """List a training's checkpoints, verify them, and exchange them with torch's own format."""
+    """List a training's checkpoints, verify them, and export them to torch's own format."""
 
 
 @checkpoints.command("list")
@@ -125,45 +125,6 @@ def export_checkpoint(
         as_json,
         f"step {done.step} of {commit.job_id} at {done.directory}: {done.tensors} tensors, "
         f"{done.bytes:,} bytes, in {done.seconds:.1f} s",
-    )
-    return 0
-
-
-@checkpoints.command("import")
-@click.argument("source", type=click.Path(path_type=Path, file_okay=False, exists=True))
-@click.argument("directory", type=directory_type)
-@profile_options
-@json_option
-def import_checkpoint(
-    source: Path, directory: Path, profile: str, overrides: tuple[str, ...], as_json: bool
-) -> int:
-    """Make the model DIRECTORY (safetensors and config, ready to publish) of the weights in SOURCE,
-    a directory that dcp.save wrote.
-
-    The model's shape is SOURCE/config.json's, else what --set model.parameters and model.context
-    say. To train on from here: `paceline train --model DIRECTORY`.
-    """
-    from paceline.models import weights_digest
-    from paceline.training.checkpoint import import_dcp
-
-    if directory.exists() and any(directory.iterdir()):
-        raise Conflict(
-            "there is something already", got=directory, wanted="a new or empty directory"
-        )
-    found = import_dcp(source, directory, read_profile(profile, overrides).model)
-    done = ModelImported(
-        source=str(source.absolute()),
-        directory=str(directory.absolute()),
-        tensors=len(found.weights),
-        prefix=found.prefix,
-        cast=found.cast,
-        weights_digest=weights_digest(directory),
-    )
-    cast = f", {done.cast} of them in another dtype there" if done.cast else ""
-    show(
-        done,
-        as_json,
-        f"{done.directory}: {done.tensors} weights, {done.prefix!r} before them{cast}",
     )
     return 0
 

@@ -1,10 +1,4 @@
 from .dcp_export import export_dcp as export_dcp
-from .dcp_reading import (
-    ImportedCheckpoint as ImportedCheckpoint,
-    import_dcp as import_dcp,
-    read_dcp as read_dcp,
-    read_metadata as read_metadata,
-)
 from .exporting import export as export
 from .generations import (
     FoundGenerations as FoundGenerations,

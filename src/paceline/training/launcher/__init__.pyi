@@ -18,12 +18,6 @@ from .driver import (
     stored_result as stored_result,
 )
 from .gang import GangSupervisor as GangSupervisor
-from .independent_restart import (
-    STATE_LOST_EXIT as STATE_LOST_EXIT,
-    IndependentAttempt as IndependentAttempt,
-    RankExit as RankExit,
-    RestartPlacement as RestartPlacement,
-)
 from .job_notes import read_history as read_history
 from .job_tracker import JobTracker as JobTracker, TimeAccounts as TimeAccounts
 from .local import LocalLauncher as LocalLauncher, launcher_argv as launcher_argv
@@ -35,3 +29,4 @@ from .ports import (
     Launcher as Launcher,
     NodeMessage as NodeMessage,
 )
+from .served_attempt import STATE_LOST_EXIT as STATE_LOST_EXIT, ServedAttempt as ServedAttempt

@@ -7,7 +7,6 @@ skipped from then on. Imports neither torch nor Dask: the caller passes a launch
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
@@ -23,7 +22,6 @@ from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.identity import config_digest, training_inputs
 from paceline.training.launcher.admission import admit
 from paceline.training.launcher.gang import GangSupervisor
-from paceline.training.launcher.independent_restart import RankExit, RestartPlacement
 from paceline.training.launcher.job_notes import HistoryWriter, JobHistory, read_history
 from paceline.training.launcher.job_tracker import JobTracker
 from paceline.training.launcher.local import launcher_argv
@@ -204,22 +202,11 @@ class _JobRun:
         ]
         try:
             text = job.model_dump_json()
-            if is_asynchronous(job.settings):
-                placement = self._restart_placement(job, attempt)
-                return self._gangs.run_gang(members, text, attempt, self._on_line, placement)
-            return self._gangs.run_gang(members, text, attempt, self._on_line)
+            return self._gangs.run_gang(
+                members, text, attempt, self._on_line, served=is_asynchronous(job.settings)
+            )
         except TemporaryError as error:
             return GangResult(ok=False, exit_codes={}, reason=error.one_line())
-
-    def _restart_placement(self, job: TrainJob, attempt: int) -> RestartPlacement:
-        def on_exit(ended: RankExit) -> None:
-            self._account.rank_ended(ended, time.monotonic())
-            if ended.kind == "hung":
-                self._notes.keep_stack(attempt, ended.member.rank, ended.stderr)
-
-        environment = functools.partial(rank_environment, job)
-        most = job.settings.guard.max_restarts
-        return RestartPlacement(self._roster, environment, most, on_exit)
 
     def _assign_ranks(self) -> Assignment:
         self._roster.forgive(time.monotonic())

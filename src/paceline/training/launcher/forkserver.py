@@ -50,8 +50,7 @@ class ForkServer:
 
     Orders received: ``store`` (host, job), ``start`` (attempt, ranks, input, loose), ``spare``
     (name, env, input), ``signal`` (number, rank), ``stop`` (grace_s, stacks), ``watch``
-    (preemption, grace_s). With ``loose`` ranks restart independently: one rank's failure
-    does not end the others, and ``start`` may repeat for a rank that ended.
+    (preemption, grace_s). With ``loose`` one rank's failure does not end the others.
 
     Events sent: ``ready``, ``store`` (host, port or error), ``started`` (pids), ``beat`` (ranks,
     spares), ``ended`` (rank, code, killed, stderr), ``over`` (attempt), ``spare``, ``preempted``,

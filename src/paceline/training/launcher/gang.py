@@ -17,7 +17,6 @@ from typing import Any
 
 from paceline.errors import Cancelled
 from paceline.training.launcher.attempt import TICK_S, Attempt, RankState
-from paceline.training.launcher.independent_restart import IndependentAttempt, RestartPlacement
 from paceline.training.launcher.ports import (
     Deadlines,
     GangMember,
@@ -27,6 +26,7 @@ from paceline.training.launcher.ports import (
     NodeMessageLike,
     Nodes,
 )
+from paceline.training.launcher.served_attempt import ServedAttempt
 
 log = logging.getLogger(__name__)
 
@@ -132,20 +132,20 @@ class GangSupervisor:
         text: str,
         attempt: int,
         on_event: LineHandler | None,
-        placement: RestartPlacement | None = None,
+        *,
+        served: bool = False,
     ) -> GangResult:
         """Run one rank per member, each with ``text`` as its input; return how the gang ended.
 
-        With ``placement`` ranks restart independently (independent_restart.py). Raises Cancelled
-        once ``cancel`` is set and every rank has ended.
+        ``served``: the first ranks serve the others (served_attempt.py). Raises Cancelled once
+        ``cancel`` is set and every rank has ended.
         """
         ranks = {each.rank: RankState(each) for each in sorted(members, key=lambda m: m.rank)}
         assert ranks and list(ranks) == list(range(len(members))), "ranks count up from 0"
         self.asked = ""
         self.preempted.clear()
-        attempted = Attempt(self, ranks, attempt, on_event)
-        if placement is not None:
-            attempted = IndependentAttempt(self, ranks, attempt, on_event, placement)
+        kind = ServedAttempt if served else Attempt
+        attempted = kind(self, ranks, attempt, on_event)
         try:
             fault = attempted.start(text) or attempted.follow()
         except BaseException:

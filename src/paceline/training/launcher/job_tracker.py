@@ -17,7 +17,6 @@ from paceline.errors import TrainingFailed
 from paceline.schemas import Failures, RankEvent, Restart, TimeLedger, TrainJob, TrainResult
 from paceline.storage import join_url
 from paceline.training.identity import training_inputs
-from paceline.training.launcher.independent_restart import RankExit
 from paceline.training.launcher.job_notes import JobHistory
 from paceline.training.launcher.placement import FAILURE_MEMORY_S, NodePool
 from paceline.training.launcher.ports import GangResult
@@ -165,8 +164,8 @@ class JobTracker:
         self._step = self._reached = self._resumed = 0
         self._first_resumed: int | None = None
         self._restarts: list[Restart] = []
-        self._fallen: dict[int, tuple[int, float]] = {}  # rank → index in _restarts, exit time
-        self._open: tuple[int, float] | None = None  # the same for the last attempt, until it steps
+        # Index and end time of the last restart, until the next attempt completes a step.
+        self._open: tuple[int, float] | None = None
         self._said: dict[int, dict[str, Any]] = {}
         self._diverged_at: int | None = None
         self._asked: tuple[Kind, str] | None = None
@@ -180,40 +179,10 @@ class JobTracker:
         self.skipped: set[int] = {*job.skip_batches, *self._before.skipped_batches}
         self.progressed = False
 
-    def rank_ended(self, ended: RankExit, now: float) -> None:
-        """Record the exit of one rank in a gang with independent restart; no step is lost."""
-        rank = ended.member.rank
-        self._said.pop(rank, None)
-        self.counted += ended.kind != "preempted"
-        self._fallen[rank] = len(self._restarts), now
-        self._add_restart(
-            ended.kind, ended.reason, rank, ended.member.worker_id, resumed_step=self._reached
-        )
-
-    def _add_restart(
-        self, kind: Kind, reason: str, rank: int | None, worker_id: str | None, **more: Any
-    ) -> None:
-        restart = Restart(
-            attempt=self._attempt,
-            failed_rank=rank,
-            worker_id=worker_id,
-            reason=reason[:2000],
-            lost_steps=0,
-            seconds=0.0,  # set, as steps are, once a step is completed again
-            kind=kind,
-            ranks=self._ranks,
-            **more,
-        )
-        self._restarts.append(restart)
-
-    def _update_restart(self, number: int, **changes: Any) -> None:
-        self._restarts[number] = self._restarts[number].model_copy(update=changes)
-
     def begin(self, attempt: int, ranks: int) -> None:
         """Record the start of an attempt with ``ranks`` ranks."""
         self._attempt, self._ranks = attempt, ranks
         self._reached = 0
-        self._fallen = {}
         self._said = {}
         self._result = None
         self._asked = None
@@ -234,9 +203,6 @@ class JobTracker:
             return None
         if event.event == "failed":
             self._said[event.rank] = {"step": event.step, **event.data}
-        if event.event == "step" and event.rank in self._fallen:
-            number, ended_at = self._fallen.pop(event.rank)
-            self._update_restart(number, seconds=now - ended_at)
         data: dict[str, Any] = event.data
         self._shards |= dict.fromkeys(data.get("quarantined_shards", ()), 1)  # from any rank
         self._why |= data.get("quarantined_why", {})
@@ -284,10 +250,20 @@ class JobTracker:
         else:
             self._ledger.noticed(now, outcome.found_at)
         self._open = len(self._restarts), now if outcome.found_at is None else outcome.found_at
-        self._add_restart(
-            kind, reason, outcome.failed_rank, outcome.failed_worker, stacks_url=stacks_url,
-            resumed_step=self._reached,
-        )  # fmt: skip
+        self._restarts.append(
+            Restart(
+                attempt=self._attempt,
+                failed_rank=outcome.failed_rank,
+                worker_id=outcome.failed_worker,
+                reason=reason[:2000],
+                lost_steps=0,
+                seconds=0.0,  # set, as steps are, once a step is completed again
+                kind=kind,
+                ranks=self._ranks,
+                stacks_url=stacks_url,
+                resumed_step=self._reached,
+            )
+        )
         if kind in COUNTED:
             self.counted += 1
             self._counted_at = [*(e for e in self._counted_at if now - e < FAILURE_MEMORY_S), now]
@@ -418,13 +394,14 @@ class JobTracker:
             return
         (number, found_at), self._open = self._open, None
         reached = self._restarts[number].resumed_step
-        self._update_restart(
-            number,
-            attempt=self._attempt,
-            ranks=self._ranks,
-            resumed_step=self._resumed,
-            lost_steps=max(0, reached - self._resumed),
-            seconds=now - found_at,
+        self._restarts[number] = self._restarts[number].model_copy(
+            update={
+                "attempt": self._attempt,
+                "ranks": self._ranks,
+                "resumed_step": self._resumed,
+                "lost_steps": max(0, reached - self._resumed),
+                "seconds": now - found_at,
+            }
         )
 
 

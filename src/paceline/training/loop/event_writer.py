@@ -44,7 +44,7 @@ class RankIdentity:
     attempt: int
     worker_id: str
     host: str = LOOPBACK  # address at which other ranks reach this one
-    gang_key: str = field(default="", repr=False)  # secret of an independent-restart gang
+    gang_key: str = field(default="", repr=False)  # secret of a gang with a parameter server
 
     @classmethod
     def from_environment(cls) -> RankIdentity:

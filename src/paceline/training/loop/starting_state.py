@@ -293,6 +293,5 @@ def require_model(source: Path, code_ref: str) -> None:
             got=", ".join(sorted(each.name for each in source.iterdir())[:5]) or "nothing",
             wanted=f"*.safetensors and {CONFIG_FILE}",
             where=source,
-            do="Name the export of a training, or a directory that transformers wrote; `paceline "
-            "checkpoints import` makes one of what dcp.save wrote.",
+            do="Name the export of a training, or a directory that transformers wrote.",
         )

@@ -123,11 +123,6 @@ def require_cuttable(spec: MeshSpec, config: Mapping[str, Any]) -> None:
         )
 
 
-def stages_of(spec: MeshSpec, schedule: str) -> int:
-    """Return the number of stages of the layers: interleaved has two on each rank."""
-    return spec.pp * (2 if schedule == "interleaved" and spec.pp > 1 else 1)
-
-
 def data_shares_of(settings: TrainingSettings) -> int:
     """Return the number of shares of a global batch in the whole gang, each on its own node."""
     return MeshSpec.of(settings.mesh, replicas_of(settings)).data_world
@@ -136,7 +131,7 @@ def data_shares_of(settings: TrainingSettings) -> int:
 def cuts_of(mesh: MeshSettings) -> dict[str, Any]:
     """Return ``parts`` of the matrices and ``stages`` of the layers: arguments of ``config_for``,
     which gives a new model a suitable shape."""
-    return {"parts": mesh.tp, "stages": stages_of(MeshSpec(pp=mesh.pp), mesh.schedule)}
+    return {"parts": mesh.tp, "stages": mesh.pp}
 
 
 def microbatches_of(spec: MeshSpec, settings: TrainingSettings) -> int:
@@ -248,12 +243,11 @@ def _require_divisible(spec: MeshSpec, parts: Mapping[str, int]) -> None:
 
 def _require_pipeline(spec: MeshSpec, settings: TrainingSettings, config: ModelConfig) -> None:
     mesh = settings.mesh
-    stages = stages_of(spec, mesh.schedule)
-    if config.num_hidden_layers < stages:
+    if config.num_hidden_layers < spec.pp:
         raise _refused(
             "more stages than layers",
-            got=f"{config.num_hidden_layers} layers, pp {spec.pp}, schedule {mesh.schedule}",
-            wanted=f"at least {stages} layers",
+            got=f"{config.num_hidden_layers} layers, pp {spec.pp}",
+            wanted=f"at least {spec.pp} layers",
             do="Use a smaller training.mesh.pp, or a deeper model.",
         )
     count = microbatches_of(spec, settings)
@@ -263,13 +257,6 @@ def _require_pipeline(spec: MeshSpec, settings: TrainingSettings, config: ModelC
             got=f"{count} microbatches, pp {spec.pp}",
             wanted=f"at least {spec.pp}",
             do="Raise training.mesh.microbatches, or use the schedule gpipe.",
-        )
-    if mesh.schedule == "interleaved" and count % spec.pp:
-        raise _refused(
-            "interleaved stages take microbatches in rounds",
-            got=f"{count} microbatches, pp {spec.pp}",
-            wanted=f"a multiple of {spec.pp}",
-            do="Change training.mesh.microbatches; 0 takes twice the stages.",
         )
 
 

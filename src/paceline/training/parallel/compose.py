@@ -24,7 +24,7 @@ from paceline.training.parallel.base import Parallel, compile_blocks, recompute_
 from paceline.training.parallel.checks import require_layout, require_uncut
 from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
-from paceline.training.parallel.pipeline import Pipelined, drop_children, stages
+from paceline.training.parallel.pipeline import Pipelined, drop_children, stage_of
 from paceline.training.parallel.planned import HasPlan, cut_planned
 from paceline.training.parallel.sharded import shard
 
@@ -197,33 +197,31 @@ def parallelise(
     model = model.to(master_dtype(settings))
     if not _is_meta(model):
         model = model.to(mesh.device_type)
-    parts = [model]
+    part = model
     if spec.pp > 1:
         assert isinstance(model, Transformer)
-        parts = [*stages(model, mesh, settings)]
+        part = stage_of(model, mesh)
         drop_children(model)
     spread = spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
-    for part in parts:
-        if spec.tp > 1 and isinstance(part, Transformer):
-            tensor.cut_matrices(part, mesh, sequence=settings.mesh.sequence_parallel)
-        elif spec.tp > 1:
-            cut_planned(part, mesh)
-        if settings.compile:
-            compile_blocks(part)
-        if settings.activation_checkpointing:
-            recompute_blocks(part)
-        if spread:
-            shard(part, mesh, settings)
-        elif spec.pp > 1:
-            _cast_products(part, mesh, settings)
-        if _is_meta(part):
-            part.to_empty(device=mesh.device_type)
-            if isinstance(part, HasPlan):  # now separate, and the optimizer comes next
-                part.tie_weights()
+    if spec.tp > 1 and isinstance(part, Transformer):
+        tensor.cut_matrices(part, mesh, sequence=settings.mesh.sequence_parallel)
+    elif spec.tp > 1:
+        cut_planned(part, mesh)
+    if settings.compile:
+        compile_blocks(part)
+    if settings.activation_checkpointing:
+        recompute_blocks(part)
+    if spread:
+        shard(part, mesh, settings)
+    elif spec.pp > 1:
+        _cast_products(part, mesh, settings)
+    if _is_meta(part):
+        part.to_empty(device=mesh.device_type)
+        if isinstance(part, HasPlan):  # now separate, and the optimizer comes next
+            part.tie_weights()
     if spec.pp > 1:
-        return Pipelined(
-            [each for each in parts if isinstance(each, Transformer)], mesh, settings, workload
-        )
+        assert isinstance(part, Transformer)
+        return Pipelined(part, mesh, settings, workload)
     sent = SentBytes()
     if spec.dp == 1 or spread or is_frozen:
         return SingleStage(model, model, mesh, settings, workload, sent)

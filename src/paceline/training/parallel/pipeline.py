@@ -1,8 +1,8 @@
-"""Pipeline parallelism: groups of layers on different ranks (GPipe, 1F1B, interleaved).
+"""Pipeline parallelism: groups of layers on different ranks (GPipe, 1F1B).
 
 torch.distributed.pipelining runs the schedule; this module cuts the model, feeds microbatches of
 equal size, and adds up the two gradients of an embedding that the first and last stage share.
-Sources: GPipe (arXiv 1811.06965), 1F1B (1806.03377), interleaved 1F1B (2104.04473).
+Sources: GPipe (arXiv 1811.06965), 1F1B (1806.03377).
 """
 
 from __future__ import annotations
@@ -13,36 +13,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-)
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from paceline.config import TrainingSettings
 from paceline.models import Transformer
 from paceline.training.checkpoint import local_of
 from paceline.training.loop import Inputs, LossSums, Workload
 from paceline.training.parallel import clipping, sharded, tensor
-from paceline.training.parallel.checks import layers_of, microbatches_of, stages_of
+from paceline.training.parallel.checks import layers_of, microbatches_of
 from paceline.training.parallel.mesh import Mesh
 
 TIED = "model.embed_tokens.weight"
 SCHEDULES_KEPT = 8  # batch shapes with a cached schedule; each new one costs a trial run
 
 
-def stages(model: Transformer, mesh: Mesh, settings: TrainingSettings) -> list[Transformer]:
-    """Return this rank's stages of ``model``, in order; they share its weights."""
-    count = stages_of(mesh.spec, settings.mesh.schedule)
-    return [
-        model.stage(
-            layers_of(stage, count, model.config.num_hidden_layers),
-            embedding=stage == 0,
-            head=stage == count - 1,
-        )
-        for stage in range(mesh.stage, count, mesh.spec.pp)
-    ]
+def stage_of(model: Transformer, mesh: Mesh) -> Transformer:
+    """Return this rank's stage of ``model``; it shares its weights."""
+    return model.stage(
+        layers_of(mesh.stage, mesh.spec.pp, model.config.num_hidden_layers),
+        embedding=mesh.first_stage,
+        head=mesh.last_stage,
+    )
 
 
 def drop_children(model: nn.Module) -> None:
@@ -52,18 +43,18 @@ def drop_children(model: nn.Module) -> None:
 
 
 class Pipelined:
-    """A ``Parallel`` whose rank runs some stages; all parts of a batch form one schedule."""
+    """A ``Parallel`` whose rank runs one stage; all parts of a batch form one schedule."""
 
     def __init__(
-        self, parts: list[Transformer], mesh: Mesh, settings: TrainingSettings, workload: Workload
+        self, part: Transformer, mesh: Mesh, settings: TrainingSettings, workload: Workload
     ) -> None:
-        self.modules: Sequence[nn.Module] = tuple(parts)
+        self.modules: Sequence[nn.Module] = (part,)
         self.data_rank, self.data_world = mesh.data_rank, mesh.data_world
         self.bytes_reduced = 0
         self._mesh, self._settings, self._workload = mesh, settings, workload
-        self._config = parts[0].config
-        self._parameters = [each for part in parts for each in part.parameters()]
-        self._is_sharded = any(True for _ in sharded.sharded_parts(parts[0]))
+        self._config = part.config
+        self._parameters = list(part.parameters())
+        self._is_sharded = any(True for _ in sharded.sharded_parts(part))
         self._schedules: dict[tuple[object, ...], Any] = {}
         self._targets: tuple[Tensor, ...] = ()
         self._rows = self._rows_each = 0
@@ -79,9 +70,7 @@ class Pipelined:
         clipping.reduce_pending(self._parameters)
         self._add_tied()
         if self._is_sharded:
-            self.bytes_reduced += sum(
-                sharded.reduced_bytes(part, self._mesh, self._settings) for part in self.modules
-            )
+            self.bytes_reduced += sharded.reduced_bytes(self.modules[0], self._mesh, self._settings)
         return self._sums(loss, parts)
 
     def clip(self, max_norm: float, unscale: float = 1.0) -> float:
@@ -92,16 +81,15 @@ class Pipelined:
 
     def evaluate(self, inputs: Inputs) -> LossSums:
         """Return the sums of the loss of this rank's share."""
-        training = [module.training for module in self.modules]
-        for module in self.modules:
-            module.eval()
+        (module,) = self.modules
+        was_training = module.training
+        module.eval()
         try:
             with torch.no_grad():
                 loss = self._run([inputs], 1.0, train=False)
         finally:
-            for module, was_training in zip(self.modules, training, strict=True):
-                module.train(was_training)
-                sharded.reshard_all(module)
+            module.train(was_training)
+            sharded.reshard_all(module)
         return self._sums(loss, [inputs])
 
     def _run(self, parts: Sequence[Inputs], scale: float, *, train: bool) -> Tensor:
@@ -155,22 +143,15 @@ class Pipelined:
 
     def _new_schedule(self, count: int) -> Any:
         mesh = self._mesh
-        total = mesh.spec.pp * len(self.modules)
-        held = [
-            PipelineStage(
-                module,
-                mesh.stage + number * mesh.spec.pp,
-                total,
-                torch.device(mesh.device_type),
-                group=mesh.group("pp"),
-            )
-            for number, module in enumerate(self.modules)
-        ]
-        kind = self._settings.mesh.schedule
-        if kind == "interleaved":
-            return ScheduleInterleaved1F1B(list(held), count, loss_fn=self._loss, scale_grads=False)
-        single = ScheduleGPipe if kind == "gpipe" else Schedule1F1B
-        return single(held[0], count, loss_fn=self._loss, scale_grads=False)
+        stage = PipelineStage(
+            self.modules[0],
+            mesh.stage,
+            mesh.spec.pp,
+            torch.device(mesh.device_type),
+            group=mesh.group("pp"),
+        )
+        schedule = ScheduleGPipe if self._settings.mesh.schedule == "gpipe" else Schedule1F1B
+        return schedule(stage, count, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, outputs: Tensor, index: Tensor) -> Tensor:
         """Return the loss of microbatch ``index``, whose last rows may be padding."""
@@ -195,11 +176,7 @@ class Pipelined:
         ends = self._mesh.first_stage or self._mesh.last_stage
         if not ends or not self._config.tie_word_embeddings:
             return None
-        for module in self.modules:
-            for name, parameter in module.named_parameters():
-                if name == TIED:
-                    return parameter
-        raise AssertionError("the first and the last stage have the embedding")
+        return self.modules[0].get_parameter(TIED)
 
     def _add_tied(self) -> None:
         """Add both ends' gradients of the tied embedding: a + b = b + a, so both stay equal."""

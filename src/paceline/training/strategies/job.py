@@ -1,9 +1,9 @@
 """One rank of a training job with a parameter server: server, standby or worker, to its end.
 
-Ranks 0 and 1 serve: one leads, the other holds every acknowledged update; a restarted one follows
-the present leader. The leader reports as rank 0: it saves, evaluates, exports and emits the result.
-Workers hold no state that cannot be computed again. Ranks join no process group, so the failure of
-one is no failure of another (``launcher.independent_restart``).
+Ranks 0 and 1 serve: one leads, the other holds every acknowledged update and takes over. The leader
+reports as rank 0: it saves, evaluates, exports and emits the result. Workers hold no state that
+cannot be computed again. Ranks join no process group, so the loss of the leader ends no other rank
+(``launcher.served_attempt``).
 
 ``JobPolicy`` guards updates, counts steps, saves between steps and reports. A step is ``workers``
 versions. As in the loop, a state is saved only after the next gradient has shown that its loss is
@@ -207,8 +207,6 @@ def position_of(ledger: UpdateLedger, workers: int) -> dict[str, Any]:
 
 log = logging.getLogger(__name__)
 
-REJOIN_S = 5.0  # plus three silences: for a restarted rank to find the leader
-
 
 def run_role(its: RankContext, place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
     """Run the role of ``place`` in an asynchronous job; return the exit code."""
@@ -248,7 +246,7 @@ class _ServingRank:
 
     def run(self, meeting: Rendezvous) -> int:
         """Serve to the end of the job; return the exit code."""
-        if self._place.rank == 0 and not meeting.claimed(1):
+        if self._place.rank == 0:
             self._events.enter("resuming")
             self._resume()
             self._server.lead(1)
@@ -258,9 +256,7 @@ class _ServingRank:
 
     def _follow(self, meeting: Rendezvous) -> str:
         self._events.enter("following")
-        deadline_s = 3 * self._server.terms.silence_s + REJOIN_S
-        if not meeting.claimed(1):
-            deadline_s = self._its.job.settings.guard.start_deadline_s  # rank 0 is still loading
+        deadline_s = self._its.job.settings.guard.start_deadline_s  # rank 0 is still loading
         reported = False
 
         def on_frame() -> None:

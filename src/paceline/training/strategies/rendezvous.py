@@ -6,7 +6,7 @@ the next epoch continues, the other ends. *Finished*: all work is done and no se
 so a rank that starts late ends instead of looking for one.
 
 The gang's store is on one node and may be lost with it. Ranks then continue with the last known
-addresses until the leader has saved and all restart (``launcher.independent_restart``).
+addresses until the leader has saved and all restart (``launcher.served_attempt``).
 """
 
 from __future__ import annotations
@@ -79,11 +79,6 @@ class Rendezvous:
         with contextlib.suppress(PeerLost), _reachable():
             return bool(self._store.check(["finished"]))
         return False
-
-    def claimed(self, epoch: int) -> bool:
-        """Return whether a server has claimed ``epoch``."""
-        with _reachable():
-            return bool(self._store.check([f"epoch-{epoch}"]))
 
     def claim(self, epoch: int, owner: str) -> bool:
         """Return whether ``owner`` holds ``epoch`` now; repeating the call is safe."""

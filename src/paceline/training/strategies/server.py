@@ -89,7 +89,7 @@ class ParameterServer:
         self._open = False  # callers are answered
         self._released = threading.Event()  # the weights are no longer needed
         self._rendezvous = rendezvous
-        self._owner = uuid.uuid4().hex  # unique: a rank may be restarted
+        self._owner = uuid.uuid4().hex
         self._workers: dict[int, socket.socket] = {}  # share → its newest connection
         self._standby: socket.socket | None = None
         self._places = threading.BoundedSemaphore(2 * terms.workers + 8)
