@@ -85,14 +85,14 @@ def instead(path: Path, raw: bytes) -> Iterator[None]:
         path.write_bytes(before)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(PICKLES)
 def test_any_pickle_is_data_or_refused(there: Path, raw: bytes) -> None:
     with instead(there / METADATA, raw + b"."), contextlib.suppress(*REFUSED):
         read_metadata(there)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(EDITS)
 def test_edited_metadata_are_read_or_refused(there: Path, edits: Any) -> None:
     raw = edited((there / METADATA).read_bytes(), edits)
@@ -100,7 +100,7 @@ def test_edited_metadata_are_read_or_refused(there: Path, edits: Any) -> None:
         read_dcp(there, WANTED)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=30)
 @given(EDITS)
 def test_an_edited_tensor_file_is_read_or_refused(there: Path, edits: Any) -> None:
     raw = edited((there / DATA).read_bytes(), edits)
@@ -198,7 +198,7 @@ def read(marker: bytes, raw: bytes) -> Index:
         return generations.index_of(STEP, generations.commit_of(STEP))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_a_changed_index_is_read_or_refused(data: st.DataObject) -> None:
     document = json.loads(canonical_json(index()))
@@ -211,7 +211,7 @@ def test_a_changed_index_is_read_or_refused(data: st.DataObject) -> None:
             assert volume == torch.Size(tensor.shape).numel()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.data())
 def test_a_changed_marker_is_read_or_refused(data: st.DataObject) -> None:
     raw = canonical_json(index())
@@ -223,7 +223,7 @@ def test_a_changed_marker_is_read_or_refused(data: st.DataObject) -> None:
         read(json.dumps(document, sort_keys=True, separators=(",", ":")).encode(), raw)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     st.binary(max_size=60) | st.text(max_size=60).map(str.encode),
     st.binary(min_size=1, max_size=60),
