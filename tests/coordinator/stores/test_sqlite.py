@@ -220,10 +220,11 @@ def test_an_operator_can_raise_the_epoch_of_a_restored_file(tmp_path):
     store.close()
 
 
-def test_a_file_of_a_newer_version_is_refused(tmp_path):
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_file_of_another_version_is_refused(tmp_path, version):
     path = tmp_path / "c.sqlite"
-    with contextlib.closing(sqlite3.connect(path)) as newer:
-        newer.execute("PRAGMA user_version=99")
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute(f"PRAGMA user_version={version}")
     with pytest.raises(ServiceUnavailable, match="another version"):
         SqliteCoordination(path)
 
