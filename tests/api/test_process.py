@@ -10,7 +10,7 @@ import pytest
 from paceline.api import serve
 from paceline.errors import Conflict, PortInUse, ServiceUnavailable
 from paceline.schemas import EventName
-from tests.api.conftest import FakeAgent, creation, make_model, make_runtime
+from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
 
 DEADLINE_S = 30.0
 
@@ -28,13 +28,88 @@ def status(client, deployment_id):
     return client.deployment(deployment_id).status.value
 
 
-def test_agents_complete_and_activate_and_the_process_stops_cleanly(served):
-    url, manifest = make_model(served.runtime.state_dir)
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A coordinator process for all tests here; the last one ends it."""
+    server = Served(make_runtime(tmp_path_factory.mktemp("process") / "state"))
+    server.runtime.state_dir.mkdir()
+    server.start()
+    yield server
+    if server.process is not None:
+        server.end(signal.SIGKILL)
+
+
+def test_cancel_returns_once_every_living_agent_has_stopped(served):
+    url, manifest = make_model(served.runtime.state_dir, version="v0")
     client = served.client()
-    agents = [FakeAgent(client, f"node-{index}") for index in range(4)]
+    agent = FakeAgent(client, "node-0", per_beat=0)
+    agent.register()
+    d = client.create(creation(url, ["node-0"], version="v0"), "cancelled").deployment_id
+    until(lambda: agent.beat(manifest) == ["fetch_lanes"], "lanes are fetched")
+
+    done = threading.Event()
+
+    def cancel():
+        served.client().cancel(d)
+        done.set()
+
+    thread = threading.Thread(target=cancel)
+    thread.start()
+    until(lambda: status(client, d) == "cancelled", "the cancel is decided")
+    assert not done.is_set(), "nobody has confirmed yet"
+
+    def beats():
+        agent.beat(manifest)
+        return done.is_set()
+
+    until(beats, "the cancel is confirmed")
+    thread.join()
+    assert agent.cancelled == {d}
+
+
+def test_killed_coordinator_resumes_deployments_and_duplicates_none(served):
+    url, manifest = make_model(served.runtime.state_dir, version="v1")
+    client = served.client()
+    agents = [FakeAgent(client, f"node-{index}") for index in range(10, 14)]
     for agent in agents:
         agent.register()
-    created = client.create(creation(url, [agent.worker_id for agent in agents]), "key-1")
+    call = creation(url, [agent.worker_id for agent in agents])
+    d = client.create(call, "killed").deployment_id
+    for agent in agents:
+        agent.beat(manifest)
+        agent.beat(manifest)
+    agents[0].held[d] = manifest.piece_count
+    agents[0].beat(manifest)
+    last = client.events().last
+    served.end(signal.SIGKILL)
+    with pytest.raises(ServiceUnavailable):
+        client.deployments()
+    served.start()
+    assert client.create(call, "killed").deployment_id == d
+    with pytest.raises(Conflict):
+        client.create(call.model_copy(update={"seed": 7}), "killed")
+    assert [each.deployment_id for each in client.deployments()].count(d) == 1
+    assert client.deployment(d).workers_complete == ("node-10",)
+    assert client.events(after=last - 1).events[0].seq == last, "event numbers go on"
+
+    def everybody_beats():
+        for agent in agents:
+            agent.beat(manifest)
+        return status(client, d) == "complete"
+
+    until(everybody_beats, "the deployment went on")
+    assert client.plan(d).epoch == 1, "a restart of the coordinator is no reason to replan"
+    assert all(agent.incarnation == 1 for agent in agents)
+
+
+def test_agents_complete_and_activate_and_the_process_stops_cleanly(served):
+    url, manifest = make_model(served.runtime.state_dir, version="v2")
+    client = served.client()
+    agents = [FakeAgent(client, f"node-{index}") for index in range(20, 24)]
+    for agent in agents:
+        agent.register()
+    call = creation(url, [agent.worker_id for agent in agents], version="v2")
+    created = client.create(call, "complete")
     d = created.deployment_id
     assert created.estimated_time_seconds > 0
     assert client.manifest_bytes(d) == manifest.to_bytes()
@@ -67,73 +142,6 @@ def test_agents_complete_and_activate_and_the_process_stops_cleanly(served):
     assert "listening http://127.0.0.1:" in log
     assert "stopped http://127.0.0.1:" in log
     assert served.runtime.secrets.coordinator_token not in log
-
-
-def test_killed_coordinator_resumes_deployments_and_duplicates_none(served):
-    url, manifest = make_model(served.runtime.state_dir)
-    client = served.client()
-    agents = [FakeAgent(client, f"node-{index}") for index in range(4)]
-    for agent in agents:
-        agent.register()
-    call = creation(url, [agent.worker_id for agent in agents])
-    d = client.create(call, "key-1").deployment_id
-    for agent in agents:
-        agent.beat(manifest)
-        agent.beat(manifest)
-    agents[0].held[d] = manifest.piece_count
-    agents[0].beat(manifest)
-    last = client.events().last
-    served.end(signal.SIGKILL)
-    with pytest.raises(ServiceUnavailable):
-        client.deployments()
-    served.start()
-    assert client.create(call, "key-1").deployment_id == d
-    with pytest.raises(Conflict):
-        client.create(call.model_copy(update={"seed": 7}), "key-1")
-    assert [each.deployment_id for each in client.deployments()] == [d]
-    assert client.deployment(d).workers_complete == ("node-0",)
-    assert client.events(after=last - 1).events[0].seq == last, "event numbers go on"
-
-    def everybody_beats():
-        for agent in agents:
-            agent.beat(manifest)
-        return status(client, d) == "complete"
-
-    until(everybody_beats, "the deployment went on")
-    assert client.plan(d).epoch == 1, "a restart of the coordinator is no reason to replan"
-    assert all(agent.incarnation == 1 for agent in agents)
-    served.end(signal.SIGKILL)
-    served.start()
-    assert status(client, d) == "complete"
-    assert len(client.deployment(d).workers_complete) == 4
-
-
-def test_cancel_returns_once_every_living_agent_has_stopped(served):
-    url, manifest = make_model(served.runtime.state_dir)
-    client = served.client()
-    agent = FakeAgent(client, "node-0", per_beat=0)
-    agent.register()
-    d = client.create(creation(url, ["node-0"]), "key-1").deployment_id
-    until(lambda: agent.beat(manifest) == ["fetch_lanes"], "lanes are fetched")
-
-    done = threading.Event()
-
-    def cancel():
-        served.client().cancel(d)
-        done.set()
-
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    until(lambda: status(client, d) == "cancelled", "the cancel is decided")
-    assert not done.is_set(), "nobody has confirmed yet"
-
-    def beats():
-        agent.beat(manifest)
-        return done.is_set()
-
-    until(beats, "the cancel is confirmed")
-    thread.join()
-    assert agent.cancelled == {d}
 
 
 def test_port_in_use_names_the_port_and_the_remedy(tmp_path):

@@ -223,7 +223,7 @@ class Tokens(RuleBasedStateMachine):
 
 
 TestTokens = Tokens.TestCase
-TestTokens.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestTokens.settings = settings(max_examples=10, stateful_step_count=25, deadline=None)
 
 
 def test_there_are_so_many_tokens_and_no_more(monkeypatch):

@@ -102,6 +102,7 @@ class Controlled:
                         "lanes were to be had"
                     )
         self.ask(Tick())
+        time.sleep(0.002)  # the drivers' threads share this interpreter
 
     def held(self, deployment_id: str) -> int:
         return max(
@@ -134,9 +135,7 @@ def controlled(tmp_path: Path) -> Iterator[Controlled]:
         yield made
 
 
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(each, marks=pytest.mark.nightly) for each in (10, 20, 30))]
-)
+@pytest.mark.parametrize("seed", [0, pytest.param(10, marks=pytest.mark.nightly)])
 def test_at_random_instants_nothing_is_left_or_published_later(controlled, seed):
     cancelled = 0
     for number in range(seed, seed + 10):
@@ -190,7 +189,7 @@ def test_of_real_agents_over_rest(tmp_path):
         for name in nodes:
             site.start(name)
         site.registered(*nodes)
-        for seed in range(8):
+        for seed in range(4):
             random, version = Random(seed), f"v{seed}"
             manifest = site.publish(version, 2_000_000)
             d = site.deploy(version, *nodes, topology=random.choice(["chain", "mesh"]))

@@ -175,7 +175,7 @@ def test_more_pieces_or_chunks_than_a_manifest_holds_are_refused() -> None:
         choose_sizes(400 * MIB, 1000, piece_bytes=KIB, chunk_bytes=KIB)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(
     sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=40),
     piece=st.integers(1, 300),

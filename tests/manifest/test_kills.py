@@ -21,7 +21,7 @@ PROGRAM = Path(publish_work.__file__)
 CALLS = f"{kills.NETWORK_CALLS},{kills.DISK_CALLS}"
 BUCKET = "publish-kills"
 SEED = 20
-SAMPLE = 7
+SAMPLE = 3
 
 
 @pytest.fixture(scope="module")

@@ -133,7 +133,7 @@ def test_a_slow_source_is_the_bound() -> None:
         assert made.seconds <= 1.01 * (1 + SHARING_OVERHEAD.get(topology, 0.0)) * made.bound_seconds
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(
     count=st.integers(1, 40),
     topology=st.sampled_from(list(Topology)),

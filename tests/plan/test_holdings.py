@@ -25,7 +25,7 @@ from tests.plan.kit import (
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 @given(fleet=fleets(least=2), topology=st.sampled_from(RELAYED))
 def test_origin_reads_cover_at_most_the_chunks_that_no_worker_has(
     fleet: list[PlanWorker], topology: Topology

@@ -27,7 +27,7 @@ from tests.plan.kit import (
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(fleet=fleets(), topology=st.sampled_from(list(Topology)), seed=st.integers(0, 5))
 def test_every_worker_reaches_every_chunk_without_a_cycle(
     fleet: list[PlanWorker], topology: Topology, seed: int
@@ -37,7 +37,7 @@ def test_every_worker_reaches_every_chunk_without_a_cycle(
     assert plan(shuffled(fleet, seed), topology, seed=seed) == made, "whatever their order"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(fleet=fleets(), seed=st.integers(0, 5))
 def test_a_chain_crosses_into_each_rack_once(fleet: list[PlanWorker], seed: int) -> None:
     racks = {each.worker_id: rack_of(each) for each in fleet}
@@ -48,7 +48,7 @@ def test_a_chain_crosses_into_each_rack_once(fleet: list[PlanWorker], seed: int)
     assert all(count == 1 for count in into.values())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(fleet=fleets(chunks=False), seed=st.integers(0, 5))
 def test_on_a_chain_nobody_feeds_two(fleet: list[PlanWorker], seed: int) -> None:
     feeds = Counter(sources(plan(fleet, seed=seed)).values())
@@ -59,7 +59,7 @@ def test_on_a_chain_nobody_feeds_two(fleet: list[PlanWorker], seed: int) -> None
         assert all(count == 1 for source, count in feeds.items() if source not in complete)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(fleet=fleets(least=2, chunks=False), topology=st.sampled_from(RELAYED))
 def test_where_somebody_is_complete_nobody_begins_at_the_origin(
     fleet: list[PlanWorker], topology: Topology
@@ -75,7 +75,7 @@ def test_where_somebody_is_complete_nobody_begins_at_the_origin(
         assert sorted(chunks) == list(range(8)), "the origin is read once"
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     fleet=fleets(chunks=False),
     topology=st.sampled_from(RELAYED),
@@ -247,7 +247,7 @@ def test_a_thousand_workers_are_planned_in_racks(topology: Topology) -> None:
     assert made.depth == 1000 or topology is not Topology.CHAIN
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     chunks=st.integers(1, 9),
     workers=st.integers(1, 9),

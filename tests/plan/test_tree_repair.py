@@ -55,7 +55,7 @@ def children(made: Plan, name: str) -> set[str]:
     }
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     count=st.integers(2, 70),
     per_rack=st.sampled_from([1, 3, 8, 20, 100]),
@@ -78,7 +78,7 @@ def test_a_death_changes_the_source_of_its_orphans_only(
     assert next_order(order, second) == order
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(fleet=fleets(sick=True), topology=st.sampled_from(list(Topology)), seed=st.integers(0, 3))
 def test_every_living_worker_reaches_every_chunk_in_any_fleet_state(
     fleet: list[PlanWorker], topology: Topology, seed: int
@@ -91,7 +91,7 @@ def test_every_living_worker_reaches_every_chunk_in_any_fleet_state(
     check(plan(fleet, topology, seed=seed, order=order), fleet)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     fleet=fleets(least=3, sick=True),
     topology=st.sampled_from(RELAYED),
@@ -138,7 +138,7 @@ def test_tails_follow_the_line_the_slowest_last() -> None:
     assert {lane.source.key for part in made.workers[-3:-1] for lane in part.lanes} == {"node-9"}
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     count=st.integers(8, 60),
     topology=st.sampled_from(RELAYED),
@@ -270,7 +270,7 @@ def test_where_only_quarantined_workers_are_left_they_feed_each_other() -> None:
     assert made.origin_bytes == S
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     count=st.integers(8, 60),
     topology=st.sampled_from(RELAYED),

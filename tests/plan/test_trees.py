@@ -28,7 +28,7 @@ def trees_of(topology: Topology, fleet: list[PlanWorker], stripes: int = 4) -> T
     return build_trees(topology, fleet, range(len(fleet)), count)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(racks=SIZES, zones=st.integers(1, 3), topology=st.sampled_from(RELAYED))
 def test_each_rack_is_entered_once_a_stripe(
     racks: list[int], zones: int, topology: Topology
@@ -47,7 +47,7 @@ def test_each_rack_is_entered_once_a_stripe(
             assert entries == dict.fromkeys(home, 1)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(racks=SIZES, zones=st.integers(1, 3), topology=st.sampled_from(STRIPED))
 def test_nobody_sends_more_copies_than_there_are_stripes(
     racks: list[int], zones: int, topology: Topology
@@ -57,7 +57,7 @@ def test_nobody_sends_more_copies_than_there_are_stripes(
     assert max(feeds.values(), default=0) <= len(trees.up)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(racks=SIZES, topology=st.sampled_from(STRIPED))
 def test_stripes_begin_in_different_racks_as_far_as_there_are_any(
     racks: list[int], topology: Topology

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,16 @@ def test_a_tag_becomes_the_same_files_each_time(tree: Path) -> None:
     assert release(tree).stdout == first.stdout
     names = [line.split()[1] for line in first.stdout.splitlines()]
     assert sorted(Path(each).suffix for each in names) == [".gz", ".json", ".whl"]
+    (wheel,) = (tree / "dist").glob("*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert {
+        "paceline/cli/main.py", "paceline/py.typed", "paceline/_profiles/embedded.toml",
+        "paceline/_profiles/models/pylm/config.json",
+        "paceline/_kubernetes/dask.yaml",
+        "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml", "paceline/tasks/run.py",
+    } <= held  # fmt: skip
+    tops = {name.partition("/")[0] for name in held}
+    assert {each for each in tops if not each.endswith(".dist-info")} == {"paceline"}
     listed = json.loads((tree / "dist" / f"paceline-{version[1]}.cdx.json").read_text())
     parts = {each["name"]: each for each in listed["components"]}
     assert {"boto3", "blake3", "torch", "prefect", "dask"} <= parts.keys()

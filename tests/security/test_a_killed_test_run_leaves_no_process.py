@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.support.stack import processes_of, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -43,16 +41,12 @@ def test_slow():
 """
 
 
-@pytest.mark.parametrize(
-    ("workers", "number"),
-    [pytest.param(0, signal.SIGKILL, marks=pytest.mark.nightly), (1, signal.SIGTERM)],
-)
-def test_servers_end_with_the_run(tmp_path: Path, number: signal.Signals, workers: int) -> None:
+def test_servers_end_with_the_run(tmp_path: Path) -> None:
     state, ready = tmp_path / "state", tmp_path / "ready"
     (tmp_path / "conftest.py").write_text(CONFTEST)
     program = SLOW.format(state=str(state), ready=str(ready), disk=str(tmp_path / "disk"))
     (tmp_path / "test_slow.py").write_text(program)
-    words = ["-q", "-p", "no:cacheprovider", "-n", str(workers), "--rootdir", str(ROOT)]
+    words = ["-q", "-p", "no:cacheprovider", "-n", "1", "--rootdir", str(ROOT)]
     run = subprocess.Popen(
         [sys.executable, "-m", "pytest", *words, "-c", str(ROOT / "pyproject.toml"), str(tmp_path)],
         cwd=ROOT,
@@ -68,7 +62,7 @@ def test_servers_end_with_the_run(tmp_path: Path, number: signal.Signals, worker
         )
         assert run.poll() is None
         assert len(processes_of(state)) >= 6  # a supervisor, two guards, services with children
-        run.send_signal(number)
+        run.send_signal(signal.SIGTERM)
         run.wait(30)
         forked = Path("/proc", ready.read_text())
         wait_until(lambda: not forked.exists(), 30, "the forked child gone")

@@ -63,14 +63,16 @@ def read(path: Path, format_: str = "tar") -> tuple[list[str], list[str], str | 
     return samples, left_out, error
 
 
+ZEROS = gzip.compress(b"\0" * MB, 1)
+
+
 def packed(path: Path, *parts: bytes | int) -> Path:
-    """A gzip file of these parts; a number is so many MB of zeros."""
-    with gzip.open(path, "wb", compresslevel=1) as file:
-        for part in parts:
-            if isinstance(part, bytes):
-                file.write(part)
-            for _ in range(part if isinstance(part, int) else 0):
-                file.write(b"\0" * MB)
+    """A gzip file of these parts; a number is so many MB of zeros, each a stream of its own."""
+    path.write_bytes(
+        b"".join(
+            ZEROS * part if isinstance(part, int) else gzip.compress(part, 1) for part in parts
+        )
+    )
     return path
 
 

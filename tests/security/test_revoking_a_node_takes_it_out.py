@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +30,7 @@ from paceline.schemas import CreateJoinToken, revoked_admission
 from tests.api.conftest import Served, make_runtime
 from tests.relay.peers import Heard, Pair
 from tests.security.kit import Rest, rest
+from tests.support.command import Ended, paceline
 
 __all__ = ["rest"]
 
@@ -140,10 +139,8 @@ def test_the_command_takes_out_the_worker_that_it_names(tmp_path: Path) -> None:
         token = AccessClient(server.url, made.token).join(call).token
         token = AccessClient(server.url, token).renew(call).token
 
-        def revoke(*words: str) -> subprocess.CompletedProcess[str]:
-            argv = [sys.executable, "-m", "paceline.cli.main", "tokens", "revoke", *words]
-            argv += ["--state", str(server.runtime.state_dir)]
-            return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        def revoke(*words: str) -> Ended:
+            return paceline("tokens", "revoke", *words, "--state", server.runtime.state_dir)
 
         done = revoke("--worker-id", "node-1", "--json")
         assert done.returncode == 0, done.stderr

@@ -5,8 +5,6 @@ takes a scope of its own, and what a token changes in an hour is less than a sto
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +29,7 @@ from paceline.schemas import Scope, StageRecord
 from tests.api.conftest import make_runtime
 from tests.coordinator.stores.conftest import coordination  # noqa: F401
 from tests.security.test_tiny_requests_do_not_stall_an_agent import lines
+from tests.support.command import paceline
 from tests.support.etcd import etcd  # noqa: F401
 
 with warnings.catch_warnings():
@@ -271,14 +270,8 @@ def test_the_installations_own_flows_write_the_ledger(tmp_path: Path) -> None:
     (tmp_path / "embedded").mkdir()
     assert Scope.LEDGER in scopes_of_flows(ensure_secrets(tmp_path / "embedded"))
     where = tmp_path / "replicas"
-    argv = ["init", "--coordinator", "http://127.0.0.1:8750", "--state", str(where), "--json"]
-    made = subprocess.run(
-        [sys.executable, "-m", "paceline.cli.main", *argv],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    url = "http://127.0.0.1:8750"
+    made = paceline("init", "--coordinator", url, "--state", where, "--json")
     assert json.loads(made.stdout)["status"] == "initialised", made.stderr
     assert Scope.LEDGER in scopes_of_flows(load_runtime(where).secrets)
 

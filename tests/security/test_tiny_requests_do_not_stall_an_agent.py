@@ -49,7 +49,7 @@ from tests.relay.kit import paper_manifest
 from tests.relay.peers import Heard, Pair, let_in
 
 TOKEN = "cluster-token"
-PIECES = 12_000  # as many requests of 12 bytes: 144 KB
+PIECES = 6_000  # as many requests of 12 bytes: 72 KB
 HANG_S = 25.0  # these requests took about 100 s
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,7 @@ from paceline.manifest import (
     publish_model,
 )
 from paceline.storage import DiskStore, ObjectStore, join_url
+from tests.support.command import Ended, paceline
 from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3
 
@@ -259,18 +258,11 @@ def test_the_command_discards_a_claim_only_where_it_is_asked_to(
         store.ensure_bucket(BUCKET)
         crashed(a_model(tmp_path / "old"), url, store)
 
-        def command(*more: str) -> subprocess.CompletedProcess[str]:
+        def command(*more: str) -> Ended:
             words = ["publish", str(new), url, "--model", "m", "--version", "1", *more]
             access = {"AWS_ACCESS_KEY_ID": s3.access_key, "AWS_SECRET_ACCESS_KEY": s3.secret_key}
             access |= {"AWS_ENDPOINT_URL": store.endpoint_url}
-            return subprocess.run(
-                [sys.executable, "-m", "paceline.cli.main", *words],
-                env={**os.environ, **access, "PACELINE_STATE": str(tmp_path / "state")},
-                capture_output=True,
-                text=True,
-                timeout=60,
-                check=False,
-            )
+            return paceline(*words, **access, PACELINE_STATE=str(tmp_path / "state"))
 
         refused = command()
         assert refused.returncode != 0 and "--discard-unfinished" in refused.stderr

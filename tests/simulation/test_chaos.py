@@ -46,7 +46,7 @@ def chaos(seed: int, workers: int = 16, pieces: int = 64, **options: Any) -> Sce
 
 
 # In world 760 a worker is frozen before it has lanes: it thaws without a session.
-@pytest.mark.parametrize("seed", [*range(12), 760])
+@pytest.mark.parametrize("seed", [*range(5), 760])
 def test_survivors_finish_whatever_happens(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"
@@ -54,7 +54,7 @@ def test_survivors_finish_whatever_happens(seed: int) -> None:
 
 
 def test_the_same_seed_gives_the_same_report_to_the_byte() -> None:
-    first, second, other = (simulate(chaos(seed)).model_dump_json() for seed in (3, 3, 103))
+    first, second, other = (simulate(chaos(seed, 8, 32)).model_dump_json() for seed in (3, 3, 103))
     assert first == second != other
 
 
@@ -91,7 +91,7 @@ def test_sessions_that_forget_the_origins_budget_are_caught(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("seed", range(12, 1000))
+@pytest.mark.parametrize("seed", range(5, 1000))
 def test_survivors_finish_over_many_seeds(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"

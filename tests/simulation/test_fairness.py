@@ -60,7 +60,7 @@ def networks(draw: st.DrawFn) -> tuple[list[float], list[list[int]], list[int], 
     return [float(each) for each in capacity], [first, second], leader, stopped
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(networks())
 def test_rates_are_those_of_progressive_filling(
     network: tuple[list[float], list[list[int]], list[int], list[bool]],

@@ -1,16 +1,20 @@
 """Run Python or `paceline` as on a node where only the base distribution is installed.
 
-    python -m tests.support.base_install WORDS...           `paceline WORDS`
     python -m tests.support.base_install -c CODE
+    python -m tests.support.base_install COMMANDS    a JSON list of lists of words
 
-Modules of distributions that requirements/base.lock does not name cannot be found here.
+Each command is `paceline WORDS` in a fork of this process; a line of JSON has its exit status and
+what it wrote. Modules of distributions that requirements/base.lock does not name cannot be found.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import os
 import re
 import sys
+import tempfile
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -41,17 +45,32 @@ def hide(modules: set[str]) -> None:
     sys.meta_path[:] = [Rest if each is PathFinder else each for each in sys.meta_path]
 
 
+def command(words: list[str]) -> tuple[int, str, str]:
+    """Return the exit status of `paceline WORDS`, and what it wrote to stdout and stderr."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        if not (child := os.fork()):
+            for file, number in ((out, 1), (err, 2)):
+                os.dup2(file.fileno(), number)
+            sys.argv[:] = ["paceline", *words]
+            from paceline.cli import run
+
+            run()
+            sys.exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return status, out.read(), err.read()
+
+
 def main() -> None:
     """Hide the extras, then run what the command line names."""
     hide(hidden_modules())
-    words = sys.argv[1:]
-    if words[0] == "-c":
-        exec(words[1], {"__name__": "__main__"})
-    else:
-        from paceline.cli import run
-
-        sys.argv[:] = ["paceline", *words]
-        run()
+    if sys.argv[1] == "-c":
+        exec(sys.argv[2], {"__name__": "__main__"})
+        return
+    for words in json.loads(sys.argv[1]):
+        sys.stdout.write(json.dumps(command(words)) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from paceline.telemetry import (
     MomentBuilder,
     PartSnapshot,
     StateSnapshot,
-    of_deployment,
 )
 
 MB = 1_000_000
@@ -181,17 +180,6 @@ def test_what_a_reader_lays_together_is_the_whole(seed: int) -> None:
         workers = tuple(worker(f"node-{w}", alive=random_.random() < 0.8) for w in range(4))
         laid_over(reader, moments.take(look(second, *shown, workers=workers)))
     assert reader == laid_over({}, moments.whole())
-
-
-def test_one_deployment_alone_shows_its_own_workers_alone() -> None:
-    moments = MomentBuilder()
-    seen = [
-        DeploymentSnapshot(deployment(name), {"node-0": part(5)}) for name in ("dep-1", "dep-2")
-    ]
-    moments.take(look(0, *seen, workers=(worker("node-0"), worker("node-9"))))
-    alone = of_deployment(moments.whole(), "dep-2", frozenset({"node-0"}))
-    assert [each.deployment_id for each in alone.deployments] == ["dep-2"]
-    assert [each.worker_id for each in alone.workers] == ["node-0"]
 
 
 def test_chunks_are_sent_as_runs() -> None:

@@ -31,7 +31,6 @@ from .middleware import (
 )
 from .problems import add_problem_handlers as add_problem_handlers
 from .routes import (
-    OPEN_PATHS as OPEN_PATHS,
     ROUTES as ROUTES,
     Route as Route,
     require_declared as require_declared,

@@ -85,9 +85,6 @@ ROUTES: dict[tuple[str, str], Route] = {
 }
 
 
-OPEN_PATHS = tuple(path for (_, path), route in ROUTES.items() if route.is_open)
-
-
 @dataclass(frozen=True, slots=True)
 class RouteMatch:
     """The matched route of a call; ``route`` is None if the method or path is unknown."""

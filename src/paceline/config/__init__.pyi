@@ -6,7 +6,6 @@ from .authority import (
 )
 from .loading import (
     load_profile as load_profile,
-    profile_directories as profile_directories,
     toml_value as toml_value,
     with_job_settings as with_job_settings,
 )
@@ -35,7 +34,6 @@ from .runtime import (
     ThisNode as ThisNode,
     aws_variables as aws_variables,
     default_state_dir as default_state_dir,
-    derived_token as derived_token,
     load_runtime as load_runtime,
     named_secret as named_secret,
     object_access as object_access,
@@ -62,11 +60,9 @@ from .settings import (
     OciSettings as OciSettings,
     Policy as Policy,
     Profile as Profile,
-    RelaySettings as RelaySettings,
     SecuritySettings as SecuritySettings,
     ServiceSettings as ServiceSettings,
     StorageSettings as StorageSettings,
-    StoreSettings as StoreSettings,
     SynchronySettings as SynchronySettings,
     TrainingSettings as TrainingSettings,
     module_allowed as module_allowed,

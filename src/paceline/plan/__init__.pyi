@@ -19,7 +19,6 @@ from .table import (
 )
 from .tree_repair import repair_trees as repair_trees
 from .trees import (
-    NO_PARENT as NO_PARENT,
     ORIGIN as ORIGIN,
     Trees as Trees,
     WorkerLine as WorkerLine,

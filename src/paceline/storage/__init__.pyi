@@ -3,12 +3,12 @@ from .client import (
     translate_s3_errors as translate_s3_errors,
 )
 from .disk import DiskStore as DiskStore, open_store as open_store
-from .foreign import (
+from .remote import RemoteFile as RemoteFile, RemoteModel as RemoteModel
+from .repositories import (
     is_remote as is_remote,
     remote_model as remote_model,
     remote_name as remote_name,
 )
-from .remote import RemoteFile as RemoteFile, RemoteModel as RemoteModel
 from .store import ObjectStore as ObjectStore
 from .url import (
     MAX_URL as MAX_URL,

@@ -6,23 +6,21 @@ import signal
 
 import pytest
 
-from benchmarks.leaders.cluster import ask
 from paceline import cluster as fleet
 from paceline.client import CoordinatorClient
 from paceline.config import Profile
 from paceline.schemas import RegisterWorker
-from tests.coordinator.leader.fakes import until
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
 
-NAMES = ("coordinator", "coordinator-2", "coordinator-3")
+NAMES = ("coordinator", "coordinator-2")
 LEASE_S = 60.0  # longer than anything here waits: who leads sooner was let lead
 REGISTRATION = RegisterWorker(
     worker_id="w", hostname="h", rack="r", available_storage=1, address="127.0.0.1:9"
 )
 
 
-def test_three_replicas_run_and_a_stopping_leader_hands_over_at_once(etcd, tmp_path):
+def test_replicas_run_and_a_stopping_leader_hands_over_at_once(etcd, tmp_path):
     control = {
         "coordination": "etcd",
         "etcd_endpoints": list(etcd.access.endpoints),
@@ -46,18 +44,6 @@ def test_three_replicas_run_and_a_stopping_leader_hands_over_at_once(etcd, tmp_p
         assert new != old
         assert client.epoch > 1
 
-        def back():
-            found = {each.name: each for each in fleet.status(tmp_path).services}[NAMES[old]]
-            return found.state == "ready" and found.pid not in (0, pids[NAMES[old]])
-
-        until(back, "the supervisor starts it again", 60)
-
-        def follows():
-            token = runtime.secrets.coordinator_token
-            said = ask(urls[old], "GET", "/workers", token=token)
-            return said is not None and said.status == 200 and said.leader == urls[new]
-
-        until(follows, "it follows the new leader", 60)
         logs = {path.name for path in tmp_path.glob("*.log")}
         assert {f"{name}.log" for name in NAMES} <= logs, "a log of its own for each"
         client.close()

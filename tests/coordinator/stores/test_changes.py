@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from paceline.coordinator.stores import Delete, KeyLayout, Put, after_prefix, pack, unpack
 from paceline.coordinator.stores.etcd import (
@@ -70,6 +70,7 @@ def test_a_long_value_becomes_a_blob_and_a_changed_blob_is_noticed():
         join_blob(blob.digest, (*blob.parts[:-1], b"x"))
 
 
+@settings(max_examples=30)
 @given(st.lists(st.text(min_size=1), min_size=2, max_size=4))
 def test_names_of_any_letters_are_found_in_a_key_again(names):
     layout = KeyLayout("/paceline/x")

@@ -76,7 +76,7 @@ noise = st.one_of(st.binary(max_size=60), st.lists(fields, max_size=90).map(b"".
 
 
 @pytest.mark.parametrize("decode", [decode_request, decode_data])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(raw=st.one_of(noise, requests, answers))
 def test_a_decoder_returns_or_raises_an_invalid_frame(
     decode: Callable[[bytes], Any], raw: bytes

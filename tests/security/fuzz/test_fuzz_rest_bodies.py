@@ -118,12 +118,12 @@ def test_each_record_of_these_is_accepted_as_it_stands(rest: Any) -> None:
 def test_no_body_breaks_a_route(rest: Any, key: tuple[str, str]) -> None:
     method, path = key
 
-    @bounded(15)
+    @bounded(8)
     @given(raw=RAW, kind=TYPES)
     def bytes_of_any_kind(raw: bytes, kind: str) -> None:
         check(send(rest, method, path, content=raw, headers={"Content-Type": kind}))
 
-    @bounded(20)
+    @bounded(10)
     @given(place=st.lists(st.integers(0, 20), min_size=1, max_size=4), odd=ODD)
     def nearly_a_record(place: list[int], odd: Any) -> None:
         body = replaced(RECORDS.get(path, {}), tuple(place), odd)
@@ -134,7 +134,7 @@ def test_no_body_breaks_a_route(rest: Any, key: tuple[str, str]) -> None:
     nearly_a_record()
 
 
-@bounded(100)
+@bounded(40)
 @given(
     key=st.sampled_from(sorted(ROUTES)),
     values=st.lists(TEXT, min_size=2, max_size=2),

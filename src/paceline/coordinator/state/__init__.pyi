@@ -49,5 +49,4 @@ from .state import CoordinatorState as CoordinatorState
 from .targets import (
     TargetProgress as TargetProgress,
     remaining_budget_bytes as remaining_budget_bytes,
-    validate_heartbeat as validate_heartbeat,
 )

@@ -1,13 +1,17 @@
-from .audit import Audit as Audit, PostgresAudit as PostgresAudit, SqliteAudit as SqliteAudit
-from .contracts import (
+from .audit import (
     MAX_QUERY_EVENTS as MAX_QUERY_EVENTS,
+    Audit as Audit,
+    EventQuery as EventQuery,
+    PostgresAudit as PostgresAudit,
+    SqliteAudit as SqliteAudit,
+)
+from .coordination import (
     RECENT_EVENTS as RECENT_EVENTS,
     Candidate as Candidate,
-    EventQuery as EventQuery,
+    Coordination as Coordination,
     Outbox as Outbox,
     Term as Term,
 )
-from .coordination import Coordination as Coordination
 from .opening import (
     open_audit as open_audit,
     open_coordination as open_coordination,

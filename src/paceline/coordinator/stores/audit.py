@@ -12,23 +12,20 @@ import socket
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from paceline.coordinator.stores.contracts import (
-    ALL_EVENTS,
-    MAX_QUERY_EVENTS,
-    PRUNE_EVENTS,
-    EventQuery,
-)
 from paceline.coordinator.stores.rows import sanitized
 from paceline.coordinator.stores.sqlite import BUSY_S, prepare_file, unusable_file
 from paceline.errors import Conflict, InvalidProfile, ServiceUnavailable
-from paceline.schemas import Event
+from paceline.schemas import Event, EventName
 
+PRUNE_EVENTS = 20_000  # deleted in one transaction
+MAX_QUERY_EVENTS = 1_000  # the most events that one query returns
 CONNECT_S = 3
 EXCHANGE_S = 5.0  # one transaction, before its connection is cut
 STATEMENT_MS = 4_000
@@ -36,6 +33,26 @@ SCHEMA_VERSION = 1
 SCHEMA_LOCK = 0x7061_6365  # one process creates the tables while the others wait
 
 Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventQuery:
+    """A query of the audit store: events numbered in (after, before), with times in [since, until)
+    in Unix time. ``limit`` is capped at MAX_QUERY_EVENTS.
+    """
+
+    after: int = 0
+    before: int | None = None
+    limit: int = MAX_QUERY_EVENTS
+    newest_first: bool = False
+    deployment_id: str | None = None
+    worker_id: str | None = None
+    names: Sequence[EventName] = ()
+    since: float | None = None
+    until: float | None = None
+
+
+ALL_EVENTS = EventQuery()
 
 
 def _tables(*more: sa.Column[Any]) -> tuple[sa.MetaData, sa.Table]:

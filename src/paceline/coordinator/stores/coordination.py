@@ -9,17 +9,11 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.coordinator.ledger import LedgerEntry
 from paceline.coordinator.state import Answer, Effect, EmitEvent, LoadedState
-from paceline.coordinator.stores.contracts import (
-    MAX_OUTBOX_EVENTS,
-    RECENT_EVENTS,
-    Candidate,
-    Outbox,
-    Term,
-)
 from paceline.coordinator.stores.rows import (
     Change,
     Delete,
@@ -33,6 +27,39 @@ from paceline.coordinator.stores.rows import (
 )
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from paceline.schemas import Event, StageRecord
+
+MAX_OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
+RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica that campaigns for leadership."""
+
+    replica_id: str
+    url: str  # at which clients reach it
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One replica's term as the leader; epochs strictly increase over all terms of a store."""
+
+    epoch: int
+    replica_id: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outbox:
+    """The event numbers that bound what is still to be shipped to the audit store."""
+
+    shipped: int  # the newest event that the audit store has
+    last: int  # the newest committed event
+
+    @property
+    def waiting(self) -> int:
+        """Return how many events have yet to be shipped."""
+        return self.last - self.shipped
 
 
 class Coordination:

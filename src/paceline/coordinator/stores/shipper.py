@@ -11,9 +11,8 @@ import logging
 import threading
 import time
 
-from paceline.coordinator.stores.audit import Audit
-from paceline.coordinator.stores.contracts import PRUNE_EVENTS, EventQuery, Term
-from paceline.coordinator.stores.coordination import Coordination
+from paceline.coordinator.stores.audit import PRUNE_EVENTS, Audit, EventQuery
+from paceline.coordinator.stores.coordination import Coordination, Term
 from paceline.coordinator.stores.rows import sanitized
 from paceline.errors import Conflict, PacelineError, StaleEpoch
 from paceline.schemas import Event

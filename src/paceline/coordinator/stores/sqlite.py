@@ -15,8 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from paceline.coordinator.stores.contracts import RECENT_EVENTS, Candidate, Term
-from paceline.coordinator.stores.coordination import Coordination
+from paceline.coordinator.stores.coordination import Candidate, Coordination, Term
 from paceline.coordinator.stores.rows import Change, KeyLayout, Put, Row, Tip
 from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.system import PRIVATE_DIRECTORY, ensure_private, make_directories
@@ -165,7 +164,7 @@ class SqliteCoordination(Coordination):
 
     def _migrate(self) -> None:
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
-        if not 0 <= version <= SCHEMA_VERSION:
+        if version not in (0, 2, SCHEMA_VERSION):
             raise ServiceUnavailable(
                 "the coordinator's file is of another version",
                 got=version,
@@ -176,8 +175,7 @@ class SqliteCoordination(Coordination):
         if version == SCHEMA_VERSION:
             return
         self._db.create_function("row_key", -1, self._layout.key)
-        steps = {0: (_ROWS,), 1: (_VERSION_2, _ROWS, _VERSION_3), 2: (_ROWS, _VERSION_3)}
-        for statement in ";\n".join(steps[version]).split(";\n"):
+        for statement in (_ROWS, *(_FROM_VERSION_2.split(";\n") if version else ())):
             self._db.execute(statement)
         self._db.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
 
@@ -201,20 +199,11 @@ def unusable_file(what: str, path: Path, error: Exception) -> ServiceUnavailable
     )
 
 
-# Version 1 had a table for each kind of record, and all events in ``audit``. Version 2 added
-# tokens, the outbox and counters. Version 3 holds the rows that etcd holds too.
+# Version 2 had a table for each kind of record. Version 3 holds the rows that etcd holds too.
 
 SCHEMA_VERSION = 3
 _ROWS = "CREATE TABLE rows (key BLOB PRIMARY KEY, value BLOB NOT NULL)"
-_VERSION_2 = f"""
-ALTER TABLE leader ADD COLUMN replica_id TEXT NOT NULL DEFAULT '';
-ALTER TABLE leader ADD COLUMN url TEXT NOT NULL DEFAULT '';
-CREATE TABLE tokens (token_id TEXT PRIMARY KEY, epoch INTEGER, record TEXT);
-CREATE TABLE outbox AS SELECT * FROM audit
-  WHERE seq > (SELECT COALESCE(MAX(seq), 0) FROM audit) - {RECENT_EVENTS};
-CREATE TABLE counters AS
-  SELECT COALESCE(MAX(seq), 0) AS last, COALESCE(MAX(seq), 0) AS shipped FROM audit"""  # noqa: S608
-_VERSION_3 = """
+_FROM_VERSION_2 = """
 INSERT INTO rows SELECT row_key('meta', 'epoch'), CAST(epoch AS TEXT) FROM leader;
 INSERT INTO rows SELECT row_key('meta', 'shipped'), CAST(shipped AS TEXT) FROM counters;
 INSERT INTO rows SELECT row_key('meta', 'tip'), json_object('commit', '', 'last', last,

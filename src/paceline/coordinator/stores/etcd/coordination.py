@@ -18,8 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.coordinator.state import LoadedState
-from paceline.coordinator.stores.contracts import Candidate, Term
-from paceline.coordinator.stores.coordination import Coordination
+from paceline.coordinator.stores.coordination import Candidate, Coordination, Term
 from paceline.coordinator.stores.etcd.changes import (
     Blob,
     batches,

@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from paceline.coordinator.stores.contracts import Candidate, Term
+from paceline.coordinator.stores.coordination import Candidate, Term
 from paceline.coordinator.stores.etcd.client import (
     EtcdClient,
     get,

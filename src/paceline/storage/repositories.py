@@ -1,8 +1,12 @@
-"""An OCI artefact as a model: ``oci://host/repository:tag`` (or ``@sha256:…``) to its raw layers.
+"""Models that another party hosts, by URL: a Hugging Face repository or an OCI artefact.
 
-The layers of a ModelPack artefact (CNCF's model specification): one file each, uncompressed, its
-path in an annotation, its name in the registry the SHA-256 of its bytes. Archives are refused: in
-them no file can be read by its range.
+``hf://org/name@revision`` is read at the commit that the revision names, from any endpoint that
+speaks the hub's API. The files of git's large file storage have SHA-256 as their names there; of
+the others the hub has git's own digest. Both are checked when they are read.
+
+``oci://host/repository:tag`` (or ``@sha256:…``) is a ModelPack artefact (CNCF's model
+specification) with raw layers: one file each, its path in an annotation, its name in the registry
+the SHA-256 of its bytes. Archives are refused: in them no file can be read by its range.
 """
 
 from __future__ import annotations
@@ -10,17 +14,22 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import quote, urlencode, urlsplit
 
 import urllib3
 from pydantic import BaseModel, Field
 
-from paceline.config import RemoteAccess
+from paceline.config import Profile, RemoteAccess, hub_access, oci_access
 from paceline.errors import InvalidInput, PermanentError
+from paceline.schemas import Sha256
 from paceline.storage.remote import RemoteFile, RemoteModel, RemoteReader
 from paceline.system import basic_authorization
 
-SCHEME = "oci://"
+HUB, OCI = "hf://", "oci://"
+_MAIN = "main"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 _URL = re.compile(
     r"oci://(?P<host>[A-Za-z0-9.-]+(:[0-9]{1,5})?)/"
     r"(?P<name>[a-z0-9]+([._/-]+[a-z0-9]+)*)"
@@ -29,6 +38,83 @@ _URL = re.compile(
 _MANIFESTS = "application/vnd.oci.image.manifest.v1+json"
 _PATHS = ("org.cncf.model.filepath", "org.opencontainers.image.title")
 _DIGEST = r"^sha256:[0-9a-f]{64}$"
+
+
+def is_remote(url: str) -> bool:
+    """Return whether ``url`` names a model that has to be imported."""
+    return url.startswith((HUB, OCI))
+
+
+def remote_name(url: str) -> str:
+    """Return ``url`` without a revision, tag or digest; raises InvalidInput for a bad one."""
+    if url.startswith(HUB):
+        return HUB + _parse_hub(url)[0]
+    host, repository, _ = _parse_oci(url)
+    return f"{OCI}{host}/{repository}"
+
+
+def remote_model(url: str, profile: Profile) -> RemoteModel:
+    """Return the model at ``url``, at the revision that it names now.
+
+    Raises InvalidInput, and what ``RemoteReader`` does: AccessDenied, SourceMissing, …
+    """
+    if url.startswith(HUB):
+        return _hub_model(url, hub_access(profile))
+    return _oci_model(url, oci_access(profile, _parse_oci(url)[0]))
+
+
+def _parse_hub(url: str) -> tuple[str, str]:
+    """Return the repository and the revision of ``hf://org/name@revision``; raises InvalidInput."""
+    name, _, revision = url.removeprefix(HUB).partition("@")
+    revision = revision or ("" if url.endswith("@") else _MAIN)
+    if (
+        not url.startswith(HUB)
+        or not _HUB_NAME.fullmatch(name)
+        or not _REVISION.fullmatch(revision)
+        or ".." in revision
+    ):
+        raise InvalidInput(
+            "not a repository of the hub", got=repr(url)[:300], wanted="hf://org/name[@revision]"
+        )
+    return name, revision
+
+
+class _Large(BaseModel):
+    sha256: Sha256
+
+
+class _File(BaseModel):
+    rfilename: str
+    size: int = Field(ge=0)
+    blobId: str = Field(pattern=f"^{_COMMIT.pattern}$")  # noqa: N815 (the hub's name)
+    lfs: _Large | None = None
+
+
+class _Revision(BaseModel):
+    """What the hub answers about a revision; it has more fields."""
+
+    id: str = Field(pattern=f"^{_HUB_NAME.pattern}$")
+    sha: str = Field(pattern=f"^{_COMMIT.pattern}$")
+    siblings: tuple[_File, ...]
+
+
+def _hub_model(url: str, access: RemoteAccess) -> RemoteModel:
+    """Return the repository at the commit that its revision names now."""
+    name, revision = _parse_hub(url)
+    reader = RemoteReader(access, "the hub")
+    path = f"/api/models/{name}/revision/{quote(revision, safe='')}?blobs=true"
+    found = reader.parse(_Revision, reader.get(path), path)
+    files = tuple(
+        RemoteFile(
+            each.rfilename,
+            each.size,
+            f"{access.endpoint}/{found.id}/resolve/{found.sha}/{quote(each.rfilename)}",
+            sha256=each.lfs.sha256 if each.lfs else "",
+            git_sha1="" if each.lfs else each.blobId,
+        )
+        for each in found.siblings
+    )
+    return RemoteModel(f"{HUB}{found.id}@{found.sha}", found.id, found.sha, files, reader)
 
 
 class _Layer(BaseModel):
@@ -47,7 +133,7 @@ class _Token(BaseModel):
     access_token: str = ""
 
 
-def parse_oci_url(url: str) -> tuple[str, str, str]:
+def _parse_oci(url: str) -> tuple[str, str, str]:
     """Return host, repository and reference (a tag, or ``sha256:…``); raises InvalidInput."""
     match = _URL.fullmatch(url)
     if match is None:
@@ -57,12 +143,12 @@ def parse_oci_url(url: str) -> tuple[str, str, str]:
     return match["host"], match["name"], digest or match["tag"] or "latest"
 
 
-def oci_model(url: str, access: RemoteAccess) -> RemoteModel:
+def _oci_model(url: str, access: RemoteAccess) -> RemoteModel:
     """Return the artefact that its tag names now; its version is the digest of its manifest.
 
     Raises InvalidInput for one that has not only raw layers, and what ``RemoteReader`` does.
     """
-    host, name, reference = parse_oci_url(url)
+    host, name, reference = _parse_oci(url)
     reader = _RegistryReader(access, name)
     path = f"/v2/{name}/manifests/{reference}"
     raw = reader.get(path, {"Accept": _MANIFESTS})
