@@ -90,7 +90,6 @@ from .command_results import (
     EvaluationFigures as EvaluationFigures,
     InstallationStatus as InstallationStatus,
     ModelFigures as ModelFigures,
-    ModelImported as ModelImported,
     PlanRow as PlanRow,
     PlanTable as PlanTable,
     Published as Published,
