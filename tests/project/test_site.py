@@ -21,11 +21,18 @@ from paceline.cli import cli
 from paceline.config import Profile
 from paceline.schemas import SCHEMAS, EventName
 from tests.project.test_dials import ROOT
+from tests.support.browser import chromium, keep
 
 TUTORIALS = {  # tutorial → pages whose commands it takes
     "a-cluster-in-20-minutes.md": ["bring-up-a-fleet.md"],
     "from-ci.md": ["bring-up-a-fleet.md", "use-from-a-laptop.md", "run-the-control-plane.md"],
 }
+
+PAGES = (  # of each kind one, and the widest
+    "index", "tutorials/the-demo", "how-to/set-up-agents", "how-to/handle-failing-ranks",
+    "reference/cli", "reference/profile", "reference/rest", "explanation/architecture",
+)  # fmt: skip
+IMAGES_ARE_THERE = "return [...document.images].every(image => image.naturalWidth > 0)"
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +106,21 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
     assert not [sheet for sheet in sheets if imported.search(sheet.read_text(encoding="utf-8"))]
     assert loaded.search('<link href="https://fonts.example/css">')
     assert loaded.search('<script async src="//host/x.js">')
+
+
+@pytest.mark.browser
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_are_as_wide_as_the_window(site: Path, width: int) -> None:
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    with chromium() as browser:
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        for page in PAGES:
+            browser.get((site / f"{page}.html").as_uri())
+            wide = browser.execute_script("return document.documentElement.scrollWidth")
+            assert wide <= width, page
+            assert browser.execute_script(IMAGES_ARE_THERE), page
+            keep(browser, f"site-{page.replace('/', '-')}-{width}")
 
 
 def test_the_files_that_pages_link_are_in_the_site(site: Path) -> None:
