@@ -237,7 +237,8 @@ class Agent:
                     time.sleep(max(0.0, began_s + MIN_BEAT_INTERVAL_S - time.monotonic()))
             except PacelineError as error:
                 level = logging.DEBUG if failures else logging.WARNING
-                log.log(level, "coordinator: %s (trying again)", error)
+                took_s = time.monotonic() - began_s
+                log.log(level, "coordinator: %s (trying again) after_s=%.1f", error, took_s)
                 failures += 1
                 if time.monotonic() > alone_s:
                     control.resume()

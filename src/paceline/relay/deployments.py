@@ -45,6 +45,7 @@ log = logging.getLogger(__name__)
 
 MAX_WRITE_AHEAD_BYTES = 1024 * 1024  # at most, of the count written ahead, where lanes set none
 WRITE_AHEAD_PARTS = 512
+STALL_REPORT_S = 3.0  # without a new piece, after which the log says what is waited for
 MAX_ENDED_DEPLOYMENTS = 8  # ended deployments that stay open for peers and in the heartbeats
 
 
@@ -78,6 +79,9 @@ class ActiveDeployment:
     ended_s: float | None = None
     beat: DeploymentBeat | None = None
     refreshed_s: float = 0.0
+    stall_reported: bool = False  # the log says what it waits for
+    moved_s: float = 0.0  # when ``moved_pieces`` last changed; 0: not looked at yet
+    moved_pieces: int = 0  # verified ones
 
     @property
     def deployment_id(self) -> str:
@@ -119,6 +123,25 @@ class ActiveDeployment:
         named = any(each.source.kind == "worker" or each.spares for each in self.lanes.lanes)
         seeds = bool(self.lanes.origin_lanes) and self.lanes.origin_tell_bytes > 0
         return seeds and (named or self.reading.has_served_peers) and self.ended_s is None
+
+    def report_stall(self, now_s: float) -> None:
+        """Log once what this deployment waits for when no piece has arrived for STALL_REPORT_S,
+        and how long that took once it goes on.
+        """
+        pieces = self.staging.verified.count if self.staging else 0
+        goes_on = pieces != self.moved_pieces or self.ended_s is not None
+        still_s = now_s - (self.moved_s or self.started_s)
+        if goes_on or not self.moved_s:
+            if self.stall_reported:
+                log.warning("goes on after %.1f s deployment=%s", still_s, self.deployment_id)
+            self.stall_reported, self.moved_s, self.moved_pieces = False, now_s, pieces
+        elif still_s >= STALL_REPORT_S and not self.stall_reported:
+            self.stall_reported = True
+            waits_for = self.session.waits_for(now_s) if self.session else "its files to be opened"
+            log.warning(
+                "no piece for %.1f s deployment=%s waits for %s",
+                *(still_s, self.deployment_id, waits_for),
+            )
 
     def close_streams(self) -> None:
         """Stop pulling from every source."""

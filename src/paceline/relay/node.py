@@ -245,13 +245,13 @@ class RelayDriver:
     def _run(self) -> None:
         due_s = time.monotonic()  # the latest time of this loop's next check of the clock
         while not self._stopping:
-            due_s = self._check_suspension(due_s)  # a suspension in the middle of its work counts
+            due_s = self._check_suspension(due_s, "an event")  # in the middle of work counts too
             wait_s = self._tick()
-            due_s = self._check_suspension(due_s) + wait_s
+            due_s = self._check_suspension(due_s, "the sessions") + wait_s
             found = None
             with suppress(queue.Empty):
                 found = self._inbox.get(timeout=wait_s)
-            due_s = self._check_suspension(due_s)
+            due_s = self._check_suspension(due_s, "the inbox")
             if found is not None:
                 work, at = found
                 try:
@@ -259,9 +259,10 @@ class RelayDriver:
                 except Exception:
                     log.exception("an event could not be handled")
 
-    def _check_suspension(self, due_s: float) -> float:
+    def _check_suspension(self, due_s: float, at: str) -> float:
         """Report to the sessions that this process was suspended (stopped, swapped out, its machine
-        paused) since ``due_s``, before any other event; return the current time.
+        paused) since ``due_s``, before any other event; return the current time. ``at`` is what the
+        owner did meanwhile, for the log.
         """
         now_s = time.monotonic()
         late_s = now_s - due_s
@@ -270,7 +271,7 @@ class RelayDriver:
             if replaced:
                 self._woke_s = now_s
             level = logging.WARNING if replaced else logging.DEBUG
-            log.log(level, "stood still for %.1f s", late_s)
+            log.log(level, "stood still for %.1f s at %s", late_s, at)
             for deployment in self._deployments:
                 self.handle(deployment, Resumed(late_s, replaced), now_s)
         return now_s
@@ -285,6 +286,7 @@ class RelayDriver:
             if deployment.streams:
                 next_s = min(next_s, time.monotonic() + DELIVER_INTERVAL_S)
             self._look_around(deployment, time.monotonic())
+            deployment.report_stall(time.monotonic())
             due_s = deployment.session.deadline_s() if deployment.session else None
             old_s = (
                 deployment.refreshed_s + LONGEST_WAIT_S

@@ -234,6 +234,23 @@ class Puller:
         if self._leave(work, key, error, now_s) and not lives:
             self._report_lost(key, error, actions)
 
+    def waits_for(self, now_s: float) -> str:
+        """Return what the first missing piece waits for, for logs."""
+        gap = next(self.state.verified.gaps(Extent(0, self._pieces.count)), None)
+        if gap is None:
+            return "the disk: every piece has arrived"
+        piece = Extent(gap.first, gap.first + 1)
+        for feed in self.state.feeds.values():
+            if feed.in_flight.covers(piece) or feed.side_requests.covers(piece):
+                return (
+                    f"piece {piece.first} from {feed.source.key}, whose last sign of life came "
+                    f"{now_s - feed.heard_s:.1f} s ago and last bytes {now_s - feed.moved_s:.1f} s "
+                    f"ago; {feed.in_flight.count} pieces in flight"
+                )
+        reason = self.choice.stalled or self.last_error
+        why = reason.one_line() if reason is not None else "no reason is known"
+        return f"piece {piece.first}, which is requested from no source: {why}"
+
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     def pump(self, now_s: float, actions: list[SessionAction]) -> None:

@@ -177,6 +177,10 @@ class RelaySession:
             failure=None if failure is None else as_failure(failure),
         )
 
+    def waits_for(self, now_s: float) -> str:
+        """Return what the first missing piece waits for, for logs."""
+        return self._pull.waits_for(now_s - self._slept_s)
+
     @property
     def verified(self) -> Extents:
         """Return the pieces that may be forwarded; read-only, and it changes with events."""

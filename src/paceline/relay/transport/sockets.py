@@ -241,6 +241,11 @@ def shutdown_socket(sock: socket.socket) -> None:
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
+TAKES_NOTHING = "the peer takes nothing"
+
+
 def broken(error: OSError) -> PeerLost:
-    """Return the PeerLost for an error of a connected socket."""
+    """Return the PeerLost for an error of a connected socket; a blocking one has timed out."""
+    if isinstance(error, BlockingIOError):
+        return PeerLost(TAKES_NOTHING, got="no progress within the socket's time limit")
     return PeerLost("the connection broke", got=error.strerror or error)

@@ -12,7 +12,6 @@ import socket
 import struct
 import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
@@ -78,8 +77,11 @@ class TcpPullStream:
             if not self._ready:
                 self._backlog.append(extent)
                 return
-            with suppress(PacelineError):  # the receiving thread sees it too, and reports it
+            try:
                 self._send_request(extent)
+            except PacelineError:  # never answered: the receiving thread ends the stream
+                if self._channel is not None:
+                    self._channel.shut()
 
     def close(self) -> None:
         """End the stream; returns at once."""

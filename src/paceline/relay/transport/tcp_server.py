@@ -39,6 +39,7 @@ from paceline.relay.transport.serving import (
     PeerServer,
 )
 from paceline.relay.transport.sockets import (
+    TAKES_NOTHING,
     Channel,
     PlainChannel,
     configure,
@@ -133,7 +134,8 @@ class TcpServer(PeerServer[socket.socket]):
                     with staging.serving():
                         self._send_all(channel, hello, staging)
         except PeerLost as error:
-            log.debug("stream of %s ended: %s", who, error)
+            level = logging.WARNING if error.what == TAKES_NOTHING else logging.DEBUG
+            log.log(level, "stream of %s ended: %s", who, error)
         except (PacelineError, OSError) as error:
             log.info("stream of %s refused: %s", who, error)
             with suppress(PacelineError, OSError):

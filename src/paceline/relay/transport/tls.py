@@ -31,6 +31,7 @@ from paceline.errors import AccessDenied, InvalidInput, PacelineError, PeerLost
 from paceline.relay.transport.sockets import (
     IO_TIMEOUT_S,
     LEAST_BYTES,
+    TAKES_NOTHING,
     Channel,
     broken,
 )
@@ -188,7 +189,7 @@ class TlsChannel(Channel):
                         view = view[self._sock.send(view) :]
                 except (ssl.SSLWantReadError, ssl.SSLWantWriteError) as error:
                     if not self._wait(error, self.timeout_s):
-                        raise PeerLost("the peer takes nothing", got=f"{len(view)} left") from None
+                        raise PeerLost(TAKES_NOTHING, got=f"{len(view)} bytes left") from None
                 except OSError as error:
                     raise refused(error) from error
 
