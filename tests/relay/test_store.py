@@ -22,7 +22,18 @@ from paceline.errors import (
 from paceline.manifest import Manifest, verify_directory
 from paceline.relay.protocol import Extent
 from paceline.relay.store import OpenModels, Staging, Store, StorePolicy
-from tests.relay.kit import manifest_of, write_model
+from tests.relay.kit import manifest_of, paper_manifest, write_model
+
+MIB = 1024 * 1024
+
+
+class Clock:
+    """The ``time`` of a module, which stands still."""
+
+    now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
 
 
 def fill(staging: Staging, source: Path, pieces: range | None = None) -> None:
@@ -62,6 +73,34 @@ def test_full_sha256_finds_a_manifest_that_contradicts_itself_in_time(
         else:
             store.publish(staging)
         assert store.final_path("m", "v1").exists() is not full
+
+
+def test_a_transfer_does_not_wait_until_memory_for_all_of_it_is_zeroed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = paper_manifest(64, piece_bytes=4 * MIB)
+    clock, reserved = Clock(), []
+
+    def zeroes(_descriptor: int, offset: int, size: int) -> None:
+        reserved.append((offset, size))
+        clock.now_s += size / (1000 * MIB)  # tmpfs on a busy machine
+
+    monkeypatch.setattr("paceline.relay.store.staging.time", clock)
+    monkeypatch.setattr(os, "posix_fallocate", zeroes)
+    staging = Store(tmp_path / "store").open(manifest)
+    assert reserved == [(0, 16 * MIB), (16 * MIB, 32 * MIB), (48 * MIB, 64 * MIB)]
+    assert (staging.data / "weights.bin").stat().st_size == manifest.total_size
+
+
+def test_a_disk_that_allocates_at_once_reserves_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = paper_manifest(64, piece_bytes=4 * MIB)
+    ends = []
+    monkeypatch.setattr("paceline.relay.store.staging.time", Clock())
+    monkeypatch.setattr(os, "posix_fallocate", lambda _file, at, size: ends.append(at + size))
+    Store(tmp_path / "store").open(manifest)
+    assert ends[-1] == manifest.total_size
 
 
 def test_nothing_is_visible_until_everything_is_and_then_all_of_it(

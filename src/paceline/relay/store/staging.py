@@ -27,6 +27,11 @@ from paceline.system import sync_directories, sync_directory
 
 _COPY = 4 * 1024 * 1024
 READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
+# A disk allocates any size at once. Memory (tmpfs) writes zeros, 2 s for 144 MB on a busy machine,
+# and so does the C library where a filesystem cannot allocate: what this time does not suffice for
+# is allocated as it arrives, or the node and all behind it would begin that much later.
+ALLOCATE_S = 0.1
+FIRST_ALLOCATION = 16 * 1024 * 1024  # doubled each time
 CLAIM_S = 5.0  # how long a stream waits for another one that writes the same piece
 
 
@@ -117,7 +122,8 @@ class Staging:
     def prepare(self) -> None:
         """Create and preallocate the files, and load the piece log of an earlier process.
 
-        Raises StorageFull before a byte moves where the model does not fit.
+        Raises StorageFull before a byte moves where the model does not fit. What could not be
+        allocated in ALLOCATE_S is not reserved.
         """
         with disk_errors(self.directory):
             self.data.mkdir(parents=True, exist_ok=True)
@@ -132,7 +138,8 @@ class Staging:
                     where=self.directory,
                     do="Free space or collect old versions, then deploy again.",
                 )
-            fresh = [self._allocate(index) for index in range(len(self.manifest.files))]
+            until_s = time.monotonic() + ALLOCATE_S
+            fresh = [self._allocate(index, until_s) for index in range(len(self.manifest.files))]
             self._load_piece_log(trust=not any(fresh))
             if any(fresh):  # names must be as durable as the piece log
                 sync_directories(self.data, (file.path for file in self.manifest.files))
@@ -145,18 +152,21 @@ class Staging:
         except FileNotFoundError:
             return 0
 
-    def _allocate(self, index: int) -> bool:
+    def _allocate(self, index: int, until_s: float) -> bool:
         """Return whether file ``index`` had to be created (or had another size)."""
         file = self.manifest.files[index]
         path = self.data / file.path
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = self.descriptor(index)
         before = os.fstat(descriptor).st_size
-        if before > file.size:
-            os.ftruncate(descriptor, file.size)
-        if file.size and before != file.size:
-            os.posix_fallocate(descriptor, 0, file.size)
-        return before != file.size
+        if before == file.size:
+            return False
+        allocated, step = before, FIRST_ALLOCATION
+        while allocated < file.size and time.monotonic() < until_s:
+            os.posix_fallocate(descriptor, allocated, min(step, file.size - allocated))
+            allocated, step = allocated + step, 2 * step
+        os.ftruncate(descriptor, file.size)
+        return True
 
     def _load_piece_log(self, *, trust: bool) -> None:
         self._marks = PieceLog(self.directory / "marks")
