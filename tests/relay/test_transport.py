@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import select
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
 from paceline.relay.protocol import Extent
 from paceline.relay.transport import TcpTransport
 from tests.relay.peers import Heard, Pair
+from tests.relay.test_conformance import wait_until
 
 
 @pytest.fixture
@@ -83,3 +88,37 @@ def test_without_descriptors_callers_wait_and_running_streams_go_on(pair: Pair) 
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert late.wait_pieces(1) == [2]
+
+
+class RecordedPoll:
+    """A poll object that records each call's time limit."""
+
+    limits_ms: ClassVar[list[float | None]] = []
+
+    def __init__(self) -> None:
+        self._poll = select.poll()
+
+    def register(self, sock: socket.socket, events: int) -> None:
+        self._poll.register(sock, events)
+
+    def poll(self, limit_ms: float | None) -> list[tuple[int, int]]:
+        self.limits_ms.append(limit_ms)
+        return self._poll.poll(limit_ms)
+
+
+def test_an_idle_port_wakes_nothing_until_a_caller_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RecordedPoll, "limits_ms", [])
+    recorded = SimpleNamespace(poll=RecordedPoll, POLLIN=select.POLLIN)
+    monkeypatch.setattr("paceline.relay.transport.tcp_server.select", recorded)
+    monkeypatch.setattr("paceline.relay.transport.serving.HANDSHAKE_TIMEOUT_S", 0.3)
+    with contextlib.closing(Pair(tmp_path, lambda _worker_id: TcpTransport("token"))) as pair:
+        wait_until(lambda: RecordedPoll.limits_ms == [None])
+        host, _, port = pair.address.rpartition(":")
+        with socket.create_connection((host, int(port))) as silent:
+            wait_until(lambda: len(RecordedPoll.limits_ms) == 2)
+            assert silent.recv(1) == b""  # ended at its deadline
+        wait_until(lambda: RecordedPoll.limits_ms[-1] is None)
+    assert 0 < (RecordedPoll.limits_ms[1] or 0) <= 300
+    assert not pair.source.server._thread.is_alive()

@@ -57,7 +57,6 @@ from paceline.relay.transport.tls import (
 log = logging.getLogger(__name__)
 
 FRAME_DEADLINE_S = 10.0
-LOOK_S = 1.0  # timeout of one poll for connections
 NO_DESCRIPTOR_S = 0.1  # between two attempts to accept while no file descriptors are left
 _TLS_HANDSHAKE = b"\x16\x03"
 
@@ -82,14 +81,14 @@ class TcpServer(PeerServer[socket.socket]):
     def stop(self) -> None:
         """Close the port and every stream."""
         self.stopping.set()
-        shutdown_socket(self._listener)
-        self._listener.close()
+        shutdown_socket(self._listener)  # wakes the accepting thread
         self.pending_handshakes.close()
         with self._lock:
             for sock in self._streams:
                 shutdown_socket(sock)
         if self._thread.is_alive():
             self._thread.join(5.0)
+        self._listener.close()
 
     def _accept(self) -> None:
         failing = False
@@ -97,8 +96,8 @@ class TcpServer(PeerServer[socket.socket]):
         callers.register(self._listener, select.POLLIN)
         while not self.stopping.is_set():
             due_s = self.pending_handshakes.sweep(time.monotonic())
-            wait_s = LOOK_S if due_s is None else min(LOOK_S, due_s - time.monotonic())
-            if not callers.poll(max(1.0, wait_s * 1000)):
+            wait_ms = None if due_s is None else max(1.0, (due_s - time.monotonic()) * 1000)
+            if not callers.poll(wait_ms):
                 continue
             try:
                 sock, _ = self._listener.accept()
