@@ -116,6 +116,7 @@ class _Race:
             "line": [each.worker_id for each in plan.workers],
             "drops": self.bed.drops(),
             "events": self._told(client, made.deployment_id, planned_at),
+            "warnings": self._warnings(),
         }
         self._stop()
         copies = {self.bed.hosts[host].name: self._final(host) for host in self.case.expected()}
@@ -315,6 +316,15 @@ class _Race:
                 and each.deployment_id in (deployment_id, None)
             ]
         return said[:200]
+
+    def _warnings(self) -> list[str]:
+        """Return what the agents' logs say, at most ten lines of each: a stall names its cause."""
+        logs = [self.state / f"{host.name}.log" for host in self.bed.hosts]
+        return [
+            f"{log.stem}: {line[:300]}"
+            for log in logs
+            for line in log.read_text(errors="replace").splitlines()[:10]
+        ]
 
     def last_words(self) -> str:
         """Return the last line of every log that ends in a warning or an error."""

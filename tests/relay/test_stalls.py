@@ -16,7 +16,15 @@ from paceline.manifest import FileEntry
 from paceline.relay import DirectoryReader, OnSocket
 from paceline.relay.protocol import Extent, LanesAssigned, RelaySession
 from paceline.relay.transport import PlainChannel, TcpTransport
-from tests.relay.kit import DEPLOYMENT, ORIGIN, lanes, manifest_of, paper_manifest, worker, write_model
+from tests.relay.kit import (
+    DEPLOYMENT,
+    ORIGIN,
+    lanes,
+    manifest_of,
+    paper_manifest,
+    worker,
+    write_model,
+)
 from tests.relay.peers import LONG_S, Heard, Pair
 from tests.support.local_fleet import LocalFleet
 
