@@ -6,9 +6,9 @@ from typing import Any
 
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
-from paceline.tasks import approval
-from paceline.tasks.declaring import declared
-from paceline.tasks.run import Run
+from paceline.tasks._support import approval
+from paceline.tasks._support.declaring import declared
+from paceline.tasks._support.run import Run
 
 
 @declared("approve-promotion", "wait for the approval of {run_id}")

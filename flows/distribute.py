@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from paceline.tasks import distribute as stages
-from paceline.tasks.declaring import ModelId, Version, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import ModelId, Version, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 
 
 @declared("distribute-model", "distribute {model_id} {version} {source_url}")

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.schemas import TrainResult
-from paceline.tasks import distribute, sealed
-from paceline.tasks.declaring import ModelId, SnapshotUrl, Training, Version, declared
+from paceline.tasks import distribute
+from paceline.tasks._support import sealed
+from paceline.tasks._support.declaring import ModelId, SnapshotUrl, Training, Version, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.evaluate import evaluate, trained_on
-from paceline.tasks.lineage import recorded
 from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.promote import champion_reference, node_copy
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 
 
 @declared("evaluate-model", "evaluate a candidate of {model_id} {base_version}")

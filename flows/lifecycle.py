@@ -10,12 +10,12 @@ from paceline.flows.evaluate import evaluate_model
 from paceline.flows.promote import promote_model
 from paceline.flows.publish import prepare_inputs
 from paceline.flows.train import train_model
-from paceline.tasks.declaring import Approver, Base, Data, JobSettings, declared
+from paceline.tasks._support.declaring import Approver, Base, Data, JobSettings, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
+from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks
-from paceline.tasks.lineage import recorded
 from paceline.tasks.promote import has_champion
-from paceline.tasks.run import Run
-from paceline.tasks.summary import summarise
 
 
 @declared("lifecycle", "lifecycle {model} {data}")

@@ -6,12 +6,13 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paceline.tasks import approval, distribute, promote
-from paceline.tasks.declaring import Approver, ModelId, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks import distribute, promote
+from paceline.tasks._support import approval
+from paceline.tasks._support.declaring import Approver, ModelId, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 
 Expected = Annotated[
     str | None, Field(description="If given, a report about another one is refused.")

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from paceline.storage import is_remote
-from paceline.tasks.declaring import Base, Data, ModelId, Version, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import Base, Data, ModelId, Version, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import build_data_snapshot, publish_base_model, reading_for
 from paceline.tasks.publish import import_remote, publish_directory, publish_given_base
-from paceline.tasks.run import Run
 
 
 @declared("publish-model", "publish {model_id} {version} {directory}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.flows.distribute import distribute_model
-from paceline.tasks.declaring import ModelId, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import ModelId, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.promote import restore_previous
-from paceline.tasks.run import Run
 
 
 @declared("rollback-model", "roll back {model_id}")

@@ -8,11 +8,11 @@ from pydantic import Field
 
 from paceline.config import with_job_settings
 from paceline.tasks import distribute
-from paceline.tasks.declaring import JobSettings, ModelId, SnapshotUrl, Version, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import JobSettings, ModelId, SnapshotUrl, Version, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import snapshot_reference, validate_data
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 from paceline.tasks.train import train
 
 

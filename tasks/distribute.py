@@ -29,10 +29,11 @@ from paceline.schemas import (
     select_workers,
 )
 from paceline.storage import is_remote
-from paceline.tasks import artifacts, deployment, publish
-from paceline.tasks.cancelling import stop_if_cancelled
-from paceline.tasks.lineage import log_relay
-from paceline.tasks.run import BRIEFLY_S, Run, StageResult
+from paceline.tasks import publish
+from paceline.tasks._support import artifacts, deployment
+from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.lineage import log_relay
+from paceline.tasks._support.run import BRIEFLY_S, Run, StageResult
 
 POLL_S = 0.2
 SWITCH_S = 60.0  # how long the fleet may take to switch

@@ -27,9 +27,9 @@ from paceline.schemas import (
     digest_of,
 )
 from paceline.system import PYTHON
-from paceline.tasks import artifacts, cancelling, sealed
-from paceline.tasks.run import Run, StageResult
-from paceline.tasks.scores import (
+from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support.run import Run, StageResult
+from paceline.tasks._support.scores import (
     OnEvent,
     recorded_scores,
     scored_in_parts,

@@ -26,9 +26,9 @@ from paceline.models import TOKENIZER_FILE
 from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.system import PYTHON
-from paceline.tasks import artifacts
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks.publish import is_published, published_url
-from paceline.tasks.run import Run, StageResult
 from paceline.training import BaseResult, BaseSpec
 
 BASE_DEADLINE_S = 1800.0

@@ -33,11 +33,11 @@ from paceline.schemas import (
     canonical_json,
     digest_of,
 )
-from paceline.tasks import artifacts, sealed
-from paceline.tasks.cancelling import stop_if_cancelled
-from paceline.tasks.lineage import code_version
+from paceline.tasks._support import artifacts, sealed
+from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.lineage import code_version
+from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks.publish import publish_progress, published_url
-from paceline.tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
 

@@ -31,9 +31,9 @@ from paceline.plan import origin_cap_bytes
 from paceline.registry import import_place, published_reference
 from paceline.relay import allowed_source
 from paceline.storage import is_remote, remote_model
-from paceline.tasks import artifacts
-from paceline.tasks.cancelling import noticed, stop_if_cancelled
-from paceline.tasks.run import Run, StageResult
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.cancelling import noticed, stop_if_cancelled
+from paceline.tasks._support.run import Run, StageResult
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
 from paceline.schemas import RankEvent, TaskSize, TrainJob, TrainResult
-from paceline.tasks import artifacts, cancelling, sealed
-from paceline.tasks.figures import Figures, points_of, record_job, record_result
+from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
+from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run, StageResult
 from paceline.text import shortened
 from paceline.training import (
     code_ref_task_size,

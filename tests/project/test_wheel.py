@@ -63,7 +63,8 @@ def test_the_wheel_holds_flows_tasks_profiles_and_deployments(tmp_path: Path) ->
         "paceline/cli/main.py", "paceline/py.typed", "paceline/_profiles/embedded.toml",
         "paceline/_profiles/models/pylm/config.json",
         "paceline/_kubernetes/dask.yaml",
-        "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml", "paceline/tasks/run.py",
+        "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml",
+        "paceline/tasks/_support/run.py",
     } <= names  # fmt: skip
     tops = {name.partition("/")[0] for name in names}
     assert {each for each in tops if not each.endswith(".dist-info")} == {"paceline"}

@@ -33,8 +33,9 @@ from paceline.schemas import (
     digest_of,
 )
 from paceline.storage import ObjectStore
-from paceline.tasks import promote, sealed, train
-from paceline.tasks.run import Run
+from paceline.tasks import promote, train
+from paceline.tasks._support import sealed
+from paceline.tasks._support.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
 from tests.support.shared import Rejected

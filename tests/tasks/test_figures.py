@@ -9,8 +9,8 @@ import pytest
 
 from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.registry import MetricPoint
-from paceline.tasks import figures
-from paceline.tasks.figures import Figures
+from paceline.tasks._support import figures
+from paceline.tasks._support.figures import Figures
 
 
 def points(count: int, first: int = 0) -> list[MetricPoint]:

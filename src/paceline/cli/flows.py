@@ -72,7 +72,7 @@ class FlowCall:
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         require_inputs(runtime, self.run_id, parameters)
         point_prefect_at(runtime)  # before Prefect is imported
-        from paceline.tasks.run import Run, listening
+        from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)

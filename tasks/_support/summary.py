@@ -20,9 +20,9 @@ from paceline.schemas import (
     TrainingFigures,
     TrainResult,
 )
-from paceline.tasks import artifacts
-from paceline.tasks.lineage import links
-from paceline.tasks.run import Run
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.lineage import links
+from paceline.tasks._support.run import Run
 
 
 def summarise(

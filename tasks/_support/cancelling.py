@@ -23,7 +23,7 @@ from prefect.states import Cancelled as CancelledState
 
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
 from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, digest_of, flow_result_key
-from paceline.tasks.run import Run
+from paceline.tasks._support.run import Run
 
 logger = logging.getLogger(__name__)
 

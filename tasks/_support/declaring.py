@@ -16,7 +16,7 @@ from prefect.runtime import flow_run
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from paceline.tasks.cancelling import cancellable
+from paceline.tasks._support.cancelling import cancellable
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -20,8 +20,8 @@ from prefect.runtime import flow_run
 import paceline
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
 from paceline.registry import MetricPoint
-from paceline.tasks import artifacts, cancelling
-from paceline.tasks.run import Run, explain
+from paceline.tasks._support import artifacts, cancelling
+from paceline.tasks._support.run import Run, explain
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
 from paceline.schemas import SHA256_HEX, Record, RecordedScore, canonical_json, digest_of
-from paceline.tasks.run import Run
+from paceline.tasks._support.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
 
