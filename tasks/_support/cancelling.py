@@ -74,7 +74,7 @@ def _recorded_for_client(parameters: Mapping[str, Any]) -> Iterator[Callable[[An
     began = time.monotonic()
 
     def record(result: Any) -> None:
-        output = {"result": result, "notes": list(run.summary.notes)}
+        output = {"result": result.model_dump(mode="json"), "notes": list(run.summary.notes)}
         kept = StageRecord(
             stage=FLOW_RESULT,
             input_digest=flow_result_key(str(flow_run_id)),

@@ -1,7 +1,8 @@
 """Declare the installation's flows: names of runs that say what they do, and forms for people.
 
 Prefect makes the form of a run from the flow's signature. Parameters that only Paceline gives are
-left out of the form; the others are described where they are annotated.
+left out of the form; the others have a title, a description, an example and their limits where they
+are annotated. Prefect's server checks what is given against the same schema.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ from __future__ import annotations
 import inspect
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Annotated, Any, ParamSpec, TypeVar, get_args
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
 from prefect import Flow, flow
 from prefect.runtime import flow_run
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
+from paceline.schemas import MODEL_ID, NAME, RUN_ID, SHA256_HEX
 from paceline.tasks._support.cancelling import cancellable
+from paceline.tasks._support.sealed import JOB_ID
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,38 +28,167 @@ R = TypeVar("R")
 INTERNAL = frozenset({"state_dir", "run_id", "deployment_id", "stage_prefix"})
 NAME_CHARS = 120
 
-ModelId = Annotated[str, Field(description="The model's id, such as org/name.")]
-Version = Annotated[str, Field(description="A version of it, as published.")]
+
+def about(title: str, description: str, *examples: object) -> Any:
+    """Return what a form shows of a parameter."""
+    return Field(title=title, description=description, examples=[*examples] or None)
+
+
+# What one stage passes to the next: a digest that it returned, its job, or its whole run.
+Reference = Annotated[
+    str, StringConstraints(pattern=f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", strip_whitespace=True)
+]
+_Id = Annotated[str, StringConstraints(pattern=MODEL_ID, max_length=128)]
+_Name = Annotated[str, StringConstraints(pattern=NAME)]
+
+ModelId = Annotated[_Id, about("Model", "The model's id.", "bytelm-3fa040af", "acme/tiny")]
+Version = Annotated[_Name, about("Version", "A version of the model, as published.", "1")]
+# Where the source names them
+AnyModelId = Annotated[
+    _Id | Literal[""], about("Model", "The model's id; empty: the source's.", "acme/tiny")
+]
+AnyVersion = Annotated[
+    _Name | Literal[""], about("Version", "Its version; empty: the source's.", "1")
+]
 SnapshotUrl = Annotated[
-    str, Field(description="The snapshot: s3://…, as build-snapshot returns it.")
+    str,
+    StringConstraints(min_length=1),
+    about(
+        "Data snapshot",
+        "The snapshot's URL, as build-snapshot returns it.",
+        "s3://paceline/data/snapshots/5c1f…",
+    ),
 ]
 Training = Annotated[
-    str, Field(description="The training's digest: training_digest, as train-model returns it.")
+    Reference,
+    about(
+        "Training",
+        "The training: its job's id, the id of its run, or its training_digest.",
+        "job-4be1c2a09f3d",
+        "run-20261120-153600-9f3a1c",
+    ),
+]
+Report = Annotated[
+    Reference,
+    about(
+        "Evaluation",
+        "The evaluation: the id of its run or of the job that it judged (then the newest one), or "
+        "its report_digest.",
+        "run-20261120-153600-9f3a1c",
+        "job-4be1c2a09f3d",
+    ),
 ]
 Data = Annotated[
     str | None,
-    Field(
-        description="The samples: a directory on the flows' machine, s3://bucket/prefix, or stdlib."
+    about(
+        "Data",
+        "The samples: a directory on the flows' machine, s3://bucket/prefix, or stdlib. Default: "
+        "the profile's.",
+        "s3://bucket/texts",
     ),
 ]
 Base = Annotated[
     str | None,
-    Field(
-        description="The base: MODEL_ID/VERSION as published, hf://…, oci://…, or a directory on "
-        "the flows' machine. Default: the profile's."
+    about(
+        "Base model",
+        "MODEL_ID/VERSION as published, hf://…, oci://…, or a directory on the flows' machine. "
+        "Default: the profile's.",
+        "acme/tiny/1",
+        "hf://org/name@main",
     ),
 ]
 Approver = Annotated[
     str | None,
-    Field(description="Who stands for the promotion, where the policy lets a name be given."),
+    about(
+        "Approver", "Who stands for the promotion, where the policy lets a name be given.", "ada"
+    ),
 ]
 JobSettings = Annotated[
     dict[str, Any] | None,
-    Field(
-        description="More settings of this training, by their keys in a profile: "
-        '{"training.lora.r": 8, "training.mesh.shard": 2, "data.batching": "packed"}.'
+    about(
+        "More settings",
+        "Of this training, by their keys in a profile (docs/operations.md).",
+        {"training.lora.r": 8, "data.batching": "packed"},
     ),
 ]
+
+
+class Chosen(BaseModel):
+    """A group of settings of which a person gives some; the others stay the profile's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    def given(self) -> dict[str, Any]:
+        """Return what was given."""
+        return self.model_dump(exclude_none=True)
+
+
+class Reading(Chosen):
+    """How the samples are read, where it is not as in the profile's [data]."""
+
+    format: Literal["text", "jsonl", "parquet", "tar"] | None = Field(
+        default=None, title="Format", description="Of the files."
+    )
+    text_field: str | None = Field(
+        default=None,
+        title="Text field",
+        description="JSONL and Parquet: the column; tar: the member's extension.",
+        examples=["text"],
+    )
+    key_field: str | None = Field(
+        default=None, title="Key field", description="What names a sample.", examples=["key"]
+    )
+    features: list[str] | None = Field(
+        default=None, title="Features", description="Parquet files to join by the key field."
+    )
+    token_features: list[str] | None = Field(
+        default=None, title="Features per token", description="Those with one value per token."
+    )
+    missing_features: Literal["refuse", "skip"] | None = Field(
+        default=None, title="Missing features", description="A sample without features."
+    )
+    tokenizer: str | None = Field(
+        default=None,
+        title="Tokenizer",
+        description="bytes, or the path or URL of a tokenizer.json.",
+        examples=["bytes", "s3://bucket/model/tokenizer.json"],
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=0, title="Longest conversation", description="In tokens; 0: no limit."
+    )
+    max_bytes: int | None = Field(
+        default=None, ge=1024, title="Largest snapshot", description="In bytes of text."
+    )
+    shard_bytes: int | None = Field(
+        default=None, ge=1024, title="Shard", description="In bytes.", examples=[1_048_576]
+    )
+    held_out_share: float | None = Field(
+        default=None, gt=0, lt=1, title="Held-out share", description="Of the samples."
+    )
+    purpose: str | None = Field(
+        default=None, title="Purpose", description="What the data may be used for."
+    )
+    project: str | None = Field(
+        default=None, title="Project", description="Which project the data belong to."
+    )
+    seed: int | None = Field(default=None, title="Seed", description="Of the split.")
+
+
+class Mesh(Chosen):
+    """How the ranks share the model; their product is the number of ranks."""
+
+    dp: int | None = Field(
+        default=None, ge=0, title="Replicas", description="dp; 0: as many as the ranks allow."
+    )
+    shard: int | None = Field(
+        default=None, ge=1, title="Shards", description="Parts of parameters and optimizer state."
+    )
+    tp: int | None = Field(
+        default=None, ge=1, title="Tensor parallel", description="Parts of each matrix."
+    )
+    pp: int | None = Field(
+        default=None, ge=1, title="Pipeline stages", description="Groups of layers."
+    )
 
 
 def declared(name: str, run_name: str = "") -> Callable[[Callable[P, R]], Flow[P, R]]:
@@ -80,7 +212,10 @@ def declared(name: str, run_name: str = "") -> Callable[[Callable[P, R]], Flow[P
 
 
 def _form(signature: inspect.Signature) -> inspect.Signature:
-    """Return the parameters that a person may give, each with its description as its field's."""
+    """Return the parameters that a person may give, each with its field's texts.
+
+    Prefect reads a default's description and ``json_schema_extra``, and titles by the name else.
+    """
     shown = []
     for each in signature.parameters.values():
         if each.name in INTERNAL:
@@ -88,6 +223,10 @@ def _form(signature: inspect.Signature) -> inspect.Signature:
         described = next((a for a in get_args(each.annotation) if isinstance(a, FieldInfo)), None)
         if described is not None:
             default = ... if each.default is each.empty else each.default
-            each = each.replace(default=Field(default, description=described.description))  # noqa: PLW2901
+            extra: dict[str, Any] = {"title": described.title or each.name}
+            if described.examples:
+                extra["examples"] = described.examples
+            field = Field(default, description=described.description, json_schema_extra=extra)
+            each = each.replace(default=field)  # noqa: PLW2901
         shown.append(each)
     return signature.replace(parameters=shown)

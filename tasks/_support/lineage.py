@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 
 import paceline
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
-from paceline.registry import MetricPoint
+from paceline.registry import MetricPoint, page_tags
 from paceline.tasks._support import artifacts, cancelling
 from paceline.tasks._support.run import Run, explain
 
@@ -71,8 +71,7 @@ def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:
         "seconds", "bound_seconds", "predicted_seconds", "workers", "origin_bytes",
         "received_bytes", "refetched_bytes", "pieces_reused", "bytes_reused", "cross_rack_bytes",
     )  # fmt: skip
-    prefix = stage.replace("-", ".")
-    points = [MetricPoint(f"{prefix}.{each}", float(output[each])) for each in names]
+    points = [MetricPoint(f"{stage}/{each}", float(output[each])) for each in names]
     run.registry.log_metrics(run.mlflow_run, points)
 
 
@@ -104,6 +103,7 @@ def links(run: Run) -> dict[str, str]:
 
 
 def _open(run: Run, flow_name: str) -> None:
+    run.registry.log_tags(run.mlflow_run, page_tags(f"paceline {flow_name}", code_version()))
     run.registry.log_params(
         run.mlflow_run,
         {

@@ -52,8 +52,8 @@ def test_what_is_logged_can_be_read_back(registry: Registry, tmp_path: Path) -> 
     assert len(read.data.params) == 150
     assert (read.data.params["training.p1"], read.data.tags["now.training.p1"]) == ("1", "2")
     assert read.data.metrics["loss"] == pytest.approx(1 / 1500)
-    assert read.data.metrics["eval.candidate.bits_per_byte"] == 2.5
-    assert read.data.metrics["gate.passed"] == 1.0
+    assert read.data.metrics["eval/candidate/bits_per_byte"] == 2.5
+    assert read.data.metrics["gate/passed"] == 1.0
     assert read.info.status == "FINISHED"
     assert read.data.tags["paceline.code_version"] == "0.1"
     dataset = read.inputs.dataset_inputs[0]

@@ -114,7 +114,7 @@ def recorded(bucket: Bucket) -> tuple[Run, str, Evaluation]:
 
 def better(evaluation: Evaluation) -> Evaluation:
     """Return the evaluation that somebody would rather have had."""
-    report = passing(bits_per_byte=interval(0.5), gain_over={"base": interval(-3.0)})
+    report = passing(bits_per_byte=interval(0.5), difference_to={"base": interval(-3.0)})
     return evaluation.model_copy(update={"report": report})
 
 
@@ -328,7 +328,7 @@ def test_the_command_line_promotes_no_forged_report(
         if score["name"] == "candidate":
             score["bits_per_byte"] = {"value": 0.5, "low": 0.4, "high": 0.6}
             gain = {"value": -1.0, "low": -1.1, "high": -0.9}
-            score["gain_over"] = dict.fromkeys(score["gain_over"], gain)
+            score["difference_to"] = dict.fromkeys(score["difference_to"], gain)
 
     # edited by hand: what was recorded is judged
     error = refused(*rejected.promotion, "--report", written("edited.json", report))

@@ -14,7 +14,7 @@ from paceline.tasks._support.figures import Figures
 
 
 def points(count: int, first: int = 0) -> list[MetricPoint]:
-    return [MetricPoint("train.loss", 1.0, step) for step in range(first, first + count)]
+    return [MetricPoint("train/loss", 1.0, step) for step in range(first, first + count)]
 
 
 class Server:

@@ -110,8 +110,7 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
         # Prefect sends its log in batches; once its server has stopped it would retry for a minute.
         APILogHandler().flush()
     _mark(runtime.state_dir, run_id=run_id, data=source, finished=True)
-    assert isinstance(summary, dict)
-    return summary
+    return summary.model_dump(mode="json")
 
 
 def _unfinished(state_dir: Path, data: str | None) -> str | None:

@@ -76,7 +76,7 @@ class EvaluationFigures(Record):
     documents: int
     bytes: int
     bits_per_byte: dict[str, Interval]  # candidate, base, champion, n-gram model, compressors
-    gain_over: dict[str, Interval]  # candidate minus the named model, paired; negative is better
+    difference_to: dict[str, Interval]  # paired: candidate minus the other; lower is better
 
 
 class RegistryFigures(Record):
