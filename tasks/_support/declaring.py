@@ -17,9 +17,8 @@ from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
-from paceline.schemas import MODEL_ID, NAME, RUN_ID, SHA256_HEX
+from paceline.schemas import JOB_ID, MODEL_ID, NAME, RUN_ID, SHA256_HEX
 from paceline.tasks._support.cancelling import cancellable
-from paceline.tasks._support.sealed import JOB_ID
 
 P = ParamSpec("P")
 R = TypeVar("R")

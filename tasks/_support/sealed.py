@@ -22,6 +22,7 @@ from pydantic import ValidationError
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
 from paceline.schemas import (
+    JOB_ID,
     RUN_ID,
     SHA256_HEX,
     Record,
@@ -32,7 +33,6 @@ from paceline.schemas import (
 from paceline.tasks._support.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
-JOB_ID = r"^job-[A-Za-z0-9._-]{1,120}$"
 
 AGAIN = {
     "training": "Run the same `paceline train` again: a finished job is not trained again, its "

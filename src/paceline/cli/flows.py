@@ -30,6 +30,7 @@ from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
+    JOB_ID,
     RUN_ID,
     SHA256_HEX,
     Approval,
@@ -242,10 +243,7 @@ def _placed(name: str) -> str:
 
 
 TRAINED = "The training: id of its run or job, JSON of `paceline train --json`, or its digest."
-REPORT = (
-    "The evaluation: id of its run or of the job, JSON of `paceline evaluate --json`, or digest."
-)
-JOB_ID = r"^job-[A-Za-z0-9._-]{1,120}$"
+REPORT = "The evaluation: id of its run or job, JSON of `paceline evaluate --json`, or its digest."
 
 
 @click.command()
