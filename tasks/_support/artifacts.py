@@ -19,6 +19,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.handlers import APILogHandler
 
 from paceline.manifest import format_bytes
 from paceline.schemas import SHA256_HEX
@@ -36,6 +37,23 @@ def _key(name: str) -> str:
 def on_a_page() -> bool:
     """Return whether this code runs inside a Prefect flow or task run."""
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+
+
+class _PageLogHandler(APILogHandler):
+    """Sends records of code that runs in a flow or task run; others have no page."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if on_a_page():
+            super().emit(record)
+
+
+def send_log() -> None:
+    """Have Prefect show the library's log on the run's page, whichever process runs the flow."""
+    package = logging.getLogger("paceline")
+    if package.level == logging.NOTSET:  # else the root's WARNING counts
+        package.setLevel(logging.INFO)
+    if not any(isinstance(each, APILogHandler) for each in package.handlers):
+        package.addHandler(_PageLogHandler())
 
 
 def table(name: str, rows: list[dict[str, Any]], description: str) -> None:

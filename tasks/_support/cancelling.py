@@ -23,6 +23,7 @@ from prefect.states import Cancelled as CancelledState
 
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
 from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, digest_of, flow_result_key
+from paceline.tasks._support.artifacts import send_log
 from paceline.tasks._support.run import Run
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+        send_log()
         given = signature.bind(*args, **kwargs).arguments  # Prefect passes them by position
         with _recorded_for_client(given) as record:
             try:

@@ -37,9 +37,6 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
     run.depth += 1
     try:
         if run.depth == 1:
-            package = logging.getLogger("paceline")
-            if package.level == logging.NOTSET:  # Prefect sends its lines, at the root's WARNING
-                package.setLevel(logging.INFO)
             _open(run, flow_name)
         with _tagged(run):
             yield
