@@ -74,7 +74,7 @@ def resolve(run: Run, named: str, kind: str) -> str:
         return named
     if not re.fullmatch(f"{RUN_ID}|{JOB_ID}", named):
         raise InvalidInput(
-            f"not the name of a recorded {kind}",
+            f"not the digest of a recorded {kind}, and no id of a run or a job",
             got=repr(named[:100]),
             wanted="the id of a run or a job, or 64 hexadecimal digits",
             do=AGAIN[kind],

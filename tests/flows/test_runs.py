@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -23,11 +25,14 @@ from prefect.transactions import Transaction, get_transaction, transaction
 from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel
 
-from paceline.errors import InvalidInput, ServiceUnavailable
+from paceline.errors import Conflict, InvalidInput, ServiceUnavailable
 from paceline.flows.train import train_model
+from paceline.tasks import promote
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.declaring import declared
+from paceline.tasks._support.run import StageResult
 from paceline.tasks._support.stages import stage
+from tests.registry.bundles import make_evidence
 from tests.support.prefect_server import eventually
 
 pytestmark = [
@@ -228,3 +233,42 @@ def test_a_transaction_that_fails_undoes_what_a_stage_in_it_did(fails: bool) -> 
     else:
         moving()
     assert undone == (["alias"] if fails else [])
+
+
+def test_a_promotion_whose_champion_leads_elsewhere_is_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I10: the champion is the one before, and the same promotion may be run again."""
+    undone: list[tuple[str, str, bool]] = []
+    evidence = make_evidence("m", "1")
+    output = {
+        "model_id": "m", "version": "2", "registry_version": "1", "alias": "champion", "url": "u"
+    }  # fmt: skip
+    run = SimpleNamespace(
+        state_dir="/state",
+        run_id="run-20261120-153600-9f3a1c",
+        runtime=None,
+        store=None,
+        stage=lambda *_, **__: StageResult(
+            stage="promote", output=output, seconds=0.0, reused=False
+        ),
+        patiently=lambda call: call(),
+        alone=lambda _what: nullcontext(),
+        note=lambda _line: None,
+        registry=SimpleNamespace(
+            retract=lambda model, version, *, by_person: undone.append((model, version, by_person))
+        ),
+    )
+    elsewhere = SimpleNamespace(digest="0" * 64)
+    monkeypatch.setattr(promote.Run, "open", lambda *_: run)
+    monkeypatch.setattr(promote, "resolve_source", lambda *_: ("s3://b/m/2", elsewhere))
+
+    @declared("promoting")
+    def promoting() -> None:
+        with transaction():
+            done = promote.promote(run, evidence, "s3://b/m/2").output  # type: ignore[arg-type]
+            promote.require_champion(run, evidence, done)  # type: ignore[arg-type]
+
+    with pytest.raises(Conflict, match="other bytes than the gate judged"):
+        promoting()
+    assert undone == [("m", "1", False)]

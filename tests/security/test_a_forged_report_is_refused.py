@@ -120,7 +120,7 @@ def better(evaluation: Evaluation) -> Evaluation:
 
 def test_a_recorded_report_is_found_with_the_training_it_judged() -> None:
     run, digest, evaluation = recorded(Bucket())
-    assert promote.recorded_evidence(run, digest) == (evaluation, trained())
+    assert promote.recorded_evidence(run, digest) == (digest, evaluation, trained())
 
 
 def test_a_report_that_nobody_recorded_is_refused() -> None:
