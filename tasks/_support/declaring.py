@@ -122,72 +122,37 @@ class Chosen(BaseModel):
         return self.model_dump(exclude_none=True)
 
 
+def some(description: str, **limits: Any) -> Any:
+    """Return a field that need not be given."""
+    return Field(default=None, description=description, **limits)
+
+
 class Reading(Chosen):
     """How the samples are read, where it is not as in the profile's [data]."""
 
-    format: Literal["text", "jsonl", "parquet", "tar"] | None = Field(
-        default=None, title="Format", description="Of the files."
-    )
-    text_field: str | None = Field(
-        default=None,
-        title="Text field",
-        description="JSONL and Parquet: the column; tar: the member's extension.",
-        examples=["text"],
-    )
-    key_field: str | None = Field(
-        default=None, title="Key field", description="What names a sample.", examples=["key"]
-    )
-    features: list[str] | None = Field(
-        default=None, title="Features", description="Parquet files to join by the key field."
-    )
-    token_features: list[str] | None = Field(
-        default=None, title="Features per token", description="Those with one value per token."
-    )
-    missing_features: Literal["refuse", "skip"] | None = Field(
-        default=None, title="Missing features", description="A sample without features."
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        title="Tokenizer",
-        description="bytes, or the path or URL of a tokenizer.json.",
-        examples=["bytes", "s3://bucket/model/tokenizer.json"],
-    )
-    max_tokens: int | None = Field(
-        default=None, ge=0, title="Longest conversation", description="In tokens; 0: no limit."
-    )
-    max_bytes: int | None = Field(
-        default=None, ge=1024, title="Largest snapshot", description="In bytes of text."
-    )
-    shard_bytes: int | None = Field(
-        default=None, ge=1024, title="Shard", description="In bytes.", examples=[1_048_576]
-    )
-    held_out_share: float | None = Field(
-        default=None, gt=0, lt=1, title="Held-out share", description="Of the samples."
-    )
-    purpose: str | None = Field(
-        default=None, title="Purpose", description="What the data may be used for."
-    )
-    project: str | None = Field(
-        default=None, title="Project", description="Which project the data belong to."
-    )
-    seed: int | None = Field(default=None, title="Seed", description="Of the split.")
+    format: Literal["text", "jsonl", "parquet", "tar"] | None = some("Of the files.")
+    text_field: str | None = some("JSONL, Parquet: the column; tar: the member's extension.")
+    key_field: str | None = some("What names a sample.", examples=["key"])
+    features: list[str] | None = some("Parquet files to join by the key field.")
+    token_features: list[str] | None = some("Those with one value per token.")
+    missing_features: Literal["refuse", "skip"] | None = some("A sample without features.")
+    tokenizer: str | None = some("bytes, or a tokenizer.json.", examples=["bytes"])
+    max_tokens: int | None = some("Longer conversations are left out; 0: no limit.", ge=0)
+    max_bytes: int | None = some("Of text, at the most.", ge=1024)
+    shard_bytes: int | None = some("Of a shard.", ge=1024, examples=[1_048_576])
+    held_out_share: float | None = some("Of the samples.", gt=0, lt=1, examples=[0.1])
+    purpose: str | None = some("What the data may be used for.")
+    project: str | None = some("Which project the data belong to.")
+    seed: int | None = some("Of the split.")
 
 
 class Mesh(Chosen):
     """How the ranks share the model; their product is the number of ranks."""
 
-    dp: int | None = Field(
-        default=None, ge=0, title="Replicas", description="dp; 0: as many as the ranks allow."
-    )
-    shard: int | None = Field(
-        default=None, ge=1, title="Shards", description="Parts of parameters and optimizer state."
-    )
-    tp: int | None = Field(
-        default=None, ge=1, title="Tensor parallel", description="Parts of each matrix."
-    )
-    pp: int | None = Field(
-        default=None, ge=1, title="Pipeline stages", description="Groups of layers."
-    )
+    dp: int | None = some("Replicas; 0: as many as the ranks allow.", ge=0)
+    shard: int | None = some("Parts of parameters and optimizer state.", ge=1)
+    tp: int | None = some("Parts of each matrix (tensor parallel).", ge=1)
+    pp: int | None = some("Groups of layers (pipeline stages).", ge=1)
 
 
 def declared(name: str, run_name: str = "") -> Callable[[Callable[P, R]], Flow[P, R]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from paceline.schemas import GateDecision
+from paceline.schemas import DataFigures, GateDecision, Movement
 
 
 class Result(BaseModel):
@@ -16,13 +16,10 @@ class Result(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
-class Snapshot(Result):
+class Snapshot(DataFigures, Result):
     """An immutable data snapshot."""
 
     url: str
-    digest: str
-    documents: int
-    bytes: int
     tokens: int
     format: str = "text"
     skipped: int = 0  # samples left out
@@ -56,26 +53,10 @@ class Inputs(Result):
     snapshot_url: str
 
 
-class Moved(Result):
-    """What a relay moved."""
+class Moved(Movement, Result):
+    """What a relay moved, and who has the model now."""
 
-    deployment_id: str
-    workers: int
     workers_failed: tuple[str, ...] = ()
-    topology: str
-    slow: tuple[str, ...] = ()
-    quarantined: tuple[str, ...] = ()
-    epoch: int
-    seconds: float
-    predicted_seconds: float
-    bound_seconds: float
-    total_bytes: int
-    origin_bytes: int
-    received_bytes: int
-    refetched_bytes: int
-    pieces_reused: int
-    bytes_reused: int
-    cross_rack_bytes: int
     plan: dict[str, Any] | None = None
     receipts_digest: str | None = None
     reused_result: bool

@@ -36,7 +36,9 @@ def test_a_registered_version_loads_with_mlflow_from_its_place(
     store = s3.store()
     store.ensure_bucket("loading")
     url = f"s3://loading/models/{model_id}/7"
-    manifest = publish_model(tmp_path / "model", url, model_id=model_id, version="7", store=store)
+    manifest = publish_model(
+        tmp_path / "model", url, model_id=model_id, version="7", store=store, link_mbit=100.0
+    )
     store.put_bytes(f"{url}/{MLMODEL_FILE}", mlmodel(model_id, url, manifest.digest))
     run = registry.ensure_run("run of loading", experiment="loading")
     evidence = make_evidence(model_id, "1")

@@ -92,6 +92,7 @@ from .command_results import (
     InstallationStatus as InstallationStatus,
     ModelFigures as ModelFigures,
     ModelImported as ModelImported,
+    Movement as Movement,
     PlanRow as PlanRow,
     PlanTable as PlanTable,
     Published as Published,
