@@ -6,9 +6,11 @@ from typing import Any
 
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
-from paceline.tasks import approval
-from paceline.tasks.declaring import declared
-from paceline.tasks.run import Run
+from paceline.schemas import RunSummary
+from paceline.tasks._support import approval
+from paceline.tasks._support.declaring import declared
+from paceline.tasks._support.results import Promoted
+from paceline.tasks._support.run import Run
 
 
 @declared("approve-promotion", "wait for the approval of {run_id}")
@@ -18,7 +20,7 @@ def approve_promotion(
     request: dict[str, Any],
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
+) -> Promoted | RunSummary:
     """Wait until a token's owner has decided on ``request``; then go on with ``flow``
     (promote-model or lifecycle), which looks the decision up itself.
 
@@ -27,5 +29,7 @@ def approve_promotion(
     run = Run.open(state_dir, run_id)
     approval.wait(run, request)
     flows: dict[str, Any] = {"promote-model": promote_model, "lifecycle": run_lifecycle}
-    result: dict[str, Any] = flows[flow](**parameters, state_dir=run.state_dir, run_id=run.run_id)
-    return result
+    ended: Promoted | RunSummary = flows[flow](
+        **parameters, state_dir=run.state_dir, run_id=run.run_id
+    )
+    return ended

@@ -2,42 +2,54 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Annotated
 
 from paceline.tasks import distribute as stages
-from paceline.tasks.declaring import ModelId, Version, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import (
+    AnyModelId,
+    AnyVersion,
+    ModelId,
+    Version,
+    about,
+    declared,
+)
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.results import Distributed, Verified
+from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 
 
 @declared("distribute-model", "distribute {model_id} {version} {source_url}")
 def distribute_model(
-    model_id: ModelId = "",
-    version: Version = "",
+    model_id: AnyModelId = "",
+    version: AnyVersion = "",
     source_url: Annotated[
         str | None,
-        Field(description="Instead: s3://…, models:/name@alias, hf://org/name@revision or oci://…"),
+        about(
+            "Source",
+            "Instead of a published version: s3://…, models:/name@alias, hf://org/name@revision "
+            "or oci://…",
+            "models:/bytelm@champion",
+            "hf://org/name@main",
+        ),
     ] = None,
     target_workers: Annotated[
-        list[str] | None, Field(description="These nodes; default: every node.")
+        list[str] | None, about("Nodes", "These nodes; default: every node.", ["node-0", "node-1"])
     ] = None,
     activate: Annotated[
-        bool, Field(description="Switch each node to it once it is verified everywhere.")
+        bool, about("Activate", "Switch each node to it once it is verified everywhere.")
     ] = True,
     stage_prefix: str = "",
     state_dir: str | None = None,
     run_id: str | None = None,
     deployment_id: str | None = None,
     allow_older: Annotated[
-        bool, Field(description="Also where it is older than what is active.")
+        bool, about("Allow older", "Also where it is older than what is active.")
     ] = False,
     selector: Annotated[
-        str | None, Field(description="Nodes by label (rack=r1,pool=a100) or by name.")
+        str | None, about("Selector", "Nodes by label or by name.", "rack=r1,pool=a100")
     ] = None,
-) -> dict[str, Any]:
+) -> Distributed:
     """Fetch the manifest, relay to ``target_workers`` or those that ``selector`` selects (default:
     every node), verify on every node, and activate. Run twice, it moves nothing twice.
 
@@ -49,9 +61,10 @@ def distribute_model(
     """
     run = Run.open(state_dir, run_id)
     with recorded(run, "distribute-model"):
+        agents = stages.start_agents.submit(run, target_workers or None, selector=selector)
         url = stages.locate(run, source_url or published_url(run, model_id, version))
         manifest = stages.fetch_model_manifest(run, url)
-        targets = stages.start_agents(run, target_workers or None, selector=selector)
+        targets = agents.result()
         relayed = stages.relay(
             run,
             manifest,
@@ -61,41 +74,42 @@ def distribute_model(
             deployment_id=deployment_id,
             allow_older=allow_older or not activate,  # to hold an older version hurts nobody
         )
-        holders = [each for each in targets if each not in relayed.output["workers_failed"]]
-        verified = stages.verify_on_nodes(run, manifest, holders, stage=f"{stage_prefix}verify")
+        verified = stages.verify_on_nodes(
+            run, manifest, relayed.holders, stage=f"{stage_prefix}verify"
+        )
         activated = (
             stages.activate(
                 run,
-                relayed.output["deployment_id"],
+                relayed.deployment_id,
                 manifest,
-                holders,
+                verified.nodes,
                 stage=f"{stage_prefix}activate",
                 allow_older=allow_older,
             )
             if activate
             else None
         )
-        return {
-            "model_id": manifest.model_id,
-            "version": manifest.version,
-            "manifest_digest": manifest.digest,
-            "url": url,
-            "targets": targets,
-            "plan": relayed.output.get("plan"),
-            "relay": relayed.output | {"reused_result": relayed.reused},
-            "verify": verified,
-            "activate": activated,
-        }
+        return Distributed(
+            model_id=manifest.model_id,
+            version=manifest.version,
+            manifest_digest=manifest.digest,
+            url=url,
+            targets=tuple(targets),
+            plan=relayed.plan,
+            relay=relayed,
+            verify=verified,
+            activate=activated,
+        )
 
 
 @declared("verify-model", "verify {model_id} {version}")
 def verify_model(
     model_id: ModelId,
     version: Version,
-    full: Annotated[bool, Field(description="Also by the SHA-256 of files and chunks.")] = False,
+    full: Annotated[bool, about("Full", "Also by the SHA-256 of files and chunks.")] = False,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
+) -> Verified:
     """Have every node read its copy again and check every byte against the published manifest;
     ``full`` also by the SHA-256 of files and chunks."""
     run = Run.open(state_dir, run_id)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from paceline.schemas import TrainResult
-from paceline.tasks import distribute, sealed
-from paceline.tasks.declaring import ModelId, SnapshotUrl, Training, Version, declared
+from paceline.schemas import Evaluated, TrainResult
+from paceline.tasks import distribute
+from paceline.tasks._support import sealed
+from paceline.tasks._support.declaring import ModelId, SnapshotUrl, Training, Version, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.evaluate import evaluate, trained_on
-from paceline.tasks.lineage import recorded
 from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.promote import champion_reference, node_copy
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 
 
 @declared("evaluate-model", "evaluate a candidate of {model_id} {base_version}")
@@ -23,25 +22,30 @@ def evaluate_model(
     snapshot_url: SnapshotUrl,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
-    """Score the weights of the training ``trained`` (its ``training_digest``) on the snapshot's
-    held-out split, and record the report; its ``report_digest`` is what promote-model asks for."""
+) -> Evaluated:
+    """Score the weights of the training ``trained`` (its job, run or ``training_digest``) on the
+    snapshot's held-out split, and record the report, which promote-model takes by the same ids or
+    by its ``report_digest``."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "evaluate-model"):
-        result = sealed.find(run, trained, "training", TrainResult)
+        digest = sealed.resolve(run, trained, "training")
+        result = sealed.find(run, digest, "training", TrainResult)
+        agents = distribute.start_agents.submit(run)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
         data = trained_on(run, base, result)
-        nodes = [each.worker_id for each in run.trainers(distribute.start_agents(run))]
+        nodes = [each.worker_id for each in run.trainers(agents.result())]
         models = {
             "candidate": {"url": result.export_url, "digest": result.weights_digest},
             "base": node_copy(base),
         } | champion_reference(run, base, result.weights_digest)
-        return evaluate(
+        evaluated = evaluate(
             run,
             models,
             snapshot_reference(run, snapshot_url),
             nodes,
             base=base,
-            training_digest=trained,
+            training_digest=digest,
             trained_on=data,
-        ).output
+        )
+        sealed.refer(run, "evaluation", evaluated.report_digest, result.job_id)
+        return evaluated

@@ -10,12 +10,13 @@ from paceline.flows.evaluate import evaluate_model
 from paceline.flows.promote import promote_model
 from paceline.flows.publish import prepare_inputs
 from paceline.flows.train import train_model
-from paceline.tasks.declaring import Approver, Base, Data, JobSettings, declared
+from paceline.schemas import RunSummary
+from paceline.tasks._support.declaring import Approver, Base, Data, JobSettings, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
+from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks
-from paceline.tasks.lineage import recorded
 from paceline.tasks.promote import has_champion
-from paceline.tasks.run import Run
-from paceline.tasks.summary import summarise
 
 
 @declared("lifecycle", "lifecycle {model} {data}")
@@ -26,7 +27,7 @@ def run_lifecycle(
     settings: JobSettings = None,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
+) -> RunSummary:
     """Relay the base model to every node, train it there, judge it, promote it, roll it out.
 
     Every stage is idempotent: run again, it goes on from where it was, and a finished run finds
@@ -40,16 +41,16 @@ def run_lifecycle(
         published_tasks(run)  # refused, where they are, before any node is busy
         with_job_settings(run.runtime.profile, settings or {})  # this too
         inputs = prepare_inputs(data, model, **here)
-        base, snapshot_url = inputs["base"], inputs["snapshot"]["url"]
-        model_id, version = base["model_id"], base["version"]
         # Where there is a champion the nodes go on running it until it is replaced.
-        first = not has_champion(run, model_id)
-        relayed = distribute_model(model_id, version, activate=first, **here)
-        trained = train_model(model_id, version, snapshot_url, settings=settings, **here)
-        digest = trained["training_digest"]
-        report = evaluate_model(model_id, version, digest, snapshot_url, **here)
-        promoted = promote_model(model_id, report["report_digest"], approver=approver, **here)
+        first = not has_champion(run, inputs.model_id)
+        relayed = distribute_model(inputs.model_id, inputs.version, activate=first, **here)
+        model_id, version = relayed.model_id, relayed.version
+        trained = train_model(model_id, version, inputs.snapshot_url, settings=settings, **here)
+        report = evaluate_model(
+            model_id, version, str(trained.training_digest), inputs.snapshot_url, **here
+        )
+        promoted = promote_model(model_id, report.report_digest, approver=approver, **here)
         rolled_out = distribute_model(
-            model_id, promoted["published"]["version"], stage_prefix="rollout-", **here
+            promoted.model_id, promoted.version, stage_prefix="rollout-", **here
         )
         return summarise(run, inputs, relayed, trained, report, promoted, rolled_out)

@@ -2,57 +2,59 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Annotated
 
 from paceline.storage import is_remote
-from paceline.tasks.declaring import Base, Data, ModelId, Version, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import (
+    AnyModelId,
+    AnyVersion,
+    Base,
+    Data,
+    Reading,
+    about,
+    declared,
+)
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.results import Inputs, PublishedModel, Snapshot
+from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import build_data_snapshot, publish_base_model, reading_for
 from paceline.tasks.publish import import_remote, publish_directory, publish_given_base
-from paceline.tasks.run import Run
 
 
 @declared("publish-model", "publish {model_id} {version} {directory}")
 def publish_model(
     directory: Annotated[
-        str, Field(description="A directory on the flows' machine; or hf://…, oci://…")
+        str,
+        about("Directory", "A directory on the flows' machine; or hf://…, oci://…", "/models/tiny"),
     ],
-    model_id: ModelId = "",
-    version: Version = "",
+    model_id: AnyModelId = "",
+    version: AnyVersion = "",
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
+) -> PublishedModel:
     """Digest ``directory`` and upload it with its manifest as ``version`` of ``model_id``; or
     import what hf://org/name@revision or oci://host/repository:tag names, under its own name."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "publish-model"):
         if is_remote(directory):
-            return import_remote(run, directory).output
-        return publish_directory(run, directory, model_id, version).output
+            return PublishedModel(**import_remote(run, directory).output)
+        return PublishedModel(**publish_directory(run, directory, model_id, version).output)
 
 
 @declared("build-snapshot", "snapshot of {data}")
 def build_snapshot(
     data: Data = None,
     reading: Annotated[
-        dict[str, Any] | None,
-        Field(
-            description="Other than the profile's [data]: format, text_field, tokenizer, purpose…"
-        ),
+        Reading | None, about("Reading", "How the samples are read; default: the profile's.")
     ] = None,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
-    """Make an immutable snapshot of the samples at ``data`` (a directory, a file, s3://…).
-
-    ``reading`` changes the profile's data settings: format (text, jsonl, parquet, tar), text_field,
-    key_field, features, tokenizer, purpose, project, max_bytes, shard_bytes…
-    """
+) -> Snapshot:
+    """Make an immutable snapshot of the samples at ``data`` (a directory, a file, s3://…)."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "build-snapshot"):
-        return build_data_snapshot(run, data, reading).output
+        given = reading.given() if reading else None
+        return Snapshot(**build_data_snapshot(run, data, given).output)
 
 
 @declared("prepare-inputs", "prepare the inputs {model} {data}")
@@ -61,7 +63,7 @@ def prepare_inputs(
     model: Base = None,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
+) -> Inputs:
     """Publish the base ``model`` and build the data snapshot from ``data`` with its tokenizer; or,
     where the profile names no base either, train a new one on the snapshot and publish it."""
     run = Run.open(state_dir, run_id)
@@ -72,4 +74,10 @@ def prepare_inputs(
         else:
             snapshot = build_data_snapshot(run, data).output
             base = publish_base_model(run, snapshot).output
-        return {"snapshot": snapshot, "base": base}
+        return Inputs(
+            snapshot=Snapshot(**snapshot),
+            base=PublishedModel(**base),
+            model_id=base["model_id"],
+            version=base["version"],
+            snapshot_url=snapshot["url"],
+        )

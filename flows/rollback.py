@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from paceline.flows.distribute import distribute_model
-from paceline.tasks.declaring import ModelId, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support.declaring import ModelId, declared
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.results import RolledBack
+from paceline.tasks._support.run import Run
 from paceline.tasks.promote import restore_previous
-from paceline.tasks.run import Run
 
 
 @declared("rollback-model", "roll back {model_id}")
 def rollback_model(
     model_id: ModelId, state_dir: str | None = None, run_id: str | None = None
-) -> dict[str, Any]:
+) -> RolledBack:
     """Swap ``champion`` and ``previous`` in the registry, then activate that version everywhere.
 
     The nodes still hold it, so nothing travels; a node that lost it fetches it again.
@@ -24,11 +23,11 @@ def rollback_model(
         restored = restore_previous(run, model_id)
         active = distribute_model(
             model_id,
-            restored["version"],
-            source_url=restored["url"],
+            restored.version,
+            source_url=restored.url,
             stage_prefix="rollback-",
             allow_older=True,
             state_dir=run.state_dir,
             run_id=run.run_id,
         )
-        return {"registry": restored, "distribution": active}
+        return RolledBack(registry=restored, distribution=active)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from paceline.config import with_job_settings
+from paceline.schemas import Trained
 from paceline.tasks import distribute
-from paceline.tasks.declaring import JobSettings, ModelId, SnapshotUrl, Version, declared
-from paceline.tasks.lineage import recorded
+from paceline.tasks._support import sealed
+from paceline.tasks._support.declaring import (
+    JobSettings,
+    Mesh,
+    ModelId,
+    SnapshotUrl,
+    Version,
+    about,
+    declared,
+)
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import snapshot_reference, validate_data
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 from paceline.tasks.train import train
 
 
@@ -23,24 +33,31 @@ def train_model(
     snapshot_url: SnapshotUrl,
     labels: Annotated[
         Literal["true", "shuffled"],
-        Field(description="shuffled: a control, which has to fail in the evaluation."),
+        about("Labels", "shuffled: a control, which has to fail in the evaluation."),
     ] = "true",
     steps: Annotated[
-        int | None, Field(ge=0, description="Optimizer steps; default: the profile's.")
+        Annotated[int, Field(ge=0)] | None,
+        about("Steps", "Optimizer steps; default: the profile's.", 500),
     ] = None,
     ranks: Annotated[
-        int | None, Field(ge=1, description="Processes of the gang; default: the profile's.")
+        Annotated[int, Field(ge=1)] | None,
+        about("Ranks", "Processes of the gang; default: the profile's.", 8),
     ] = None,
     learning_rate: Annotated[
-        float | None, Field(gt=0, description="At its peak; default: the profile's.")
+        Annotated[float, Field(gt=0)] | None,
+        about("Learning rate", "At its peak; default: the profile's.", 3e-4),
+    ] = None,
+    mesh: Annotated[
+        Mesh | None, about("Mesh", "How the ranks share the model; default: the profile's.")
     ] = None,
     settings: JobSettings = None,
     continue_from: Annotated[
-        str | None, Field(description="Go on from the last checkpoint of this job: job-…")
+        str | None,
+        about("Continue from", "The last checkpoint of this finished job.", "job-4be1c2a09f3d"),
     ] = None,
     state_dir: str | None = None,
     run_id: str | None = None,
-) -> dict[str, Any]:
+) -> Trained:
     """Validate the snapshot, then fine-tune the version that the nodes hold on it.
 
     The nodes must hold the version (run distribute-model first); each rank starts from the weights
@@ -53,13 +70,24 @@ def train_model(
     run = Run.open(state_dir, run_id)
     named = {"steps": steps, "ranks": ranks, "learning_rate": learning_rate}
     given = {f"training.{key}": value for key, value in named.items() if value is not None}
+    if mesh is not None:
+        given |= {f"training.mesh.{key}": value for key, value in mesh.given().items()}
     given = (settings or {}) | given
     with_job_settings(run.runtime.profile, given)  # refused before anything is done
     with recorded(run, "train-model"):
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
         snapshot = snapshot_reference(run, snapshot_url)
-        validate_data(run, snapshot)
-        nodes = distribute.start_agents(run)
-        return train(
-            run, manifest, snapshot, nodes, given, labels=labels, continue_from=continue_from
-        ).output
+        agents = distribute.start_agents.submit(run)  # meanwhile
+        valid = validate_data(run, snapshot)
+        trained = train(
+            run,
+            manifest,
+            valid,
+            agents.result(),
+            given,
+            labels=labels,
+            continue_from=continue_from,
+        )
+        assert trained.training_digest is not None  # the stage has recorded it
+        sealed.refer(run, "training", trained.training_digest, trained.job_id)
+        return trained

@@ -7,17 +7,16 @@ the coordinator for a deployment and watches it.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pandas as pd
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from paceline.cluster import by_number
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
-from paceline.manifest import Manifest
+from paceline.manifest import Manifest, format_bytes
 from paceline.registry import resolve_source
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
 from paceline.schemas import (
@@ -29,10 +28,13 @@ from paceline.schemas import (
     select_workers,
 )
 from paceline.storage import is_remote
-from paceline.tasks import artifacts, deployment, publish
-from paceline.tasks.cancelling import stop_if_cancelled
-from paceline.tasks.lineage import log_relay
-from paceline.tasks.run import BRIEFLY_S, Run, StageResult
+from paceline.tasks import publish
+from paceline.tasks._support import artifacts, deployment
+from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.lineage import log_relay
+from paceline.tasks._support.results import Activated, Moved, Verified
+from paceline.tasks._support.run import BRIEFLY_S, Run
+from paceline.tasks._support.stages import stage
 
 POLL_S = 0.2
 SWITCH_S = 60.0  # how long the fleet may take to switch
@@ -48,23 +50,23 @@ def locate(run: Run, source_url: str) -> str:
     return source_url
 
 
-@task(name="fetch-manifest", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=1)
+@stage("fetch-manifest", retries=2)
 def fetch_model_manifest(run: Run, url: str) -> Manifest:
     """Return the manifest published at ``url``; a page shows its sizes."""
     manifest = run.manifest(url)
     artifacts.table(
         f"manifest {manifest.model_id}",
         [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],
-        f"{manifest.model_id} v{manifest.version}: {manifest.total_size} bytes in "
-        f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; {manifest.digest}",
+        f"{manifest.model_id} v{manifest.version}: {format_bytes(manifest.total_size)} in "
+        f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; manifest {manifest.digest}",
     )
     return manifest
 
 
-@task(name="start-agents", cache_policy=NO_CACHE)
+@stage("start-agents")
 def start_agents(
     run: Run,
-    nodes: list[str] | None = None,
+    nodes: Sequence[str] | None = None,
     deadline_s: float = 60.0,
     *,
     selector: str | None = None,
@@ -128,17 +130,17 @@ def _selected(run: Run, selector: str, dask: list[str]) -> list[str]:
     return list(select_workers(selector, run.patiently(run.coordinator.workers, BRIEFLY_S)))
 
 
-@task(name="relay", cache_policy=NO_CACHE)
+@stage("relay")
 def relay(
     run: Run,
     manifest: Manifest,
     url: str,
-    targets: list[str],
+    targets: Sequence[str],
     stage: str = "relay",
     *,
     deployment_id: str | None = None,
     allow_older: bool = False,
-) -> StageResult:
+) -> Moved:
     """Have the agents relay the model to every target, and return what moved.
 
     With ``deployment_id`` it drives that record, and no other is made. Raises DeploymentFailed,
@@ -148,9 +150,11 @@ def relay(
     profile = run.runtime.profile
 
     def work() -> dict[str, Any]:
-        page = artifacts.Progress(
-            f"{stage} {manifest.model_id}", f"{stage} to {len(targets)} nodes"
-        )
+        said = f"{stage} {manifest.model_id} to {len(targets)} nodes"
+        with artifacts.Progress(f"{stage} {manifest.model_id}", said) as page:
+            return moved(page)
+
+    def moved(page: artifacts.Progress) -> dict[str, Any]:
         stop_if_cancelled()
         _require_space(run, manifest, targets)
         seen = run.patiently(lambda: deployment.last_event(run), BRIEFLY_S)
@@ -174,7 +178,7 @@ def relay(
         log_relay(run, stage, report)
         return report
 
-    return run.stage(
+    result = run.stage(
         stage,
         {"manifest": manifest.digest, "targets": sorted(targets), "url": url}
         | ({} if deployment_id is None else {"deployment": deployment_id}),
@@ -182,15 +186,18 @@ def relay(
         still_true=lambda _output: _holds_everywhere(run, manifest, targets),
         describe=lambda o: (
             f"{o['workers']} workers in {o['seconds']:.2f} s "
-            f"(bound {o['bound_seconds']:.2f} s), {o['pieces_reused']} pieces reused"
+            f"(bound {o['bound_seconds']:.2f} s, {format_bytes(o['total_bytes'])} each), "
+            f"{o['pieces_reused']} pieces reused"
         ),
     )
+    holders = [each for each in targets if each not in result.output["workers_failed"]]
+    return Moved(**result.output, reused_result=bool(result.reused), holders=tuple(holders))
 
 
-@task(name="verify", cache_policy=NO_CACHE)
+@stage("verify")
 def verify_on_nodes(
-    run: Run, manifest: Manifest, targets: list[str], stage: str = "verify", full: bool = False
-) -> dict[str, Any]:
+    run: Run, manifest: Manifest, nodes: Sequence[str], stage: str = "verify", full: bool = False
+) -> Verified:
     """Have every node read its own copy again and check every byte against the manifest; ``full``
     also by the SHA-256 of files and chunks.
 
@@ -198,9 +205,8 @@ def verify_on_nodes(
     before it showed the model.
     """
     began = time.monotonic()
-    asked = run.reachable(targets)
-    resident = [each for each in targets if each not in asked]
-    targets = asked
+    targets = run.reachable(nodes)
+    resident = [each for each in nodes if each not in targets]
     answers = run.map_nodes(
         verify_copy,
         targets,
@@ -242,38 +248,39 @@ def verify_on_nodes(
                 f"`paceline distribute {manifest.model_id} {manifest.version}` to bring another."
             ),
         )
-    message = f"{len(targets)} nodes verified {manifest.total_size} bytes each"
+    message = f"{len(targets)} nodes verified {format_bytes(manifest.total_size)} each"
     seconds = run.did(stage, began, message + (f", {len(resident)} vouched" if resident else ""))
-    return {
-        "verified": len(targets),
-        "vouched": len(resident),
-        "seconds": seconds,
-        "manifest_digest": manifest.digest,
-    }
+    return Verified(
+        verified=len(targets),
+        vouched=len(resident),
+        nodes=tuple(nodes),
+        seconds=seconds,
+        manifest_digest=manifest.digest,
+    )
 
 
-@task(name="activate", cache_policy=NO_CACHE)
+@stage("activate")
 def activate(
     run: Run,
     deployment_id: str,
     manifest: Manifest,
-    targets: list[str],
+    targets: Sequence[str],
     stage: str = "activate",
     deadline_s: float = SWITCH_S,
     *,
     allow_older: bool = False,
-) -> dict[str, Any]:
+) -> Activated:
     """Switch every node of a complete deployment to its version, and wait until each has."""
     began = time.monotonic()
     stop_if_cancelled()
     client = run.coordinator
     run.patiently(lambda: client.activate(deployment_id, allow_older=allow_older), BRIEFLY_S)
-    client.await_switch(deployment_id, deadline_s, targets)
+    client.await_switch(deployment_id, deadline_s, list(targets))
     seconds = run.did(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
-    return {"activated": targets, "seconds": seconds, "deployment_id": deployment_id}
+    return Activated(activated=tuple(targets), seconds=seconds, deployment_id=deployment_id)
 
 
-def _require_space(run: Run, manifest: Manifest, targets: list[str]) -> None:
+def _require_space(run: Run, manifest: Manifest, targets: Sequence[str]) -> None:
     """Raise StorageFull before a byte moves where a target's disk cannot hold the model; a resident
     agent reports that itself."""
     answers = run.map_nodes(
@@ -348,14 +355,19 @@ def receipts_frame(progress: list[WorkerProgress]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _holds_everywhere(run: Run, manifest: Manifest, targets: list[str]) -> bool:
+def _holds_everywhere(run: Run, manifest: Manifest, targets: Sequence[str]) -> bool:
     """Return whether each node still shows this very model at its final path (names, not bytes).
 
     A resident agent is asked by way of another deployment, which moves nothing where all is there.
     """
-    if run.reachable(targets) != targets:
+    if run.reachable(targets) != list(targets):
         return False
     answers = run.map_nodes(
-        has_published, targets, manifest.model_id, manifest.version, manifest.digest, timeout_s=60.0
+        has_published,
+        list(targets),
+        manifest.model_id,
+        manifest.version,
+        manifest.digest,
+        timeout_s=60.0,
     )
     return all(answers.get(node) is True for node in targets)

@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, InvalidInput, WorkerLost
 from paceline.evaluation import as_markdown, plot_report, read_tasks
@@ -27,15 +24,16 @@ from paceline.schemas import (
     digest_of,
 )
 from paceline.system import PYTHON
-from paceline.tasks import artifacts, cancelling, sealed
-from paceline.tasks.run import Run, StageResult
-from paceline.tasks.scores import (
+from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support.run import Run
+from paceline.tasks._support.scores import (
     OnEvent,
     recorded_scores,
     scored_in_parts,
     scorer_version,
     scores_in_parts,
 )
+from paceline.tasks._support.stages import stage
 
 DEADLINE_S = 900.0
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
@@ -120,7 +118,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-@task(name="evaluate", cache_policy=NO_CACHE)
+@stage("evaluate")
 def evaluate(
     run: Run,
     models: dict[str, dict[str, str]],
@@ -130,7 +128,7 @@ def evaluate(
     base: Manifest,
     training_digest: str,
     trained_on: tuple[TrainingData, ...],
-) -> StageResult:
+) -> Evaluated:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
     look for the held-out documents in what the candidate was ``trained_on``, on the last of
     ``nodes``; of many documents each node scores a part. The report is recorded (see ``sealed``);
@@ -158,7 +156,10 @@ def evaluate(
     )
 
     def work() -> dict[str, Any]:
-        page = artifacts.Progress("evaluation", "bits per byte on held-out files")
+        with artifacts.Progress("evaluation", "bits per byte on held-out files") as page:
+            return judged(page)
+
+    def judged(page: artifacts.Progress) -> dict[str, Any]:
         answer: dict[str, Any] = {}
         known = recorded_scores(run, spec, models)
 
@@ -245,7 +246,7 @@ def evaluate(
     report = Evaluated.model_validate(result.output)
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
-    return result
+    return report
 
 
 def _output(report: EvaluationReport, digest: str) -> dict[str, Any]:

@@ -7,8 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from pydantic import ValidationError
 
 from paceline.config import DataSettings
@@ -26,9 +24,10 @@ from paceline.models import TOKENIZER_FILE
 from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.system import PYTHON
-from paceline.tasks import artifacts
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.run import Run, StageResult
+from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import is_published, published_url
-from paceline.tasks.run import Run, StageResult
 from paceline.training import BaseResult, BaseSpec
 
 BASE_DEADLINE_S = 1800.0
@@ -38,7 +37,7 @@ SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundre
 BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay", "clip_norm"}
 
 
-@task(name="build-data-snapshot", cache_policy=NO_CACHE)
+@stage("build-data-snapshot", retries=2)
 def build_data_snapshot(
     run: Run, source: str | None = None, reading: dict[str, Any] | None = None
 ) -> StageResult:
@@ -77,9 +76,9 @@ def build_data_snapshot(
     return result
 
 
-@task(name="validate-data", cache_policy=NO_CACHE)
-def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
-    """Run the Great Expectations suite over the snapshot; refuse it where it fails.
+@stage("validate-data", retries=2)
+def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
+    """Return ``snapshot`` once it passes the Great Expectations suite; refuse it where it fails.
 
     Raises DataRejected naming the failed expectations, InvalidSnapshot for another purpose.
     """
@@ -113,7 +112,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
             "report": str(run.work_dir / "validation.json"),
         }
 
-    return run.stage(
+    run.stage(
         "validate-data",
         {"snapshot": snapshot["digest"]},
         work,
@@ -122,9 +121,10 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> StageResult:
             f"{len(o['quarantined'])} shards quarantined"
         ),
     )
+    return snapshot
 
 
-@task(name="publish-base-model", cache_policy=NO_CACHE)
+@stage("publish-base-model")
 def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     """Train the base model up to its recorded budget and publish it as version 1.
 

@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
+from prefect.transactions import Transaction, get_transaction
 
 from paceline.errors import Conflict, CorruptData, GateRefused, NotFound, SourceMissing
 from paceline.evaluation import CARD_FILE, EXCEPTED, MAX_CARD_BYTES, decide, model_card
@@ -24,7 +23,7 @@ from paceline.manifest import (
     publish_model,
 )
 from paceline.models import is_pretrained
-from paceline.registry import gate_metrics
+from paceline.registry import MLMODEL_FILE, gate_metrics, mlmodel, resolve_source
 from paceline.schemas import (
     Evaluation,
     Evidence,
@@ -33,29 +32,34 @@ from paceline.schemas import (
     canonical_json,
     digest_of,
 )
-from paceline.tasks import artifacts, sealed
-from paceline.tasks.cancelling import stop_if_cancelled
-from paceline.tasks.lineage import code_version
+from paceline.tasks._support import artifacts, sealed
+from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.lineage import code_version
+from paceline.tasks._support.results import Restored
+from paceline.tasks._support.run import Run, StageResult
+from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import publish_progress, published_url
-from paceline.tasks.run import Run, StageResult
 
 MAX_VERSIONS = 10_000  # of one base; each is one look into the bucket
 
 
-def recorded_evidence(run: Run, report_digest: str) -> tuple[Evaluation, TrainResult]:
-    """Return the evaluation with ``report_digest`` and the training that it judged, as they were
-    recorded; raises GateRefused where either is missing or was not made by this installation."""
+def recorded_evidence(run: Run, report: str) -> tuple[str, Evaluation, TrainResult]:
+    """Return the digest of the evaluation that ``report`` names (``sealed.resolve``), the
+    evaluation and the training that it judged, as they were recorded; raises GateRefused where
+    either is missing or was not made by this installation."""
     try:
-        evaluation = sealed.find(run, report_digest, "evaluation", Evaluation)
-        return evaluation, sealed.find(run, evaluation.training_digest, "training", TrainResult)
+        digest = sealed.resolve(run, report, "evaluation")
+        evaluation = sealed.find(run, digest, "evaluation", Evaluation)
+        training = sealed.find(run, evaluation.training_digest, "training", TrainResult)
     except (NotFound, CorruptData) as error:
         raise GateRefused(
             "the candidate was not promoted: its evidence was not recorded here",
             got=error.one_line(),
-            wanted="the report_digest of an evaluation of this installation",
+            wanted="an evaluation of this installation: its run, its job or its report_digest",
             where=f"run {run.run_id}",
             do=error.do,
         ) from error
+    return digest, evaluation, training
 
 
 def require_same(evaluation: Evaluation, **wanted: str | None) -> None:
@@ -71,7 +75,7 @@ def require_same(evaluation: Evaluation, **wanted: str | None) -> None:
             )
 
 
-@task(name="package-candidate", cache_policy=NO_CACHE)
+@stage("package-candidate", retries=2)
 def package_candidate(
     run: Run, base: Manifest, trained: TrainResult, evaluation: Evaluation
 ) -> StageResult:
@@ -117,7 +121,7 @@ def package_candidate(
     )
 
 
-@task(name="gate", cache_policy=NO_CACHE)
+@stage("gate", retries=2)
 def gate(
     run: Run, base: Manifest, evaluation: Evaluation, lineage: dict[str, str | None]
 ) -> GateDecision:
@@ -187,12 +191,14 @@ def bundle(
     )
 
 
-@task(name="promote", cache_policy=NO_CACHE)
+@stage("promote")
 def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
     """Register the published candidate with its evidence and make it champion."""
 
     def work() -> dict[str, Any]:
         require_judged(evidence, fetch_manifest(source_url, run.store))
+        described = mlmodel(evidence.model_id, source_url, evidence.manifest_digest)
+        run.store.put_bytes(f"{source_url}/{MLMODEL_FILE}", described)
         with run.alone(_aliases_of(evidence.model_id)):
             version = run.registry.register_candidate(
                 evidence.model_id, source_url, evidence, run.mlflow_run
@@ -202,6 +208,7 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
             )
         return {
             "model_id": evidence.model_id,
+            "version": source_url.rpartition("/")[2],
             "registry_version": promotion.version,
             "alias": promotion.alias,
             "previous": promotion.previous_version,
@@ -220,10 +227,41 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
         ),
     )
     artifacts.link("registered model", str(result.output["url"]), "The champion in MLflow")
+    if not result.reused and (active := get_transaction()) is not None:
+        # What is stored is copied, which a run is not.
+        named = result.output["model_id"], result.output["registry_version"]
+        active.set("promoted", (run.state_dir, run.run_id, *named))
     return result
 
 
-@task(name="publish", cache_policy=NO_CACHE)
+@promote.on_rollback
+def _move_back(active: Transaction) -> None:
+    """Undo the promotion of a transaction that failed after it: the champion is the one before."""
+    if (done := active.get("promoted", None)) is not None:
+        state_dir, run_id, model_id, version = done
+        run = Run.open(state_dir, run_id)
+        with run.alone(_aliases_of(model_id)):
+            run.registry.retract(model_id, version, by_person=False)
+        run.note(f"the promotion of {model_id}, version {version} in MLflow, was undone")
+
+
+def require_champion(run: Run, evidence: Evidence, promoted: dict[str, Any]) -> None:
+    """Raise Conflict unless the registry's champion leads, as a node would resolve it, to the bytes
+    that were judged; Cancelled where the run was cancelled meanwhile."""
+    stop_if_cancelled()
+    address = f"models:/{evidence.model_id}@{promoted['alias']}"
+    found = run.patiently(lambda: resolve_source(address, run.runtime, run.store)[1])
+    if found.digest != evidence.manifest_digest:
+        raise Conflict(
+            "the champion leads to other bytes than the gate judged",
+            got=found.digest,
+            wanted=evidence.manifest_digest,
+            where=address,
+            do="Look at who else moves the aliases, then promote again.",
+        )
+
+
+@stage("publish", retries=2)
 def publish_candidate(
     run: Run, base: Manifest, trained: TrainResult, packaged: dict[str, Any]
 ) -> StageResult:
@@ -339,8 +377,8 @@ def node_copy(manifest: Manifest) -> dict[str, str]:
     return {"url": f"node:{manifest.model_id}/{manifest.version}", "digest": manifest.digest}
 
 
-@task(name="restore-previous-champion", cache_policy=NO_CACHE)
-def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
+@stage("restore-previous-champion")
+def restore_previous(run: Run, model_id: str) -> Restored:
     """Put the champion before this one back; say which published version the nodes should run.
 
     The first champion has none before it: it steps down, the model has no champion, and the nodes
@@ -350,7 +388,7 @@ def restore_previous(run: Run, model_id: str) -> dict[str, Any]:
         return _restore(run, model_id)
 
 
-def _restore(run: Run, model_id: str) -> dict[str, Any]:
+def _restore(run: Run, model_id: str) -> Restored:
     began = time.monotonic()
     champion = run.registry.champion(model_id)
     if champion is None:
@@ -374,13 +412,13 @@ def _restore(run: Run, model_id: str) -> dict[str, Any]:
         registry_version = None
         run.registry.retract(model_id, champion.version)
         run.did("rollback", began, f"{model_id} has no champion; the nodes go back to v{version}")
-    return {
-        "model_id": model_id,
-        "version": version,
-        "url": url,
-        "registry_version": registry_version,
-        "stepped_down": champion.version,
-    }
+    return Restored(
+        model_id=model_id,
+        version=version,
+        url=url,
+        registry_version=registry_version,
+        stepped_down=champion.version,
+    )
 
 
 def lineage_of(

@@ -12,9 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from paceline.manifest import (
     IMPORT,
     UPLOAD,
@@ -31,9 +28,9 @@ from paceline.plan import origin_cap_bytes
 from paceline.registry import import_place, published_reference
 from paceline.relay import allowed_source
 from paceline.storage import is_remote, remote_model
-from paceline.tasks import artifacts
-from paceline.tasks.cancelling import noticed, stop_if_cancelled
-from paceline.tasks.run import Run, StageResult
+from paceline.tasks._support import artifacts, stages
+from paceline.tasks._support.cancelling import noticed, stop_if_cancelled
+from paceline.tasks._support.run import Run, StageResult
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +39,7 @@ LOG_S = 10.0
 STAGES = 2  # digest, upload
 
 
-@task(name="publish-given-base", cache_policy=NO_CACHE)
+@stages.stage("publish-given-base", retries=2)
 def publish_given_base(run: Run, model: str) -> StageResult:
     """Return the base that ``model`` names, once it is in the object store.
 
@@ -79,7 +76,7 @@ def publish_given_base(run: Run, model: str) -> StageResult:
     )
 
 
-@task(name="publish-directory", cache_policy=NO_CACHE)
+@stages.stage("publish-directory", retries=2)
 def publish_directory(run: Run, directory: str, model_id: str, version: str) -> StageResult:
     """Digest the model in ``directory`` and upload it with its manifest; the same bytes twice are
     uploaded once. Raises Conflict where the version already has other bytes, and Cancelled where
@@ -94,7 +91,7 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
 
 
-@task(name="import-model", cache_policy=NO_CACHE)
+@stages.stage("import-model")
 def import_remote(run: Run, url: str) -> StageResult:
     """Bring the model of a hub or a registry (``hf://…``, ``oci://…``) into the object store, at
     the revision that ``url`` names now; one that is there is not read again.
@@ -225,11 +222,11 @@ class _ShownProgress:
 
     def look(self, *, is_over: bool = False) -> None:
         """Show how far it is by now."""
-        stages = list(self._newest.items())
-        for number, (stage, moved) in enumerate(stages):
+        begun = list(self._newest.items())
+        for number, (stage, moved) in enumerate(begun):
             if stage in self._done:
                 continue
-            is_done = is_over or moved.is_over or number + 1 < len(stages)
+            is_done = is_over or moved.is_over or number + 1 < len(begun)
             text, share = self._format.said(moved, time.monotonic()), moved.share
             self._run.tell(stage, 1.0 if is_done else share, text, done=is_done)
             whole = share if stage == IMPORT else ((stage == UPLOAD) + share) / STAGES

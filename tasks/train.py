@@ -7,19 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from paceline.cluster import Node
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
-from paceline.schemas import RankEvent, TaskSize, TrainJob, TrainResult
-from paceline.tasks import artifacts, cancelling, sealed
-from paceline.tasks.figures import Figures, points_of, record_job, record_result
+from paceline.schemas import RankEvent, TaskSize, Trained, TrainJob, TrainResult
+from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
+from paceline.tasks._support.run import Run
+from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run, StageResult
 from paceline.text import shortened
 from paceline.training import (
     code_ref_task_size,
@@ -35,7 +33,7 @@ from paceline.training import (
 logger = logging.getLogger(__name__)
 
 
-@task(name="train", cache_policy=NO_CACHE)
+@stage("train")
 def train(
     run: Run,
     manifest: Manifest,
@@ -44,7 +42,7 @@ def train(
     own: Mapping[str, object],
     labels: str = "true",
     continue_from: str | None = None,
-) -> StageResult:
+) -> Trained:
     """Fine-tune ``manifest``'s model on ``snapshot`` as the profile says, but for the settings in
     ``own``. Resumes the newest healthy checkpoint where the same job was interrupted.
     ``continue_from`` is the id of a finished job to go on from, with the settings that it had but
@@ -90,9 +88,13 @@ def train(
     def work() -> dict[str, Any]:
         record_job(run.registry, run.mlflow_run, job)
         store_job(job, run.store)  # for a continuation
-        page = artifacts.Progress("training", f"{settings.steps} steps on {settings.ranks} ranks")
-        sending = Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show)
-        with run.fleet() as fleet, cancelling.noticed() as cancel, sending as figures:
+        said = f"{settings.steps} steps on {settings.ranks} ranks"
+        with (
+            artifacts.Progress("training", said) as page,
+            run.fleet() as fleet,
+            cancelling.noticed() as cancel,
+            Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
+        ):
             result = run_job(
                 job,
                 nodes,
@@ -108,7 +110,7 @@ def train(
         trained = result.model_dump(mode="json")
         return trained | {"training_digest": sealed.keep(run, result, "training")}
 
-    return run.stage(
+    trained = run.stage(
         "train",
         inputs,
         work,
@@ -121,6 +123,7 @@ def train(
             f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
         ),
     )
+    return Trained.model_validate(trained.output)
 
 
 def _as_it_was(profile: Profile, earlier: TrainJob) -> Profile:
@@ -217,6 +220,8 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
             fraction = event.step / max(steps, 1)
             loss = event.data.get("loss")
             shown = f", loss {loss:.3f}" if isinstance(loss, float) else ""
+            rate = event.data.get("tokens_per_second")
+            shown += f", {rate:,.0f} tokens/s" if isinstance(rate, float) else ""
             run.tell("train", fraction, f"step {event.step}/{steps}{shown}")
             figures.take(points_of(event), fraction)
             if early := event.data.get("stopped_early"):

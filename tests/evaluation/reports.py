@@ -47,7 +47,7 @@ def transformer(name: str, bits: float, **changes: Any) -> ModelScore:
 def passing(**changes: Any) -> EvaluationReport:
     """Return a report whose candidate passes; ``changes`` replace the candidate's fields."""
     gains = {"base": interval(-0.4), "champion": interval(-0.1), "ngram": interval(0.3)}
-    candidate = transformer("candidate", 2.4, **{"gain_over": gains} | changes)
+    candidate = transformer("candidate", 2.4, **{"difference_to": gains} | changes)
     ngram = ModelScore(name="ngram", kind="ngram", bits_per_byte=interval(2.1))
     return EvaluationReport(
         snapshot_digest=SNAPSHOT,

@@ -135,13 +135,13 @@ def test_a_candidate_that_learned_passes(judged: dict[str, EvaluationReport]) ->
     found = judged["taught"].score("candidate")
     assert found is not None
     assert found.dtype == "float32" and found.format == "safetensors"
-    assert found.gain_over["gzip"].value != 0
+    assert found.difference_to["gzip"].value != 0
 
 
 def test_zero_steps_are_refused(judged: dict[str, EvaluationReport]) -> None:
     found = judged["zero steps"].score("candidate")
     assert found is not None
-    assert found.gain_over["base"].high == 0.0  # the same bytes, scored once
+    assert found.difference_to["base"].high == 0.0  # the same bytes, scored once
     assert reasons(judged["zero steps"]) == [
         "better than base: got the same weights, wanted the whole interval below 0"
     ]
@@ -151,7 +151,7 @@ def test_zero_steps_are_refused(judged: dict[str, EvaluationReport]) -> None:
 def test_a_control_is_refused(judged: dict[str, EvaluationReport], control: str) -> None:
     found = judged[control].score("candidate")
     assert found is not None
-    assert found.gain_over["base"].low > 0, "it got worse, and the interval says so"
+    assert found.difference_to["base"].low > 0, "it got worse, and the interval says so"
     assert any(each.startswith("better than base") for each in reasons(judged[control]))
 
 
@@ -205,7 +205,7 @@ def test_a_report_reads_as_table_page_and_picture(
     report = judged["taught"]
     frame = as_frame(report)
     assert frame["bits_per_byte.value"].is_monotonic_increasing
-    assert frame.loc["candidate", "gain_over.base.high"] < 0
+    assert frame.loc["candidate", "difference_to.base.high"] < 0
     page = as_markdown(report)
     assert "| candidate − base |" in page and "better |" in page and "| worst document:" in page
     assert "not finite" in as_markdown(judged["not finite"])

@@ -74,7 +74,7 @@ def test_each_broken_constraint_refuses_alone(changes: dict[str, Any], refused: 
 )
 def test_better_than_the_base_means_the_whole_interval(gain: Interval | None, passes: bool) -> None:
     gains = {"champion": interval(-0.1)} | ({} if gain is None else {"base": gain})
-    assert refusals(passing(gain_over=gains)) == ([] if passes else ["better than base"])
+    assert refusals(passing(difference_to=gains)) == ([] if passes else ["better than base"])
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_better_than_the_base_means_the_whole_interval(gain: Interval | None, pa
 def test_no_regression_means_not_inferior(gain: Interval | None, passes: bool) -> None:
     gains = {"base": interval(-0.4)} | ({} if gain is None else {"champion": gain})
     wanted = [] if passes else ["no regression against champion"]
-    assert refusals(passing(gain_over=gains)) == wanted
+    assert refusals(passing(difference_to=gains)) == wanted
 
 
 @pytest.mark.parametrize("key", LINEAGE_KEYS)
@@ -154,7 +154,7 @@ def test_what_is_not_a_number_never_passes(bad: float, field: str) -> None:
     for name in ("base", "champion"):
         gains = {"base": interval(-0.4), "champion": interval(-0.1), name: broken}
         report = passing().model_copy(
-            update={"scores": (_rebuilt(gain_over=gains), *passing().scores[1:])}
+            update={"scores": (_rebuilt(difference_to=gains), *passing().scores[1:])}
         )
         assert len(refusals(report)) == 1
     report = passing().model_copy(

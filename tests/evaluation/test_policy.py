@@ -156,7 +156,7 @@ def test_a_slice_that_is_worse_refuses_alone() -> None:
 
 def test_margin_and_documents_are_the_policys() -> None:
     assert refused(Policy(**LOOSE, min_documents=41)) == ["held-out documents"]
-    report = passing(gain_over={"base": interval(-0.4), "champion": interval(0.1)})
+    report = passing(difference_to={"base": interval(-0.4), "champion": interval(0.1)})
     for margin, passes in ((0.01, False), (0.1, True)):
         policy = Policy(**LOOSE, max_regression=margin)
         assert decide(report, policy, champion="champion", lineage=LINEAGE).passed is passes
@@ -188,7 +188,7 @@ def test_tasks_are_bounded_from_below_and_may_not_get_worse() -> None:
             metric="acc",
             documents=50,
             scores={"candidate": interval(*own)},
-            gain_over={"champion": interval(*gain)},
+            difference_to={"champion": interval(*gain)},
         )
         return passing().model_copy(update={"tasks": (score,)})
 
@@ -207,6 +207,6 @@ def test_tasks_are_bounded_from_below_and_may_not_get_worse() -> None:
     assert failed(worse) == ["task t/acc no worse than champion"]
     assert failed(worse, max_task_regression=0.06) == []
     missing = better.model_copy(
-        update={"tasks": (better.tasks[0].model_copy(update={"gain_over": {}}),)}
+        update={"tasks": (better.tasks[0].model_copy(update={"difference_to": {}}),)}
     )
     assert failed(missing) == ["task t/acc no worse than champion"]

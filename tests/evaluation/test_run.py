@@ -88,7 +88,7 @@ def test_the_process_reports_on_models_from_disk_and_s3(
     candidate = report.score("candidate")
     assert candidate is not None
     assert candidate.weights_digest == weights_digest(tmp_path / "candidate")
-    assert set(candidate.gain_over) == {"base", "ngram", "gzip", "xz"}
+    assert set(candidate.difference_to) == {"base", "ngram", "gzip", "xz"}
     assert report.documents >= 2
     assert not list((tmp_path / "work").iterdir()), "scratch is gone"
 
@@ -189,5 +189,5 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
         second = EvaluationReport.model_validate(lines[-1]["data"])
         for before, after in zip(first.scores, second.scores, strict=True):
             assert after.bits_per_byte == before.bits_per_byte
-            assert after.gain_over == before.gain_over
+            assert after.difference_to == before.difference_to
         assert second.score("candidate") == first.score("candidate"), "latency too"

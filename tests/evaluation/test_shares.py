@@ -15,7 +15,7 @@ from paceline.errors import WorkerLost
 from paceline.evaluation import HeldOutDocument, score_share, score_transformer, share_of
 from paceline.models import config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationSpec, RecordedScore
-from paceline.tasks import scores, sealed
+from paceline.tasks._support import scores, sealed
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 RANDOM = np.random.default_rng(3)

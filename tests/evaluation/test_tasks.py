@@ -94,7 +94,7 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
         task, _, metric = name.partition("/")
         assert score.documents == 24
         assert score.scores["candidate"].value == pytest.approx(theirs[task][f"{metric},none"])
-        assert score.gain_over["base"].value == 0
+        assert score.difference_to["base"].value == 0
     assert 0 < ours["next_number/acc"].scores["candidate"].value < 1, "a figure that can differ"
 
 

@@ -97,4 +97,4 @@ def test_the_demo_beats_every_simple_baseline(tmp_path: Path) -> None:
     names = {each.name for each in summary.gate.checks if "excepts it" not in each.wanted}
     assert {f"better than {name}" for name in ("base", "ngram", "gzip", "xz")} <= names
     assert not [each for each in ended.answer["notes"] if "except_baselines" in each]
-    assert all(each.high < 0 for each in summary.evaluation.gain_over.values())
+    assert all(each.high < 0 for each in summary.evaluation.difference_to.values())

@@ -70,7 +70,7 @@ def test_the_candidate_is_better_and_the_gate_says_why(lifecycle: Ended) -> None
     summary = summary_of(lifecycle)
     assert {"candidate", "base", "gzip", "xz"} <= set(summary.evaluation.bits_per_byte)
     assert any("gram" in each for each in summary.evaluation.bits_per_byte)
-    assert summary.evaluation.gain_over["base"].high < 0
+    assert summary.evaluation.difference_to["base"].high < 0
     assert summary.gate.passed
     assert summary.training.final_loss is not None
     assert summary.training.first_loss is not None

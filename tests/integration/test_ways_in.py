@@ -142,9 +142,9 @@ def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
 @pytest.mark.nightly
 def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     program = (
-        "import json, sys\n"
+        "import sys\n"
         "from paceline.flows.lifecycle import run_lifecycle\n"
-        "print(json.dumps(run_lifecycle(state_dir=sys.argv[1])))\n"
+        "print(run_lifecycle(state_dir=sys.argv[1]).model_dump_json())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(stack.state_dir)],

@@ -60,6 +60,9 @@ def test_a_loss_is_read_back_bit_for_bit_and_the_last_of_a_step_counts(registry:
     registry.log_metrics(run, [MetricPoint("train.loss", 9.9, 3, at_ms=1)])
     registry.log_metrics(run, [MetricPoint("train.loss", v, s) for s, v in losses.items()])
     assert registry.history(run, "train.loss") == losses
+    assert registry.losses(run) == losses, "of a run of an older version, too"
+    registry.log_metrics(run, [MetricPoint(lineage.LOSS, 1.5, 1)])
+    assert registry.losses(run) == {1: 1.5}
 
 
 def test_a_runs_training_is_found_whole_and_an_unfinished_one_is_refused(

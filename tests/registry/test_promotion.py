@@ -118,6 +118,15 @@ def test_what_was_rolled_back_is_known_until_it_is_champion_again(registry: Regi
     assert not registry.was_rolled_back(story.model_id, digest_of_first)
 
 
+def test_what_a_failed_transaction_undid_may_be_promoted_again(registry: Registry) -> None:
+    story = Story(registry, 2)
+    story.promote("1")
+    story.promote("2")
+    registry.retract(story.model_id, "2", by_person=False)
+    assert story.aliases() == ("1", None)
+    assert not registry.was_rolled_back(story.model_id, story.evidence["2"].manifest_digest)
+
+
 def test_retracting_the_first_champion_leaves_none(registry: Registry) -> None:
     story = Story(registry, 1)
     story.promote("1")

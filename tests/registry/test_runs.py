@@ -12,7 +12,10 @@ import pytest
 from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.registry import MetricPoint, Registry, evaluation_metrics, gate_metrics
+from paceline.registry.lineage import training_params
+from paceline.schemas import EvaluationReport, digest_of
 from tests.registry.bundles import digest, make_evidence
+from tests.registry.test_finding import JOB
 
 pytestmark = pytest.mark.xdist_group("mlflow")  # one server
 QUICK = {"timeout_s": 2, "retries": 0}
@@ -52,13 +55,32 @@ def test_what_is_logged_can_be_read_back(registry: Registry, tmp_path: Path) -> 
     assert len(read.data.params) == 150
     assert (read.data.params["training.p1"], read.data.tags["now.training.p1"]) == ("1", "2")
     assert read.data.metrics["loss"] == pytest.approx(1 / 1500)
-    assert read.data.metrics["eval.candidate.bits_per_byte"] == 2.5
-    assert read.data.metrics["gate.passed"] == 1.0
+    assert read.data.metrics["eval/candidate/bits_per_byte"] == 2.5
+    assert read.data.metrics["gate/passed"] == 1.0
     assert read.info.status == "FINISHED"
     assert read.data.tags["paceline.code_version"] == "0.1"
     dataset = read.inputs.dataset_inputs[0]
     assert {tag.key: tag.value for tag in dataset.tags}["paceline.digest"] == digest("snapshot")
     assert registry.read_artifact(run, "evaluation/report.png") == b"png"
+
+
+def test_a_report_of_an_older_version_keeps_its_digest_and_its_differences() -> None:
+    better = {"value": -0.87, "low": -0.9, "high": -0.8}
+    fields = make_evidence("bytelm", "x").evaluation.model_dump(mode="json")
+    fields["scores"][0]["gain_over"] = {"base": better}
+    older = EvaluationReport.model_validate(fields)
+    assert digest_of(older) == digest_of(fields)
+    metrics = {each.key: each.value for each in evaluation_metrics(older)}
+    assert metrics["eval/candidate/difference_to/base"] == -0.87
+    fields["scores"][0]["difference_to"] = fields["scores"][0].pop("gain_over")
+    assert evaluation_metrics(EvaluationReport.model_validate(fields)) == evaluation_metrics(older)
+
+
+def test_each_setting_of_a_training_is_a_param_of_its_own() -> None:
+    params = training_params(JOB)
+    assert params["training.mesh.shard"] == "1"
+    assert params["training.guard.spares"] == "0"
+    assert not [each for each in params.values() if each.startswith("{")]
 
 
 def test_unknown_things_are_not_found(registry: Registry) -> None:

@@ -33,8 +33,9 @@ from paceline.schemas import (
     digest_of,
 )
 from paceline.storage import ObjectStore
-from paceline.tasks import promote, sealed, train
-from paceline.tasks.run import Run
+from paceline.tasks import promote, train
+from paceline.tasks._support import sealed
+from paceline.tasks._support.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
 from tests.support.shared import Rejected
@@ -113,13 +114,13 @@ def recorded(bucket: Bucket) -> tuple[Run, str, Evaluation]:
 
 def better(evaluation: Evaluation) -> Evaluation:
     """Return the evaluation that somebody would rather have had."""
-    report = passing(bits_per_byte=interval(0.5), gain_over={"base": interval(-3.0)})
+    report = passing(bits_per_byte=interval(0.5), difference_to={"base": interval(-3.0)})
     return evaluation.model_copy(update={"report": report})
 
 
 def test_a_recorded_report_is_found_with_the_training_it_judged() -> None:
     run, digest, evaluation = recorded(Bucket())
-    assert promote.recorded_evidence(run, digest) == (evaluation, trained())
+    assert promote.recorded_evidence(run, digest) == (digest, evaluation, trained())
 
 
 def test_a_report_that_nobody_recorded_is_refused() -> None:
@@ -327,7 +328,7 @@ def test_the_command_line_promotes_no_forged_report(
         if score["name"] == "candidate":
             score["bits_per_byte"] = {"value": 0.5, "low": 0.4, "high": 0.6}
             gain = {"value": -1.0, "low": -1.1, "high": -0.9}
-            score["gain_over"] = dict.fromkeys(score["gain_over"], gain)
+            score["difference_to"] = dict.fromkeys(score["difference_to"], gain)
 
     # edited by hand: what was recorded is judged
     error = refused(*rejected.promotion, "--report", written("edited.json", report))

@@ -19,7 +19,7 @@ from paceline.models import (
     weights_digest,
 )
 from paceline.schemas import EvaluationSpec, RecordedScore, canonical_json
-from paceline.tasks import scores, sealed
+from paceline.tasks._support import scores, sealed
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
 SCORE = RecordedScore(

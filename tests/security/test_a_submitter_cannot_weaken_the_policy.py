@@ -24,7 +24,8 @@ from paceline.config import (
 from paceline.errors import GateRefused, InvalidInput, InvalidProfile
 from paceline.flows.lifecycle import run_lifecycle
 from paceline.flows.promote import promote_model
-from paceline.schemas import FLOW_PARAMETERS, StartFlow
+from paceline.schemas import FLOW_PARAMETERS, StartFlow, digest_of
+from paceline.tasks._support import sealed
 from paceline.tasks.promote import recorded_evidence
 from tests.security.test_a_forged_report_is_refused import Bucket, recorded, run_of
 
@@ -90,6 +91,22 @@ def test_the_command_line_has_no_option_that_could_change_it(command: object, op
     ended = CliRunner().invoke(command, [*words, option, "gate.max_bits_per_byte=999"])  # type: ignore[arg-type]
     assert ended.exit_code == 2
     assert f"No such option '{option}'" in ended.output
+
+
+def test_an_evaluation_is_found_by_its_run_and_its_job_and_no_one_else_can_name_one() -> None:
+    bucket = Bucket()
+    run, digest, _ = recorded(bucket)
+    with pytest.raises(GateRefused, match="no evaluation of it was recorded"):
+        recorded_evidence(run, "job-1")
+    sealed.refer(run, "evaluation", digest, "job-1")
+    for named in ("job-1", run.run_id, digest):
+        assert recorded_evidence(run, named)[0] == digest
+    key = sealed.Reference(kind="evaluation", name="job-1", digest=digest).key
+    forged = sealed.Reference(kind="evaluation", name="job-1", digest="0" * 64)
+    other = run_of(bucket, "a token of scope deploy")
+    sealed._put(other, forged, "reference", key, digest_of(forged))
+    with pytest.raises(GateRefused, match="cannot be trusted"):
+        recorded_evidence(run, "job-1")
 
 
 def test_a_state_directory_of_ones_own_finds_no_recorded_evidence() -> None:

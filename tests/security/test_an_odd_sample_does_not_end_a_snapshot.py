@@ -17,8 +17,8 @@ from paceline.data import ShardCache, Snapshot, build_snapshot, load_snapshot, o
 from paceline.data.formats import LAYOUT, ShardSamples, read_columns, tar
 from paceline.errors import InvalidInput
 from paceline.storage import DiskStore
+from paceline.tasks._support.run import StageResult
 from paceline.tasks.prepare import build_data_snapshot
-from paceline.tasks.run import StageResult
 from tests.security.archives import ODD_MEMBERS, tar_of
 
 GOOD = 9

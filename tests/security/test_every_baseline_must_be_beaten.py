@@ -22,7 +22,7 @@ def report_with(**gains: Interval) -> EvaluationReport:
         ModelScore(name=name, kind="compressor", bits_per_byte=interval(2.7)) for name in gains
     ]
     over = {"base": interval(-0.4), "champion": interval(-0.1)} | gains
-    report = passing(gain_over=over)
+    report = passing(difference_to=over)
     kept = [each for each in report.scores if each.kind == "transformer"]
     return report.model_copy(update={"scores": (*kept, *scores)})
 

@@ -23,8 +23,8 @@ from paceline.relay import (
     fetch_allowed_manifest,
 )
 from paceline.storage import ObjectStore, is_within
+from paceline.tasks._support.run import Run
 from paceline.tasks.distribute import fetch_model_manifest
-from paceline.tasks.run import Run
 
 
 def a_runtime(state_dir: Path, *places: str, bucket: str = "own") -> Runtime:

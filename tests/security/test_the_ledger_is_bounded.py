@@ -262,7 +262,7 @@ def test_a_token_that_only_deploys_does_not_write_the_ledger(rest: Any) -> None:
 
 
 def scopes_of_flows(secrets: Any) -> frozenset[Scope]:
-    shown = [b"Bearer " + secrets.coordinator_token.encode()]  # what paceline.tasks.run shows
+    shown = [b"Bearer " + secrets.coordinator_token.encode()]  # what tasks/_support/run.py shows
     return Authenticator(secrets, TokenRegistry).recognise(shown, NOW).scopes
 
 

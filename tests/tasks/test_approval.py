@@ -12,8 +12,8 @@ from paceline.config import Profile
 from paceline.errors import AwaitingApproval, GateRefused, InvalidInput
 from paceline.registry import claim_digest
 from paceline.schemas import APPROVAL, APPROVAL_REQUEST, Approval, Evidence, StageRecord, digest_of
-from paceline.tasks import approval
-from paceline.tasks.run import Run
+from paceline.tasks._support import approval
+from paceline.tasks._support.run import Run
 from tests.registry.bundles import make_evidence
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 

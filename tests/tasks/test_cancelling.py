@@ -10,7 +10,7 @@ import pytest
 from prefect.client.schemas.objects import StateType
 
 from paceline.errors import Cancelled
-from paceline.tasks import cancelling
+from paceline.tasks._support import cancelling
 
 
 class FlowRun:

@@ -9,12 +9,12 @@ import pytest
 
 from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.registry import MetricPoint
-from paceline.tasks import figures
-from paceline.tasks.figures import Figures
+from paceline.tasks._support import figures
+from paceline.tasks._support.figures import Figures
 
 
 def points(count: int, first: int = 0) -> list[MetricPoint]:
-    return [MetricPoint("train.loss", 1.0, step) for step in range(first, first + count)]
+    return [MetricPoint("train/loss", 1.0, step) for step in range(first, first + count)]
 
 
 class Server:

@@ -13,7 +13,8 @@ from paceline.config import Profile
 from paceline.errors import Cancelled
 from paceline.manifest import MANIFEST_FILE, progress as account
 from paceline.storage import ObjectStore, join_url, uploads
-from paceline.tasks import artifacts, publish
+from paceline.tasks import publish
+from paceline.tasks._support import artifacts
 from paceline.tasks.publish import publish_directory
 from tests.support.rclone import RcloneS3
 

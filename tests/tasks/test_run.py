@@ -21,11 +21,12 @@ from paceline.schemas import (
     RankEvent,
     StageRecord,
 )
-from paceline.tasks import deployment, run, train
-from paceline.tasks.figures import Figures
-from paceline.tasks.lineage import recorded
+from paceline.tasks import train
+from paceline.tasks._support import deployment, run
+from paceline.tasks._support.figures import Figures
+from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.run import Run
 from paceline.tasks.promote import next_version
-from paceline.tasks.run import Run
 
 RUN_ID = "run-20261120-153600-9f3a1c"
 DIGEST = "a" * 64
@@ -218,9 +219,9 @@ def test_the_end_of_a_run_is_recorded_for_what_it_was(
     opened: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException | None, status: str
 ) -> None:
     closed: list[str] = []
-    monkeypatch.setattr("paceline.tasks.lineage._open", lambda *_: None)
+    monkeypatch.setattr("paceline.tasks._support.lineage._open", lambda *_: None)
     monkeypatch.setattr(
-        "paceline.tasks.lineage._close", lambda _run, status, _why: closed.append(status)
+        "paceline.tasks._support.lineage._close", lambda _run, status, _why: closed.append(status)
     )
     expected = nullcontext() if error is None else pytest.raises(type(error))
     with expected, recorded(opened, "outer"), recorded(opened, "inner"):
@@ -235,8 +236,8 @@ def test_what_went_wrong_is_told_even_where_mlflow_is_away(
     def away(*_: object) -> None:
         raise ServiceUnavailable("MLflow does not answer")
 
-    monkeypatch.setattr("paceline.tasks.lineage._open", lambda *_: None)
-    monkeypatch.setattr("paceline.tasks.lineage._close", away)
+    monkeypatch.setattr("paceline.tasks._support.lineage._open", lambda *_: None)
+    monkeypatch.setattr("paceline.tasks._support.lineage._close", away)
     with pytest.raises(GateRefused), recorded(opened, "outer"):
         raise GateRefused("no")
 

@@ -10,7 +10,7 @@ from paceline.cluster import Machine, Node
 from paceline.config import LoraSettings, TrainingSettings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.schemas import Accelerator, Labels, RankEvent
-from paceline.tasks.figures import Figures
+from paceline.tasks._support.figures import Figures
 from paceline.tasks.train import (
     _follow,
     alerts_of,

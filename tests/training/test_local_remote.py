@@ -158,7 +158,7 @@ def test_another_machine_goes_on_from_s3_in_the_same_mlflow_run(
     registry = Registry(uri)
     run = registry.find_run(first.run_id)
     assert {log.run_id} == {run}
-    losses = registry.history(run, "train.loss")
+    losses = registry.history(run, "train/loss")
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses[STEPS] == heard.losses[-1]
     found = registry.call("get_run", run)
@@ -255,7 +255,7 @@ def test_an_mlflow_that_is_away_is_told_and_catches_up(job: TrainJob, uri: str) 
         log(step(4))
         raise KeyboardInterrupt
     assert told[0].endswith("was sent 4 steps it had missed")
-    losses = away.history(log.run_id, "train.loss")
+    losses = away.history(log.run_id, "train/loss")
     assert losses == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25, 5: 0.2}
     assert away.call("get_run", log.run_id).info.status == "KILLED"
 

@@ -98,7 +98,7 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
     from prefect.logging.handlers import APILogHandler
 
     from paceline.flows.lifecycle import run_lifecycle
-    from paceline.tasks.run import listening
+    from paceline.tasks._support.run import listening
 
     source = None if data is None else str(data.absolute())
     run_id = _unfinished(runtime.state_dir, source) or new_run_id()
@@ -110,8 +110,7 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
         # Prefect sends its log in batches; once its server has stopped it would retry for a minute.
         APILogHandler().flush()
     _mark(runtime.state_dir, run_id=run_id, data=source, finished=True)
-    assert isinstance(summary, dict)
-    return summary
+    return summary.model_dump(mode="json")
 
 
 def _unfinished(state_dir: Path, data: str | None) -> str | None:
@@ -152,7 +151,7 @@ def _report(runtime: Runtime, answer: dict[str, Any], as_json: bool, keep: bool)
     from rich.console import Console
     from rich.markdown import Markdown
 
-    from paceline.tasks.summary import as_markdown
+    from paceline.tasks._support.summary import as_markdown
 
     summary = RunSummary.model_validate(answer)
     console = Console()

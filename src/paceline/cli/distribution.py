@@ -31,7 +31,7 @@ from paceline.cli.progress import StageBars
 from paceline.config import Profile, Runtime, default_state_dir, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
 from paceline.manifest import ProgressFormatter, PublishProgress
-from paceline.tasks.run import StageUpdate
+from paceline.tasks._support.run import StageUpdate
 
 if TYPE_CHECKING:
     from paceline.schemas import Distribution, PieceHash

@@ -30,6 +30,8 @@ from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
+    JOB_ID,
+    RUN_ID,
     SHA256_HEX,
     Approval,
     ApprovalRequest,
@@ -72,7 +74,7 @@ class FlowCall:
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         require_inputs(runtime, self.run_id, parameters)
         point_prefect_at(runtime)  # before Prefect is imported
-        from paceline.tasks.run import Run, listening
+        from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
@@ -86,7 +88,8 @@ class FlowCall:
                         bars.say(left_behind(run.coordinator, deployment_id, cancels=cancels))
                 raise
         notes = list(run.summary.notes)
-        answer = {"status": "complete", "run_id": run.run_id, "notes": notes} | result
+        answer = {"status": "complete", "run_id": run.run_id, "notes": notes}
+        answer |= result.model_dump(mode="json")
         show(answer, self.as_json, *(f"! {note}" for note in notes), f"done: run {run.run_id}")
         return 0
 
@@ -239,14 +242,14 @@ def _placed(name: str) -> str:
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
-TRAINED = "JSON of `paceline train --json`, or the training_digest in it."
-REPORT = "JSON of `paceline evaluate --json`, or the report_digest in it."
+TRAINED = "The training: id of its run or job, JSON of `paceline train --json`, or its digest."
+REPORT = "The evaluation: id of its run or job, JSON of `paceline evaluate --json`, or its digest."
 
 
 @click.command()
 @model_argument
 @click.option("--base", "base_version", required=True, help="Version the candidate started from.")
-@click.option("--trained", metavar="FILE|DIGEST", required=True, help=TRAINED)
+@click.option("--trained", metavar="RUN|JOB|FILE", required=True, help=TRAINED)
 @click.option("--snapshot", required=True, help="URL of the data snapshot.")
 @flow_options
 def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, snapshot: str) -> int:
@@ -266,9 +269,9 @@ def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, sna
 
 @click.command()
 @model_argument
-@click.option("--report", metavar="FILE|DIGEST", required=True, help=REPORT)
+@click.option("--report", metavar="RUN|JOB|FILE", required=True, help=REPORT)
 @click.option("--base", "base_version", help="Refuse a report about another base version.")
-@click.option("--trained", metavar="FILE|DIGEST", help="Refuse a report about another training.")
+@click.option("--trained", metavar="RUN|JOB|FILE", help="Refuse a report about another training.")
 @click.option("--snapshot", help="Refuse a report about another data snapshot (its URL).")
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
 @flow_options
@@ -387,8 +390,9 @@ def rollback(call: FlowCall, what: str, deadline: float) -> int:
 
 
 def _digest_of(given: str, field: str, command: str) -> str:
-    """Return ``given`` where it is a digest, else ``field`` of the JSON file with that name."""
-    if re.fullmatch(SHA256_HEX, given):
+    """Return ``given`` where it is a digest or the id of a run or a job, else ``field`` of the JSON
+    file with that name."""
+    if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", given) and not Path(given).exists():
         return given
     try:
         with click.open_file(given) as file:

@@ -94,8 +94,8 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
         found = pages(runtime)
     if run_id:
         point_prefect_at(runtime)
-        from paceline.tasks.lineage import links
-        from paceline.tasks.run import Run
+        from paceline.tasks._support.lineage import links
+        from paceline.tasks._support.run import Run
 
         run = Run.open(runtime.state_dir, run_id)
         run.registry.find_run(run_id)  # raises NotFound: `where` must not create a run

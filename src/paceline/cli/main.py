@@ -189,6 +189,9 @@ def _translated(error: Exception) -> PacelineError:
             where=os.environ.get("PREFECT_API_URL"),
             do="Start it where it runs; `paceline up` starts an embedded installation's.",
         )
+    if type(error).__name__ == "ParameterTypeError":  # Prefect's: of the flow's own schema
+        lines = [line.strip() for line in str(error).splitlines() if line.strip().startswith("- ")]
+        return InvalidInput("a parameter is not acceptable", got="; ".join(lines)[:500] or first)
     sys.stderr.write(indented("".join(traceback.format_exception(error)).rstrip()) + "\n")
     return PacelineError(
         "unexpected error",

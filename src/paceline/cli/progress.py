@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from paceline.tasks.run import StageUpdate
+    from paceline.tasks._support.run import StageUpdate
 
 LINE_EVERY_S = 5.0
 

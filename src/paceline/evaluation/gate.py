@@ -143,7 +143,7 @@ def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[Ga
         checks.append(_at_least(f"task {name}, lower end", own.low if own else None, least))
     margin = policy.max_task_regression
     for name, each in found.items():
-        gain = each.gain_over.get(other)
+        gain = each.differences.get(other)
         got = MISSING if gain is None else f"{gain.value:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
         passed = gain is not None and _sound(gain) and gain.high >= -margin
         wanted = f"an interval that reaches {-margin:g}"
@@ -160,7 +160,7 @@ def _evaluated(report: EvaluationReport, candidate: ModelScore | None) -> GateCh
 
 def _better_than(name: str, report: EvaluationReport, candidate: ModelScore | None) -> GateCheck:
     title, wanted = f"better than {name}", BELOW_ZERO
-    gain = candidate.gain_over.get(name) if candidate else None
+    gain = candidate.differences.get(name) if candidate else None
     other = report.score(name)
     if candidate is None or gain is None or other is None:
         return _check(title, False, report.failures.get(name, MISSING), wanted)
@@ -213,7 +213,7 @@ def _no_regression(
     name: str, report: EvaluationReport, candidate: ModelScore | None, share: float
 ) -> GateCheck:
     title = f"no regression against {name}"
-    gain = candidate.gain_over.get(name) if candidate else None
+    gain = candidate.differences.get(name) if candidate else None
     other = report.score(name)
     if gain is None or other is None or not _sound(other.bits_per_byte):
         got = report.failures.get(name, MISSING)

@@ -7,7 +7,8 @@ or transformers, whose layout the directory has.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -82,3 +83,26 @@ def _stops(model: TextModel) -> set[int]:
     named = read_json(path).get("eos_token_id") if path.is_file() else None
     ids = named if isinstance(named, list) else [named]
     return {model.separator, *(each for each in ids if isinstance(each, int))}
+
+
+class PyfuncModel:
+    """A published model as ``mlflow.pyfunc.load_model`` returns it."""
+
+    def __init__(self, model: TextModel) -> None:
+        self.model = model
+
+    def predict(self, model_input: Any, params: dict[str, Any] | None = None) -> list[str]:
+        """Return what the model adds to each prompt: a text, texts, or a table's first column.
+
+        ``params`` are ``max_tokens`` (default 64), ``temperature``, ``seed`` and ``chat``.
+        """
+        if hasattr(model_input, "iloc"):
+            model_input = model_input.iloc[:, 0]
+        prompts = [model_input] if isinstance(model_input, str) else list(model_input)
+        given: dict[str, Any] = {"max_tokens": 64} | (params or {})
+        return ["".join(generate(self.model, str(each), **given)) for each in prompts]
+
+
+def _load_pyfunc(path: str) -> PyfuncModel:
+    """Return the model in the directory that MLflow has downloaded (MLflow calls this by name)."""
+    return PyfuncModel(TextModel.open(Path(path)))

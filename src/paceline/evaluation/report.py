@@ -119,7 +119,7 @@ def _gains(report: EvaluationReport) -> list[str]:
         f"| {_cell(score.name)} − {_cell(other)} | {gain.value:+.4f} | "
         f"{gain.low:+.4f} to {gain.high:+.4f} | {_verdict(gain)} |"
         for score in report.scores
-        for other, gain in score.gain_over.items()
+        for other, gain in score.differences.items()
         if score.name == "candidate"
     ]
     head = ["", "| difference in bits per byte | value | interval | |", "|---|---:|---:|---|"]

@@ -217,7 +217,7 @@ def _scores(
                 name=name,
                 kind=each.kind,
                 bits_per_byte=resampler.ratio(each.bits),
-                gain_over={
+                difference_to={
                     other: resampler.ratio(each.bits - its.bits)
                     for other, its in scored.items()
                     if other != name and each.kind == "transformer"

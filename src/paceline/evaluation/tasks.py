@@ -160,7 +160,7 @@ def _task_score(
         metric=metric,
         documents=count,
         scores={name: resampler.ratio(each) for name, each in figures.items()},
-        gain_over=gains,
+        difference_to=gains,
     )
 
 

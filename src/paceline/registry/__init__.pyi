@@ -1,4 +1,5 @@
 from .lineage import (
+    MLMODEL_FILE as MLMODEL_FILE,
     TAG_APPROVAL as TAG_APPROVAL,
     TAG_MANIFEST as TAG_MANIFEST,
     MetricPoint as MetricPoint,
@@ -8,6 +9,8 @@ from .lineage import (
     evaluation_metrics as evaluation_metrics,
     evidence_path as evidence_path,
     gate_metrics as gate_metrics,
+    mlmodel as mlmodel,
+    page_tags as page_tags,
 )
 from .registry import Registry as Registry
 from .runs import RunStatus as RunStatus

@@ -7,6 +7,9 @@ manifest digest → version (tag) → evidence → evaluation, training job, cod
 
 from __future__ import annotations
 
+import json
+import platform
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,6 +28,7 @@ from paceline.schemas import (
 CHAMPION, CANDIDATE, PREVIOUS = "champion", "candidate", "previous"
 
 TAG_RUN_ID = "paceline.run_id"  # on runs and versions
+TAG_VERSION = "paceline.version"  # as published; MLflow numbers its versions by itself
 TAG_MANIFEST = "paceline.manifest_digest"
 TAG_WEIGHTS = "paceline.weights_digest"
 TAG_SNAPSHOT = "paceline.snapshot_digest"
@@ -45,10 +49,24 @@ TAG_CLAIM = "paceline.claim_digest"  # the evidence without its approver; identi
 TAG_PROMOTED_OVER = "paceline.promoted_over"  # the previous champion; "" for the first one
 TAG_ROLLED_BACK = "paceline.rolled_back"
 
+NOTE = (
+    "Lower is better: `…/loss`, `…/bits_per_byte` and `…/difference_to/OTHER`, the paired "
+    "difference of this model's bits per byte to another's (negative: this model is better). "
+    "Higher is better: tasks (`eval/MODEL/TASK/METRIC`) and `…/tokens_per_second`."
+)
+LOADER = "paceline.evaluation.generation"  # has MLflow's _load_pyfunc
+MLMODEL_FILE = "MLmodel"
+EXPERIMENT_TAGS = {
+    "mlflow.note.content": "Runs of Paceline: one for each lifecycle, training, evaluation or "
+    "distribution of this model. `paceline where RUN` prints the other pages of a run.",
+    "mlflow.experimentKind": "custom_model_development",
+}
+
 EVIDENCE_DIRECTORY = "evidence"
 JOB_FILE = "training/job.json"  # the whole job, for `paceline reproduce`
 RESULT_FILE = "training/result.json"
-LOSS = "train.loss"  # of each step
+LOSS = "train/loss"  # of each step
+LOSS_BEFORE = "train.loss"  # its name in runs of older versions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,8 +84,8 @@ class RegisteredVersion:
 
     @property
     def published_version(self) -> str:
-        """Return the name under which the bytes were published, e.g. ``v2``."""
-        return self.source_url.rstrip("/").rsplit("/", 1)[-1]
+        """Return the version under which the bytes were published."""
+        return published_version(self.source_url)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +113,11 @@ def registered_name(model_id: str) -> str:
     return model_id.replace("/", "--")
 
 
+def published_version(source_url: str) -> str:
+    """Return the version under which the bytes at ``source_url`` were published."""
+    return source_url.rstrip("/").rsplit("/", 1)[-1]
+
+
 def claim_digest(evidence: Evidence) -> str:
     """Return the digest of ``evidence`` without the approver, who may sign later."""
     return digest_of(evidence.model_copy(update={"approver": None, "approval": None}))
@@ -105,10 +128,11 @@ def evidence_path(digest: str) -> str:
     return f"{EVIDENCE_DIRECTORY}/{digest}.json"
 
 
-def version_tags(evidence: Evidence) -> dict[str, str]:
+def version_tags(evidence: Evidence, source_url: str) -> dict[str, str]:
     """Return the tags that bind a registered version to its evidence."""
     return {
         TAG_RUN_ID: evidence.run_id,
+        TAG_VERSION: published_version(source_url),
         TAG_MANIFEST: evidence.manifest_digest,
         TAG_WEIGHTS: evidence.weights_digest,
         TAG_SNAPSHOT: evidence.snapshot_digest,
@@ -146,8 +170,49 @@ def training_params(job: TrainJob) -> dict[str, str]:
         "labels": job.labels,
         "deterministic": job.deterministic,
     }
-    settings = {f"training.{key}": value for key, value in job.settings.model_dump().items()}
+    settings = _flat("training", job.settings.model_dump())
     return {key: str(value) for key, value in (identity | settings).items()}
+
+
+def _flat(prefix: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """Return ``settings`` by their dotted keys, as a profile names them."""
+    found: dict[str, object] = {}
+    for key, value in settings.items():
+        inner = value if isinstance(value, Mapping) and value else None
+        found |= {f"{prefix}.{key}": value} if inner is None else _flat(f"{prefix}.{key}", inner)
+    return found
+
+
+def page_tags(source: str, code_version: str) -> dict[str, str]:
+    """Return what MLflow's page of a run shows: where it came from, and how to read its metrics."""
+    tags = {"mlflow.source.name": source, "mlflow.source.type": "JOB", "mlflow.note.content": NOTE}
+    commit = re.search(r"commit ([0-9a-f]+)", code_version)
+    return tags | ({"mlflow.source.git.commit": commit[1]} if commit else {})
+
+
+def mlmodel(model_id: str, source_url: str, manifest_digest: str) -> bytes:
+    """Return the MLmodel file with which MLflow loads the bytes at ``source_url`` itself. It lies
+    beside the manifest: nodes do not receive it, and the version's digest does not change."""
+    flavor = {"loader_module": LOADER, "python_version": platform.python_version()}
+    fields = {
+        "flavors": {"python_function": flavor},
+        "metadata": {
+            "model_id": model_id,
+            "version": published_version(source_url),
+            "manifest_digest": manifest_digest,
+        },
+    }
+    return json.dumps(fields, indent=2).encode()  # which is YAML, too
+
+
+def version_description(model_id: str, source_url: str) -> str:
+    """Return the description of a registered version: its number in MLflow is not Paceline's."""
+    return (
+        f"{model_id} v{published_version(source_url)}, published at {source_url} (tag "
+        f"{TAG_VERSION}; MLflow's number of this version is its own). "
+        "`mlflow.pyfunc.load_model` loads it from there, with AWS's credentials and "
+        "MLFLOW_S3_ENDPOINT_URL."
+    )
 
 
 def training_tags(
@@ -168,52 +233,52 @@ def training_tags(
 def training_metrics(result: TrainResult) -> list[MetricPoint]:
     """Return the metrics that are logged when training ends, at its last step."""
     values: dict[str, float | None] = {
-        "train.first_loss": result.first_loss,
-        "train.final_loss": result.final_loss,
-        "train.tokens_per_second": result.tokens_per_second,
-        "train.data_wait_share": result.data_wait_share,
-        "train.checkpoint_stall_share": result.checkpoint_stall_share,
-        "train.restarts": len(result.restarts),
-        "train.lost_steps": sum(each.lost_steps for each in result.restarts),
-        "train.seconds": result.seconds,
+        "train/first_loss": result.first_loss,
+        "train/final_loss": result.final_loss,
+        "train/tokens_per_second": result.tokens_per_second,
+        "train/data_wait_share": result.data_wait_share,
+        "train/checkpoint_stall_share": result.checkpoint_stall_share,
+        "train/restarts": len(result.restarts),
+        "train/lost_steps": sum(each.lost_steps for each in result.restarts),
+        "train/seconds": result.seconds,
     }
     if result.ledger is not None:
         accounts = result.ledger.model_dump()
-        values["train.goodput"] = accounts.pop("goodput")
-        values |= {f"train.time.{name}": seconds for name, seconds in accounts.items()}
+        values["train/goodput"] = accounts.pop("goodput")
+        values |= {f"train/time.{name}": seconds for name, seconds in accounts.items()}
     return _points(values, step=result.steps)
 
 
 def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
     """Return each model's metrics, with the ends of their confidence intervals."""
     values: dict[str, float | None] = {
-        "eval.documents": report.documents,
-        "eval.bytes": report.bytes,
-        "eval.seconds": report.seconds,
+        "eval/documents": report.documents,
+        "eval/bytes": report.bytes,
+        "eval/seconds": report.seconds,
     }
     for score in report.scores:
-        prefix = f"eval.{score.name}"
-        values[f"{prefix}.bits_per_byte"] = score.bits_per_byte.value
-        values[f"{prefix}.bits_per_byte.low"] = score.bits_per_byte.low
-        values[f"{prefix}.bits_per_byte.high"] = score.bits_per_byte.high
-        values[f"{prefix}.latency_ms"] = score.latency_ms
-        values[f"{prefix}.model_bytes"] = score.model_bytes
+        prefix = f"eval/{score.name}"
+        values[f"{prefix}/bits_per_byte"] = score.bits_per_byte.value
+        values[f"{prefix}/bits_per_byte_low"] = score.bits_per_byte.low
+        values[f"{prefix}/bits_per_byte_high"] = score.bits_per_byte.high
+        values[f"{prefix}/latency_ms"] = score.latency_ms
+        values[f"{prefix}/model_bytes"] = score.model_bytes
         if score.serving is not None:
-            values[f"{prefix}.decode_ms_per_token"] = score.serving.decode_ms_per_token
-            values[f"{prefix}.peak_memory_bytes"] = score.serving.peak_memory_bytes
-        for other, gain in score.gain_over.items():
-            values[f"{prefix}.gain_over.{other}"] = gain.value
+            values[f"{prefix}/decode_ms_per_token"] = score.serving.decode_ms_per_token
+            values[f"{prefix}/peak_memory_bytes"] = score.serving.peak_memory_bytes
+        for other, found in score.differences.items():
+            values[f"{prefix}/difference_to/{other}"] = found.value
     for task in report.tasks:
         for name, figure in task.scores.items():
             metric = task.metric.replace(",", "_")  # not a character of MLflow's names
-            values[f"eval.{name}.{task.task}.{metric}"] = figure.value
+            values[f"eval/{name}/{task.task}/{metric}"] = figure.value
     return _points(values, step=0)
 
 
 def gate_metrics(decision: GateDecision) -> list[MetricPoint]:
     """Return the gate's outcome: 1 passed, 0 refused, and the number of failed checks."""
     failed = sum(1 for check in decision.checks if not check.passed)
-    return _points({"gate.passed": float(decision.passed), "gate.failed_checks": failed}, step=0)
+    return _points({"gate/passed": float(decision.passed), "gate/failed_checks": failed}, step=0)
 
 
 def run_tags(run_id: str, extra: Mapping[str, str] | None = None) -> dict[str, str]:

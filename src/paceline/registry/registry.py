@@ -10,6 +10,7 @@ are detected by reading the aliases back, not prevented; the flows hold a lock f
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,12 +49,15 @@ class Registry(RunLog):
         version = self._find_by_tag(model_id, lineage.TAG_CLAIM, claim)
         if version is None:
             self._store_evidence(mlflow_run_id, evidence)
-            created = self._of(
+            tags = lineage.version_tags(evidence, source_url)
+            created = self.call(
                 "create_model_version",
-                model_id,
+                lineage.registered_name(model_id),
                 source_url,
                 run_id=mlflow_run_id,
-                tags=lineage.version_tags(evidence),
+                model_id=self._logged_model(model_id, mlflow_run_id, tags),
+                tags=tags,
+                description=lineage.version_description(model_id, source_url),
                 await_creation_for=0,  # nothing is copied, so there is nothing to wait for
             )
             # A retried request may have created two; every caller uses the older one.
@@ -185,25 +189,31 @@ class Registry(RunLog):
         """Return whether ``version`` replaced a champion that ``rollback`` can restore."""
         return self._promoted_over(model_id, version) is not None
 
-    def retract(self, model_id: str, version: str) -> None:
-        """Undo the promotion of ``version``, also an incomplete one; for a transaction's rollback.
+    def retract(self, model_id: str, version: str, *, by_person: bool = True) -> None:
+        """Undo the promotion of ``version``, also an incomplete one.
 
-        Unlike ``rollback`` it leaves a model without a champion if there was none before.
+        Unlike ``rollback`` it leaves a model without a champion if there was none before. With
+        ``by_person`` False (a transaction that failed) the version gets no mark of a rollback, so
+        that the same promotion may be run again.
         """
         number = self._alias(model_id, CHAMPION)
         if number == version:
             over = self._promoted_over(model_id, version)
             if over is not None:
-                self._restore_champion(model_id, version, over)
+                self._restore_champion(model_id, version, over, by_person=by_person)
                 return
-            self._tag(model_id, version, lineage.TAG_ROLLED_BACK, "true")
+            if by_person:
+                self._tag(model_id, version, lineage.TAG_ROLLED_BACK, "true")
             self._set_alias(model_id, CHAMPION, None)
         elif number is not None and self._alias(model_id, PREVIOUS) == number:
             self._set_alias(model_id, PREVIOUS, self._promoted_over(model_id, number))
 
-    def _restore_champion(self, model_id: str, number: str, over: str) -> Promotion:
+    def _restore_champion(
+        self, model_id: str, number: str, over: str, *, by_person: bool = True
+    ) -> Promotion:
         restored = self._trusted(model_id, over)
-        self._tag(model_id, number, lineage.TAG_ROLLED_BACK, "true")
+        if by_person:
+            self._tag(model_id, number, lineage.TAG_ROLLED_BACK, "true")
         # The champion alias moves first. If killed here, `previous` names the champion itself; the
         # next call detects that as `interrupted` and repairs it.
         self._set_alias(model_id, CHAMPION, over)
@@ -302,6 +312,28 @@ class Registry(RunLog):
 
     def _of(self, method: str, model_id: str, *args: Any, **more: Any) -> Any:
         return self.call(method, lineage.registered_name(model_id), *args, **more)
+
+    def _logged_model(self, model_id: str, mlflow_run_id: str, tags: dict[str, str]) -> str:
+        """Return the id of the run's LoggedModel, which MLflow's pages of runs and models show."""
+        from mlflow.entities import LoggedModelOutput
+
+        experiment = self.call("get_run", mlflow_run_id).info.experiment_id
+        wanted = f"tags.`{lineage.TAG_CLAIM}` = '{tags[lineage.TAG_CLAIM]}'"
+        known = self.call("search_logged_models", [experiment], wanted, max_results=1)
+        if known:
+            return str(known[0].model_id)
+        name = f"{lineage.registered_name(model_id)}-v{tags[lineage.TAG_VERSION]}"
+        made = self.call(
+            "create_logged_model",
+            experiment,
+            name=re.sub(r"[^\w-]", "-", name),  # MLflow's names of these have no dots
+            source_run_id=mlflow_run_id,
+            tags=tags,
+            model_type="language model",
+        )
+        self.call("log_outputs", mlflow_run_id, [LoggedModelOutput(made.model_id, 0)])
+        self.call("finalize_logged_model", made.model_id, "READY")
+        return str(made.model_id)
 
     def _ensure_model(self, model_id: str) -> None:
         try:

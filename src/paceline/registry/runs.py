@@ -8,6 +8,7 @@ or gates.
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 import time
@@ -26,7 +27,14 @@ from paceline.errors import (
     PacelineError,
     ServiceUnavailable,
 )
-from paceline.registry.lineage import TAG_RUN_ID, MetricPoint, run_tags
+from paceline.registry.lineage import (
+    EXPERIMENT_TAGS,
+    LOSS,
+    LOSS_BEFORE,
+    TAG_RUN_ID,
+    MetricPoint,
+    run_tags,
+)
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -159,6 +167,10 @@ class RunLog:
         ordered = sorted(points, key=lambda each: each.timestamp)  # stable: ties stay in order
         return {int(each.step): float(each.value) for each in ordered}
 
+    def losses(self, mlflow_run_id: str) -> dict[int, float]:
+        """Return the loss by step, also of a run of an older version."""
+        return self.history(mlflow_run_id, LOSS) or self.history(mlflow_run_id, LOSS_BEFORE)
+
     def log_params(self, mlflow_run_id: str, params: Mapping[str, object]) -> None:
         """Log ``params``; a repeated value is accepted.
 
@@ -203,7 +215,10 @@ class RunLog:
         from mlflow.entities import Dataset, DatasetInput, InputTag
 
         dataset = Dataset(
-            name=name, digest=digest[:_DATASET_DIGEST_CHARACTERS], source_type="s3", source=url
+            name=name,
+            digest=digest[:_DATASET_DIGEST_CHARACTERS],
+            source_type="s3",
+            source=json.dumps({"uri": url}),  # as MLflow's own datasets; its page shows it
         )
         tags = [InputTag("mlflow.data.context", context), InputTag("paceline.digest", digest)]
         self.call("log_inputs", mlflow_run_id, [DatasetInput(dataset, tags)])
@@ -225,7 +240,7 @@ class RunLog:
         experiment = self.call("get_experiment_by_name", name)
         if experiment is None:
             try:
-                return str(self.call("create_experiment", name))
+                return str(self.call("create_experiment", name, tags=EXPERIMENT_TAGS))
             except Conflict:  # another process was faster
                 experiment = self.call("get_experiment_by_name", name)
         return str(experiment.experiment_id)

@@ -19,6 +19,7 @@ from .access import (
 from .base import (
     COUNT_MAX as COUNT_MAX,
     EPOCH_HEADER as EPOCH_HEADER,
+    JOB_ID as JOB_ID,
     LEADER_HEADER as LEADER_HEADER,
     MODEL_ID as MODEL_ID,
     NAME as NAME,
@@ -90,6 +91,7 @@ from .command_results import (
     EvaluationFigures as EvaluationFigures,
     InstallationStatus as InstallationStatus,
     ModelFigures as ModelFigures,
+    Movement as Movement,
     PlanRow as PlanRow,
     PlanTable as PlanTable,
     Published as Published,

@@ -111,6 +111,7 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(canonical_json(value)).hexdigest()
 
 
+JOB_ID = r"^job-[A-Za-z0-9._-]{1,120}$"  # of a training job
 RUN_ID = r"^run-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}$"
 
 

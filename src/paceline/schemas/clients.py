@@ -32,6 +32,7 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "steps",
             "ranks",
             "learning_rate",
+            "mesh",
             "settings",
         }
     ),

@@ -22,14 +22,13 @@ class StageLine(Record):
     already_done: bool  # found in the ledger: not run again
 
 
-class DistributionSummary(Record):
-    """Distribution of one version to its targets."""
+class Movement(Record):
+    """What a relay moved."""
 
     deployment_id: str
     topology: str
     epoch: int  # 1: never re-planned
     workers: int  # complete, with a receipt
-    verified: int  # workers that read every byte of their copy again
     seconds: float  # accepted plan to last verified rename
     predicted_seconds: float
     bound_seconds: float
@@ -40,9 +39,15 @@ class DistributionSummary(Record):
     pieces_reused: int
     bytes_reused: int
     cross_rack_bytes: int
-    already_done: bool
     slow: tuple[str, ...] = ()  # workers at the tail of the line at the end
     quarantined: tuple[str, ...] = ()
+
+
+class DistributionSummary(Movement):
+    """Distribution of one version to its targets."""
+
+    verified: int  # workers that read every byte of their copy again
+    already_done: bool
 
 
 class ModelFigures(Record):
@@ -76,7 +81,7 @@ class EvaluationFigures(Record):
     documents: int
     bytes: int
     bits_per_byte: dict[str, Interval]  # candidate, base, champion, n-gram model, compressors
-    gain_over: dict[str, Interval]  # candidate minus the named model, paired; negative is better
+    difference_to: dict[str, Interval]  # paired: candidate minus the other; lower is better
 
 
 class RegistryFigures(Record):

@@ -246,13 +246,26 @@ class Serving(Record):
     peak_memory_bytes: int | None  # of the whole process; None: the kernel does not report it
 
 
-class ModelScore(Record):
-    """Scores of one model on the held-out split."""
+class _Compared(Record):
+    """Paired differences of this figure to the named models': this one minus the other."""
+
+    difference_to: dict[str, Interval] = Field(default={}, exclude_if=_empty)
+    # its name in reports of older versions, kept as it was: digests cover it
+    gain_over: dict[str, Interval] | None = Field(default=None, exclude_if=_unset)
+
+    @property
+    def differences(self) -> dict[str, Interval]:
+        """Return the differences, also of an older report."""
+        return self.difference_to or self.gain_over or {}
+
+
+class ModelScore(_Compared):
+    """Scores of one model on the held-out split; of bits per byte and its differences, lower is
+    better: a negative difference is an improvement."""
 
     name: str
     kind: Literal["transformer", "ngram", "compressor"]
     bits_per_byte: Interval
-    gain_over: dict[str, Interval] = {}  # paired: this model's bits minus the named model's
     latency_ms: float | None = None
     weights_digest: str | None = None
     dtype: str | None = None
@@ -264,14 +277,14 @@ class ModelScore(Record):
     serving: Serving | None = Field(default=None, exclude_if=_unset)
 
 
-class TaskScore(Record):
-    """One metric of a task of lm-eval's: the mean of one figure a document, higher is better."""
+class TaskScore(_Compared):
+    """One metric of a task of lm-eval's: the mean of one figure a document. Higher is better, and
+    so is a positive difference of the candidate."""
 
     task: str
     metric: str  # as "acc", or "exact_match,FILTER"
     documents: int
     scores: dict[str, Interval]  # by model
-    gain_over: dict[str, Interval] = {}  # paired: the candidate's figure minus the named model's
 
 
 class Overlap(Record):

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from paceline.cli.training.output import METRICS_FILE, figures_in
 from paceline.errors import Cancelled, InvalidInput, PacelineError, TemporaryError
-from paceline.tasks.figures import Figures, points_of, record_job, record_result
+from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
 
 if TYPE_CHECKING:
     from paceline.registry import MetricPoint, Registry, RunStatus

@@ -170,7 +170,7 @@ def recorded_run(runtime: Runtime, run_id: str) -> Recorded:
         raise CorruptData(
             "record of the training cannot be read", got=str(error).splitlines()[0], where=run_id
         ) from error
-    return Recorded(run_id, job, result, registry.history(mlflow_run, lineage.LOSS))
+    return Recorded(run_id, job, result, registry.losses(mlflow_run))
 
 
 def show(found: Reproduction) -> None:

@@ -10,7 +10,7 @@ import fcntl
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,6 +35,7 @@ AWAY_S = 60.0  # how long a coordinator may be away before work that is done is 
 BRIEFLY_S = 15.0  # the same, where nothing has been done yet: a restart takes seconds
 RETRY_S = 1.0
 ALONE_S = 120.0
+LOG_S = 10.0  # between two lines on a stage's progress
 
 Answer = TypeVar("Answer")
 Listener = Callable[["StageUpdate"], None]
@@ -95,6 +96,7 @@ class Run:
         self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
         self._registered: set[str] = set()
+        self._logged: dict[str, float] = {}  # stage → when its progress was logged last
 
     @classmethod
     def open(cls, state_dir: str | Path | None = None, run_id: str | None = None) -> Run:
@@ -165,7 +167,7 @@ class Run:
         alive = {each.worker_id for each in self.coordinator.workers() if each.alive}
         return sorted(alive | self._on_dask(), key=by_number)
 
-    def reachable(self, nodes: list[str]) -> list[str]:
+    def reachable(self, nodes: Sequence[str]) -> list[str]:
         """Return those of ``nodes`` that Dask reaches; others have a resident agent or nothing."""
         known = self._on_dask()
         return [each for each in nodes if each in known]
@@ -250,7 +252,10 @@ class Run:
             yield
 
     def tell(self, stage: str, fraction: float, message: str, **more: Any) -> None:
-        """Say how far ``stage`` is to everyone who listens."""
+        """Send how far ``stage`` is to the listeners, and every ``LOG_S`` to the run's log."""
+        if not more.get("done") and time.monotonic() - self._logged.get(stage, 0.0) >= LOG_S:
+            self._logged[stage] = time.monotonic()
+            logger.info("%s %.0f %%: %s", stage, 100 * fraction, message)
         update = StageUpdate(
             stage=stage, fraction=min(max(fraction, 0.0), 1.0), message=message, **more
         )
@@ -264,6 +269,7 @@ class Run:
         with self._lock:
             self.summary.stages.append(done)
         self.tell(stage, 1.0, message, done=True, seconds=seconds)
+        logger.info("stage %s done in %.1f s run=%s %s", stage, seconds, self.run_id, message)
         return seconds
 
     def note(self, line: str) -> None:

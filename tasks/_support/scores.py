@@ -13,10 +13,10 @@ from paceline import data, evaluation
 from paceline.errors import PermanentError, SourceMissing
 from paceline.models import DESCRIBING, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, score_key
-from paceline.tasks import sealed
-from paceline.tasks.lineage import sources_version
+from paceline.tasks._support import sealed
+from paceline.tasks._support.lineage import sources_version
+from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
-from paceline.tasks.run import Run
 
 MAX_FILE_BYTES = 64 * 1024 * 1024  # of a tokenizer
 

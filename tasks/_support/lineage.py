@@ -19,9 +19,9 @@ from prefect.runtime import flow_run
 
 import paceline
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
-from paceline.registry import MetricPoint
-from paceline.tasks import artifacts, cancelling
-from paceline.tasks.run import Run, explain
+from paceline.registry import MetricPoint, page_tags
+from paceline.tasks._support import artifacts, cancelling
+from paceline.tasks._support.run import Run, explain
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,6 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
     run.depth += 1
     try:
         if run.depth == 1:
-            package = logging.getLogger("paceline")
-            if package.level == logging.NOTSET:  # Prefect sends its lines, at the root's WARNING
-                package.setLevel(logging.INFO)
             _open(run, flow_name)
         with _tagged(run):
             yield
@@ -71,8 +68,7 @@ def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:
         "seconds", "bound_seconds", "predicted_seconds", "workers", "origin_bytes",
         "received_bytes", "refetched_bytes", "pieces_reused", "bytes_reused", "cross_rack_bytes",
     )  # fmt: skip
-    prefix = stage.replace("-", ".")
-    points = [MetricPoint(f"{prefix}.{each}", float(output[each])) for each in names]
+    points = [MetricPoint(f"{stage}/{each}", float(output[each])) for each in names]
     run.registry.log_metrics(run.mlflow_run, points)
 
 
@@ -104,6 +100,7 @@ def links(run: Run) -> dict[str, str]:
 
 
 def _open(run: Run, flow_name: str) -> None:
+    run.registry.log_tags(run.mlflow_run, page_tags(f"paceline {flow_name}", code_version()))
     run.registry.log_params(
         run.mlflow_run,
         {

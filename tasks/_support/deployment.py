@@ -33,9 +33,9 @@ from paceline.schemas import (
     EventName,
     digest_of,
 )
-from paceline.tasks import artifacts
-from paceline.tasks.cancelling import cancelled_flow_run
-from paceline.tasks.run import BRIEFLY_S, Run
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.cancelling import cancelled_flow_run
+from paceline.tasks._support.run import BRIEFLY_S, Run
 from paceline.text import shortened
 
 logger = logging.getLogger(__name__)

@@ -108,7 +108,7 @@ class Figures:
 def points_of(event: RankEvent) -> list[MetricPoint]:
     """Return the figures of one step."""
     return [
-        MetricPoint(f"train.{key}", float(value), event.step)
+        MetricPoint(f"train/{key}", float(value), event.step)
         for key, value in event.data.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     ]

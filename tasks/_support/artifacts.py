@@ -19,9 +19,14 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging.handlers import APILogHandler
+
+from paceline.manifest import format_bytes
+from paceline.schemas import SHA256_HEX
 
 logger = logging.getLogger(__name__)
 
+DIGEST_SHOWN = 12
 REFRESH_S = 1.0  # one call to the server a second is what a page can show
 
 
@@ -34,10 +39,46 @@ def on_a_page() -> bool:
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None
 
 
+class _PageLogHandler(APILogHandler):
+    """Sends records of code that runs in a flow or task run; others have no page."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if on_a_page():
+            super().emit(record)
+
+
+def send_log() -> None:
+    """Have Prefect show the library's log on the run's page, whichever process runs the flow."""
+    package = logging.getLogger("paceline")
+    if package.level == logging.NOTSET:  # else the root's WARNING counts
+        package.setLevel(logging.INFO)
+    if not any(isinstance(each, APILogHandler) for each in package.handlers):
+        package.addHandler(_PageLogHandler())
+
+
 def table(name: str, rows: list[dict[str, Any]], description: str) -> None:
-    """Show ``rows`` as a table artifact called ``name``."""
+    """Show ``rows`` as a table artifact called ``name``, in columns that a person can read."""
     if on_a_page():
-        create_table_artifact(table=rows, key=_key(name), description=description)
+        shown = [readable(each) for each in rows]
+        create_table_artifact(table=shown, key=_key(name), description=description)
+
+
+def readable(row: dict[str, Any]) -> dict[str, Any]:
+    """Return ``row`` for a page: names without underscores, digests cut to 12 characters, sizes and
+    seconds with their units, other figures rounded."""
+    found = {}
+    for key, value in row.items():
+        name, is_number = key, isinstance(value, int | float) and not isinstance(value, bool)
+        if key == "bytes" or key.endswith("_bytes"):
+            name, value = (key if key == "bytes" else key[:-6]), format_bytes(value or 0)  # noqa: PLW2901
+        elif is_number and (key == "seconds" or key.endswith("_seconds")):
+            value = f"{value:.2f} s"  # noqa: PLW2901
+        elif isinstance(value, float):
+            value = f"{value:.4g}"  # noqa: PLW2901
+        elif isinstance(value, str) and re.fullmatch(SHA256_HEX, value):
+            value = value[:DIGEST_SHOWN]  # noqa: PLW2901
+        found[name.replace("_", " ")] = value
+    return found
 
 
 def markdown(name: str, text: str, description: str) -> None:
@@ -53,7 +94,8 @@ def link(name: str, url: str, text: str) -> None:
 
 
 class Progress:
-    """A progress artifact that is refreshed at most once a second.
+    """A progress artifact that is refreshed at most once a second; as a ``with``, it ends at 100
+    where the work does.
 
     Best effort: what it shows goes on where Prefect's server is away for a moment.
     """
@@ -70,6 +112,13 @@ class Progress:
                 logger.warning("no progress can be shown: %s", error)
             else:
                 self._id = created if isinstance(created, UUID) else None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.show(1.0)
 
     def show(self, fraction: float, description: str | None = None) -> None:
         """Show ``fraction`` (0 to 1), with what else there is to say."""

@@ -21,8 +21,16 @@ from pydantic import ValidationError
 
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
-from paceline.schemas import SHA256_HEX, Record, RecordedScore, canonical_json, digest_of
-from paceline.tasks.run import Run
+from paceline.schemas import (
+    JOB_ID,
+    RUN_ID,
+    SHA256_HEX,
+    Record,
+    RecordedScore,
+    canonical_json,
+    digest_of,
+)
+from paceline.tasks._support.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
 
@@ -31,9 +39,56 @@ AGAIN = {
     "result is recorded.",
     "evaluation": "Run `paceline evaluate` again, and use the report_digest that it prints.",
     "score": "It is computed again.",
+    "reference": "Name its digest instead.",
 }
 
 Kept = TypeVar("Kept", bound=Record)
+
+
+class Reference(Record):
+    """The newest record of ``kind`` that belongs to a run or a job."""
+
+    kind: str
+    name: str  # run-… or job-…
+    digest: str
+
+    @property
+    def key(self) -> str:
+        """Return what it is found by."""
+        return digest_of([self.kind, self.name])
+
+
+def refer(run: Run, kind: str, digest: str, *names: str) -> None:
+    """Have ``resolve`` find the record with ``digest`` by this run's id and by ``names``."""
+    for name in (run.run_id, *names):
+        reference = Reference(kind=kind, name=name, digest=digest)
+        _put(run, reference, "reference", reference.key, digest_of(reference))
+
+
+def resolve(run: Run, named: str, kind: str) -> str:
+    """Return the digest of the record of ``kind`` that ``named`` is: its digest, run-… or job-….
+
+    Raises InvalidInput, NotFound for a run or a job without one, CorruptData as ``find``.
+    """
+    if re.fullmatch(SHA256_HEX, named):
+        return named
+    if not re.fullmatch(f"{RUN_ID}|{JOB_ID}", named):
+        raise InvalidInput(
+            f"not the digest of a recorded {kind}, and no id of a run or a job",
+            got=repr(named[:100]),
+            wanted="the id of a run or a job, or 64 hexadecimal digits",
+            do=AGAIN[kind],
+        )
+    try:
+        return _opened(
+            run,
+            digest_of([kind, named]),
+            "reference",
+            Reference,
+            lambda each: Reference.model_validate(each).key,
+        ).digest
+    except NotFound as error:
+        raise NotFound(f"no {kind} of it was recorded", got=named, do=AGAIN[kind]) from error
 
 
 def keep(run: Run, record: Record, kind: str) -> str:

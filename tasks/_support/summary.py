@@ -11,31 +11,30 @@ from paceline.schemas import (
     Evaluated,
     EvaluationFigures,
     EvaluationReport,
-    GateDecision,
     ModelFigures,
     RegistryFigures,
     RunSummary,
     StageLine,
-    Trained,
     TrainingFigures,
     TrainResult,
 )
-from paceline.tasks import artifacts
-from paceline.tasks.lineage import links
-from paceline.tasks.run import Run
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.lineage import links
+from paceline.tasks._support.results import Distributed, Inputs, Promoted
+from paceline.tasks._support.run import Run
 
 
 def summarise(
     run: Run,
-    inputs: dict[str, Any],
-    distribution: dict[str, Any],
-    training: dict[str, Any],
-    report: dict[str, Any],
-    promotion: dict[str, Any],
-    rollout: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the whole run as a RunSummary in JSON, and show it on Prefect's page."""
-    base, registry = inputs["base"], promotion["registry"]
+    inputs: Inputs,
+    distribution: Distributed,
+    training: TrainResult,
+    report: Evaluated,
+    promotion: Promoted,
+    rollout: Distributed,
+) -> RunSummary:
+    """Return the whole run as one record, and show it on Prefect's page."""
+    base, registry = inputs.base, promotion.registry
     summary = RunSummary(
         status="complete",
         run_id=run.run_id,
@@ -47,24 +46,26 @@ def summarise(
             for each in run.summary.stages
         ),
         model=ModelFigures(
-            model_id=base["model_id"],
-            parameters=base.get("parameters"),
-            base_version=base["version"],
-            version=promotion["published"]["version"],
-            manifest_digest=promotion["published"]["manifest_digest"],
+            model_id=base.model_id,
+            parameters=base.parameters,
+            base_version=base.version,
+            version=promotion.version,
+            manifest_digest=promotion.published.manifest_digest,
         ),
-        data=_pick(DataFigures, inputs["snapshot"]),
+        data=_pick(DataFigures, inputs.snapshot.model_dump()),
         distribution=_movement(distribution),
         rollout=_movement(rollout),
-        training=_training(Trained.model_validate(training)),
-        evaluation=_evaluation(Evaluated.model_validate(report)),
-        gate=GateDecision.model_validate(promotion["gate"]),
-        registry=_pick(RegistryFigures, registry | {"version": registry["registry_version"]}),
-        links=links(run) | {"model": registry["url"]},
+        training=_training(training),
+        evaluation=_evaluation(report),
+        gate=promotion.gate,
+        registry=_pick(
+            RegistryFigures, registry.model_dump() | {"version": registry.registry_version}
+        ),
+        links=links(run) | {"model": registry.url},
         notes=tuple(run.summary.notes),
     )
     artifacts.markdown("summary", as_markdown(summary), "The run on one screen")
-    return summary.model_dump(mode="json")
+    return summary
 
 
 def as_markdown(summary: RunSummary) -> str:
@@ -100,9 +101,9 @@ def as_markdown(summary: RunSummary) -> str:
             _table(" | nodes | bound | predicted | measured | from S3 | reused", moved),
             f"Held-out files: {summary.evaluation.documents}, {summary.evaluation.bytes} bytes",
             _table("model | bits per byte | 95 % interval", scores),
-            f"**{registry.alias}**: {registry.model_id} version {registry.version} in the "
-            f"registry (previous: {registry.previous or 'none'}), evidence "
-            f"{registry.evidence_digest[:16]}…",
+            f"**{registry.alias}**: {registry.model_id} v{model.version}, in MLflow's numbering "
+            f"version {registry.version} (before it: {registry.previous or 'none'}), evidence "
+            f"{registry.evidence_digest[:12]}…",
             "\n".join(f"- {note}" for note in summary.notes),
         )
     )
@@ -120,10 +121,9 @@ def _pick(record: Any, values: dict[str, Any]) -> Any:
     )
 
 
-def _movement(result: dict[str, Any]) -> DistributionSummary:
-    relay = result["relay"]
-    more = {"already_done": relay["reused_result"], "verified": result["verify"]["verified"]}
-    movement: DistributionSummary = _pick(DistributionSummary, relay | more)
+def _movement(result: Distributed) -> DistributionSummary:
+    more = {"already_done": result.relay.reused_result, "verified": result.verify.verified}
+    movement: DistributionSummary = _pick(DistributionSummary, result.relay.model_dump() | more)
     return movement
 
 
@@ -140,5 +140,5 @@ def _evaluation(report: EvaluationReport) -> EvaluationFigures:
         documents=report.documents,
         bytes=report.bytes,
         bits_per_byte={each.name: each.bits_per_byte for each in report.scores},
-        gain_over=dict(candidate.gain_over) if candidate else {},
+        difference_to=dict(candidate.differences) if candidate else {},
     )

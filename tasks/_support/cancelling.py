@@ -23,7 +23,8 @@ from prefect.states import Cancelled as CancelledState
 
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
 from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, digest_of, flow_result_key
-from paceline.tasks.run import Run
+from paceline.tasks._support.artifacts import send_log
+from paceline.tasks._support.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(body)
     def run(*args: P.args, **kwargs: P.kwargs) -> Any:
+        send_log()
         given = signature.bind(*args, **kwargs).arguments  # Prefect passes them by position
         with _recorded_for_client(given) as record:
             try:
@@ -74,7 +76,7 @@ def _recorded_for_client(parameters: Mapping[str, Any]) -> Iterator[Callable[[An
     began = time.monotonic()
 
     def record(result: Any) -> None:
-        output = {"result": result, "notes": list(run.summary.notes)}
+        output = {"result": result.model_dump(mode="json"), "notes": list(run.summary.notes)}
         kept = StageRecord(
             stage=FLOW_RESULT,
             input_digest=flow_result_key(str(flow_run_id)),

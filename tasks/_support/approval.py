@@ -29,7 +29,7 @@ from paceline.schemas import (
     StageRecord,
     digest_of,
 )
-from paceline.tasks.run import Run
+from paceline.tasks._support.run import Run
 
 FLOW = "approve-promotion"
 MAX_ANSWERS = 1000  # in Prefect's form, without a decision by a token

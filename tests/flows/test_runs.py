@@ -1,0 +1,274 @@
+"""A flow run on Prefect's server: its form, its log, its graph, its artifacts, its transactions."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+    LogFilter,
+    LogFilterFlowRunId,
+)
+from prefect.exceptions import PrefectHTTPStatusError
+from prefect.runtime import flow_run
+from prefect.transactions import Transaction, get_transaction, transaction
+from prefect.utilities.callables import parameter_schema
+from pydantic import BaseModel
+
+from paceline.errors import Conflict, InvalidInput, ServiceUnavailable
+from paceline.flows.train import train_model
+from paceline.tasks import promote
+from paceline.tasks._support import artifacts
+from paceline.tasks._support.declaring import declared
+from paceline.tasks._support.run import StageResult
+from paceline.tasks._support.stages import stage
+from tests.registry.bundles import make_evidence
+from tests.support.prefect_server import eventually
+
+pytestmark = [
+    pytest.mark.usefixtures("prefect_server"),
+    pytest.mark.xdist_group("prefect"),  # one server
+    pytest.mark.timeout(180),
+]
+
+
+class Made(BaseModel):
+    """What one stage returns to the next."""
+
+    model_id: str
+    nodes: tuple[str, ...] = ()
+
+
+def task_runs_of(flow_run_id: UUID, wanted: int) -> dict[str, Any]:
+    def ask() -> dict[str, Any] | None:
+        with get_client(sync_client=True) as client:
+            found = client.read_task_runs(
+                flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))
+            )
+        done = [each for each in found if each.state and each.state.is_final()]
+        return {each.name.rsplit("-", 1)[0]: each for each in done} if len(done) >= wanted else None
+
+    found = eventually(ask)
+    assert found, f"no {wanted} task runs"
+    return found
+
+
+@pytest.fixture(scope="module")
+def train_deployment(prefect_server: None) -> UUID:
+    with get_client(sync_client=True) as client:
+        flow_id = client.create_flow(train_model)
+        return client.create_deployment(
+            flow_id,
+            "form",
+            enforce_parameter_schema=True,
+            parameter_openapi_schema=parameter_schema(train_model).model_dump_for_openapi(),
+        )
+
+
+GIVEN = {"model_id": "acme/tiny", "version": "1", "snapshot_url": "s3://b/data/snapshots/0"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", 0),
+        ("ranks", 0),
+        ("steps", -1),
+        ("labels", "neither"),
+        ("mesh", {"shard": 0}),
+        ("mesh", {"shards": 2}),
+        ("model_id", "../etc"),
+        ("version", ""),
+    ],
+)
+def test_the_server_refuses_a_bad_value_by_its_fields_name(
+    train_deployment: UUID, field: str, value: object
+) -> None:
+    with (
+        get_client(sync_client=True) as client,
+        pytest.raises(PrefectHTTPStatusError, match="409 Conflict") as refused,
+    ):
+        client.create_flow_run_from_deployment(train_deployment, parameters=GIVEN | {field: value})
+    assert field in refused.value.response.text
+    shown = next(iter(value)) if isinstance(value, dict) else str(value)
+    assert shown in refused.value.response.text
+
+
+def test_the_server_takes_what_a_person_chooses(train_deployment: UUID) -> None:
+    chosen = {"learning_rate": 3e-4, "ranks": 4, "mesh": {"shard": 2, "tp": 2}, "steps": 10}
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run_from_deployment(train_deployment, parameters=GIVEN | chosen)
+    assert made.parameters["mesh"] == {"shard": 2, "tp": 2}
+
+
+def test_edges_follow_what_flows_and_stages_return() -> None:
+    ran: dict[str, UUID] = {}
+
+    @stage("first")
+    def first() -> Made:
+        return Made(model_id="".join(["m", "1"]), nodes=("a", "b"))
+
+    @stage("second")
+    def second(nodes: tuple[str, ...]) -> list[str]:
+        return [*nodes]
+
+    @declared("prepares")
+    def prepares() -> Made:
+        return first()
+
+    @declared("uses")
+    def uses(model_id: str, nodes: list[str]) -> str:
+        return model_id
+
+    @declared("whole")
+    def whole() -> None:
+        ran["whole"] = UUID(str(flow_run.get_id()))
+        beside = first.submit()
+        inputs = prepares()
+        nodes = second(beside.result().nodes)
+        uses(inputs.model_id, nodes)
+
+    whole()
+    runs = task_runs_of(ran["whole"], 4)
+    above = {
+        name: {str(each.id) for given in run.task_inputs.values() for each in given}
+        for name, run in runs.items()
+    }
+    assert str(runs["first"].id) in above["second"]
+    assert str(runs["second"].id) in above["uses"]
+    # of a sub-flow the edge is to the flow run, or to the task run that stands for it
+    ends = {str(runs["prepares"].id), str(runs["prepares"].state.state_details.child_flow_run_id)}
+    assert ends & above["uses"], above
+
+
+def test_a_stage_is_tried_again_only_where_that_may_help() -> None:
+    tried: list[str] = []
+
+    @stage("away", retries=1)
+    def away(kind: str) -> str:
+        tried.append(kind)
+        if kind == "refused":
+            raise InvalidInput("no")
+        if tried.count(kind) == 1:
+            raise ServiceUnavailable("away")
+        return kind
+
+    @declared("trying")
+    def trying(kind: str) -> str:
+        return away(kind)
+
+    assert trying("away") == "away"
+    with pytest.raises(InvalidInput):
+        trying("refused")
+    assert tried == ["away", "away", "refused"]
+
+
+def test_the_page_has_the_librarys_log_a_full_bar_and_a_readable_table() -> None:
+    ran: list[UUID] = []
+
+    @stage("shows")
+    def shows() -> None:
+        logging.getLogger("paceline.tasks.train").info("train 50 %%: step 20/40, loss 2.345")
+        with artifacts.Progress("bar", "training") as page:
+            page.show(0.5)
+        row = {"sha256": "a" * 64, "total_bytes": 3_000_000, "seconds": 1.23456, "share": 0.123456}
+        artifacts.table("figures", [row], "figures")
+
+    @declared("showing")
+    def showing() -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        shows()
+
+    showing()
+    logs = LogFilter(flow_run_id=LogFilterFlowRunId(any_=ran))
+    with get_client(sync_client=True) as client:
+        found = eventually(
+            lambda: [each for each in client.read_logs(logs) if "loss 2.345" in each.message]
+        )
+        assert found, "the line is on the run's page"
+        kept = client.read_artifacts(
+            artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=ran))
+        )
+    by_key = {each.key: each.data for each in kept}
+    assert by_key["bar"] == 100
+    (row,) = json.loads(str(by_key["figures"]))
+    assert row == {"sha256": "a" * 12, "total": "3.0 MB", "seconds": "1.23 s", "share": "0.1235"}
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_transaction_that_fails_undoes_what_a_stage_in_it_did(fails: bool) -> None:
+    undone: list[str] = []
+
+    @stage("moves")
+    def moves() -> str:
+        active = get_transaction()
+        assert active is not None
+        active.set("moved", "alias")
+        return "moved"
+
+    @moves.on_rollback
+    def back(active: Transaction) -> None:
+        undone.append(active.get("moved"))
+
+    @declared("moving")
+    def moving() -> None:
+        with transaction():
+            moves()
+            if fails:
+                raise InvalidInput("the check after it")
+
+    if fails:
+        with pytest.raises(InvalidInput):
+            moving()
+    else:
+        moving()
+    assert undone == (["alias"] if fails else [])
+
+
+def test_a_promotion_whose_champion_leads_elsewhere_is_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """I10: the champion is the one before, and the same promotion may be run again."""
+    undone: list[tuple[str, str, bool]] = []
+    evidence = make_evidence("m", "1")
+    output = {
+        "model_id": "m", "version": "2", "registry_version": "1", "alias": "champion", "url": "u"
+    }  # fmt: skip
+    run = SimpleNamespace(
+        state_dir="/state",
+        run_id="run-20261120-153600-9f3a1c",
+        runtime=None,
+        store=None,
+        stage=lambda *_, **__: StageResult(
+            stage="promote", output=output, seconds=0.0, reused=False
+        ),
+        patiently=lambda call: call(),
+        alone=lambda _what: nullcontext(),
+        note=lambda _line: None,
+        registry=SimpleNamespace(
+            retract=lambda model, version, *, by_person: undone.append((model, version, by_person))
+        ),
+    )
+    elsewhere = SimpleNamespace(digest="0" * 64)
+    monkeypatch.setattr(promote.Run, "open", lambda *_: run)
+    monkeypatch.setattr(promote, "resolve_source", lambda *_: ("s3://b/m/2", elsewhere))
+
+    @declared("promoting")
+    def promoting() -> None:
+        with transaction():
+            done = promote.promote(run, evidence, "s3://b/m/2").output  # type: ignore[arg-type]
+            promote.require_champion(run, evidence, done)  # type: ignore[arg-type]
+
+    with pytest.raises(Conflict, match="other bytes than the gate judged"):
+        promoting()
+    assert undone == [("m", "1", False)]
