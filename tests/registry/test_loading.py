@@ -60,7 +60,9 @@ def test_a_registered_version_loads_with_mlflow_from_its_place(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     mlflow.set_tracking_uri(registry.tracking_uri)
     mlflow.set_registry_uri(registry.tracking_uri)
-    loaded = mlflow.pyfunc.load_model(f"models:/{name}/{number}", dst_path=_made(tmp_path / "loaded"))
+    loaded = mlflow.pyfunc.load_model(
+        f"models:/{name}/{number}", dst_path=_made(tmp_path / "loaded")
+    )
     found = loaded.predict(["def add(", "import "], params={"max_tokens": 4})
     assert [type(each) for each in found] == [str, str]
     again = mlflow.pyfunc.load_model(url, dst_path=_made(tmp_path / "again"))
