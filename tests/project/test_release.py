@@ -65,7 +65,8 @@ def test_a_tag_becomes_the_same_files_each_time(tree: Path) -> None:
         "paceline/cli/main.py", "paceline/py.typed", "paceline/_profiles/embedded.toml",
         "paceline/_profiles/models/pylm/config.json",
         "paceline/_kubernetes/dask.yaml",
-        "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml", "paceline/tasks/_support/run.py",
+        "paceline/flows/lifecycle.py", "paceline/flows/prefect.yaml",
+        "paceline/tasks/_support/run.py",
     } <= held  # fmt: skip
     tops = {name.partition("/")[0] for name in held}
     assert {each for each in tops if not each.endswith(".dist-info")} == {"paceline"}
