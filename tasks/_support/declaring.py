@@ -188,9 +188,11 @@ def _form(signature: inspect.Signature) -> inspect.Signature:
         if described is not None:
             default = ... if each.default is each.empty else each.default
             extra: dict[str, Any] = {"title": described.title or each.name}
+            description = str(described.description)
             if described.examples:
                 extra["examples"] = described.examples
-            field = Field(default, description=described.description, json_schema_extra=extra)
+                description += f" Example: {described.examples[0]}"  # the page shows no examples
+            field = Field(default, description=description, json_schema_extra=extra)
             each = each.replace(default=field)  # noqa: PLW2901
         shown.append(each)
     return signature.replace(parameters=shown)

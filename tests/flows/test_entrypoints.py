@@ -61,7 +61,10 @@ def test_the_form_of_training_has_what_a_person_chooses() -> None:
 
     form = parameter_schema(train_model).properties
     assert form["labels"]["enum"] == ["true", "shuffled"]
-    assert {"ranks", "steps", "learning_rate", "settings"} <= form.keys()
+    assert {"ranks", "steps", "learning_rate", "mesh", "settings"} <= form.keys()
+    rate = form["learning_rate"]
+    assert (rate["title"], rate["examples"]) == ("Learning rate", [3e-4])
+    assert "0.0003" in rate["description"]
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda each: each["name"])

@@ -50,7 +50,8 @@ def test_a_registered_version_loads_with_mlflow_from_its_place(
     assert "v7" in version.description
     assert registry.call("get_model_version_download_uri", name, number) == url
     (logged,) = registry.call("get_run", run).outputs.model_outputs
-    assert logged.model_id == version.model_id
+    tags = registry.call("get_logged_model", logged.model_id).tags
+    assert (tags["paceline.version"], name in tags["mlflow.modelVersions"]) == ("7", True)
     assert registry.register_candidate(model_id, url, evidence, run) == number, "once"
 
     monkeypatch.setenv("MLFLOW_S3_ENDPOINT_URL", s3.endpoint_url)
@@ -59,8 +60,15 @@ def test_a_registered_version_loads_with_mlflow_from_its_place(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     mlflow.set_tracking_uri(registry.tracking_uri)
     mlflow.set_registry_uri(registry.tracking_uri)
-    loaded = mlflow.pyfunc.load_model(f"models:/{name}/{number}", dst_path=str(tmp_path / "loaded"))
+    loaded = mlflow.pyfunc.load_model(
+        f"models:/{name}/{number}", dst_path=_made(tmp_path / "loaded")
+    )
     found = loaded.predict(["def add(", "import "], params={"max_tokens": 4})
     assert [type(each) for each in found] == [str, str]
-    again = mlflow.pyfunc.load_model(url, dst_path=str(tmp_path / "again"))
+    again = mlflow.pyfunc.load_model(url, dst_path=_made(tmp_path / "again"))
     assert again.predict(["def add(", "import "], params={"max_tokens": 4}) == found
+
+
+def _made(path: Path) -> str:
+    path.mkdir()
+    return str(path)
