@@ -46,8 +46,10 @@ SMALL = ["--set", "model.parameters=20000", "--set", "model.context=32"]
 OTHER_TOKENIZER = "f" * 64
 PYLM = Path(__file__).parents[2] / "profiles/models/pylm"
 
+pytestmark = pytest.mark.usefixtures("nothing_starts")
 
-@pytest.fixture(autouse=True)
+
+@pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise AssertionError("no rank is to start")

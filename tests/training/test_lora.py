@@ -137,6 +137,7 @@ def test_a_model_of_ones_own_is_adapted(text: Path, tmp_path: Path) -> None:
     assert {name.split(".")[-3] for name in adapter} == {"gate"}
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -181,6 +182,7 @@ def test_targets_of_a_model_of_ones_own_are_checked_before_ranks_start(
     assert not list(tmp_path.glob("out/checkpoints/*/step-*"))
 
 
+@pytest.mark.usefixtures("nothing_starts")
 def test_an_adapter_is_no_model(text: Path, model: Path, tmp_path: Path) -> None:
     """Without its base's weights, and beside them: the export would load it a second time."""
     alone, beside = tmp_path / "alone", tmp_path / "beside"

@@ -40,7 +40,8 @@ class Script:
         self.asked_for_spares = 0
         self.returns = True
 
-    def run_gang(self, members, text, attempt, on_event):
+    def run_gang(self, members, text, attempt, on_event, *, served):
+        assert not served
         self.numbers.append(attempt)
         self.workers.append([each.worker_id for each in members])
         self.jobs.append(TrainJob.model_validate_json(text))
@@ -211,9 +212,9 @@ def test_failures_of_more_than_a_day_ago_count_no_more(
     script = Script(*attempts, finished(job))
     run_gang = script.run_gang
 
-    def a_day_each(*given: Any) -> Any:
+    def a_day_each(*given: Any, **more: Any) -> Any:
         now[0] += 86_401.0
-        return run_gang(*given)
+        return run_gang(*given, **more)
 
     script.run_gang = a_day_each  # type: ignore[method-assign]
     result = run_on_nodes(job, NODES, script, DiskStore())
@@ -346,10 +347,10 @@ def test_a_store_that_hangs_keeps_no_driver_from_its_gang(
     script = Script((failed(), [STEPPED]), finished(job))
     run_gang = script.run_gang
 
-    def again(*given: Any) -> Any:
+    def again(*given: Any, **more: Any) -> Any:
         if script.numbers:
             goes.set()  # the second attempt starts while the note of the first still waits
-        return run_gang(*given)
+        return run_gang(*given, **more)
 
     script.run_gang = again  # type: ignore[method-assign]
     monkeypatch.setattr(DiskStore, "put_bytes", slow)

@@ -21,6 +21,8 @@ from tests.training.test_continuing import text
 
 __all__ = ["nothing_starts", "text"]  # fixtures
 
+pytestmark = pytest.mark.usefixtures("nothing_starts")
+
 
 def empty(config: Any) -> nn.Module:
     with torch.device("meta"):

@@ -208,7 +208,7 @@ def test_a_job_that_loses_its_gangs_store_resumes_from_its_last_step(
 ) -> None:
     # The store is on the standby's node: without it, no rank can join or take over any more.
     def kill(story: Story, step: int) -> None:
-        if step >= 12 and story.standbys:
+        if step >= 12 and story.standbys and not story.killed:
             story.kill("node-1", story.launcher.launcher_pids["node-1"])
 
     story = Story(camp, launcher, kill)
