@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.schemas import TrainResult
+from paceline.schemas import TrainResult, is_run_id
 from paceline.tasks import distribute, sealed
 from paceline.tasks.declaring import ModelId, SnapshotUrl, Training, Version, declared
 from paceline.tasks.evaluate import evaluate, trained_on
@@ -17,17 +17,23 @@ from paceline.tasks.run import Run
 
 @declared("evaluate-model", "evaluate a candidate of {model_id} {base_version}")
 def evaluate_model(
-    model_id: ModelId,
-    base_version: Version,
     trained: Training,
-    snapshot_url: SnapshotUrl,
+    model_id: ModelId = "",
+    base_version: Version = "",
+    snapshot_url: SnapshotUrl = "",
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Score the weights of the training ``trained`` (its ``training_digest``) on the snapshot's
-    held-out split, and record the report; its ``report_digest`` is what promote-model asks for."""
+    """Score the weights of the training ``trained`` (a run's id, or a ``training_digest``) on the
+    snapshot's held-out split, and record the report; its ``report_digest``, or the run's id, is
+    what promote-model asks for. Of a run, model, base and snapshot are those of its training."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "evaluate-model"):
+        if is_run_id(trained):
+            made = sealed.of_run(run, trained, "training")
+            trained, model_id = made.digest, model_id or made.model_id
+            base_version = base_version or made.base_version
+            snapshot_url = snapshot_url or made.snapshot_url
         result = sealed.find(run, trained, "training", TrainResult)
         base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
         data = trained_on(run, base, result)

@@ -47,8 +47,8 @@ def run_lifecycle(
         relayed = distribute_model(model_id, version, activate=first, **here)
         trained = train_model(model_id, version, snapshot_url, settings=settings, **here)
         digest = trained["training_digest"]
-        report = evaluate_model(model_id, version, digest, snapshot_url, **here)
-        promoted = promote_model(model_id, report["report_digest"], approver=approver, **here)
+        report = evaluate_model(digest, model_id, version, snapshot_url, **here)
+        promoted = promote_model(report["report_digest"], model_id, approver=approver, **here)
         rolled_out = distribute_model(
             model_id, promoted["published"]["version"], stage_prefix="rollout-", **here
         )

@@ -6,7 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from paceline.tasks import approval, distribute, promote
+from paceline.schemas import is_run_id
+from paceline.tasks import approval, distribute, promote, sealed
 from paceline.tasks.declaring import Approver, ModelId, declared
 from paceline.tasks.lineage import recorded
 from paceline.tasks.prepare import snapshot_reference
@@ -20,8 +21,11 @@ Expected = Annotated[
 
 @declared("promote-model", "promote a candidate of {model_id}")
 def promote_model(
-    model_id: ModelId,
-    report: Annotated[str, Field(description="report_digest, as evaluate-model returns it.")],
+    report: Annotated[
+        str,
+        Field(description="The evaluated run's id, or report_digest as evaluate-model returns it."),
+    ],
+    model_id: ModelId = "",
     base_version: Expected = None,
     trained: Expected = None,
     snapshot_url: Expected = None,
@@ -29,25 +33,28 @@ def promote_model(
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> dict[str, Any]:
-    """Decide from the recorded evaluation ``report`` (its ``report_digest``); on a pass publish the
-    candidate, register it with its evidence, and make it champion. Raises GateRefused, and changes
-    nothing, where the evidence is not enough; AwaitingApproval where a person must approve first.
+    """Decide from the recorded evaluation ``report`` (a run's id, or its ``report_digest``); on a
+    pass publish the candidate, register it with its evidence, and make it champion. Raises
+    GateRefused, and changes nothing, where the evidence is not enough; AwaitingApproval where a
+    person must approve first.
 
-    ``base_version``, ``trained`` (a ``training_digest``) and ``snapshot_url`` may be given; a
-    report about another one is refused.
+    ``model_id``, ``base_version``, ``trained`` (a ``training_digest``) and ``snapshot_url``
+    may be given; a report about another one is refused.
     """
     run = Run.open(state_dir, run_id)
     # An approved promotion goes on by itself, maybe while its submitter runs it again.
     with recorded(run, "promote-model"), run.alone(f"the promotion of run {run.run_id}"):
+        if is_run_id(report):
+            report = sealed.of_run(run, report, "evaluation").digest
         evaluation, result = promote.recorded_evidence(run, report)
         promote.require_same(
             evaluation,
-            model_id=model_id,
+            model_id=model_id or None,
             base_version=base_version,
             training_digest=trained,
             snapshot_url=snapshot_url,
         )
-        base_url = published_url(run, model_id, evaluation.base_version)
+        base_url = published_url(run, evaluation.model_id, evaluation.base_version)
         base = distribute.fetch_model_manifest(run, base_url)
         snapshot = snapshot_reference(run, evaluation.snapshot_url)
         packaged = promote.package_candidate(run, base, result, evaluation).output

@@ -31,7 +31,8 @@ SnapshotUrl = Annotated[
     str, Field(description="The snapshot: s3://…, as build-snapshot returns it.")
 ]
 Training = Annotated[
-    str, Field(description="The training's digest: training_digest, as train-model returns it.")
+    str,
+    Field(description="The training: its run's id, or training_digest as train-model returns it."),
 ]
 Data = Annotated[
     str | None,

@@ -15,13 +15,20 @@ import hmac
 import json
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import ValidationError
 
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
-from paceline.schemas import SHA256_HEX, Record, RecordedScore, canonical_json, digest_of
+from paceline.schemas import (
+    SHA256_HEX,
+    Record,
+    RecordedScore,
+    RunResult,
+    canonical_json,
+    digest_of,
+)
 from paceline.tasks.run import Run
 
 MAX_BYTES = 16 * 1024 * 1024
@@ -31,6 +38,7 @@ AGAIN = {
     "result is recorded.",
     "evaluation": "Run `paceline evaluate` again, and use the report_digest that it prints.",
     "score": "It is computed again.",
+    "run": "Run the same command again.",
 }
 
 Kept = TypeVar("Kept", bound=Record)
@@ -46,6 +54,20 @@ def keep(run: Run, record: Record, kind: str) -> str:
 def keep_score(run: Run, score: RecordedScore) -> None:
     """Record ``score`` under what it follows from."""
     _put(run, score, "score", score.key, digest_of(score))
+
+
+def keep_run(run: Run, result: RunResult) -> None:
+    """Record what this run made, so that ``of_run`` finds it by the run's id."""
+    _put(run, result, "run", result.key, digest_of(result))
+
+
+def of_run(run: Run, run_id: str, kind: Literal["training", "evaluation"]) -> RunResult:
+    """Return what the run ``run_id`` recorded; raises NotFound where there is no such record."""
+    key = digest_of([run_id, kind])
+    try:
+        return _opened(run, key, "run", RunResult, lambda e: RunResult.model_validate(e).key)
+    except NotFound as error:
+        raise NotFound(f"no {kind} of this run was recorded", got=run_id, do=AGAIN[kind]) from error
 
 
 def _put(run: Run, record: Record, kind: str, name: str, digest: str) -> None:

@@ -292,9 +292,9 @@ def distribute(
             )
         selector = ";".join(targets)
         if not (runtime := find_installation(state)).runs_flows_here:
-            from paceline.cli import remote
+            from paceline.cli.login import distribute as distribute_there
 
-            return remote.distribute(
+            return distribute_there(
                 runtime,
                 model_id,
                 version,

@@ -170,7 +170,24 @@ class TrainResult(Record):
 class Trained(TrainResult):
     """A training result and the digest under which the installation recorded it."""
 
+    status: Literal["complete"] = "complete"
     training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+
+
+class RunResult(Record):
+    """The training or evaluation that a run recorded, so that the run's id names it."""
+
+    run_id: str
+    kind: Literal["training", "evaluation"]
+    digest: Sha256  # of the record
+    model_id: ModelId
+    base_version: str
+    snapshot_url: str
+
+    @property
+    def key(self) -> str:
+        """Return the name under which it is recorded."""
+        return digest_of([self.run_id, self.kind])
 
 
 class TrainingData(Record):
@@ -323,6 +340,7 @@ class Evaluation(Record):
 class Evaluated(EvaluationReport):
     """A report and the digest of its Evaluation as the installation recorded it."""
 
+    status: Literal["complete"] = "complete"
     report_digest: Sha256
 
 
