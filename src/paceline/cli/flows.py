@@ -8,41 +8,46 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    DEPLOYMENT_ID,
+    again,
+    deadline_option,
     job_settings,
     json_option,
     notice,
+    one_of,
     point_prefect_at,
     show,
     state_option,
+    whole_run_id,
 )
 from paceline.client import START_S, CoordinatorClient, patiently
 from paceline.config import Runtime, find_installation, with_job_settings
 from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
-from paceline.registry import published_reference
+from paceline.registry import Registry, published_reference
 from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
+    MODEL_ID,
     SHA256_HEX,
     Approval,
     ApprovalRequest,
     ApprovalShown,
     DecidePromotion,
     digest_of,
+    is_run_id,
     new_run_id,
     require_run_id,
 )
 from paceline.storage import ObjectStore, is_remote
-
-DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
-
 
 run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -55,6 +60,7 @@ class FlowCall:
     state: Path | None
     run_id: str | None
     as_json: bool
+    of: str = ""  # the run that is judged or promoted
 
     def run(self, name: str, *, cancels: bool = False, **parameters: Any) -> int:
         """Run the flow ``module.function`` below paceline.flows, and print its result.
@@ -66,7 +72,7 @@ class FlowCall:
 
         runtime = find_installation(self.state)
         if runtime.is_login:
-            from paceline.cli.remote import run_flow
+            from paceline.cli.login import run_flow
 
             return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
@@ -82,13 +88,60 @@ class FlowCall:
                 result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
             except BaseException as error:
                 if not isinstance(error, Exception):
+                    bars.say(f"run {run.run_id} is interrupted; it goes on with:")
+                    bars.say(f"  {again(run.run_id)}")
                     for deployment_id in run.driving:
                         bars.say(left_behind(run.coordinator, deployment_id, cancels=cancels))
                 raise
         notes = list(run.summary.notes)
         answer = {"status": "complete", "run_id": run.run_id, "notes": notes} | result
-        show(answer, self.as_json, *(f"! {note}" for note in notes), f"done: run {run.run_id}")
+        show(
+            answer,
+            self.as_json,
+            *(f"! {note}" for note in notes),
+            f"done: run {run.run_id}",
+            *made_and_next(name, parameters, answer),
+            *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
+        )
         return 0
+
+
+def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
+    known = runtime.endpoints
+    pages = {"prefect": known.prefect_ui_url, "mlflow": known.mlflow_url}
+    return answer.get("links") or {name: url for name, url in pages.items() if url}
+
+
+def made_and_next(flow: str, given: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
+    """Return what a flow made, and the command that a person would type after it."""
+    run_id, model = answer["run_id"], given.get("model_id") or ""
+    made, then = "", ""
+    match flow.rpartition(".")[2]:
+        case "publish_model":
+            made = f"{answer['model_id']} {answer['version']} at {answer['url']}"
+            then = f"distribute {answer['model_id']} {answer['version']}"
+        case "build_snapshot":
+            made, then = answer["url"], f"train MODEL_ID VERSION --snapshot {answer['url']}"
+        case "distribute_model":
+            made = f"{answer['model_id']} {answer['version']} on {answer['relay']['workers']} nodes"
+            then = "status"
+        case "train_model":
+            made, then = f"a candidate at {answer['export_url']}", f"evaluate {run_id}"
+        case "evaluate_model":
+            made, then = f"report {answer['report_digest']}", f"promote {run_id}"
+        case "promote_model":
+            evidence, published = answer["registry"], answer["published"]
+            made = f"{evidence['model_id']} {published['version']} is {evidence['alias']}"
+            then = f"distribute {evidence['model_id']} {published['version']}"
+        case "run_lifecycle":
+            figures = answer["model"]
+            made = f"{figures['model_id']} {figures['version']} is champion, on every node"
+            then = f"generate models:/{figures['model_id']}@champion PROMPT"
+        case "rollback_model":
+            made = f"{model} {answer['registry']['version']} is champion again"
+            then = "status"
+    lines = [f"made:     {made}"] if made else []
+    return [*lines, f"next:     paceline {then}"] if then else lines
 
 
 def flow_options(command: F) -> F:
@@ -104,6 +157,16 @@ def flow_options(command: F) -> F:
     return cast(F, wrapped)
 
 
+def require_recorded(runtime: Runtime, given: Mapping[str, Any]) -> None:
+    """Raise NotFound where the run that is to be judged or promoted recorded nothing."""
+    from paceline.tasks.run import Run
+    from paceline.tasks.sealed import of_run
+
+    for name, kind in (("trained", "training"), ("report", "evaluation")):
+        if is_run_id(run_id := given.get(name) or ""):
+            of_run(Run(runtime, run_id), run_id, cast(Any, kind))
+
+
 def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any]) -> None:
     """Refuse inputs that are not there before Prefect, whose import takes seconds.
 
@@ -111,6 +174,7 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
     object store.
     """
     require_run_id(run_id)
+    require_recorded(runtime, given)
     directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
     for path in (directory, data):
         if not path or path == "stdlib" or path.startswith("s3://") or is_remote(path):
@@ -176,9 +240,7 @@ def lifecycle(
 ) -> int:
     """Run the whole lifecycle on the installation that is up.
 
-    \b
-      paceline lifecycle --model org/name/1 --data s3://bucket/texts \\
-        --set training.learning_rate=3e-4 --set training.lora.r=8
+    Interrupted, it prints the command that goes on; a finished stage is not done again.
     """
     source = None if data is None else _placed(data)
     if model and Path(model).is_dir():
@@ -202,7 +264,13 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
     return call.run("distribute.verify_model", model_id=model_id, version=version, full=full)
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "Reading": "format_ text_field key_field features missing_features tokenizer max_tokens",
+        "Record": "purpose project max_bytes shard_bytes",
+    },
+)
 @click.argument("data", required=False)
 @click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]))
 @click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
@@ -239,34 +307,53 @@ def _placed(name: str) -> str:
     return name if name.startswith("s3://") or name == "stdlib" else str(Path(name).absolute())
 
 
-TRAINED = "JSON of `paceline train --json`, or the training_digest in it."
-REPORT = "JSON of `paceline evaluate --json`, or the report_digest in it."
+TRAINED = "Instead of a run: JSON of `paceline train --json`, or the training_digest in it."
+REPORT = "Instead of a run: JSON of `paceline evaluate --json`, or the report_digest in it."
+OF_A_RUN = "With --trained; of a run it is known."
+RUN = re.compile(r"run-[0-9a-f-]*")
 
 
-@click.command()
-@model_argument
-@click.option("--base", "base_version", required=True, help="Version the candidate started from.")
-@click.option("--trained", metavar="FILE|DIGEST", required=True, help=TRAINED)
-@click.option("--snapshot", required=True, help="URL of the data snapshot.")
+def _of_run(call: FlowCall, given: str, wanted: str) -> FlowCall:
+    """Return ``call`` going on with the run ``given``, an id or the beginning of one."""
+    if not RUN.fullmatch(given):
+        raise InvalidInput("not a run id", got=repr(given[:100]), wanted=wanted)
+    whole = whole_run_id(find_installation(call.state), given)
+    return replace(call, run_id=call.run_id or whole, of=whole)
+
+
+@click.command(cls=Sections, sections={"Instead of RUN": "base_version trained snapshot"})
+@click.argument("what", metavar="RUN | MODEL_ID")
+@click.option("--base", "base_version", default="", help=OF_A_RUN)
+@click.option("--trained", metavar="FILE|DIGEST", help=TRAINED)
+@click.option("--snapshot", default="", help=OF_A_RUN)
 @flow_options
-def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, snapshot: str) -> int:
-    """Judge a training job's candidate on held-out files, and record the report.
+def evaluate(
+    call: FlowCall, what: str, base_version: str, trained: str | None, snapshot: str
+) -> int:
+    """Judge the candidate of the training that RUN made on held-out files; record the report.
 
-    The training is found by its digest in what the installation recorded.
+    RUN is the run of `paceline train MODEL_ID VERSION`; the report belongs to the same run. With
+    MODEL_ID, --base, --trained and --snapshot name the training by its digest.
     """
-    digest = _digest_of(trained, "training_digest", "train")
+    if trained is None:
+        call = _of_run(call, what, "RUN, or MODEL_ID with --base, --trained and --snapshot")
+        what, digest = "", call.of
+    else:
+        if not base_version or not snapshot:
+            raise click.UsageError("MODEL_ID with --trained needs --base and --snapshot.")
+        digest = _digest_of(trained, "training_digest", "train")
     return call.run(
         "evaluate.evaluate_model",
-        model_id=model_id,
+        model_id=what,
         base_version=base_version,
         trained=digest,
         snapshot_url=snapshot,
     )
 
 
-@click.command()
-@model_argument
-@click.option("--report", metavar="FILE|DIGEST", required=True, help=REPORT)
+@click.command(cls=Sections, sections={"Instead of RUN": "report"})
+@click.argument("what", metavar="RUN | MODEL_ID")
+@click.option("--report", metavar="FILE|DIGEST", help=REPORT)
 @click.option("--base", "base_version", help="Refuse a report about another base version.")
 @click.option("--trained", metavar="FILE|DIGEST", help="Refuse a report about another training.")
 @click.option("--snapshot", help="Refuse a report about another data snapshot (its URL).")
@@ -274,23 +361,27 @@ def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, sna
 @flow_options
 def promote(
     call: FlowCall,
-    model_id: str,
-    report: str,
+    what: str,
+    report: str | None,
     base_version: str | None,
     trained: str | None,
     snapshot: str | None,
     approver: str | None,
 ) -> int:
-    """Gate a judged candidate; on a pass make it champion and publish it.
+    """Gate the candidate that RUN evaluated; on a pass make it champion and publish it.
 
-    The report is found by its digest in what the installation's evaluations recorded: of a file
-    nothing is read but the digest that it names.
+    The report is the one that the installation recorded for RUN. With MODEL_ID, --report names it
+    by its digest: of a file nothing is read but the digest that it names.
     """
-    digest = _digest_of(report, "report_digest", "evaluate")
+    if report is None:
+        call = _of_run(call, what, "RUN, or MODEL_ID with --report")
+        what, digest = "", call.of
+    else:
+        digest = _digest_of(report, "report_digest", "evaluate")
     training = None if trained is None else _digest_of(trained, "training_digest", "train")
     return call.run(
         "promote.promote_model",
-        model_id=model_id,
+        model_id=what,
         report=digest,
         base_version=base_version,
         trained=training,
@@ -321,6 +412,8 @@ def approve(
     The approver is the token's owner. The promotion then goes on by itself.
     """
     client = CoordinatorClient.of(find_installation(state))
+    if not is_run_id(run_id):
+        run_id = one_of("promotion", run_id, [each.run_id for each in client.approvals()])
     record = client.ledger_get(APPROVAL_REQUEST, digest_of(run_id))
     if record is None:
         raise NotFound("no promotion of this run waits for an approval", got=run_id)
@@ -365,25 +458,36 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
 
 @click.command()
 @click.argument("what", metavar="MODEL_ID | DEPLOYMENT_ID")
-@click.option(
-    "--deadline",
-    type=click.FloatRange(min=0.1),
-    default=60.0,
-    show_default=True,
-    help="With a deployment: seconds that the fleet may take.",
-)
+@deadline_option
 @flow_options
 def rollback(call: FlowCall, what: str, deadline: float) -> int:
     """Go back to what was before, without a transfer.
 
-    MODEL_ID: its previous champion, in the registry and on every node. DEPLOYMENT_ID: the version
-    that was active on its workers before it, on the fleet alone; the registry is not asked.
+    MODEL_ID: as `paceline model rollback`. The whole id of a deployment: as `paceline deployment
+    rollback`, on the fleet alone; the registry stays.
     """
     if DEPLOYMENT_ID.fullmatch(what):
         from paceline.cli.watching import roll_back
 
         return roll_back(what, deadline, call.state, call.as_json)
-    return call.run("rollback.rollback_model", model_id=what)
+    return _roll_back(call, what)
+
+
+@click.command("rollback")
+@model_argument
+@flow_options
+def rollback_model(call: FlowCall, model_id: str) -> int:
+    """Put MODEL_ID's previous champion back, in the registry and on every node."""
+    return _roll_back(call, model_id)
+
+
+def _roll_back(call: FlowCall, model_id: str) -> int:
+    if not re.fullmatch(MODEL_ID, model_id):
+        raise InvalidInput("not a model's id", got=repr(model_id[:100]), wanted="org/name")
+    runtime = find_installation(call.state)
+    if not runtime.is_login:
+        Registry.from_runtime(runtime).require_champion(model_id)
+    return call.run("rollback.rollback_model", model_id=model_id)
 
 
 def _digest_of(given: str, field: str, command: str) -> str:

@@ -1,4 +1,4 @@
-"""`paceline login` and `logout`: use an installation that runs elsewhere, without its files.
+"""`paceline login` and `logout`, and how other commands use an installation that runs elsewhere.
 
 The login is kept in the user's configuration directory; ``config.find_installation`` decides when
 a command uses it.
@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import json_option, notice, show
+from paceline.cli.options import again, json_option, notice, show
 from paceline.client import TOKEN_VARIABLE, Client, CoordinatorClient, require_encrypted
 from paceline.config import (
     Login,
@@ -221,7 +221,7 @@ def distribute(
     without = f", without {', '.join(failed)}" if failed else ""
     then = "not activated" if switched is None else f"active on {switched}"
     show(
-        {"status": "complete"} | answer,
+        answer,
         as_json,
         f"{answer['model_id']} {answer['version']} on {relay['workers']} of "
         f"{len(answer['targets'])} workers{without}, {then}",
@@ -241,9 +241,12 @@ def run_flow(
     try:
         answer = begun.wait(lambda line: click.echo(f"  {line}", err=True), notice)
     except KeyboardInterrupt:
-        again = f"the same command with --run-id {begun.run_id} follows it"
-        sys.stderr.write(f"the flow goes on; {again}\n")
+        sys.stderr.write(f"run {begun.run_id} goes on there; this follows it:\n")
+        sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
-    lines = [f"! {note}" for note in answer["notes"]]
-    show({"status": "complete"} | answer, as_json, *lines, f"done: run {begun.run_id}")
+    from paceline.cli.flows import made_and_next
+
+    lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
+    lines += [*made_and_next(name, parameters, answer), f"prefect   {begun.page}"]
+    show(answer, as_json, *lines)
     return 0
