@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from paceline.cli.options import (
     json_option,
     parsed,
+    print_table,
     profile_options,
     read_profile,
     show,
@@ -136,13 +137,8 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(TokensShown(tokens=tuple(found)).model_dump_json())
         return 0
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    names = ("name", "scopes", "worker", "state", "last used")
-    table = Table(Column("id", no_wrap=True, min_width=16), *names)
-    for each in found:
-        table.add_row(
+    rows = [
+        (
             each.token_id,
             each.name,
             ", ".join(each.scopes),
@@ -150,7 +146,9 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
             _state(each),
             _at(each.last_used_at),
         )
-    Console().print(table)
+        for each in found
+    ]
+    print_table(("id", "name", "scopes", "worker", "state", "last used"), rows)
     return 0
 
 

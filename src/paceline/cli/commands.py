@@ -19,7 +19,11 @@ COMMANDS: dict[str, Target] = {
     "demo": ("demo", "demo", "Run the whole lifecycle on this machine and show a summary."),
     "up": ("installation", "up", "Start the embedded installation and leave it running."),
     "down": ("installation", "down", "Stop what `up` started; the state stays on disk."),
-    "status": ("watching", "status", "Show what runs, who leads, the fleet, what waits for you."),
+    "status": (
+        "watching",
+        "status",
+        "Show what runs, who leads, the fleet, what waits for approval.",
+    ),
     "login": ("login", "login", "Use an installation elsewhere from this machine, by a token."),
     "logout": ("login", "logout", "Delete this user's login."),
     "doctor": ("doctor.command", "doctor", "Check this machine and what it reaches."),
@@ -103,7 +107,7 @@ EXAMPLES = {
     "doctor": "doctor --bundle doctor.tar.gz",
     "completion": "completion bash > ~/.local/share/bash-completion/completions/paceline",
     "publish": "publish ./my-model --model org/name --version 1\n"
-    "publish ./my-model s3://bucket/models/org/name/1 --model org/name --version 1\n"
+    "publish ./my-model s3://bucket/org/name/1 --model org/name --version 1\n"
     "publish hf://org/name@main",
     "verify": "verify org/name 1 --full",
     "evaluate": "evaluate run-20261120-153600-9f3a1c",
@@ -114,18 +118,18 @@ EXAMPLES = {
     "generate": "generate models:/org/name@champion 'def main():' --max-tokens 40",
     "snapshot": "snapshot s3://bucket/texts --format jsonl --text-field body",
     "train": "train --text ./texts --ranks 2\n"
-    "train org/name 1 --snapshot s3://paceline/snapshots/DIGEST --ranks 8",
+    "train org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8",
     "training local": "training local --text ./texts --ranks 2",
-    "training start": "training start org/name 1 --snapshot s3://paceline/snapshots/DIGEST",
+    "training start": "training start org/name 1 --snapshot s3://bucket/data/DIGEST",
     "checkpoints list": "checkpoints list ./paceline-training --verify",
     "checkpoints export": "checkpoints export ./paceline-training ./dcp --step 500",
-    "checkpoints import": "checkpoints import ./dcp ./my-model --config ./my-model/config.json",
+    "checkpoints import": "checkpoints import ./dcp ./my-model",
     "reproduce": "reproduce run-20261120-153600-9f3a1c --check",
     "lifecycle": "lifecycle --model org/name/1 --data s3://bucket/texts \\\n"
     "    --set training.learning_rate=3e-4 --set training.lora.r=8",
     "where": "where run-20261120-153600-9f3a1c",
     "distribute": "distribute org/name 1 --to rack=r1\n"
-    "distribute ./my-model --into /tmp/nodes --workers 4 --model org/name --as-version 1",
+    "distribute ./my-model --into /tmp/nodes --model org/name --as-version 1",
     "deployment list": "deployment list",
     "watch": "watch 3f1c",
     "activate": "activate 3f1c --to rack=r1",
@@ -281,16 +285,17 @@ class Sections(click.Command):
     """A command whose help lists its options under headings."""
 
     def __init__(self, *args: object, sections: Mapping[str, str], **more: object) -> None:
-        """``sections``: heading → the parameters below it; the others come first."""
+        """``sections``: heading → the options below it; the others come last."""
         super().__init__(*args, **more)  # type: ignore[arg-type]
-        self._sections = {"Options": "", **sections}
+        self._sections = {**sections, "Other options": ""}
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         heading = {name: title for title, names in self._sections.items() for name in names.split()}
         rows: dict[str, list[tuple[str, str]]] = {title: [] for title in self._sections}
         for parameter in self.get_params(ctx):
-            if (row := parameter.get_help_record(ctx)) is not None:
-                rows[heading.get(str(parameter.name), "Options")].append(row)
+            row = parameter.get_help_record(ctx)
+            if row is not None and isinstance(parameter, click.Option):
+                rows[heading.get(str(parameter.name), "Other options")].append(row)
         for title, records in rows.items():
             if records:
                 with formatter.section(title):

@@ -100,7 +100,7 @@ class FlowCall:
             self.as_json,
             *(f"! {note}" for note in notes),
             f"done: run {run.run_id}",
-            *made_and_next(name, parameters, answer),
+            *made_and_next(name, answer),
             *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
         )
         return 0
@@ -112,36 +112,36 @@ def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
     return answer.get("links") or {name: url for name, url in pages.items() if url}
 
 
-def made_and_next(flow: str, given: Mapping[str, Any], answer: Mapping[str, Any]) -> list[str]:
+# flow → what it made and the command that a person would type next, formats of its result
+OUTCOMES = {
+    "publish_model": ("{model_id} {version} at {url}", "distribute {model_id} {version}"),
+    "build_snapshot": ("{url}", "train MODEL_ID VERSION --snapshot {url}"),
+    "distribute_model": ("{model_id} {version} on {relay[workers]} nodes", "status"),
+    "train_model": ("a candidate at {export_url}", "evaluate {run_id}"),
+    "evaluate_model": ("report {report_digest}", "promote {run_id}"),
+    "promote_model": (
+        "{registry[model_id]} {published[version]} is {registry[alias]}",
+        "distribute {registry[model_id]} {published[version]}",
+    ),
+    "run_lifecycle": (
+        "{model[model_id]} {model[version]} is champion, on every node",
+        "generate models:/{model[model_id]}@champion PROMPT",
+    ),
+    "rollback_model": (
+        "{registry[model_id]} {registry[version]} is active on every node again",
+        "status",
+    ),
+}
+
+
+def made_and_next(flow: str, answer: Mapping[str, Any]) -> list[str]:
     """Return what a flow made, and the command that a person would type after it."""
-    run_id, model = answer["run_id"], given.get("model_id") or ""
-    made, then = "", ""
-    match flow.rpartition(".")[2]:
-        case "publish_model":
-            made = f"{answer['model_id']} {answer['version']} at {answer['url']}"
-            then = f"distribute {answer['model_id']} {answer['version']}"
-        case "build_snapshot":
-            made, then = answer["url"], f"train MODEL_ID VERSION --snapshot {answer['url']}"
-        case "distribute_model":
-            made = f"{answer['model_id']} {answer['version']} on {answer['relay']['workers']} nodes"
-            then = "status"
-        case "train_model":
-            made, then = f"a candidate at {answer['export_url']}", f"evaluate {run_id}"
-        case "evaluate_model":
-            made, then = f"report {answer['report_digest']}", f"promote {run_id}"
-        case "promote_model":
-            evidence, published = answer["registry"], answer["published"]
-            made = f"{evidence['model_id']} {published['version']} is {evidence['alias']}"
-            then = f"distribute {evidence['model_id']} {published['version']}"
-        case "run_lifecycle":
-            figures = answer["model"]
-            made = f"{figures['model_id']} {figures['version']} is champion, on every node"
-            then = f"generate models:/{figures['model_id']}@champion PROMPT"
-        case "rollback_model":
-            made = f"{model} {answer['registry']['version']} is champion again"
-            then = "status"
-    lines = [f"made:     {made}"] if made else []
-    return [*lines, f"next:     paceline {then}"] if then else lines
+    made, then = OUTCOMES.get(flow.rpartition(".")[2], ("", ""))
+    try:
+        lines = [f"made:     {made}", f"next:     paceline {then}"] if made else []
+        return [line.format_map(answer) for line in lines]
+    except (KeyError, TypeError):  # a result of which the ledger keeps nothing any more
+        return []
 
 
 def flow_options(command: F) -> F:

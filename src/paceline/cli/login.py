@@ -247,6 +247,6 @@ def run_flow(
     from paceline.cli.flows import made_and_next
 
     lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
-    lines += [*made_and_next(name, parameters, answer), f"prefect   {begun.page}"]
+    lines += [*made_and_next(name, answer), f"prefect   {begun.page}"]
     show(answer, as_json, *lines)
     return 0

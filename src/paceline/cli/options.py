@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -123,6 +123,27 @@ def narrowed(command: click.Command, name: str, text: str, /, **fixed: Any) -> c
     made.params = [each for each in command.params if each.name not in fixed]
     made.callback = functools.partial(command.callback, **fixed)
     return made
+
+
+def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; where it is wider than the terminal, one block of lines a row."""
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    console = Console(width=None if Console().is_terminal else 200)
+    columns = zip(names, *rows, strict=True)
+    if sum(3 + max(map(cell_len, each)) for each in columns) < console.width:
+        table = Table(*(Column(name, no_wrap=True) for name in names))
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    for row in rows:
+        click.echo(row[0])
+        for name, value in zip(names[1:], row[1:], strict=True):
+            click.echo(f"  {name:<10} {value}".rstrip())
 
 
 def notice(line: str, mark: str = "! ") -> None:

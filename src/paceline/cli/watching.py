@@ -19,6 +19,7 @@ from paceline.cli.options import (
     deadline_option,
     json_option,
     machine_line,
+    print_table,
     show,
     state_directory,
     state_option,
@@ -162,21 +163,19 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(WorkersShown(workers=tuple(found)).model_dump_json())
         return 0
-    from rich.table import Table
-
-    table = Table("worker", "state", "labels", "machine", "link", "free", "address")
-    for each in found:
-        labels = " ".join(f"{key}={value}" for key, value in each.labels.named.items())
-        table.add_row(
+    rows = [
+        (
             each.worker_id,
             "alive" if each.alive else "lost",
-            labels,
+            " ".join(f"{key}={value}" for key, value in each.labels.named.items()),
             machine_line(each.inventory),
             f"{each.link_mbit:g} Mbit/s",
             size(each.available_storage),
             each.address,
         )
-    Console(width=None if Console().is_terminal else 200).print(table)
+        for each in found
+    ]
+    print_table(("worker", "state", "labels", "machine", "link", "free", "address"), rows)
     return 0
 
 
@@ -274,12 +273,19 @@ def rollback(deployment_id: str, deadline: float, state: Path | None, as_json: b
 def deployments(state: Path | None, as_json: bool) -> int:
     """List the deployments that the coordinator keeps, the newest last."""
     found = CoordinatorClient.of(find_installation(state)).deployments()
+    if as_json:
+        show(DeploymentsShown(deployments=tuple(found)), as_json)
+        return 0
     rows = [
-        f"{each.deployment_id}  {each.status.value:<12} {each.model_id} {each.version}"
-        f" to {len(each.target_workers)} workers"
+        (
+            each.deployment_id,
+            each.status.value,
+            f"{each.model_id} {each.version}",
+            str(len(each.target_workers)),
+        )
         for each in found
     ]
-    show(DeploymentsShown(deployments=tuple(found)), as_json, *(rows or ["no deployment yet"]))
+    print_table(("deployment", "status", "model", "workers"), rows)
     return 0
 
 

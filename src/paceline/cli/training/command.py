@@ -73,8 +73,8 @@ SECTIONS = {
     "--steps",
     type=click.IntRange(min=0),
     default=None,
-    help="Default: the profile's (training.steps). With MODEL_ID, 0 is the control that must not "
-    "pass the gate.",
+    help="Default: the profile's (training.steps). On an installation 0 is the control that must "
+    "not pass the gate.",
 )
 @click.option(
     "--continue-from",
