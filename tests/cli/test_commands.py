@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -13,7 +14,12 @@ import click
 import pytest
 
 from paceline.cli.commands import COMMANDS, EXAMPLES, GROUPS, example_of, group_of, leaves
+from paceline.cli.flows import made_and_next
 from paceline.cli.main import cli
+from paceline.cli.options import again, one_of, print_table
+from paceline.cli.progress import StageBars
+from paceline.errors import InvalidInput, NotFound
+from paceline.tasks.run import StageUpdate
 from tests.support.command import paceline
 
 
@@ -130,3 +136,73 @@ def test_a_bad_id_is_refused_at_once(tmp_path: Path, words: str) -> None:
     done = paceline(*words.split(), "--json", "--state", tmp_path)
     assert done.returncode in (2, 75)
     assert json.loads(done.stdout)["status"] == "failed"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_long_message_leaves_bar_percentage_and_time_on_the_line(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with StageBars() as bars:
+        bars(StageUpdate(stage="rollout-relay", fraction=0.3, message="[x] long " * 30))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    (line,) = {each.strip() for each in re.split(r"[\r\n]", text) if "rollout" in each}
+    assert len(line) <= columns
+    assert re.search(r"━.* 30% 0:00:00 \[x\] long .*…$", line)
+
+
+def test_progress_without_a_terminal_and_with_no_color_has_no_escapes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = StageUpdate(stage="relay", fraction=1.0, message="done", done=True)
+    with StageBars() as bars:
+        bars(update)
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with StageBars() as bars:
+        bars(update)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", capsys.readouterr().err), "a colour"
+
+
+def test_an_id_by_its_beginning() -> None:
+    known = ("3f1c-a", "3f1c-b", "77aa-c", "77aa")
+    assert one_of("deployment", "3f1c-b", known) == "3f1c-b"
+    assert one_of("deployment", "77aa", known) == "77aa", "a whole id, though another begins so"
+    with pytest.raises(InvalidInput, match=r"several deployments.*3f1c-a.*3f1c-b"):
+        one_of("deployment", "3f", known)
+    with pytest.raises(NotFound, match="no such deployment"):
+        one_of("deployment", "9", known)
+
+
+def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
+    url = "s3://b/data/1"
+    lines = made_and_next("publish.build_snapshot", {"run_id": "r", "url": url})
+    assert lines[0] == f"made:     {url}"
+    assert lines[1].endswith(f"--snapshot {url}")
+    judged = made_and_next("evaluate.evaluate_model", {"run_id": "r", "report_digest": "d"})
+    assert judged[1] == "next:     paceline promote r"
+    assert made_and_next("train.train_model", {"run_id": "r"}) == [], "the ledger dropped it"
+
+
+def test_the_command_that_goes_on_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "lifecycle", "--data", "my texts"])
+    assert again("run-1") == "paceline lifecycle --data 'my texts' --run-id run-1"
+    monkeypatch.setattr(sys, "argv", ["x", "lifecycle", "--run-id=run-1"])
+    assert again("run-1") == "paceline lifecycle --run-id=run-1"
+
+
+def test_a_table_wider_than_the_terminal_is_a_block_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("node-1", "alive", "8 × H100 " * 8), ("node-2", "lost", "x")]
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(("worker", "state", "machine"), rows)
+    said = capsys.readouterr().out
+    assert "node-1\n  state      alive\n" in said
+    assert rows[0][2].strip() in said
+    monkeypatch.setenv("COLUMNS", "160")
+    print_table(("worker", "state", "machine"), rows)
+    assert "━" in capsys.readouterr().out

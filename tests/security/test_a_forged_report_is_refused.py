@@ -28,6 +28,7 @@ from paceline.schemas import (
     EvaluationReport,
     Evidence,
     GateDecision,
+    RunResult,
     TrainResult,
     canonical_json,
     digest_of,
@@ -351,3 +352,26 @@ def test_the_command_line_promotes_no_forged_report(
     with pytest.raises(NotFound):
         sealed.find(Run.open(stack.state_dir), "a" * 64, "evaluation", Evaluation)
     assert Registry.from_runtime(stack).champion(rejected.model) == before
+
+
+def test_a_run_names_its_training_until_the_bucket_names_another() -> None:
+    bucket = Bucket()
+    run, report, evaluation = recorded(bucket)
+    made = RunResult(
+        run_id=run.run_id,
+        kind="evaluation",
+        digest=report,
+        model_id=evaluation.model_id,
+        base_version=evaluation.base_version,
+        snapshot_url=evaluation.snapshot_url,
+    )
+    sealed.keep_run(run, made)
+    assert sealed.of_run(run, run.run_id, "evaluation") == made
+    with pytest.raises(NotFound, match="no training of this run"):
+        sealed.of_run(run, run.run_id, "training")
+    (url,) = (each for each in bucket.objects if "/run/" in each)
+    forged = json.loads(bucket.objects[url])
+    forged["record"]["digest"] = "0" * 64
+    bucket.objects[url] = canonical_json(forged)
+    with pytest.raises(CorruptData, match="cannot be trusted"):
+        sealed.of_run(run, run.run_id, "evaluation")
