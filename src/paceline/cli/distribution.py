@@ -197,6 +197,7 @@ def publish(
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
+        f"next:     paceline distribute {done.url}",
     )
     return 0
 

@@ -226,6 +226,7 @@ def distribute(
         f"{answer['model_id']} {answer['version']} on {relay['workers']} of "
         f"{len(answer['targets'])} workers{without}, {then}",
         f"done: run {run_id}, deployment {deployment_id}",
+        "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
     )
     return 0
 
