@@ -22,7 +22,6 @@ from paceline.schemas import (
     EvaluationReport,
     EvaluationSpec,
     RecordedScore,
-    RunResult,
     TrainingData,
     TrainResult,
     digest_of,
@@ -244,17 +243,7 @@ def evaluate(
         describe=_one_line,
     )
     report = Evaluated.model_validate(result.output)
-    sealed.keep_run(
-        run,
-        RunResult(
-            run_id=run.run_id,
-            kind="evaluation",
-            digest=report.report_digest,
-            model_id=base.model_id,
-            base_version=base.version,
-            snapshot_url=snapshot["url"],
-        ),
-    )
+    sealed.keep_run(run, "evaluation", report.report_digest, base, snapshot["url"])
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
     return result

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, CorruptData, InvalidInput, NotFound, SourceMissing
+from paceline.manifest import Manifest
 from paceline.schemas import (
     SHA256_HEX,
     Record,
@@ -56,9 +57,23 @@ def keep_score(run: Run, score: RecordedScore) -> None:
     _put(run, score, "score", score.key, digest_of(score))
 
 
-def keep_run(run: Run, result: RunResult) -> None:
-    """Record what this run made, so that ``of_run`` finds it by the run's id."""
-    _put(run, result, "run", result.key, digest_of(result))
+def keep_run(
+    run: Run,
+    kind: Literal["training", "evaluation"],
+    digest: str,
+    base: Manifest,
+    snapshot_url: str,
+) -> None:
+    """Record what this run made of ``base``, so that ``of_run`` finds it by the run's id."""
+    made = RunResult(
+        run_id=run.run_id,
+        kind=kind,
+        digest=digest,
+        model_id=base.model_id,
+        base_version=base.version,
+        snapshot_url=snapshot_url,
+    )
+    _put(run, made, "run", made.key, digest_of(made))
 
 
 def of_run(run: Run, run_id: str, kind: Literal["training", "evaluation"]) -> RunResult:

@@ -15,7 +15,7 @@ from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.errors import InvalidInput, MissingExtra
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
-from paceline.schemas import RankEvent, RunResult, TaskSize, TrainJob, TrainResult
+from paceline.schemas import RankEvent, TaskSize, TrainJob, TrainResult
 from paceline.tasks import artifacts, cancelling, sealed
 from paceline.tasks.figures import Figures, points_of, record_job, record_result
 from paceline.tasks.publish import published_url
@@ -122,17 +122,8 @@ def train(
             f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
         ),
     )
-    sealed.keep_run(
-        run,
-        RunResult(
-            run_id=run.run_id,
-            kind="training",
-            digest=trained.output["training_digest"],
-            model_id=manifest.model_id,
-            base_version=manifest.version,
-            snapshot_url=snapshot["url"],
-        ),
-    )
+    digest = trained.output["training_digest"]
+    sealed.keep_run(run, "training", digest, manifest, snapshot["url"])
     return trained
 
 

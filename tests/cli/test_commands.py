@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from paceline.cli.commands import COMMANDS, EXAMPLES, GROUPS, example_of, group_of, leaves
+from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
 from paceline.cli.flows import made_and_next
 from paceline.cli.main import cli
 from paceline.cli.options import again, one_of, print_table
@@ -54,10 +54,9 @@ def test_each_example_is_accepted_by_its_command(
     monkeypatch.chdir(tmp_path)
     for each in ("my-model", "texts", "dcp"):
         (tmp_path / each).mkdir()
-    lines = [
-        line for words in EXAMPLES for line in example_of(words).replace("\\\n", "").split("\n")
-    ]
-    assert len(lines) >= len(EXAMPLES)
+    shown = {str(command.epilog).partition("For example:\n")[2] for _, command in EVERY}
+    lines = [line.strip() for each in shown for line in each.replace("\\\n", "").splitlines()]
+    assert len(lines) > len(COMMANDS)
     for line in lines:
         context: click.Context | None = None
         command: click.Command = cli
@@ -134,7 +133,7 @@ BAD = ["where nonsense", "evaluate nonsense", "promote a/b", "rollback ../x", "m
 @pytest.mark.parametrize("words", BAD)
 def test_a_bad_id_is_refused_at_once(tmp_path: Path, words: str) -> None:
     done = paceline(*words.split(), "--json", "--state", tmp_path)
-    assert done.returncode in (2, 75)
+    assert done.returncode == 2, done.stderr
     assert json.loads(done.stdout)["status"] == "failed"
 
 
@@ -147,7 +146,7 @@ def test_a_long_message_leaves_bar_percentage_and_time_on_the_line(
     with StageBars() as bars:
         bars(StageUpdate(stage="rollout-relay", fraction=0.3, message="[x] long " * 30))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
-    (line,) = {each.strip() for each in re.split(r"[\r\n]", text) if "rollout" in each}
+    line = [each.strip() for each in re.split(r"[\r\n]", text) if "rollout" in each][-1]
     assert len(line) <= columns
     assert re.search(r"━.* 30% 0:00:00 \[x\] long .*…$", line)
 

@@ -28,7 +28,6 @@ from paceline.schemas import (
     EvaluationReport,
     Evidence,
     GateDecision,
-    RunResult,
     TrainResult,
     canonical_json,
     digest_of,
@@ -357,16 +356,10 @@ def test_the_command_line_promotes_no_forged_report(
 def test_a_run_names_its_training_until_the_bucket_names_another() -> None:
     bucket = Bucket()
     run, report, evaluation = recorded(bucket)
-    made = RunResult(
-        run_id=run.run_id,
-        kind="evaluation",
-        digest=report,
-        model_id=evaluation.model_id,
-        base_version=evaluation.base_version,
-        snapshot_url=evaluation.snapshot_url,
-    )
-    sealed.keep_run(run, made)
-    assert sealed.of_run(run, run.run_id, "evaluation") == made
+    base = cast(Any, SimpleNamespace(model_id="bytelm", version="1"))
+    sealed.keep_run(run, "evaluation", report, base, evaluation.snapshot_url)
+    made = sealed.of_run(run, run.run_id, "evaluation")
+    assert (made.digest, made.model_id, made.base_version) == (report, "bytelm", "1")
     with pytest.raises(NotFound, match="no training of this run"):
         sealed.of_run(run, run.run_id, "training")
     (url,) = (each for each in bucket.objects if "/run/" in each)

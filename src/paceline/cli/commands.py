@@ -97,13 +97,11 @@ GROUPS: dict[str, tuple[str, str]] = {
 }
 START = ["demo", "up", "status", "lifecycle", "down", "login", "logout", "doctor", "completion"]
 
-EXAMPLES = {
+EXAMPLES = {  # where more is typed than the command's words
     "demo": "demo --keep",
     "up": "up --state ./.paceline",
-    "down": "down",
     "status": "status --json",
     "login": "login https://control-1:7443 --authority SHA256",
-    "logout": "logout",
     "doctor": "doctor --bundle doctor.tar.gz",
     "completion": "completion bash > ~/.local/share/bash-completion/completions/paceline",
     "publish": "publish ./my-model --model org/name --version 1\n"
@@ -130,7 +128,6 @@ EXAMPLES = {
     "where": "where run-20261120-153600-9f3a1c",
     "distribute": "distribute org/name 1 --to rack=r1\n"
     "distribute ./my-model --into /tmp/nodes --model org/name --as-version 1",
-    "deployment list": "deployment list",
     "watch": "watch 3f1c",
     "activate": "activate 3f1c --to rack=r1",
     "deployment rollback": "deployment rollback 3f1c",
@@ -141,12 +138,7 @@ EXAMPLES = {
     "init": "init --profile hosts --coordinator https://control-1:7443",
     "tokens create": "tokens create --name ci --scope deploy --ttl 90d",
     "tokens join": "tokens join --worker-id node-1",
-    "tokens list": "tokens list",
     "tokens revoke": "tokens revoke --worker-id node-1",
-    "authority show": "authority show",
-    "authority add": "authority add",
-    "authority switch": "authority switch",
-    "authority retire": "authority retire",
     "keys new": "keys new publisher.key",
     "keys show": "keys show publisher.key",
     "audit": "audit --since 12h --name change.refused",
@@ -160,9 +152,8 @@ EXAMPLES = {
 
 def example_of(words: str) -> str:
     """Return the example of a command as it is typed."""
-    return "\n".join(
-        line if line.startswith(" ") else f"paceline {line}" for line in EXAMPLES[words].split("\n")
-    )
+    lines = EXAMPLES.get(words, words).split("\n")
+    return "\n".join(each if each.startswith(" ") else f"paceline {each}" for each in lines)
 
 
 class LazyGroup(click.Group):

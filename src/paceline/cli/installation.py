@@ -101,11 +101,13 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
 
     The beginning of a run's id is enough where no other run begins so.
     """
+    if run_id:
+        from paceline.registry import Registry, require_run_prefix
+
+        require_run_prefix(run_id)
     runtime = find_installation(state)
     page = ""
     if run_id:
-        from paceline.registry import Registry
-
         require_here(runtime, "`paceline where RUN`")
         known = Registry.from_runtime(runtime).pages_of_runs(run_id)
         run_id = one_of("run", run_id, known)
