@@ -335,20 +335,16 @@ def evaluate(
     RUN is the run of `paceline train MODEL_ID VERSION`; the report belongs to the same run. With
     MODEL_ID, --base, --trained and --snapshot name the training by its digest.
     """
+    named = {"model_id": what, "base_version": base_version, "snapshot_url": snapshot}
     if trained is None:
         call = _of_run(call, what, "RUN, or MODEL_ID with --base, --trained and --snapshot")
-        what, digest = "", call.of
+        named["model_id"], digest = "", call.of
+    elif not base_version or not snapshot:
+        raise click.UsageError("MODEL_ID with --trained needs --base and --snapshot.")
     else:
-        if not base_version or not snapshot:
-            raise click.UsageError("MODEL_ID with --trained needs --base and --snapshot.")
         digest = _digest_of(trained, "training_digest", "train")
-    return call.run(
-        "evaluate.evaluate_model",
-        model_id=what,
-        base_version=base_version,
-        trained=digest,
-        snapshot_url=snapshot,
-    )
+    given: dict[str, Any] = {name: value for name, value in named.items() if value}
+    return call.run("evaluate.evaluate_model", trained=digest, **given)
 
 
 @click.command(cls=Sections, sections={"Instead of RUN": "report"})
@@ -373,15 +369,16 @@ def promote(
     The report is the one that the installation recorded for RUN. With MODEL_ID, --report names it
     by its digest: of a file nothing is read but the digest that it names.
     """
+    model: dict[str, Any] = {}
     if report is None:
         call = _of_run(call, what, "RUN, or MODEL_ID with --report")
-        what, digest = "", call.of
+        digest = call.of
     else:
-        digest = _digest_of(report, "report_digest", "evaluate")
+        model["model_id"], digest = what, _digest_of(report, "report_digest", "evaluate")
     training = None if trained is None else _digest_of(trained, "training_digest", "train")
     return call.run(
         "promote.promote_model",
-        model_id=what,
+        **model,
         report=digest,
         base_version=base_version,
         trained=training,
