@@ -114,6 +114,9 @@ def test_the_thousand_machines_profile_names_every_replica(tmp_path):
     done = command("init", "--profile", "fleet-1000", *words, state=tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("paceline coordinator --state") == 3
+    needed = done.stdout.partition("still needs:")[2].partition("Next,")[0]
+    assert "etcd/ca.pem: the file of [control] etcd_ca" in needed
+    assert "$PACELINE_POSTGRES_PASSWORD" in needed
     runtime = load_runtime(tmp_path / "state")
     assert runtime.endpoints.coordinator_urls == tuple(urls)
     assert runtime.profile.security.rest_hosts == tuple(f"c{n}.example" for n in range(3))

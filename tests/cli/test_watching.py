@@ -284,3 +284,15 @@ def test_every_line_of_watch_is_of_the_schema_in_the_docs() -> None:
     assert set(schema["discriminator"]["mapping"]) == {
         "moment", "event", "missed", "dropped", "outcome",
     }  # fmt: skip
+
+
+def test_a_deployment_is_named_by_its_beginning_and_listed(fleet: Fleet) -> None:
+    d = fleet.create()
+    fleet.until(d, "complete")
+    listed = run(fleet, "deployment", "list", "--json")
+    (found,) = json.loads(listed.output)["deployments"]
+    assert found["deployment_id"] == d
+    switched = run(fleet, "deployment", "activate", d[:6], "--json")
+    assert json.loads(switched.output)["deployment_id"] == d
+    unknown = run(fleet, "cancel", "zz")
+    assert isinstance(unknown.exception, NotFound)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from paceline.cli.training import recorded_run
-from paceline.config import Endpoints, Profile, Runtime, Secrets, TrainingSettings
+from paceline.config import (
+    Endpoints,
+    Profile,
+    Runtime,
+    Secrets,
+    TrainingSettings,
+    save_runtime,
+)
 from paceline.errors import NotFound
 from paceline.registry import MetricPoint, Registry, lineage
 from paceline.schemas import TrainJob, TrainResult
@@ -85,3 +96,41 @@ def test_a_runs_training_is_found_whole_and_an_unfinished_one_is_refused(
     assert (found.job, found.result, found.losses) == (JOB, RESULT, {1: 5.5, 2: 2.75})
     with pytest.raises(NotFound, match="no such run"):
         recorded_run(runtime, "run-20260101-000000-ffffff")
+
+
+WHERE = (
+    "import sys\n"
+    "from paceline.cli import run\n"
+    "sys.argv = ['paceline', *sys.argv[1:]]\n"
+    "try:\n    run()\n"
+    "finally:\n    print('imported', *({'prefect', 'mlflow', 'torch'} & {*sys.modules}))\n"
+)
+
+
+def test_where_finds_a_run_by_its_beginning_and_refuses_others_without_mlflow(
+    registry: Registry, tmp_path: Path
+) -> None:
+    ids = ("run-20260102-000000-aaaaaa", "run-20260102-000000-aabbbb", "run-20260103-000000-cccccc")
+    made = [registry.ensure_run(each, experiment="finding") for each in ids]
+    endpoints = Endpoints(mlflow_url=registry.tracking_uri, prefect_ui_url="http://127.0.0.1:9")
+    save_runtime(Runtime(profile=Profile(), state_dir=tmp_path, endpoints=endpoints,
+                         secrets=Secrets()))  # fmt: skip
+
+    def typed(*words: str) -> tuple[int, dict[str, Any], str]:
+        argv = [sys.executable, "-c", WHERE, *words, "--json", "--state", str(tmp_path)]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+        answer, imported = done.stdout.splitlines()
+        assert imported == "imported", imported
+        return done.returncode, json.loads(answer), done.stderr
+
+    code, found, _ = typed("where", "run-20260103")
+    assert (code, found["status"], found["run"]) == (0, "complete", ids[2])
+    assert found["mlflow"].endswith(f"/runs/{made[2]}")
+    code, _, said = typed("where", "run-20260102-000000-aa")
+    assert code == 2
+    assert ids[0] in said
+    assert ids[1] in said
+    assert "no such run" in typed("where", "run-20260104-000000-dddddd")[2]
+    assert "not a run id" in typed("where", "run-'x")[2]
+    assert "no version of this model" in typed("rollback", "no/such-model")[2]
+    assert "not a model's id" in typed("rollback", "../x")[2]

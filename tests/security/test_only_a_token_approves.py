@@ -217,3 +217,20 @@ def test_what_is_over_or_other_or_not_there_is_refused(rest: Rest) -> None:
     assert other.status_code == 409
     assert "--show" in other.json()["do"]
     assert rest.call("POST", "/approvals/not-a-run", bob, {}).status_code == 422, "no body"
+
+
+def test_what_waits_is_listed_until_it_is_decided(rest: Rest) -> None:
+    bob = rest.person("bob", *PERSONS["bob"])
+    assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}
+    waits(rest)
+    (listed,) = rest.call("GET", "/approvals", bob).json()["approvals"]
+    assert listed["run_id"] == RUN
+    assert rest.call("GET", "/approvals", "pl_none").status_code == 401
+    assert decide(rest, bob).status_code == 200
+    assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}
+
+
+def test_what_has_expired_waits_no_more(rest: Rest) -> None:
+    bob = rest.person("bob", *PERSONS["bob"])
+    waits(rest, expires_at=time.time() - 1)
+    assert rest.call("GET", "/approvals", bob).json() == {"approvals": []}

@@ -35,6 +35,7 @@ from paceline.schemas import (
     MODEL_ID,
     SUBMITTERS,
     Approval,
+    ApprovalList,
     ApprovalRequest,
     ApprovalShown,
     DecidePromotion,
@@ -126,6 +127,20 @@ def make_flow_router(runtime: Runtime, coordinator: Coordinator) -> APIRouter:
         prefect().view(flow_run_id)  # raises NotFound for a flow run that is not Paceline's
         prefect().cancel(flow_run_id)
         return Success()
+
+    @router.get("/approvals", tags=["flows"])
+    def list_approvals() -> ApprovalList:
+        """List the promotions that wait for a person, the first to expire first."""
+        requests = [
+            ApprovalRequest.model_validate(each.output)
+            for each in coordinator.stages(APPROVAL_REQUEST)
+        ]
+        waiting = [
+            each
+            for each in requests
+            if each.expires_at > time.time() and coordinator.stage(APPROVAL, each.key) is None
+        ]
+        return ApprovalList(approvals=tuple(sorted(waiting, key=lambda each: each.expires_at)))
 
     @router.post("/approvals/{run_id}", tags=["flows"])
     def decide_promotion(

@@ -73,6 +73,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/flows"): DEPLOY,
     ("GET", "/flows/{flow_run_id}"): READ,
     ("DELETE", "/flows/{flow_run_id}"): DEPLOY,
+    ("GET", "/approvals"): Route(scopes=(Scope.READ, Scope.APPROVE)),
     ("POST", "/approvals/{run_id}"): Route(scopes=(Scope.APPROVE,), is_change=True),
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,

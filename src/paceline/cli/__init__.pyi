@@ -4,6 +4,7 @@ from .board import (
     render as render,
     told as told,
 )
+from .commands import COMMANDS as COMMANDS
 from .distribution import PublishBars as PublishBars, RelayBars as RelayBars
 from .forecast import simulating as simulating
-from .main import COMMANDS as COMMANDS, cli as cli, run as run
+from .main import cli as cli, run as run

@@ -6,6 +6,7 @@ state directory for a fleet whose servers run elsewhere, `keys` handles manifest
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from paceline.cli.options import (
     json_option,
     parsed,
+    print_table,
     profile_options,
     read_profile,
     show,
@@ -135,13 +137,8 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(TokensShown(tokens=tuple(found)).model_dump_json())
         return 0
-    from rich.console import Console
-    from rich.table import Column, Table
-
-    names = ("name", "scopes", "worker", "state", "last used")
-    table = Table(Column("id", no_wrap=True, min_width=16), *names)
-    for each in found:
-        table.add_row(
+    rows = [
+        (
             each.token_id,
             each.name,
             ", ".join(each.scopes),
@@ -149,7 +146,9 @@ def list_tokens(state: Path | None, as_json: bool) -> int:
             _state(each),
             _at(each.last_used_at),
         )
-    Console().print(table)
+        for each in found
+    ]
+    print_table(("id", "name", "scopes", "worker", "state", "last used"), rows)
     return 0
 
 
@@ -340,10 +339,41 @@ def init(
         authority=fingerprint(authority.cert.read_bytes()),
         client=str(_write_client_file(runtime)),
         prefect_worker=str(_write_worker_file(runtime)) if prefect else "",
+        missing=_missing(runtime),
     )
     save_runtime(runtime)  # last: this file makes the directory an installation
     show(made, as_json, _next_steps(made, kept=kept))
     return 0
+
+
+def _missing(runtime: Runtime) -> tuple[str, ...]:
+    """Return what the profile names and is not there yet: files, passwords, servers."""
+    control, security = runtime.profile.control, runtime.profile.security
+    files = {
+        f"[{section}] {key}": value
+        for section, values in (("control", control), ("security", security))
+        for key, value in values.model_dump().items()
+        if key.endswith(("_ca", "_cert", "_key")) and isinstance(value, str) and value
+        if "{" not in value  # a name of each node's own
+    }
+    wanted = [
+        f"{runtime.state_dir / value}: the file of {key}"
+        for key, value in files.items()
+        if not (runtime.state_dir / value).exists()
+    ]
+    passwords = {
+        control.etcd_password_env: control.coordination == "etcd" and control.etcd_user,
+        control.redis_password_env: control.progress == "redis" and control.redis_user,
+        control.postgres_password_env: control.audit == "postgres",
+    }
+    wanted += [
+        f"${name}: in the environment of each coordinator"
+        for name, used in passwords.items()
+        if used and name not in os.environ
+    ]
+    if control.flow_starter == "prefect" and not runtime.endpoints.prefect_api_url:
+        wanted.append('--prefect URL: [control] flow_starter = "prefect" needs Prefect\'s API')
+    return tuple(wanted)
 
 
 def _write_client_file(runtime: Runtime) -> Path:
@@ -418,6 +448,8 @@ def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
         f"{made.state} holds the profile, the first admin's token and the authority (mode 0600).",
         f"authority  sha256 {made.authority}"
         + (" (it was there already and is kept; the first admin's token is new)" if kept else ""),
+        *(["The profile still needs:"] if made.missing else []),
+        *(f"  {each}" for each in made.missing),
         "Next, on each replica's machine, with a copy of that directory:",
         *(
             f"  paceline coordinator --state {made.state} --host ADDRESS --port {each.port}"

@@ -11,7 +11,7 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -30,6 +30,9 @@ from paceline.extras import require_extras
 from paceline.relay import SignalEvent
 from paceline.schemas import RunSummary, new_run_id
 from paceline.system import write_private
+
+if TYPE_CHECKING:
+    from paceline.cli.progress import StageBars
 
 MARKER = "demo.json"
 
@@ -93,7 +96,7 @@ def demo(
     return 0
 
 
-def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
+def _run(runtime: Runtime, data: Path | None, listener: StageBars) -> dict[str, Any]:
     point_prefect_at(runtime)
     from prefect.logging.handlers import APILogHandler
 
@@ -106,6 +109,9 @@ def _run(runtime: Runtime, data: Path | None, listener: Any) -> dict[str, Any]:
     try:
         with listening(listener):
             summary = run_lifecycle(data=source, state_dir=str(runtime.state_dir), run_id=run_id)
+    except KeyboardInterrupt:
+        listener.say(f"run {run_id} is interrupted; the same `paceline demo` goes on with it")
+        raise
     finally:
         # Prefect sends its log in batches; once its server has stopped it would retry for a minute.
         APILogHandler().flush()
@@ -165,4 +171,9 @@ def _report(runtime: Runtime, answer: dict[str, Any], as_json: bool, keep: bool)
         lines.append(f"  The fleet page asks for: {runtime.secrets.coordinator_token}")
     else:
         lines.append("  The pages are closed; `paceline demo --keep` or `paceline up` opens them.")
+    lines += [
+        "Next, with models and data of your own:",
+        "  paceline up",
+        "  paceline lifecycle --model hf://org/name --data DIRECTORY",
+    ]
     click.echo("\n".join(lines))

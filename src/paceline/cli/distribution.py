@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.flows import FlowCall, run_id_option
 from paceline.cli.options import (
     LINK,
@@ -41,7 +42,14 @@ if TYPE_CHECKING:
 directory_type = click.Path(path_type=Path)
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "A directory": "model_id version",
+        "With URL": "sign piece chunk piece_hash link allow_older discard_unfinished",
+        "Where": "profile overrides run_id state",
+    },
+)
 @click.argument("source", metavar="DIRECTORY | SOURCE")
 @click.argument("url", required=False)
 @click.option("--model", "model_id", default="", help="Name of the model (of a directory).")
@@ -189,6 +197,7 @@ def publish(
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
+        f"next:     paceline distribute {done.url}",
     )
     return 0
 
@@ -220,7 +229,14 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
     return runtime.profile, ObjectStore.from_runtime(runtime)
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "On an installation": "targets cancel_on_interrupt run_id state",
+        "With --into, on this machine": "into workers topology racks link digest port allow_older "
+        "extra_origin named as_version profile overrides",
+    },
+)
 @click.argument("model_id", metavar="MODEL_ID | SOURCE")
 @click.argument("version", required=False)
 @to_option
@@ -228,7 +244,7 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
 @click.option(
     "--cancel-on-interrupt",
     is_flag=True,
-    help="Without --into: Ctrl-C ends the deployment too; otherwise it goes on (paceline watch).",
+    help="Ctrl-C ends the deployment too; otherwise it goes on (paceline watch).",
 )
 @click.option(
     "--into",
@@ -237,18 +253,16 @@ def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore
     help="Bring SOURCE (a directory or s3://bucket/prefix) to workers below this directory, here "
     "and now, without a server.",
 )
-@click.option("--workers", type=int, default=4, show_default=True, help="With --into: how many.")
-@click.option("--topology", default="auto", show_default=True, help="With --into: the shape.")
-@click.option("--racks", type=int, default=1, show_default=True, help="With --into: their racks.")
-@click.option("--link", **LINK, help="With --into: limit of each worker's link, e.g. 100Mbit.")
-@click.option("--digest", default="", help="With --into: what the manifest must be.")
-@click.option("--port", type=int, default=0, help="With --into: the first worker's port.")
-@click.option("--allow-older", is_flag=True, help="With --into: although a newer one is there.")
-@click.option(
-    "--extra-origin", **SIZE, help="With --into: read so much more of SOURCE than its fuse allows."
-)
-@click.option("--model", "named", default="", help="With --into: what a plain directory is called.")
-@click.option("--as-version", default="", help="With --into: and its version.")
+@click.option("--workers", type=int, default=4, show_default=True, help="How many.")
+@click.option("--topology", default="auto", show_default=True, help="The shape.")
+@click.option("--racks", type=int, default=1, show_default=True, help="Their racks.")
+@click.option("--link", **LINK, help="Limit of each worker's link, e.g. 100Mbit.")
+@click.option("--digest", default="", help="What the manifest must be.")
+@click.option("--port", type=int, default=0, help="The first worker's port.")
+@click.option("--allow-older", is_flag=True, help="Although a newer one is there.")
+@click.option("--extra-origin", **SIZE, help="Read so much more of SOURCE than its fuse allows.")
+@click.option("--model", "named", default="", help="What a plain directory is called.")
+@click.option("--as-version", default="", help="And its version.")
 @profile_options
 @run_id_option
 @state_option
@@ -292,9 +306,9 @@ def distribute(
             )
         selector = ";".join(targets)
         if not (runtime := find_installation(state)).runs_flows_here:
-            from paceline.cli import remote
+            from paceline.cli.login import distribute as distribute_there
 
-            return remote.distribute(
+            return distribute_there(
                 runtime,
                 model_id,
                 version,

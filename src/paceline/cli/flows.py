@@ -14,10 +14,15 @@ from typing import Any, TypeVar, cast
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    DEPLOYMENT_ID,
+    again,
+    deadline_option,
     job_settings,
     json_option,
     notice,
+    one_of,
     point_prefect_at,
     show,
     state_option,
@@ -25,12 +30,13 @@ from paceline.cli.options import (
 from paceline.client import START_S, CoordinatorClient, patiently
 from paceline.config import Runtime, find_installation, with_job_settings
 from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
-from paceline.registry import published_reference
+from paceline.registry import Registry, published_reference
 from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
     JOB_ID,
+    MODEL_ID,
     RUN_ID,
     SHA256_HEX,
     Approval,
@@ -38,13 +44,11 @@ from paceline.schemas import (
     ApprovalShown,
     DecidePromotion,
     digest_of,
+    is_run_id,
     new_run_id,
     require_run_id,
 )
 from paceline.storage import ObjectStore, is_remote
-
-DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
-
 
 run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,7 +72,7 @@ class FlowCall:
 
         runtime = find_installation(self.state)
         if runtime.is_login:
-            from paceline.cli.remote import run_flow
+            from paceline.cli.login import run_flow
 
             return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
@@ -84,14 +88,64 @@ class FlowCall:
                 result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
             except BaseException as error:
                 if not isinstance(error, Exception):
+                    bars.say(f"run {run.run_id} is interrupted; it goes on with:")
+                    bars.say(f"  {again(run.run_id)}")
                     for deployment_id in run.driving:
                         bars.say(left_behind(run.coordinator, deployment_id, cancels=cancels))
                 raise
         notes = list(run.summary.notes)
         answer = {"status": "complete", "run_id": run.run_id, "notes": notes}
         answer |= result.model_dump(mode="json")
-        show(answer, self.as_json, *(f"! {note}" for note in notes), f"done: run {run.run_id}")
+        show(
+            answer,
+            self.as_json,
+            *(f"! {note}" for note in notes),
+            f"done: run {run.run_id}",
+            *made_and_next(name, parameters | answer),
+            *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
+        )
         return 0
+
+
+def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
+    known = runtime.endpoints
+    pages = {"prefect": known.prefect_ui_url, "mlflow": known.mlflow_url}
+    return answer.get("links") or {name: url for name, url in pages.items() if url}
+
+
+# flow → what it made and the command that a person would type next, formats of its result
+OUTCOMES = {
+    "publish_model": ("{model_id} {version} at {url}", "distribute {model_id} {version}"),
+    "build_snapshot": ("{url}", "train MODEL_ID VERSION --snapshot {url}"),
+    "distribute_model": ("{model_id} {version} on {relay[workers]} nodes", "status"),
+    "train_model": (
+        "a candidate at {export_url}",
+        "evaluate {model_id} --base {version} --trained {run_id} --snapshot {snapshot_url}",
+    ),
+    "evaluate_model": ("report {report_digest}", "promote {model_id} --report {run_id}"),
+    "promote_model": (
+        "{registry[model_id]} {published[version]} is {registry[alias]}",
+        "distribute {registry[model_id]} {published[version]}",
+    ),
+    "run_lifecycle": (
+        "{model[model_id]} {model[version]} is champion, on every node",
+        "generate models:/{model[model_id]}@champion PROMPT",
+    ),
+    "rollback_model": (
+        "{registry[model_id]} {registry[version]} is active on every node again",
+        "status",
+    ),
+}
+
+
+def made_and_next(flow: str, answer: Mapping[str, Any]) -> list[str]:
+    """Return what a flow made, and the command that a person would type after it."""
+    made, then = OUTCOMES.get(flow.rpartition(".")[2], ("", ""))
+    try:
+        lines = [f"made:     {made}", f"next:     paceline {then}"] if made else []
+        return [line.format_map(answer) for line in lines]
+    except (KeyError, TypeError):  # a result of which the ledger keeps nothing any more
+        return []
 
 
 def flow_options(command: F) -> F:
@@ -179,9 +233,7 @@ def lifecycle(
 ) -> int:
     """Run the whole lifecycle on the installation that is up.
 
-    \b
-      paceline lifecycle --model org/name/1 --data s3://bucket/texts \\
-        --set training.learning_rate=3e-4 --set training.lora.r=8
+    Interrupted, it prints the command that goes on; a finished stage is not done again.
     """
     source = None if data is None else _placed(data)
     if model and Path(model).is_dir():
@@ -205,7 +257,13 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
     return call.run("distribute.verify_model", model_id=model_id, version=version, full=full)
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "Reading": "format_ text_field key_field features missing_features tokenizer max_tokens",
+        "Record": "purpose project max_bytes shard_bytes",
+    },
+)
 @click.argument("data", required=False)
 @click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]))
 @click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
@@ -324,6 +382,8 @@ def approve(
     The approver is the token's owner. The promotion then goes on by itself.
     """
     client = CoordinatorClient.of(find_installation(state))
+    if not is_run_id(run_id):
+        run_id = one_of("promotion", run_id, [each.run_id for each in client.approvals()])
     record = client.ledger_get(APPROVAL_REQUEST, digest_of(run_id))
     if record is None:
         raise NotFound("no promotion of this run waits for an approval", got=run_id)
@@ -368,25 +428,36 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
 
 @click.command()
 @click.argument("what", metavar="MODEL_ID | DEPLOYMENT_ID")
-@click.option(
-    "--deadline",
-    type=click.FloatRange(min=0.1),
-    default=60.0,
-    show_default=True,
-    help="With a deployment: seconds that the fleet may take.",
-)
+@deadline_option
 @flow_options
 def rollback(call: FlowCall, what: str, deadline: float) -> int:
     """Go back to what was before, without a transfer.
 
-    MODEL_ID: its previous champion, in the registry and on every node. DEPLOYMENT_ID: the version
-    that was active on its workers before it, on the fleet alone; the registry is not asked.
+    MODEL_ID: as `paceline model rollback`. The whole id of a deployment: as `paceline deployment
+    rollback`, on the fleet alone; the registry stays.
     """
     if DEPLOYMENT_ID.fullmatch(what):
         from paceline.cli.watching import roll_back
 
         return roll_back(what, deadline, call.state, call.as_json)
-    return call.run("rollback.rollback_model", model_id=what)
+    return _roll_back(call, what)
+
+
+@click.command("rollback")
+@model_argument
+@flow_options
+def rollback_model(call: FlowCall, model_id: str) -> int:
+    """Put MODEL_ID's previous champion back, in the registry and on every node."""
+    return _roll_back(call, model_id)
+
+
+def _roll_back(call: FlowCall, model_id: str) -> int:
+    if not re.fullmatch(MODEL_ID, model_id):
+        raise InvalidInput("not a model's id", got=repr(model_id[:100]), wanted="org/name")
+    runtime = find_installation(call.state)
+    if not runtime.is_login:
+        Registry.from_runtime(runtime).require_champion(model_id)
+    return call.run("rollback.rollback_model", model_id=model_id)
 
 
 def _digest_of(given: str, field: str, command: str) -> str:

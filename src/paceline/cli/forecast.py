@@ -12,7 +12,8 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import LINK, SIZE, json_option, state_option, to_option
+from paceline.cli.commands import Sections
+from paceline.cli.options import LINK, SIZE, json_option, show, state_option, to_option
 from paceline.client import CoordinatorClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput, NotReady
@@ -70,6 +71,13 @@ _FLEET = (
 )
 
 
+FLEET_SECTIONS = {
+    "Model": "size_bytes piece_bytes chunk_bytes",
+    "Fleet": "workers link_mbit external_mbit racks oversubscription disk_mbit targets state",
+    "Faults": "fail corrupt straggle faults seed",
+}
+
+
 def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``command`` with the options that describe a fleet and a model for it."""
     for option in reversed(_FLEET):
@@ -77,7 +85,7 @@ def fleet_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@click.command()
+@click.command(cls=Sections, sections=FLEET_SECTIONS)
 @fleet_options
 @to_option
 @state_option
@@ -101,13 +109,13 @@ def plan(
     more = {"origins": origins, "disk_mbit": fleet["disk_mbit"] or 0.0}
     table = table.model_copy(update=more)
     if as_json:
-        click.echo(table.model_dump_json(indent=1))
+        show(table, as_json)
     else:
         _show_plan(table)
     return 0
 
 
-@click.command(name="simulate")
+@click.command("simulate", cls=Sections, sections=FLEET_SECTIONS)
 @fleet_options
 @click.option("--fail", type=float, default=0.0, help="Share of workers that die, e.g. 0.05.")
 @click.option(
@@ -139,7 +147,7 @@ def simulating(topology: str, as_json: bool, faults: Path | None, **scenario: An
     described = _described(scenario)
     report = simulate(Scenario(topology=Topology(topology), faults=observed, **described))
     if as_json:
-        click.echo(report.model_dump_json(indent=1))
+        show(report, as_json)
     else:
         _show_simulation(report)
     return 1 if report.violations else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any, TypeVar
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
     json_option,
-    point_prefect_at,
+    notice,
+    one_of,
     profile_options,
     read_profile,
     show,
@@ -48,15 +51,25 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
 
     settings = read_profile(profile, overrides)
     directory = state_directory(state)
+    began = time.monotonic()
+    notice(
+        f"starting S3, Prefect, MLflow, Dask with {settings.cluster.nodes} nodes and the "
+        f"coordinator in {directory} …",
+        mark="",
+    )
     runtime = fleet.start(
         settings, directory, detach=True, extra_services=extra_services(directory)
     )
-    links = pages(runtime)
+    from paceline.cli.watching import service_lines
+
+    links, ready_s = pages(runtime), time.monotonic() - began
     show(
         {"status": "running", "state": str(directory), "links": links},
         as_json,
+        *service_lines(fleet.status(directory).services),
+        f"ready in {ready_s:.1f} s; what the pages ask for is in the last of these files:",
         *_lines(links),
-        "Stop it with `paceline down`.",
+        "next           paceline lifecycle   (`paceline down` stops it; the state stays)",
     )
     return 0
 
@@ -84,22 +97,27 @@ def down(state: Path | None, as_json: bool) -> int:
 @state_option
 @json_option
 def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
-    """Print every link of RUN_ID (default: of the installation): pages, logs, credentials."""
+    """Print every link of RUN_ID (default: of the installation): pages, logs, credentials.
+
+    The beginning of a run's id is enough where no other run begins so.
+    """
+    if run_id:
+        from paceline.registry import Registry, require_run_prefix
+
+        require_run_prefix(run_id)
     runtime = find_installation(state)
+    page = ""
     if run_id:
         require_here(runtime, "`paceline where RUN`")
+        known = Registry.from_runtime(runtime).pages_of_runs(run_id)
+        run_id = one_of("run", run_id, known)
+        page = known[run_id]
     if runtime.is_login:
         found = CoordinatorClient.of(runtime).installation().pages
     else:
         found = pages(runtime)
     if run_id:
-        point_prefect_at(runtime)
-        from paceline.tasks._support.lineage import links
-        from paceline.tasks._support.run import Run
-
-        run = Run.open(runtime.state_dir, run_id)
-        run.registry.find_run(run_id)  # raises NotFound: `where` must not create a run
-        found |= links(run)
+        found |= {"run": run_id, "mlflow": page, "state": str(runtime.state_dir)}
     show(found, as_json, *_lines(found))
     return 0
 
@@ -139,7 +157,9 @@ JOIN_OPTIONS = (
         help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
         " starts need it no more, and spend nothing.",
     ),
-    click.option("--coordinator", "coordinator_url", default="", help="With --join: whom to ask."),
+    click.option(
+        "--coordinator", "coordinator_url", default="", help="With --join: the coordinator's URL."
+    ),
     click.option(
         "--ca",
         type=click.Path(path_type=Path, dir_okay=False, exists=True),
@@ -158,7 +178,14 @@ def join_options(command: F) -> F:
     return command
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "Labels": "host rack zone labels",
+        "Network": "listen advertise link_mbit limit_mbit",
+        "Join, once": "join_token coordinator_url ca",
+    },
+)
 @STATE
 @click.option("--worker-id", required=True, help="This node's name in the fleet.")
 @click.option("--host", default="", help="Label: the machine's name.")

@@ -1,4 +1,4 @@
-"""`paceline login` and `logout`: use an installation that runs elsewhere, without its files.
+"""`paceline login` and `logout`, and how other commands use an installation that runs elsewhere.
 
 The login is kept in the user's configuration directory; ``config.find_installation`` decides when
 a command uses it.
@@ -11,14 +11,17 @@ import re
 import ssl
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from paceline.cli.options import json_option, show
-from paceline.client import TOKEN_VARIABLE, CoordinatorClient, require_encrypted
+from paceline.cli.options import again, json_option, notice, show
+from paceline.client import TOKEN_VARIABLE, Client, CoordinatorClient, require_encrypted
 from paceline.config import (
     Login,
+    Runtime,
     config_directory,
     delete_login,
     read_certificate,
@@ -27,7 +30,7 @@ from paceline.config import (
 )
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.relay import fetch_authority
-from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn
+from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn, new_run_id
 from paceline.system import Endpoint
 
 TRUST = (
@@ -177,3 +180,74 @@ def _checked(made: Login) -> InstallationView:
         ) from error
     finally:
         client.close()
+
+
+# Commands on an installation that runs no flows here. A deployment is created over REST and
+# followed; a flow runs where the installation has its Prefect worker. Either ends with the exit
+# code that it would have had there.
+
+
+def distribute(
+    runtime: Runtime,
+    model: str,
+    version: str | None,
+    selector: str,
+    *,
+    activate: bool,
+    cancels: bool,
+    run_id: str | None,
+    as_json: bool,
+) -> int:
+    """Bring a published version to the selected workers, follow it to its end, and switch to it.
+
+    ``model`` is its id, or without ``version`` a source's URL, which the coordinator resolves.
+    """
+    from paceline.cli.watching import follow
+
+    client, run_id = Client.of(runtime), run_id or new_run_id()
+    deployment_id = client.deploy(model, version, selector, run_id, allow_older=not activate)
+    try:
+        follow(runtime, deployment_id, quiet=as_json)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            from paceline.cli.flows import left_behind
+
+            said = left_behind(client.coordinator, deployment_id, cancels=cancels)
+            sys.stderr.write(f"{said}\n")
+        raise
+    answer = client.finish(client.wait(deployment_id, notice), run_id, activate=activate)
+    relay, switched = answer["relay"], answer["activated"]
+    failed = relay["workers_failed"]
+    without = f", without {', '.join(failed)}" if failed else ""
+    then = "not activated" if switched is None else f"active on {switched}"
+    show(
+        answer,
+        as_json,
+        f"{answer['model_id']} {answer['version']} on {relay['workers']} of "
+        f"{len(answer['targets'])} workers{without}, {then}",
+        f"done: run {run_id}, deployment {deployment_id}",
+        "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
+    )
+    return 0
+
+
+def run_flow(
+    runtime: Runtime, name: str, run_id: str | None, parameters: Mapping[str, Any], *, as_json: bool
+) -> int:
+    """Start the flow ``module.function`` on the installation, follow it, and print its result."""
+    function = name.rpartition(".")[2]
+    flow = "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
+    begun = Client.of(runtime).start(flow, parameters, run_id=run_id, on_notice=notice)
+    sys.stderr.write(f"{flow}: flow run {begun.page}\n")
+    try:
+        answer = begun.wait(lambda line: click.echo(f"  {line}", err=True), notice)
+    except KeyboardInterrupt:
+        sys.stderr.write(f"run {begun.run_id} goes on there; this follows it:\n")
+        sys.stderr.write(f"  {again(begun.run_id)}\n")
+        raise
+    from paceline.cli.flows import made_and_next
+
+    lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
+    lines += [*made_and_next(name, {**parameters, **answer}), f"prefect   {begun.page}"]
+    show(answer, as_json, *lines)
+    return 0

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import inspect
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,15 +22,25 @@ from typing import Any, TypeVar
 import click
 from pydantic import BaseModel
 
+from paceline.client import CoordinatorClient
 from paceline.cluster import Ready, ServiceSpec
-from paceline.config import Profile, Runtime, default_state_dir, load_profile, toml_value
-from paceline.errors import InvalidInput
-from paceline.schemas import Inventory
-from paceline.text import OneLine
+from paceline.config import (
+    Profile,
+    Runtime,
+    default_state_dir,
+    load_profile,
+    require_here,
+    toml_value,
+)
+from paceline.errors import InvalidInput, NotFound
+from paceline.schemas import Inventory, is_run_id
+from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, size, size_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSON_TYPES = (str, int, float, bool, list, dict)  # other TOML values are dates
+
+DEPLOYMENT_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # a UUID
 
 state_option = click.option(
     "--state",
@@ -41,6 +56,13 @@ to_option = click.option(
     help="Workers by label (rack=r1 or rack=r1,pool=a100) or by name (node-3,node-4); repeatable. "
     "Default: every worker that is registered and alive.",
 )
+deadline_option = click.option(
+    "--deadline",
+    type=click.FloatRange(min=0.1),
+    default=60.0,
+    show_default=True,
+    help="Seconds that the fleet may take to switch.",
+)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
@@ -48,15 +70,85 @@ def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> N
     """Print ``answer`` as one JSON object, or ``lines`` for a person."""
     if not as_json:
         click.echo("\n".join(lines))
-    elif isinstance(answer, BaseModel):
-        click.echo(answer.model_dump_json())
-    else:
-        click.echo(json.dumps(answer))
+        return
+    given = answer.model_dump(mode="json") if isinstance(answer, BaseModel) else answer
+    click.echo(json.dumps({"status": "complete"} | dict(given)))
 
 
-def notice(line: str) -> None:
+def one_of(what: str, given: str, known: Collection[str]) -> str:
+    """Return the id of ``known`` that begins with ``given``.
+
+    Raises NotFound where there is none, and InvalidInput, with the candidates, where several do.
+    """
+    found = sorted(each for each in known if each.startswith(given))
+    if given in found or len(found) == 1:
+        return given if given in found else found[0]
+    if not found:
+        raise NotFound(f"no such {what}", got=given, wanted="an id, or the beginning of one")
+    raise InvalidInput(
+        f"several {what}s begin so", got=f"{given}: {shortened(found)}", wanted="more characters"
+    )
+
+
+def whole_run_id(runtime: Runtime, given: str) -> str:
+    """Return the run id that ``given`` is or begins; MLflow's runs are searched for a prefix."""
+    if is_run_id(given):
+        return given
+    from paceline.registry import Registry, require_run_prefix
+
+    require_run_prefix(given)
+    require_here(runtime, "a shortened run id")
+    return one_of("run", given, Registry.from_runtime(runtime).pages_of_runs(given))
+
+
+def whole_deployment_id(client: CoordinatorClient, given: str) -> str:
+    """Return the deployment id that ``given`` is or begins."""
+    if DEPLOYMENT_ID.fullmatch(given):
+        return given
+    return one_of("deployment", given, [each.deployment_id for each in client.deployments()])
+
+
+def again(run_id: str) -> str:
+    """Return the command that was typed, as it goes on with the run ``run_id``."""
+    words = sys.argv[1:]
+    same = any(each.split("=")[0] == "--run-id" for each in words)
+    return shlex.join(["paceline", *words, *([] if same else ["--run-id", run_id])])
+
+
+def narrowed(command: click.Command, name: str, text: str, /, **fixed: Any) -> click.Command:
+    """Return ``command`` as ``name``, with one of its meanings: these parameters are fixed."""
+    made = copy.copy(command)
+    assert command.callback is not None
+    made.name, made.help, made.short_help = name, inspect.cleandoc(text), None
+    made.params = [each for each in command.params if each.name not in fixed]
+    made.callback = functools.partial(command.callback, **fixed)
+    return made
+
+
+def print_table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; where it is wider than the terminal, one block of lines a row."""
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    console = Console(width=None if Console().is_terminal else 200)
+    columns = zip(names, *rows, strict=True)
+    if sum(3 + max(map(cell_len, each)) for each in columns) < console.width:
+        table = Table(*(Column(name, no_wrap=True) for name in names))
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    for row in rows:
+        click.echo(row[0])
+        for name, value in zip(names[1:], row[1:], strict=True):
+            click.echo(f"  {name:<10} {value}".rstrip())
+
+
+def notice(line: str, mark: str = "! ") -> None:
     """Print what a person should know on standard error, without disturbing the result."""
-    click.echo(f"! {line}", err=True)
+    click.echo(f"{mark}{line}", err=True)
 
 
 def profile_options(command: F, default: str = "embedded") -> F:

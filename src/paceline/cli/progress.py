@@ -9,11 +9,18 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 if TYPE_CHECKING:
     from paceline.tasks._support.run import StageUpdate
 
 LINE_EVERY_S = 5.0
+WIDE = 100  # columns; a narrower terminal has a shorter bar
+
+
+def whole() -> Column:
+    """Return a column that is never cut."""
+    return Column(no_wrap=True, min_width=1)
 
 
 class StageBars:
@@ -28,11 +35,17 @@ class StageBars:
         self._console = Console(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
-            TextColumn("[bold]{task.fields[mark]} {task.description:<16}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.percentage:>3.0f}%"),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[message]}"),
+            TextColumn("[bold]{task.fields[mark]} {task.description:<16}", table_column=whole()),
+            BarColumn(bar_width=24 if self._console.width >= WIDE else 12, table_column=whole()),
+            TextColumn("{task.percentage:>3.0f}%", table_column=whole()),
+            TimeElapsedColumn(table_column=whole()),
+            # the one column that gives way: a long message ends in an ellipsis
+            TextColumn(
+                "{task.fields[message]}",
+                markup=False,
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            expand=True,
             console=self._console,
             disable=not self._live,
         )
@@ -62,7 +75,7 @@ class StageBars:
     def say(self, line: str) -> None:
         """Show one line above the bars."""
         if self._live:
-            self._progress.console.print(line, highlight=False)
+            self._progress.console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
             sys.stderr.write(f"{line}\n")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -16,16 +16,20 @@ from rich.live import Live
 
 from paceline.cli.board import Board, View, figures, is_bad, render, told
 from paceline.cli.options import (
+    deadline_option,
     json_option,
     machine_line,
+    print_table,
     show,
     state_directory,
     state_option,
     to_option,
+    whole_deployment_id,
 )
 from paceline.client import CoordinatorClient, Follower, Item, Lost
 from paceline.config import Runtime, find_installation
 from paceline.errors import (
+    AccessDenied,
     Cancelled,
     DeploymentFailed,
     InvalidInput,
@@ -35,15 +39,18 @@ from paceline.errors import (
     ServiceUnavailable,
 )
 from paceline.schemas import (
+    ApprovalRequest,
     Changed,
     CreateDeployment,
     DeploymentMoment,
+    DeploymentsShown,
     DeploymentStatus,
     EventItem,
     Missed,
     Moment,
     Outcome,
     ReplicaStatus,
+    ServiceStatus,
     StatusReport,
     WorkersShown,
     select_workers,
@@ -76,7 +83,10 @@ def watch(deployment_id: str | None, patience: float, state: Path | None, as_jso
     deployment use `paceline cancel ID`.
     """
     runtime = find_installation(state)
-    chosen = deployment_id or _newest(runtime)
+    if deployment_id:
+        chosen = whole_deployment_id(CoordinatorClient.of(runtime), deployment_id)
+    else:
+        chosen = _newest(runtime)
     follower = Follower.of(runtime, deployment_id=chosen, after=0, patience_s=patience)
     if not as_json:
         return _outcome(_shown_until_ended(follower)).exit_code
@@ -109,7 +119,7 @@ def _shown_until_ended(follower: Follower) -> DeploymentMoment:
 @state_option
 @json_option
 def status(state: Path | None, as_json: bool) -> int:
-    """Say what runs here, who leads, and how the fleet and its deployments stand.
+    """Show what runs here, who leads, the fleet and its deployments, and what waits for approval.
 
     With a login: of the installation elsewhere. Exit code 75 if nothing runs here and no
     coordinator answers.
@@ -125,8 +135,10 @@ def status(state: Path | None, as_json: bool) -> int:
         report = StatusReport(**fleet.status(state_directory(state)).model_dump())
     if runtime is not None:
         report = _report(report, runtime)
+    answers = report.running or any(each.answers for each in report.replicas)
+    report = report.model_copy(update={"status": "running" if answers else "stopped"})
     if as_json:
-        click.echo(report.model_dump_json())
+        show(report, as_json)
     else:
         directory = state_directory(state)
         idle = f"nothing runs in {directory}; start it with `paceline up`"
@@ -135,7 +147,7 @@ def status(state: Path | None, as_json: bool) -> int:
         elif runtime is not None and not runtime.secrets.coordinator_token:
             idle = f"{directory} is a node's, and no coordinator answers"
         _show(report, idle)
-    return 0 if report.running or any(each.answers for each in report.replicas) else 75
+    return 0 if answers else 75
 
 
 @click.command()
@@ -151,21 +163,19 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
     if as_json:
         click.echo(WorkersShown(workers=tuple(found)).model_dump_json())
         return 0
-    from rich.table import Table
-
-    table = Table("worker", "state", "labels", "machine", "link", "free", "address")
-    for each in found:
-        labels = " ".join(f"{key}={value}" for key, value in each.labels.named.items())
-        table.add_row(
+    rows = [
+        (
             each.worker_id,
             "alive" if each.alive else "lost",
-            labels,
+            " ".join(f"{key}={value}" for key, value in each.labels.named.items()),
             machine_line(each.inventory),
             f"{each.link_mbit:g} Mbit/s",
             size(each.available_storage),
             each.address,
         )
-    Console(width=None if Console().is_terminal else 200).print(table)
+        for each in found
+    ]
+    print_table(("worker", "state", "labels", "machine", "link", "free", "address"), rows)
     return 0
 
 
@@ -173,9 +183,7 @@ def workers(targets: tuple[str, ...], state: Path | None, as_json: bool) -> int:
 @deployment_argument
 @to_option
 @click.option("--allow-older", is_flag=True, help="Although a newer version is active.")
-@click.option(
-    "--deadline", type=click.FloatRange(min=0.1), default=60.0, show_default=True, help="Seconds."
-)
+@deadline_option
 @state_option
 @json_option
 def activate(
@@ -193,6 +201,7 @@ def activate(
     switches when it returns.
     """
     client = CoordinatorClient.of(find_installation(state))
+    deployment_id = whole_deployment_id(client, deployment_id)
     began = time.monotonic()
     if targets:
         deployment_id = _part_of(client, deployment_id, ";".join(targets), deadline)
@@ -245,9 +254,45 @@ def _part_of(
     return part
 
 
+@click.command("rollback")
+@deployment_argument
+@deadline_option
+@state_option
+@json_option
+def rollback(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
+    """Switch the workers of deployment ID back to the version that was active there before it.
+
+    On the fleet alone: the registry's champion stays.
+    """
+    return roll_back(deployment_id, deadline, state, as_json)
+
+
+@click.command("list")
+@state_option
+@json_option
+def deployments(state: Path | None, as_json: bool) -> int:
+    """List the deployments that the coordinator keeps, the newest last."""
+    found = CoordinatorClient.of(find_installation(state)).deployments()
+    if as_json:
+        show(DeploymentsShown(deployments=tuple(found)), as_json)
+        return 0
+    rows = [
+        (
+            each.deployment_id,
+            each.status.value,
+            f"{each.model_id} {each.version}",
+            str(len(each.target_workers)),
+        )
+        for each in found
+    ]
+    print_table(("deployment", "status", "model", "workers"), rows)
+    return 0
+
+
 def roll_back(deployment_id: str, deadline: float, state: Path | None, as_json: bool) -> int:
     """Switch the fleet from deployment ID's version back to the one before it."""
     client = CoordinatorClient.of(find_installation(state))
+    deployment_id = whole_deployment_id(client, deployment_id)
     began = time.monotonic()
     client.rollback(deployment_id)
     _switched(client, deployment_id, began, deadline, as_json)
@@ -264,6 +309,7 @@ def cancel(deployment_id: str, state: Path | None, as_json: bool) -> int:
     What was verified stays on the disks: a later deployment of the same version goes on from there.
     """
     client = CoordinatorClient.of(find_installation(state))
+    deployment_id = whole_deployment_id(client, deployment_id)
     began = time.monotonic()
     client.cancel(deployment_id)
     done = Changed(
@@ -433,11 +479,19 @@ def _report(found: StatusReport, runtime: Runtime) -> StatusReport:
             "replicas": tuple(replicas),
             "leader_url": next((each.url for each in replicas if each.leads), None),
             "workers": best.workers if best else (),
+            "approvals": _approvals(runtime) if best else (),
             "deployments": tuple(each.model_copy(update={"parts": ()}) for each in best.deployments)
             if best
             else (),
         }
     )
+
+
+def _approvals(runtime: Runtime) -> tuple[ApprovalRequest, ...]:
+    try:
+        return tuple(CoordinatorClient.of(runtime).approvals())
+    except (AccessDenied, NotFound):  # a node's token, or a coordinator of an older release
+        return ()
 
 
 def _moment(runtime: Runtime, url: str) -> Moment:
@@ -452,10 +506,18 @@ def _moment(runtime: Runtime, url: str) -> Moment:
     raise ServiceUnavailable("no answer", where=url)
 
 
-def _show(report: StatusReport, nothing: str) -> None:
-    for each in report.services:
+def service_lines(services: Sequence[ServiceStatus]) -> list[str]:
+    """Return a line for each of this machine's servers."""
+    lines = []
+    for each in services:
         memory = f"{each.rss_bytes / 1e6:.0f} MB" if each.rss_bytes else ""
-        click.echo(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}".rstrip())
+        lines.append(f"{each.name:<20} {each.state:<11} {memory:>8}  {each.problem}".rstrip())
+    return lines
+
+
+def _show(report: StatusReport, nothing: str) -> None:
+    for line in service_lines(report.services):
+        click.echo(line)
     if not report.running and not any(each.answers for each in report.replicas):
         click.echo(nothing)
     for replica in report.replicas:
@@ -472,4 +534,11 @@ def _show(report: StatusReport, nothing: str) -> None:
         active = f", {shown.activation}" if shown.activation != "none" else ""
         click.echo(
             f"{shown.deployment_id}  {shown.model_id} {shown.version}  {figures(shown)}{active}"
+        )
+    for asked in report.approvals:
+        until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(asked.expires_at))
+        click.echo(
+            f"waits for approval   {asked.model_id} {asked.version}, until {until}\n"
+            f"  look at it         paceline approve {asked.run_id} --show\n"
+            f"  decide             paceline approve {asked.run_id} [--reject]"
         )

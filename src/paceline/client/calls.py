@@ -14,6 +14,8 @@ from paceline.client.failover import FailoverClient
 from paceline.config import Runtime
 from paceline.errors import Conflict, NotFound, TemporaryError, WorkerLost
 from paceline.schemas import (
+    ApprovalList,
+    ApprovalRequest,
     ApprovalShown,
     CreatedDeployment,
     CreateDeployment,
@@ -218,6 +220,10 @@ class CoordinatorClient(FailoverClient):
         """Return a flow run, with the lines of its log after the first ``after``."""
         path = f"/flows/{quote(flow_run_id, safe='')}?after={after}"
         return self._call(FlowRunView, "GET", path)
+
+    def approvals(self) -> list[ApprovalRequest]:
+        """Return the promotions that wait for a person, the first to expire first."""
+        return list(self._call(ApprovalList, "GET", "/approvals").approvals)
 
     def decide_promotion(self, run_id: str, call: DecidePromotion) -> ApprovalShown:
         """Approve or reject the promotion of ``run_id``; the same decision may be sent again."""

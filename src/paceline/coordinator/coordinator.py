@@ -374,6 +374,10 @@ class Coordinator:
         """Return the ledger's record, or None."""
         return self._coordination.stage(stage, input_digest)
 
+    def stages(self, stage: str) -> list[StageRecord]:
+        """Return the ledger's records of one stage."""
+        return list(self._coordination.stages(stage))
+
     @property
     def tokens(self) -> TokenRegistry:
         """Return the issued tokens; safe to read without the lock."""

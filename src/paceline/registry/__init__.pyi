@@ -13,7 +13,7 @@ from .lineage import (
     page_tags as page_tags,
 )
 from .registry import Registry as Registry
-from .runs import RunStatus as RunStatus
+from .runs import RunStatus as RunStatus, require_run_prefix as require_run_prefix
 from .sources import (
     import_place as import_place,
     published_reference as published_reference,

@@ -13,6 +13,7 @@ import hashlib
 import re
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
@@ -184,6 +185,17 @@ class Registry(RunLog):
                 do="Promote another version, or retract this one.",
             )
         return self._restore_champion(model_id, number, over)
+
+    def require_champion(self, model_id: str) -> None:
+        """Raise NotFound where ``model_id`` has no champion; imports no MLflow."""
+        query = urlencode({"name": lineage.registered_name(model_id)})
+        try:
+            found = self.rest("GET", f"/registered-models/get?{query}")["registered_model"]
+        except NotFound as error:
+            do = "Check the model's id; `paceline status` names models that were deployed."
+            raise NotFound("no version of this model is registered", got=model_id, do=do) from error
+        if CHAMPION not in {each["alias"] for each in found.get("aliases", [])}:
+            raise NotFound(f"{model_id} has no champion", do="Promote a version first.")
 
     def has_predecessor(self, model_id: str, version: str) -> bool:
         """Return whether ``version`` replaced a champion that ``rollback`` can restore."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import ssl
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -35,6 +37,7 @@ from paceline.registry.lineage import (
     MetricPoint,
     run_tags,
 )
+from paceline.system import Endpoint, HttpServer, basic_authorization
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
 
@@ -143,6 +146,66 @@ class RunLog:
                     do="`paceline where` names the pages that list the runs there are.",
                 )
 
+    def pages_of_runs(self, prefix: str) -> dict[str, str]:
+        """Return run id → page in MLflow of each run whose id begins so; imports no MLflow.
+
+        Raises ServiceUnavailable, AccessDenied or NotFound.
+        """
+        require_run_prefix(prefix)
+        found: dict[str, str] = {}
+        experiments = self._listed("experiments", {"max_results": 1000})
+        if not experiments:
+            return found
+        asked = {
+            "experiment_ids": [each["experiment_id"] for each in experiments],
+            "filter": f"tags.`{TAG_RUN_ID}` LIKE '{prefix}%'",
+            "order_by": ["attributes.start_time DESC", "attributes.run_id DESC"],
+            "max_results": 1000,
+        }
+        for each in self._listed("runs", asked):  # of two with one id, the older one counts
+            tags = {tag["key"]: tag["value"] for tag in each["data"]["tags"]}
+            info = each["info"]
+            found[tags[TAG_RUN_ID]] = self._page(info["experiment_id"], info["run_id"])
+        return found
+
+    def _listed(self, what: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = []
+        while True:
+            page = self.rest("POST", f"/{what}/search", asked)
+            rows += page.get(what, [])
+            if not (token := page.get("next_page_token")):
+                return rows
+            asked = asked | {"page_token": token}
+
+    def rest(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the answer of one call of MLflow's REST API, without its Python package, whose
+        import takes seconds. Raises ServiceUnavailable, AccessDenied or NotFound."""
+        ca = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH") or os.environ.get(
+            "REQUESTS_CA_BUNDLE"
+        )
+        endpoint = Endpoint.of(self.tracking_uri)
+        tls = ssl.create_default_context(cafile=ca) if endpoint.secure else None
+        headers = {"Content-Type": "application/json", **basic_authorization(self._auth)}
+        answer = HttpServer(endpoint, name="MLflow", tls=tls).call(
+            method,
+            f"/api/2.0/mlflow{path}",
+            None if body is None else json.dumps(body).encode(),
+            headers,
+            timeout_s=self._timeout_s,
+        )
+        try:
+            content = json.loads(answer.body)
+        except ValueError:
+            content = {}
+        if answer.status == 200 and isinstance(content, dict):
+            return content
+        got = content.get("message") if isinstance(content, dict) else None
+        got = str(got or f"HTTP {answer.status}").splitlines()[0][:300]
+        kind = {401: AccessDenied, 403: AccessDenied, 404: NotFound}.get(
+            answer.status, ServiceUnavailable
+        )
+        raise kind("MLflow did not answer the call", got=got, where=self.tracking_uri)
+
     def log_tags(self, mlflow_run_id: str, tags: Mapping[str, str]) -> None:
         """Set ``tags`` on the run."""
         for key, value in tags.items():
@@ -234,6 +297,9 @@ class RunLog:
     def run_url(self, mlflow_run_id: str) -> str:
         """Return the URL of the run's page in MLflow."""
         experiment_id = self.call("get_run", mlflow_run_id).info.experiment_id
+        return self._page(experiment_id, mlflow_run_id)
+
+    def _page(self, experiment_id: str, mlflow_run_id: str) -> str:
         return f"{self.tracking_uri}/#/experiments/{experiment_id}/runs/{mlflow_run_id}"
 
     def _ensure_experiment(self, name: str) -> str:
@@ -260,6 +326,16 @@ def _connect(tracking_uri: str) -> Any:
     from mlflow.tracking import MlflowClient
 
     return MlflowClient(tracking_uri=tracking_uri, registry_uri=tracking_uri)
+
+
+def require_run_prefix(given: str) -> None:
+    """Raise InvalidInput for what no run id begins with."""
+    if not re.fullmatch(r"run-[0-9a-f-]{0,22}", given):
+        raise InvalidInput(
+            "not a run id",
+            got=repr(given[:100]),
+            wanted="one such as run-20261120-153600-9f3a1c, or its first characters",
+        )
 
 
 @contextmanager

@@ -179,6 +179,7 @@ class FleetInitialised(Record):
     coordinators: tuple[str, ...]
     authority: str  # SHA-256 of the certificate, as in join tokens
     client: str  # the file for `paceline login`; no secrets
+    missing: tuple[str, ...] = ()  # what the profile names and is not there yet
     prefect_worker: str = ""  # the file of variables for a Prefect worker; "": no Prefect is named
 
 

@@ -129,6 +129,11 @@ EPOCH_HEADER = "Paceline-Epoch"  # of the newest leader seen by the responding r
 LEADER_HEADER = "Paceline-Leader"  # the leader's URL; absent while there is none
 
 
+def is_run_id(given: str) -> bool:
+    """Return whether ``given`` has the form of a run id."""
+    return re.fullmatch(RUN_ID, given) is not None
+
+
 def require_run_id(run_id: str | None) -> None:
     """Raise InvalidInput for what is no run id: it becomes a path, a header and a filter."""
     if run_id and not re.fullmatch(RUN_ID, run_id):

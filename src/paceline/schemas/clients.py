@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of
-from paceline.schemas.records import Worker
+from paceline.schemas.records import Deployment, Worker
 from paceline.schemas.training import Approval
 
 FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
@@ -119,6 +119,12 @@ class ApprovalRequest(Record):
         return digest_of([self.run_id, self.model_id, self.evidence_digest])
 
 
+class ApprovalList(Record):
+    """The promotions that wait for a person."""
+
+    approvals: tuple[ApprovalRequest, ...]
+
+
 class DecidePromotion(Record):
     """Approve or reject a promotion; ``evidence_digest`` is what the approver has seen."""
 
@@ -141,6 +147,13 @@ class WorkersShown(Record):
 
     status: Literal["complete"] = "complete"
     workers: tuple[Worker, ...]
+
+
+class DeploymentsShown(Record):
+    """Output of `paceline deployment list --json`."""
+
+    status: Literal["complete"] = "complete"
+    deployments: tuple[Deployment, ...]
 
 
 class LoggedIn(Record):

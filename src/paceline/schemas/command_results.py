@@ -10,6 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.schemas.base import ModelId, Name, PieceHash, Record, Sha256, Text
+from paceline.schemas.clients import ApprovalRequest
 from paceline.schemas.events import DeploymentMoment, WorkerMoment
 from paceline.schemas.plan import Topology
 from paceline.schemas.records import Failure, Receipt
@@ -149,6 +150,7 @@ class PlanRow(Record):
 class PlanTable(Record):
     """Forecast of every topology for one fleet and model; `auto` selects ``chosen``."""
 
+    status: Literal["complete"] = "complete"
     size_bytes: int = Field(ge=0)
     workers: int = Field(ge=1)
     racks: int = Field(ge=1)
@@ -167,6 +169,7 @@ class PlanTable(Record):
 class SimulationReport(Record):
     """Result of one simulated deployment; the same seed gives the same report to the byte."""
 
+    status: Literal["complete"] = "complete"
     seconds: float = Field(ge=0)  # accepted plan to the last survivor's verified rename
     bound_seconds: float = Field(ge=0)
     predicted_seconds: float = Field(ge=0)  # the plan's own estimate, with nothing failing
@@ -261,6 +264,7 @@ class CheckpointShown(Record):
 class CheckpointsShown(Record):
     """The generations of one job, newest first."""
 
+    status: Literal["complete"] = "complete"
     url: str
     job_id: Name | None  # None: no readable marker
     checkpoints: tuple[CheckpointShown, ...]
@@ -269,6 +273,7 @@ class CheckpointsShown(Record):
 class CheckpointExported(Record):
     """A checkpoint generation exported as a standard DCP directory."""
 
+    status: Literal["complete"] = "complete"
     url: str
     step: int = Field(ge=0)
     directory: str
@@ -363,10 +368,12 @@ class ReplicaStatus(Record):
 class StatusReport(InstallationStatus):
     """The servers of this machine, and the fleet as reported by the coordinator's replicas."""
 
+    status: Literal["running", "stopped"] = "stopped"  # stopped: nothing here, no coordinator
     replicas: tuple[ReplicaStatus, ...] = ()
     leader_url: str | None = None
     workers: tuple[WorkerMoment, ...] = ()
     deployments: tuple[DeploymentMoment, ...] = ()  # running and newest, without parts
+    approvals: tuple[ApprovalRequest, ...] = ()  # promotions that wait for a person
 
 
 class Changed(Record):

@@ -39,6 +39,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "init": access.FleetInitialised,
     "login": clients.LoggedIn,
     "workers": clients.WorkersShown,
+    "deployments": clients.DeploymentsShown,
     "doctor": clients.Diagnosis,
     "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,

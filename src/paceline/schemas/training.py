@@ -170,6 +170,7 @@ class TrainResult(Record):
 class Trained(TrainResult):
     """A training result and the digest under which the installation recorded it."""
 
+    status: Literal["complete"] = "complete"
     training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
 
 
@@ -336,6 +337,7 @@ class Evaluation(Record):
 class Evaluated(EvaluationReport):
     """A report and the digest of its Evaluation as the installation recorded it."""
 
+    status: Literal["complete"] = "complete"
     report_digest: Sha256
 
 

@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
     handling,
     job_settings,
     json_option,
+    narrowed,
     profile_options,
     read_profile,
     state_option,
@@ -47,7 +49,15 @@ if TYPE_CHECKING:
     from paceline.schemas import RankEvent
 
 
-@click.command()
+HERE = "text model output checkpoints mlflow profile"
+SECTIONS = {
+    "Training": "snapshot labels steps ranks continue_from run_id overrides",
+    "On this machine": HERE,
+    "On an installation": "state",
+}
+
+
+@click.command(cls=Sections, sections=SECTIONS)
 @click.argument("model_id", required=False)
 @click.argument("version", required=False)
 @click.option(
@@ -63,8 +73,8 @@ if TYPE_CHECKING:
     "--steps",
     type=click.IntRange(min=0),
     default=None,
-    help="Default: the profile's (training.steps). With MODEL_ID, 0 is the control that must not "
-    "pass the gate.",
+    help="Default: the profile's (training.steps). On an installation 0 is the control that must "
+    "not pass the gate.",
 )
 @click.option(
     "--continue-from",
@@ -84,27 +94,27 @@ if TYPE_CHECKING:
     "--text",
     type=click.Path(path_type=Path, exists=True),
     default=None,
-    help="Here: the directory to learn from: text, or what --set data.format=jsonl, parquet or tar "
+    help="The directory to learn from: text, or what --set data.format=jsonl, parquet or tar "
     "says. Default: Python's standard library.",
 )
 @click.option(
     "--model",
     type=click.Path(path_type=Path, file_okay=False),
     default=None,
-    help="Here: the model directory to start from (default: a new model).",
+    help="The model directory to start from (default: a new model).",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path, file_okay=False),
     default=Path("paceline-training"),
     show_default=True,
-    help="Here: where data, checkpoints, figures and the model go.",
+    help="Where data, checkpoints, figures and the model go.",
 )
 @click.option(
     "--checkpoints",
     metavar="URL",
     default=None,
-    help="Here: keep checkpoints and the model below s3://bucket/prefix (credentials as for "
+    help="Keep checkpoints and the model below s3://bucket/prefix (credentials as for "
     "`publish`) or another directory; the same command goes on from there on any machine.",
 )
 @click.option(
@@ -113,7 +123,7 @@ if TYPE_CHECKING:
     envvar="MLFLOW_TRACKING_URI",
     show_envvar=True,
     default=None,
-    help="Here: log to this MLflow, too (http://…, sqlite:///…); '' for none.",
+    help="Log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
 @functools.partial(profile_options, default="local")
 @state_option
@@ -142,15 +152,8 @@ def train(
     """Train on this machine, without any server: text in, model out. The same command goes on
     where it stopped.
 
-    \b
-      paceline train --ranks 2 --text DIRECTORY --set model.parameters=1_000_000
-
     With MODEL_ID, VERSION and --snapshot: fine-tune, on a running installation, what its nodes
     hold.
-
-    \b
-      paceline train org/name 1 --snapshot URL --ranks 8 \\
-        --set training.learning_rate=1e-5 --set training.mesh.shard=8
 
     Every setting of a profile can be --set here, and what concerns the training (training.…,
     data.batching) on an installation: docs/operations.md lists them.
@@ -208,6 +211,34 @@ def train(
         ranks=ranks,
         settings=job_settings(overrides) or None,
     )
+
+
+train_local = narrowed(
+    train,
+    "local",
+    """Train on this machine, without any server: text in, model out.
+
+    The same command goes on where it stopped. Every setting of a profile can be --set.
+    """,
+    model_id=None,
+    version=None,
+    state=None,
+)
+train_there = narrowed(
+    train,
+    "start",
+    """Fine-tune VERSION of MODEL_ID, which the installation's nodes hold, on a data snapshot.
+
+    What concerns the training (training.…, data.batching) can be --set; the rest is the
+    installation's profile.
+    """,
+    text=None,
+    model=None,
+    output=Path("paceline-training"),
+    checkpoints=None,
+    mlflow=None,
+    profile="local",
+)
 
 
 def _with(overrides: tuple[str, ...], steps: int | None, ranks: int | None) -> tuple[str, ...]:

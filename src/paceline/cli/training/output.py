@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import sys
 import threading
 import time
@@ -358,7 +359,9 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
         lines.append(f"  each step     {record / METRICS_FILE}")
     if (record / "traces").exists():
         lines.append(f"  traces        {record / 'traces'} (for Perfetto)")
-    lines.append(f"  model         {display_url(result.export_url)}")
+    model = display_url(result.export_url)
+    lines.append(f"  model         {model}")
+    lines.append(f"  look at it    paceline generate {shlex.quote(model)} PROMPT")
     if job.settings.lora is not None:
         lines.append(f"  adapter       {display_url(checkpoints_url(job))}/adapter")
     if result.ledger is not None:

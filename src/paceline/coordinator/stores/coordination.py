@@ -140,6 +140,11 @@ class Coordination:
         (row,) = self._read(self._layout.key("ledger", stage, input_digest))
         return None if row is None else self._parsed(row, StageRecord.model_validate_json)
 
+    def stages(self, stage: str) -> Iterator[StageRecord]:
+        """Yield every record of one stage."""
+        for _, row in self._scan(*self._layout.below("ledger", stage)):
+            yield self._parsed(row, StageRecord.model_validate_json)
+
     def ledger(self) -> Iterator[LedgerEntry]:
         """Yield the size and age of each ledger record."""
         for _, row in self._scan(*self._layout.below("ledger")):

@@ -1,0 +1,208 @@
+"""Every command as a person finds it: a group, an example that parses, one meaning, completion."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from paceline.tasks.run import StageUpdate
+
+from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
+from paceline.cli.flows import made_and_next
+from paceline.cli.main import cli
+from paceline.cli.options import again, one_of, print_table
+from paceline.cli.progress import StageBars
+from paceline.errors import InvalidInput, NotFound
+from tests.support.command import paceline
+
+
+def walked(command: click.Command, *words: str) -> list[tuple[tuple[str, ...], click.Command]]:
+    """Return every command that is no group, by what is typed."""
+    if not isinstance(command, click.Group):
+        return [(words, command)]
+    context = click.Context(command)
+    found = []
+    for name in command.list_commands(context):
+        child = command.get_command(context, name)
+        assert child is not None
+        found += walked(child, *words, name)
+    return found
+
+
+EVERY = walked(cli)
+
+
+@pytest.mark.parametrize("words", [words for words, _ in EVERY], ids=" ".join)
+def test_the_help_of_each_command_has_an_example(words: tuple[str, ...]) -> None:
+    done = paceline(*words, "--help")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"Usage: paceline {' '.join(words)} ")
+    _, _, example = done.stdout.partition("For example:\n")
+    assert example.strip().startswith("paceline ")
+
+
+def test_each_example_is_accepted_by_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for each in ("my-model", "texts", "dcp"):
+        (tmp_path / each).mkdir()
+    shown = {str(command.epilog).partition("For example:\n")[2] for _, command in EVERY}
+    lines = [line.strip() for each in shown for line in each.replace("\\\n", "").splitlines()]
+    assert len(lines) > len(COMMANDS)
+    for line in lines:
+        context: click.Context | None = None
+        command: click.Command = cli
+        typed = shlex.split(line.partition(" > ")[0])[1:]
+        while isinstance(command, click.Group):
+            parent = click.Context(command, context)
+            _, found, typed = command.resolve_command(parent, typed)
+            assert found is not None, line
+            context, command = parent, found
+        command.make_context(line, typed, context)  # raises for an option that it has not
+
+
+def test_each_word_is_in_one_group_or_starts_the_help() -> None:
+    grouped = [words for name in GROUPS for words in group_of(name).entries.values()]
+    short = [each for each in grouped if each in COMMANDS]
+    assert len(short) == len(set(short))
+    listed = paceline("--help").stdout
+    ambiguous = {"train", "rollback"}  # as one word; in groups each meaning has its own
+    for word in set(COMMANDS) - set(short) - ambiguous:
+        assert f"\n  {word} " in listed
+    for name in GROUPS:
+        assert f"\n  {name} " in listed
+        for words in group_of(name).entries:
+            assert words in listed
+
+
+def test_a_command_has_the_same_options_by_its_short_form_and_in_its_group() -> None:
+    by_words = dict(EVERY)
+    for name in GROUPS:
+        for typed, words in group_of(name).entries.items():
+            if words in COMMANDS:
+                for short, command in leaves(words, by_words.get((words,)) or click.Group(words)):
+                    longer = by_words[name, typed, *short.split()[1:]]
+                    assert [each.opts for each in longer.params] == [
+                        each.opts for each in command.params
+                    ]
+
+
+def test_a_meaning_of_train_offers_only_its_own_options() -> None:
+    here, there = (paceline("training", each, "--help").stdout for each in ("local", "start"))
+    assert "--text" in here
+    assert "MODEL_ID" not in here
+    assert "--text" not in there
+    assert "MODEL_ID VERSION" in there.replace("[", "").replace("]", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_prints_a_script_and_completes_without_imports(shell: str) -> None:
+    script = paceline("completion", shell).stdout
+    assert "_PACELINE_COMPLETE" in script
+    code = (
+        "import sys\n"
+        "from paceline.cli import run\n"
+        "try:\n    run()\n"
+        "finally:\n    print({'pydantic', 'rich', 'torch', 'prefect'} & {*sys.modules} or '')\n"
+    )
+    asked = {
+        "_PACELINE_COMPLETE": f"{shell}_complete",
+        "COMP_WORDS": "paceline deployment ca",
+        "COMP_CWORD": "ca" if shell == "fish" else "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **asked}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert "cancel" in done.stdout
+    assert "watch" not in done.stdout
+    assert "{" not in done.stdout, done.stdout
+
+
+BAD = ["where nonsense", "evaluate nonsense", "promote a/b", "rollback ../x", "model rollback ../x"]
+
+
+@pytest.mark.parametrize("words", BAD)
+def test_a_bad_id_is_refused_at_once(tmp_path: Path, words: str) -> None:
+    done = paceline(*words.split(), "--json", "--state", tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert json.loads(done.stdout)["status"] == "failed"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_long_message_leaves_bar_percentage_and_time_on_the_line(
+    columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with StageBars() as bars:
+        bars(StageUpdate(stage="rollout-relay", fraction=0.3, message="[x] long " * 30))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err)
+    line = [each.strip() for each in re.split(r"[\r\n]", text) if "rollout" in each][-1]
+    assert len(line) <= columns
+    assert re.search(r"━.* 30% 0:00:00 \[x\] long .*…$", line)
+
+
+def test_progress_without_a_terminal_and_with_no_color_has_no_escapes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    update = StageUpdate(stage="relay", fraction=1.0, message="done", done=True)
+    with StageBars() as bars:
+        bars(update)
+    assert "\x1b" not in capsys.readouterr().err
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with StageBars() as bars:
+        bars(update)
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]", capsys.readouterr().err), "a colour"
+
+
+def test_an_id_by_its_beginning() -> None:
+    known = ("3f1c-a", "3f1c-b", "77aa-c", "77aa")
+    assert one_of("deployment", "3f1c-b", known) == "3f1c-b"
+    assert one_of("deployment", "77aa", known) == "77aa", "a whole id, though another begins so"
+    with pytest.raises(InvalidInput, match=r"several deployments.*3f1c-a.*3f1c-b"):
+        one_of("deployment", "3f", known)
+    with pytest.raises(NotFound, match="no such deployment"):
+        one_of("deployment", "9", known)
+
+
+def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
+    url = "s3://b/data/1"
+    lines = made_and_next("publish.build_snapshot", {"run_id": "r", "url": url})
+    assert lines[0] == f"made:     {url}"
+    assert lines[1].endswith(f"--snapshot {url}")
+    given = {"model_id": "org/m", "run_id": "r", "report_digest": "d"}
+    judged = made_and_next("evaluate.evaluate_model", given)
+    assert judged[1] == "next:     paceline promote org/m --report r"
+    assert made_and_next("train.train_model", {"run_id": "r"}) == [], "the ledger dropped it"
+
+
+def test_the_command_that_goes_on_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["x", "lifecycle", "--data", "my texts"])
+    assert again("run-1") == "paceline lifecycle --data 'my texts' --run-id run-1"
+    monkeypatch.setattr(sys, "argv", ["x", "lifecycle", "--run-id=run-1"])
+    assert again("run-1") == "paceline lifecycle --run-id=run-1"
+
+
+def test_a_table_wider_than_the_terminal_is_a_block_a_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [("node-1", "alive", "8 × H100 " * 8), ("node-2", "lost", "x")]
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "80")
+    print_table(("worker", "state", "machine"), rows)
+    said = capsys.readouterr().out
+    assert "node-1\n  state      alive\n" in said
+    assert rows[0][2].strip() in said
+    monkeypatch.setenv("COLUMNS", "160")
+    print_table(("worker", "state", "machine"), rows)
+    assert "━" in capsys.readouterr().out
