@@ -12,7 +12,6 @@ from pathlib import Path
 
 import click
 import pytest
-from paceline.tasks.run import StageUpdate
 
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
 from paceline.cli.flows import made_and_next
@@ -20,6 +19,7 @@ from paceline.cli.main import cli
 from paceline.cli.options import again, one_of, print_table
 from paceline.cli.progress import StageBars
 from paceline.errors import InvalidInput, NotFound
+from paceline.tasks._support.run import StageUpdate
 from tests.support.command import paceline
 
 

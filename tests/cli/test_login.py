@@ -444,19 +444,6 @@ def test_a_training_has_settings_of_its_own(person: Served, prefect: Prefect) ->
     assert given["settings"] == wanted
 
 
-def test_a_run_is_judged_and_promoted_by_its_id(person: Served, prefect: Prefect) -> None:
-    run_id = "run-20260101-000000-abcdef"
-    prefect.state = "COMPLETED"
-    for word, field in (("evaluate", "trained"), ("promote", "report")):
-        prefect.started = []
-        done = paceline(word, run_id)
-        assert done.returncode == 0, done.stderr
-        given = prefect.started[0]["parameters"]
-        assert isinstance(given, dict)
-        assert (given[field], given["run_id"]) == (run_id, run_id), "it goes on with the same run"
-        assert "not" in paceline(word, "org/name").stderr
-
-
 def test_a_flow_run_that_is_not_ours_is_not_shown(
     person: Served, prefect: Prefect, admin: AccessClient
 ) -> None:
