@@ -93,7 +93,7 @@ def test_parts_of_a_dead_upload_are_gone_on_with(
         store.upload_file(file, "s3://real/large")
     before = store.reused_bytes
     store.upload_file(file, "s3://real/large")
-    assert store.reused_bytes - before >= 5 * 1024 * 1024
+    assert store.reused_bytes > before  # the part that came first: 5 MiB, or the last one
     assert store.get_bytes("s3://real/large") == file.read_bytes()
     assert store.abort_uploads("s3://real/large") == 0
 

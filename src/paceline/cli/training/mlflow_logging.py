@@ -158,7 +158,7 @@ class TrainingLog:
         for step, figures in figures_in(self._record / METRICS_FILE):
             for key, value in figures.items():
                 if key != "attempt" and isinstance(value, int | float) and step not in there:
-                    points[step, key] = MetricPoint(f"train.{key}", float(value), step)
+                    points[step, key] = MetricPoint(f"train/{key}", float(value), step)
         if points:
             self._registry.log_metrics(run, points.values())
             self._tell(f"  MLflow was sent {len({step for step, _ in points})} steps it had missed")
