@@ -37,10 +37,8 @@ demo: setup ## bucket → relay → verify → train → evaluate → promote �
 test: setup ## every promise once
 	$(BIN)/python -m pytest $(ARGS)
 
-# They wait for servers half of their time: a process more for each four cores.
-NIGHTLY_PROCESSES := $(shell echo $$(( $$(nproc) + ($$(nproc) + 2) / 4 )))
 test-nightly: setup ## the tests that show a promise again on slower, larger or rarer ways
-	$(BIN)/python -m pytest -m 'nightly and not chaos' -n $(NIGHTLY_PROCESSES) --maxprocesses=5 $(ARGS)
+	$(BIN)/python -m pytest -m 'nightly and not chaos' $(ARGS)
 
 journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
 	PACELINE_JOURNEY_MB=400 $(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ def s3() -> Iterator[RcloneS3]:
     """One real S3 server for the session; use a bucket of your own."""
     with rclone_s3() as server:
         yield server
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Run a process more than there are cores: they wait for servers much of their time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:

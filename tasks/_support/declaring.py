@@ -106,7 +106,7 @@ JobSettings = Annotated[
     dict[str, Any] | None,
     about(
         "More settings",
-        "Of this training, by their keys in a profile (docs/operations.md).",
+        "Of this training, by their keys in a profile (docs/reference/profile.md).",
         {"training.lora.r": 8, "data.batching": "packed"},
     ),
 ]
