@@ -38,7 +38,7 @@ test: setup ## every promise once
 	$(BIN)/python -m pytest $(ARGS)
 
 test-nightly: setup ## the tests that show a promise again on slower, larger or rarer ways
-	$(BIN)/python -m pytest -m 'nightly and not chaos' $(ARGS)
+	$(BIN)/python -m pytest -m 'nightly and not chaos' -n $$(nproc) $(ARGS)
 
 journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
 	PACELINE_JOURNEY_MB=400 $(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
