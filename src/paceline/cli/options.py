@@ -29,11 +29,10 @@ from paceline.config import (
     Runtime,
     default_state_dir,
     load_profile,
-    require_here,
     toml_value,
 )
 from paceline.errors import InvalidInput, NotFound
-from paceline.schemas import Inventory, is_run_id
+from paceline.schemas import Inventory
 from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, size, size_bytes
 
@@ -88,17 +87,6 @@ def one_of(what: str, given: str, known: Collection[str]) -> str:
     raise InvalidInput(
         f"several {what}s begin so", got=f"{given}: {shortened(found)}", wanted="more characters"
     )
-
-
-def whole_run_id(runtime: Runtime, given: str) -> str:
-    """Return the run id that ``given`` is or begins; MLflow's runs are searched for a prefix."""
-    if is_run_id(given):
-        return given
-    from paceline.registry import Registry, require_run_prefix
-
-    require_run_prefix(given)
-    require_here(runtime, "a shortened run id")
-    return one_of("run", given, Registry.from_runtime(runtime).pages_of_runs(given))
 
 
 def whole_deployment_id(client: CoordinatorClient, given: str) -> str:

@@ -136,7 +136,7 @@ def is_run_id(given: str) -> bool:
 
 def require_run_id(run_id: str | None) -> None:
     """Raise InvalidInput for what is no run id: it becomes a path, a header and a filter."""
-    if run_id and not re.fullmatch(RUN_ID, run_id):
+    if run_id and not is_run_id(run_id):
         raise InvalidInput(
             "not a run id",
             got=repr(run_id[:100]),
