@@ -212,6 +212,8 @@ class Source:
 
     def __init__(self, digest: str) -> None:
         self.said: list[bytes] = []
+        self.may_speak = threading.Event()
+        self.may_speak.set()
         self.digest = digest
         self.server = grpc.server(ThreadPoolExecutor(4))
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
@@ -226,6 +228,7 @@ class Source:
         hello = Hello(PROTOCOL_VERSION, 0.0, first.manifest_digest, first.nonce, first.worker_id)
         nonce = secrets.token_bytes(NONCE_BYTES)
         yield encode_challenge(nonce, proof(TOKEN, "server", hello, nonce))
+        self.may_speak.wait(10)
         yield from self.said
 
 
@@ -260,8 +263,10 @@ def test_a_piece_that_is_left_for_another_keeps_no_claim(pair: Pair, source: Sou
         encode_data(b"x", piece=6, offset=starts[0]),
         encode_data(b"x", piece=7, offset=starts[1]),
     ]
+    source.may_speak.clear()  # an answer before its request would be refused as not requested
     stream = node.pull(mine, source.address, heard, whom="hostile")
     stream.request(Extent(6, 8))
+    source.may_speak.set()
     assert "ended early" in str(heard.failure())
     stream.close()
     for index in (6, 7):
