@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
-from typing import Any
+from string import Formatter
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import yaml
 from prefect import Flow
 from prefect.exceptions import ParameterTypeError
 from prefect.utilities.callables import parameter_schema
+from pydantic import BaseModel
+
+from paceline.cli.flows import OUTCOMES
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOYMENTS: list[dict[str, Any]] = yaml.safe_load((ROOT / "prefect.yaml").read_text())[
@@ -78,3 +83,27 @@ def test_forms_describe_each_parameter_and_leave_out_what_paceline_gives(
     assert form.keys() < flow.parameters.properties.keys(), "calls may give them"
     if deployment["name"] != "approve-promotion":  # promotions start it
         assert all(each["description"] for each in form.values()), form
+
+
+@pytest.mark.parametrize("name", OUTCOMES)
+def test_the_result_of_a_flow_has_what_the_command_line_prints_of_it(name: str) -> None:
+    [flow] = [
+        getattr(importlib.import_module(module), name)
+        for module, _, of in (each["entrypoint"].rpartition(".") for each in DEPLOYMENTS)
+        if of == name
+    ]
+    result = get_type_hints(flow.fn)["return"]
+    for template in OUTCOMES[name]:
+        for _, field, _, _ in Formatter().parse(template):
+            first, *rest = re.findall(r"\w+", field or "run_id")
+            if first == "run_id" or (first in flow.parameters.properties and not rest):
+                continue
+            kind: Any = result
+            for part in (first, *rest):
+                (kind,) = [  # an optional record is the record
+                    each
+                    for each in (get_args(kind) or (kind,))
+                    if isinstance(each, type) and issubclass(each, BaseModel)
+                ]
+                assert part in kind.model_fields, f"{name}: {template}"
+                kind = kind.model_fields[part].annotation
