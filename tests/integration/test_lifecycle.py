@@ -54,7 +54,7 @@ def test_s3_was_read_once_however_many_nodes(lifecycle: Ended) -> None:
         # one copy from S3, the other three from neighbours
         moved = movement.origin_bytes + movement.received_bytes + movement.bytes_reused
         assert moved >= 4 * movement.total_bytes
-        # At the end each late piece is asked of a second source: of so small a model, all may be late.
+        # Late pieces are asked of a second source: of so small a model, all may be late.
         assert movement.refetched_bytes <= movement.total_bytes
         assert movement.epoch == 1
         assert movement.bound_seconds <= movement.predicted_seconds
