@@ -24,6 +24,7 @@ from paceline.config import (
     save_runtime,
 )
 from tests.cluster.conftest import eventually, processes_of
+from tests.support.command import paceline
 
 
 def free_port() -> int:
@@ -215,21 +216,17 @@ def test_what_a_worker_lacks_is_one_line(tmp_path: Path) -> None:
     state = tmp_path / "state"
     prepared(state, Profile())
 
-    def paceline(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "paceline.cli.main", "worker", "--state", str(state)]
-        return subprocess.run(
-            [*command, *words], capture_output=True, text=True, timeout=60, check=False
-        )
-
-    unnamed = paceline()
+    worker = ("worker", "--state", str(state))
+    unnamed = paceline(*worker)
     assert unnamed.returncode == 2
     assert "names no scheduler" in unnamed.stderr
-    where = ("--scheduler", f"tls://127.0.0.1:{free_port()}", "--worker-id", "a")
+    where = (*worker, "--scheduler", f"tls://127.0.0.1:{free_port()}", "--worker-id", "a")
     keyless = paceline(*where)
     assert keyless.returncode == 75
     assert "TLS files are not here" in keyless.stderr
     make_dask_tls(state)
-    alone = paceline(*where)
+    command = [sys.executable, "-m", "paceline.cli.main", *where]
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert alone.returncode == 75
     assert "cannot register with Dask's scheduler" in alone.stderr
     for each in (unnamed, keyless, alone):

@@ -302,10 +302,9 @@ def test_registering_again_finds_the_same_version(registry: Registry) -> None:
         registry.register_candidate("elsewhere", url, story.evidence["1"], run)
 
 
-@pytest.mark.parametrize("owner", ["", "acme/"])
-def test_addresses_resolve_to_published_bytes(registry: Registry, owner: str) -> None:
+def test_addresses_resolve_to_published_bytes(registry: Registry) -> None:
     """By the model's own id, although MLflow's names have no slash."""
-    story = Story(registry, 1, owner)
+    story = Story(registry, 1, "acme/")
     story.promote("1")
     url, wanted = f"s3://paceline/models/{story.model_id}/v1", story.evidence["1"].manifest_digest
     for selector in ("@champion", "@candidate", "/1"):

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 
+from paceline.cli import flows
 from paceline.config import Endpoints, Profile, Runtime, Secrets
 from paceline.errors import (
     AccessDenied,
@@ -301,9 +302,22 @@ def test_evidence_of_an_older_version_keeps_its_digest() -> None:
     assert claim_digest(read) == digest_of(old | {"approver": None})
 
 
+def test_of_a_report_edited_by_hand_the_command_takes_the_digest_alone(tmp_path: Path) -> None:
+    run, digest, evaluation = recorded(Bucket())
+    printed = better(evaluation).report.model_dump(mode="json")
+    path = tmp_path / "edited.json"
+    path.write_text(json.dumps(printed | {"report_digest": digest}))
+    given = flows._digest_of(str(path), "report_digest", "evaluate")
+    assert promote.recorded_evidence(run, given)[1] == evaluation
+    path.write_text(json.dumps(printed))  # as an older version printed it
+    with pytest.raises(InvalidInput):
+        flows._digest_of(str(path), "report_digest", "evaluate")
+
+
 # ── through the command line ─────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.nightly  # beside the held-out files' test, which needs the same candidate
 @pytest.mark.slow
 @pytest.mark.xdist_group("installation")
 @pytest.mark.timeout(600)
