@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import time
 import urllib.error
 from typing import Any
@@ -15,6 +18,7 @@ from tests.support.browser import chromium, click, keep, see, send_credentials
 from tests.support.stack import (
     Ended,
     await_registered,
+    environment,
     in_mlflow,
     paceline,
     prefect,
@@ -133,6 +137,24 @@ def test_a_schedule_starts_it(stack: Runtime, lifecycle: Ended) -> None:
     finally:
         for each in created:
             prefect(stack, "DELETE", f"/deployments/{deployment}/schedules/{each['id']}")
+
+
+@pytest.mark.nightly
+def test_python_starts_it(stack: Runtime, lifecycle: Ended) -> None:
+    program = (
+        "import sys\n"
+        "from paceline.flows.lifecycle import run_lifecycle\n"
+        "print(run_lifecycle(state_dir=sys.argv[1]).model_dump_json())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(stack.state_dir)],
+        capture_output=True, text=True, timeout=300, check=False,
+        env=environment() | stack.prefect_environment(),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["already_done"]
+    assert in_mlflow(stack, summary["links"]["mlflow"])["paceline.run_id"] == summary["run_id"]
 
 
 def test_rollback_brings_the_previous_champion_back_without_a_transfer(

@@ -317,7 +317,6 @@ def test_of_a_report_edited_by_hand_the_command_takes_the_digest_alone(tmp_path:
 # ── through the command line ─────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.nightly  # beside the held-out files' test, which needs the same candidate
 @pytest.mark.slow
 @pytest.mark.xdist_group("installation")
 @pytest.mark.timeout(600)
