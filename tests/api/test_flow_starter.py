@@ -294,6 +294,15 @@ def test_an_invalid_flow_run_id_does_not_spoil_the_request(server: Web, rest: Re
     assert len(server.calls) == 1
 
 
+def test_the_page_of_a_run_is_where_people_open_prefect(server: Web, rest: Rest) -> None:
+    rest.body = json.dumps([{"id": RUN}]).encode()
+    starter = PrefectStarter(f"{server.url}/api", ui_url="https://prefect.example.com/")
+    page = starter.page_of_run("run-20260101-000000-abcdef")
+    assert page == f"https://prefect.example.com/runs/flow-run/{RUN}"
+    rest.body = b"[]"
+    assert starter.page_of_run("run-20260101-000000-abcdef") is None
+
+
 def test_no_server_means_try_again_and_no_url_means_a_wrong_profile() -> None:
     with pytest.raises(ServiceUnavailable):
         PrefectStarter("http://127.0.0.1:9/api").states([RUN])

@@ -98,6 +98,11 @@ def test_one_run_id_is_found_everywhere(lifecycle: Ended, stack: Runtime) -> Non
     ended = paceline("where", run_id, "--json", state=stack.state_dir)
     tags = in_mlflow(stack, ended.answer["mlflow"])
     assert tags["paceline.run_id"] == run_id
+    page, _, flow_run_id = ended.answer["prefect"].rpartition("/")
+    assert page == f"{stack.endpoints.prefect_ui_url}/runs/flow-run"
+    flow_run = prefect(stack, "GET", f"/flow_runs/{flow_run_id}")
+    assert flow_run["parent_task_run_id"] is None, "the lifecycle's own, no sub-flow"
+    assert f"run:{run_id}" in flow_run["tags"]
     coordinator = CoordinatorClient(
         stack.endpoints.coordinator_url, stack.secrets.coordinator_token
     )

@@ -112,7 +112,10 @@ def test_where_finds_a_run_by_its_beginning_and_refuses_others_without_mlflow(
 ) -> None:
     ids = ("run-20260102-000000-aaaaaa", "run-20260102-000000-aabbbb", "run-20260103-000000-cccccc")
     made = [registry.ensure_run(each, experiment="finding") for each in ids]
-    endpoints = Endpoints(mlflow_url=registry.tracking_uri, prefect_ui_url="http://127.0.0.1:9")
+    away = "http://127.0.0.1:9"  # no Prefect server answers there
+    endpoints = Endpoints(
+        mlflow_url=registry.tracking_uri, prefect_api_url=f"{away}/api", prefect_ui_url=away
+    )
     save_runtime(Runtime(profile=Profile(), state_dir=tmp_path, endpoints=endpoints,
                          secrets=Secrets()))  # fmt: skip
 
@@ -126,6 +129,7 @@ def test_where_finds_a_run_by_its_beginning_and_refuses_others_without_mlflow(
     code, found, _ = typed("where", "run-20260103")
     assert (code, found["status"], found["run"]) == (0, "complete", ids[2])
     assert found["mlflow"].endswith(f"/runs/{made[2]}")
+    assert found["prefect"] == away
     code, _, said = typed("where", "run-20260102-000000-aa")
     assert code == 2
     assert ids[0] in said

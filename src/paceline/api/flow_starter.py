@@ -64,8 +64,9 @@ ENDED = ENDED_BADLY | {"CANCELLED", "COMPLETED"}
 class PrefectStarter:
     """Starts, reads and cancels flow runs of a Prefect server, over its REST API."""
 
-    def __init__(self, api_url: str, authorization: str = "") -> None:
-        """``authorization`` is "user:password", or "" if the server needs none."""
+    def __init__(self, api_url: str, authorization: str = "", ui_url: str = "") -> None:
+        """``authorization`` is "user:password", or "" if the server needs none; ``ui_url`` is
+        where people open its page, by default beside the API."""
         try:
             endpoint = Endpoint.of(api_url)
         except InvalidInput as error:
@@ -78,12 +79,13 @@ class PrefectStarter:
         self._server = HttpServer(endpoint, name="Prefect's server")
         self._headers = {"Content-Type": "application/json", **basic_authorization(authorization)}
         self._flow_id = ""
-        self._ui_url = api_url.rstrip("/").removesuffix("/api")
+        self._ui_url = (ui_url or api_url.rstrip("/").removesuffix("/api")).rstrip("/")
 
     @classmethod
     def of(cls, runtime: Runtime) -> PrefectStarter:
         """Return a starter at ``runtime``'s Prefect server."""
-        return cls(runtime.endpoints.prefect_api_url, runtime.prefect_authorization)
+        known = runtime.endpoints
+        return cls(known.prefect_api_url, runtime.prefect_authorization, known.prefect_ui_url)
 
     def start(self, deployment: Deployment) -> str:
         """Return the id of the flow run that drives ``deployment``; idempotent."""
@@ -159,6 +161,22 @@ class PrefectStarter:
         )
         return self._view_of(found, [each["message"] for each in logs])
 
+    def page_of_run(self, run_id: str) -> str | None:
+        """Return the page of the newest flow run of a run of the lifecycle or of one flow."""
+        body = {
+            "flow_runs": {
+                "tags": {"all_": [f"run:{run_id}"]},
+                "parent_task_run_id": {"is_null_": True},  # no sub-flow
+            },
+            "sort": "START_TIME_DESC",
+            "limit": 1,
+        }
+        found = self._call("POST", "/flow_runs/filter", body)
+        return self._page_of(found[0]["id"]) if found else None
+
+    def _page_of(self, flow_run_id: object) -> str:
+        return f"{self._ui_url}/runs/flow-run/{flow_run_id}"
+
     def _view_of(self, found: Mapping[str, Any], lines: Sequence[str] = ()) -> FlowRunView:
         state = found.get("state") or {}
         return FlowRunView(
@@ -167,7 +185,7 @@ class PrefectStarter:
             run_id=str(found.get("parameters", {}).get("run_id", "")),
             state=str(found["state_type"]),
             message=str(state.get("message") or "")[:MESSAGE_CHARS],
-            page=f"{self._ui_url}/runs/flow-run/{found['id']}",
+            page=self._page_of(found["id"]),
             lines=tuple((each.splitlines() or [""])[0][:MESSAGE_CHARS] for each in lines),
         )
 

@@ -6,6 +6,7 @@ processes.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from paceline.config import (
     load_runtime,
     require_here,
 )
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, PacelineError
 from paceline.extras import require_extras
 
 
@@ -118,6 +119,13 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
         found = pages(runtime)
     if run_id:
         found |= {"run": run_id, "mlflow": page, "state": str(runtime.state_dir)}
+        if runtime.endpoints.prefect_api_url:
+            from paceline.api import PrefectStarter
+
+            with contextlib.suppress(PacelineError):  # without it, the start page stays
+                found["prefect"] = (
+                    PrefectStarter.of(runtime).page_of_run(run_id) or found["prefect"]
+                )
     show(found, as_json, *_lines(found))
     return 0
 
