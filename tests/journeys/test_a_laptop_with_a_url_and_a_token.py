@@ -130,10 +130,68 @@ def test_a_person_publishes_distributes_activates_and_goes_back(person: Person) 
     assert [active(node, "acme-7b") for node in nodes] == ["2", "1", "1"]
     person.typed(rollback.replace("ID", switched["deployment_id"])).ok()
     assert [active(node, "acme-7b") for node in nodes] == ["1", "1", "1"]
-    one_line(person.typed("paceline lifecycle"), 1, "has no Prefect server")
-    found = laptop.run("find", ".config", "-type", "f", "-printf", "%m %p\n").ok()
+
+
+def test_the_laptop_keeps_one_file_and_no_command_needed_another(person: Person) -> None:
+    found = person.laptop.run("find", ".config", "-type", "f", "-printf", "%m %p\n").ok()
     assert found.out == "600 .config/paceline/login.json\n"
-    assert laptop.run("ls", ".paceline").code == 2
+    assert person.laptop.run("ls", ".paceline").code == 2
+
+
+def test_an_admin_manages_tokens_from_the_laptop(person: Person) -> None:
+    admin, mine = person.token("--scope", "admin"), person.token("--scope", "deploy")
+    person.log_in(admin).ok()
+    try:
+        made = person.typed("paceline tokens create --name bob --scope read --json").ok()
+        bob = json.loads(made.out)
+        assert "bob" in person.typed("paceline tokens list").ok().out
+        assert "POST /tokens" in person.typed("paceline audit").ok().out
+        person.log_in(bob["token"]).ok()
+        one_line(person.typed("paceline distribute acme-7b 1"), 77, "scope read", "scope deploy")
+        one_line(person.typed("paceline tokens list"), 77, "wanted scope admin")
+        person.log_in(admin).ok()
+        person.typed(f"paceline tokens revoke {bob['record']['token_id']}").ok()
+        one_line(person.log_in(bob["token"]), 77, "the token was revoked")
+    finally:
+        person.log_in(mine).ok()
+
+
+def test_bad_input_is_one_line_each(person: Person) -> None:
+    token = {"PACELINE_TOKEN": person.token("--scope", "deploy")}
+    expired = person.token("--scope", "deploy", "--ttl", "0.01s")
+    url, control = person.fleet.url, person.fleet.control
+    one_line(person.typed("paceline login https://10.77.99.99:7400", **token), 75, "10.77.99.99")
+    plain = url.replace("https", "http")
+    one_line(person.typed(f"paceline login {plain}", **token), 2, "in the clear")
+    one_line(person.typed(f"paceline login {url}", **token), 77, "not trusted here", "--authority")
+    other = f"paceline login {url} --authority {'0' * 64}"
+    one_line(person.typed(other, **token), 77, "the fingerprint is of", person.authority)
+    line = f"echo {control.address} pace-0.example >> /etc/hosts"
+    person.laptop.run("sh", "-c", line, root=True).ok()
+    renamed = other.replace(control.address, "pace-0.example")
+    one_line(person.typed(renamed, **token), 2, "pace-0.example", "rest_hosts")
+    control.run(
+        "sh", "-c", "mkdir other; cd other; paceline init --coordinator http://127.0.0.1:1"
+    ).ok()
+    person.laptop.write(
+        "other.pem", control.run("cat", "other/.paceline/authority/ca.pem").ok().out
+    )
+    wrong = person.typed(f"paceline login {url} --ca other.pem", **token)
+    one_line(wrong, 77, "certificate is not trusted here", url)
+    one_line(person.log_in(expired), 77, "the token has expired")
+    one_line(person.typed("paceline distribute acme-7b 1 --to rak=r1"), 2, "unknown label", "rack")
+    one_line(person.typed("paceline distribute acme-7b 1 --to rack=r9"), 2, "rack=r1, r2")
+    one_line(person.typed("paceline distribute acme-7b 9"), 1, "acme-7b/9")
+    one_line(person.typed("paceline lifecycle"), 1, "has no Prefect server")
+
+
+def test_client_json_takes_the_place_of_url_and_authority(person: Person) -> None:
+    text = person.fleet.control.run("cat", ".paceline/client.json").ok().out
+    person.laptop.write("client.json", text)
+    done = person.typed(
+        "paceline login client.json", PACELINE_TOKEN=person.token("--scope", "deploy")
+    )
+    assert person.fleet.url in done.ok().out
 
 
 def test_a_node_says_what_its_doctor_finds(person: Person) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up, name_of, rclone_s3, write_profile
-from tests.journeys.guide import block
+from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Ended, Host, Site, clock_ahead, site, until
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(300)]
@@ -48,11 +49,55 @@ def join(fleet: Fleet, node: Host, name: str, state: str, **env: str) -> Ended:
     return node.run("bash", "-ec", text.replace("--state state", f"--state {state}"), env=env)
 
 
+def test_an_expired_token(fleet: Fleet) -> None:
+    node = fleet.nodes[0]
+    made = fleet.control.run("paceline", "tokens", "join", "--worker-id", "n", "--ttl", "1s").ok()
+    node.write("token", made.out.strip())
+    time.sleep(1.1)
+    says(join(fleet, node, "n", "expired"), 77, "has expired", "Ask an admin for another token")
+    assert node.run("test", "-e", "expired").code == 1
+
+
+def test_a_token_of_another_node(fleet: Fleet) -> None:
+    node = fleet.nodes[0]
+    fleet.make_token(node)
+    says(join(fleet, node, "somebody", "other"), 77, "somebody", name_of(node))
+    assert node.run("test", "-e", "other").code == 1
+
+
+def test_a_token_of_another_fleet(fleet: Fleet) -> None:
+    """The pin in the token is of another authority: nothing is sent there."""
+    node = fleet.nodes[0]
+    fleet.make_token(node)
+    token = node.run("cat", "token").ok().out.strip()
+    node.write("token", token.rpartition("_")[0] + "_" + "0" * 64)
+    done = join(fleet, node, name_of(node), "other")
+    says(done, 77, "not the coordinator that the fingerprint is of", "/ca.pem", "Check the URL")
+    assert node.run("test", "-e", "other").code == 1
+
+
 def test_no_coordinator_at_that_address(fleet: Fleet) -> None:
     node, elsewhere = fleet.nodes[:2]
     fleet.make_token(node)
     text = block("Nodes", 2, NODE="n", RACK="r1", COORDINATOR_1=elsewhere.address)
     says(node.run("bash", "-ec", text), 75, f"https://{elsewhere.address}:7400")
+
+
+def test_two_hosts_with_one_name(fleet: Fleet) -> None:
+    """The second is refused while the first is alive, which goes on."""
+    first, second = fleet.nodes[:2]
+    fleet.agent(first, **ENVIRONMENT)
+    admin = fleet.ci_token(fleet.nodes[2])
+    until(lambda: fleet.alive(admin) == 1, "the first registers")
+    name = name_of(first)
+    type_on(fleet.control, block("Nodes", 1, NODE=name))
+    second.write("token", fleet.control.run("cat", f"{name}.token").ok().out)
+    says(join(fleet, second, name, "second"), 1, name, "alive", "tokens revoke")
+    assert second.run("test", "-e", "second").code == 1
+    seen = len(fleet.log(name))
+    time.sleep(3)
+    assert "trying again" not in fleet.log(name)[seen:]
+    assert fleet.alive(admin) == 1
 
 
 def test_a_clock_two_hours_behind(fleet: Fleet, clock_shim: Path) -> None:
@@ -74,6 +119,14 @@ def test_a_profile_of_a_newer_release(fleet: Fleet) -> None:
     done = control.run("bash", "-ec", text)
     says(done, 2, "unknown key", "holograms", "wanted one of", "newer release", "Paceline")
     assert control.run("ls", "-A", "newer").ok().out == ""
+
+
+def test_a_host_without_the_extra_it_needs(fleet: Fleet) -> None:
+    """A node of the base install is to train: its worker ends before it calls anything."""
+    node = fleet.nodes[1]
+    done = node.run("paceline", "worker", "--state", "bare", "--scheduler", "tls://10.0.0.1:8786")
+    says(done, 2, "paceline[flows]")
+    assert node.run("test", "-e", "bare").code == 1
 
 
 def test_nodes_report_what_they_have(fleet: Fleet) -> None:
