@@ -1,0 +1,9 @@
+"""Training jobs: the queue, which gang is admitted where, and what a job's time costs.
+
+Begin at ``admission``: a pure decision on hosts, waiting gangs and running ones. Prefect runs a
+job's flow and ``paceline.training`` its ranks; this package knows neither.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
