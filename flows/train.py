@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from paceline.config import with_job_settings
-from paceline.schemas import Trained
+from paceline.flows.distribute import distribute_model
+from paceline.schemas import Resources, SubmitJob, Trained
 from paceline.tasks import distribute
 from paceline.tasks._support import sealed
 from paceline.tasks._support.declaring import (
@@ -19,6 +20,7 @@ from paceline.tasks._support.declaring import (
     about,
     declared,
 )
+from paceline.tasks._support.job import linked
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import snapshot_reference, validate_data
@@ -55,13 +57,26 @@ def train_model(
         str | None,
         about("Continue from", "The last checkpoint of this finished job.", "job-4be1c2a09f3d"),
     ] = None,
+    code_ref: Annotated[
+        str,
+        about(
+            "Code",
+            "A pinned function of the profile's security.code_sources that makes the model; "
+            "default: the profile's.",
+            "git+https://host/repository.git@COMMIT#task:make",
+        ),
+    ] = "",
     state_dir: str | None = None,
     run_id: str | None = None,
+    job_id: str | None = None,
+    nodes: list[str] | None = None,
 ) -> Trained:
     """Validate the snapshot, then fine-tune the version that the nodes hold on it.
 
     The nodes must hold the version (run distribute-model first); each rank starts from the weights
-    on its own node's disk. With ``continue_from`` (the id of a finished job) they go on from its
+    on its own node's disk. The queue of jobs starts it with its ``job_id`` and the ``nodes`` of its
+    gang, which then get the version first; started otherwise, it waits until the queue admits it.
+    With ``continue_from`` (the id of a finished job) they go on from its
     last checkpoint instead, with its settings but for what is given here.
 
     ``settings`` are settings of the profile for this training alone, such as
@@ -69,15 +84,30 @@ def train_model(
     """
     run = Run.open(state_dir, run_id)
     named = {"steps": steps, "ranks": ranks, "learning_rate": learning_rate}
-    given = {f"training.{key}": value for key, value in named.items() if value is not None}
+    given: dict[str, Any] = {
+        f"training.{key}": value for key, value in named.items() if value is not None
+    }
     if mesh is not None:
         given |= {f"training.mesh.{key}": value for key, value in mesh.given().items()}
     given = (settings or {}) | given
     with_job_settings(run.runtime.profile, given)  # refused before anything is done
-    with recorded(run, "train-model"):
+    spec = SubmitJob(
+        model_id=model_id,
+        version=version,
+        data_snapshot=snapshot_url,
+        code_ref=code_ref,
+        resources=Resources(),
+        parameters=given,
+        labels=labels,
+        continue_from=continue_from or "",
+    )
+    with recorded(run, "train-model"), linked(run, spec, job_id):
+        if nodes:
+            here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
+            distribute_model(model_id, version, target_workers=nodes, activate=False, **here)
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
         snapshot = snapshot_reference(run, snapshot_url)
-        agents = distribute.start_agents.submit(run)  # meanwhile
+        agents = distribute.start_agents.submit(run, nodes)  # meanwhile
         valid = validate_data(run, snapshot)
         trained = train(
             run,
@@ -87,6 +117,7 @@ def train_model(
             given,
             labels=labels,
             continue_from=continue_from,
+            code_ref=code_ref,
         )
         assert trained.training_digest is not None  # the stage has recorded it
         sealed.refer(run, "training", trained.training_digest, trained.job_id)

@@ -42,11 +42,13 @@ def train(
     own: Mapping[str, object],
     labels: str = "true",
     continue_from: str | None = None,
+    code_ref: str = "",
 ) -> Trained:
     """Fine-tune ``manifest``'s model on ``snapshot`` as the profile says, but for the settings in
     ``own``. Resumes the newest healthy checkpoint where the same job was interrupted.
     ``continue_from`` is the id of a finished job to go on from, with the settings that it had but
-    for ``own``: more steps, or another learning rate.
+    for ``own``: more steps, or another learning rate. ``code_ref`` is the training's own code.
+    What is not in the ledger waits for its job to be admitted, where the flow has one.
 
     Raises TrainingFailed when the gang used up its restarts.
     """
@@ -55,7 +57,10 @@ def train(
         earlier = earlier_job(run.runtime.checkpoints_url, continue_from, run.store)
         profile = _as_it_was(profile, earlier)
     profile = with_job_settings(profile, own)
-    settings, nodes = place_ranks(profile.training, run.trainers(nodes))
+    if code_ref:
+        profile = _with_code(profile, code_ref)
+    able = run.trainers(nodes)
+    settings, _ = place_ranks(profile.training, able)  # raises where no admission would help
     inputs = {
         "manifest": manifest.digest,
         "snapshot": snapshot["digest"],
@@ -88,6 +93,9 @@ def train(
     def work() -> dict[str, Any]:
         record_job(run.registry, run.mlflow_run, job)
         store_job(job, run.store)  # for a continuation
+        hosts = None if run.job is None else run.job.admitted()
+        gang = [node for node in able if hosts is None or node.worker_id in hosts]
+        placed, held = place_ranks(profile.training, gang)
         said = f"{settings.steps} steps on {settings.ranks} ranks"
         with (
             artifacts.Progress("training", said) as page,
@@ -96,8 +104,8 @@ def train(
             Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
         ):
             result = run_job(
-                job,
-                nodes,
+                job.model_copy(update={"settings": placed}),
+                held,
                 fleet,
                 on_event=_follow(run, settings.steps, figures),
                 store=run.store,
@@ -123,7 +131,20 @@ def train(
             f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
         ),
     )
-    return Trained.model_validate(trained.output)
+    made = Trained.model_validate(trained.output)
+    if run.job is not None:
+        run.job.finished(made, made.job_id)
+    return made
+
+
+def _with_code(profile: Profile, code_ref: str) -> Profile:
+    """Return ``profile`` with the training's own code; raises AccessDenied for code that the
+    installation does not allow, InvalidInput for a reference that is not pinned."""
+    from paceline.training.user_code import parse, require_allowed
+
+    require_allowed(parse(code_ref), profile.security.code_sources)
+    training = profile.training.model_copy(update={"code_ref": code_ref})
+    return profile.model_copy(update={"training": training})
 
 
 def _as_it_was(profile: Profile, earlier: TrainJob) -> Profile:
@@ -209,6 +230,8 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
     stragglers: set[str] = set()
 
     def on_event(event: RankEvent) -> None:
+        if run.job is not None:
+            run.job.take(event, steps)
         if event.event == "step":
             for text in (*alerts_of(event), *checkpoint_alerts_of(event)):
                 run.note(text)

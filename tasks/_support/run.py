@@ -28,6 +28,7 @@ from paceline.storage import ObjectStore
 
 if TYPE_CHECKING:
     from paceline.registry import Registry
+    from paceline.tasks._support.job import JobLink
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Run:
         self.summary = Summary()
         self.depth = 0  # how many flows of this run are open in this process
         self.driving: list[str] = []  # deployments under way because of this run
+        self.job: JobLink | None = None  # of the training flow that is open
         self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
         self._registered: set[str] = set()

@@ -87,6 +87,7 @@ class Notes:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.job = None
 
     def note(self, line: str) -> None:
         self.notes.append(line)

@@ -20,6 +20,7 @@ from paceline.api.deployments import make_router
 from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
 from paceline.api.heartbeats import HeartbeatMiddleware
+from paceline.api.jobs import make_job_router
 from paceline.api.middleware import AccessMiddleware, Authenticator, LeaderGate
 from paceline.api.pages import PROBLEM, add_observation, describe
 from paceline.api.problems import add_problem_handlers
@@ -36,6 +37,7 @@ from paceline.coordinator.stores import (
     open_coordination,
     open_progress,
 )
+from paceline.jobs import JobScheduler, JobTable
 from paceline.registry import resolve_source
 
 REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
@@ -65,6 +67,8 @@ def create_app(
         resolve_source=lambda url: resolve_source(url, runtime),
         settings=settings,
     )
+    jobs = JobTable(coordinator)
+    flows = PrefectStarter.of(runtime) if runtime.endpoints.prefect_api_url else None
     replica = Replica(
         coordinator,
         coordination,
@@ -73,6 +77,7 @@ def create_app(
         duties=[
             lambda term: OutboxShipper(coordination, audit, term, keep_events=keep_events),
             *_flow_duties(runtime, coordinator),
+            lambda _term: JobScheduler(coordinator, jobs, flows, runtime.profile),
         ],
     )
     authenticator = Authenticator(runtime.secrets, lambda: coordinator.tokens)
@@ -103,7 +108,8 @@ def create_app(
     app.include_router(make_router(coordinator, admission.is_outdated))
     add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
-    app.include_router(make_flow_router(runtime, coordinator))
+    app.include_router(make_flow_router(runtime, coordinator, flows))
+    app.include_router(make_job_router(runtime, coordinator, jobs, flows))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)

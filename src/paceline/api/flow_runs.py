@@ -64,11 +64,12 @@ CLIENT_SECTIONS: dict[str, set[str]] = {
 SOURCES = ("data", "snapshot_url")  # parameters that name what the flow reads
 
 
-def make_flow_router(runtime: Runtime, coordinator: Coordinator) -> APIRouter:
-    """Return the routes of ``runtime``'s installation."""
+def make_flow_router(
+    runtime: Runtime, coordinator: Coordinator, starter: PrefectStarter | None
+) -> APIRouter:
+    """Return the routes of ``runtime``'s installation; ``starter`` is None without Prefect."""
     router = APIRouter()
     endpoints = runtime.endpoints
-    starter = PrefectStarter.of(runtime) if endpoints.prefect_api_url else None
 
     def prefect() -> PrefectStarter:
         if starter is None:

@@ -112,16 +112,19 @@ class PrefectStarter:
             raise
         return str(made["id"])
 
-    def run(self, flow: str, run_id: str, parameters: Mapping[str, object]) -> FlowRunView:
+    def run(
+        self, flow: str, run_id: str, parameters: Mapping[str, object], attempt: int = 0
+    ) -> FlowRunView:
         """Return the flow run of ``flow`` for a client's run; started where there is none, and
-        again where the last one ended badly.
+        again where the last one ended badly. Another ``attempt`` is another flow run.
 
         Raises InvalidInput for parameters that the flow refuses, NotFound where it is not
         registered.
         """
         given = dict(parameters) | {"run_id": run_id}
         deployment_id = self._call("GET", f"/deployments/name/{flow}/{flow}")["id"]
-        key = digest_of({"flow": flow, "parameters": given})
+        named = {"flow": flow, "parameters": given}
+        key = digest_of(named | ({"attempt": attempt} if attempt else {}))
         for _ in range(ATTEMPTS):
             body = {
                 "name": run_id,
@@ -172,9 +175,10 @@ class PrefectStarter:
             "limit": 1,
         }
         found = self._call("POST", "/flow_runs/filter", body)
-        return self._page_of(found[0]["id"]) if found else None
+        return self.page_of(found[0]["id"]) if found else None
 
-    def _page_of(self, flow_run_id: object) -> str:
+    def page_of(self, flow_run_id: object) -> str:
+        """Return the page of a flow run."""
         return f"{self._ui_url}/runs/flow-run/{flow_run_id}"
 
     def _view_of(self, found: Mapping[str, Any], lines: Sequence[str] = ()) -> FlowRunView:
@@ -185,7 +189,7 @@ class PrefectStarter:
             run_id=str(found.get("parameters", {}).get("run_id", "")),
             state=str(found["state_type"]),
             message=str(state.get("message") or "")[:MESSAGE_CHARS],
-            page=self._page_of(found["id"]),
+            page=self.page_of(found["id"]),
             lines=tuple((each.splitlines() or [""])[0][:MESSAGE_CHARS] for each in lines),
         )
 

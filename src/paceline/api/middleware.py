@@ -112,6 +112,7 @@ class Authenticator:
             token_id=record.token_id,
             scopes=scopes_of(record),
             worker_id=record.worker_id,
+            team=record.team,
             admission=record.admission or record.token_id,
             begins=record.admission is not None and record.begun_at is None,
             authority=record.authority,

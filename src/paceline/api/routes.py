@@ -38,10 +38,13 @@ OPEN = Route(scopes=(), bucket="open")
 READ = Route(scopes=(Scope.READ,))
 ADMIN = Route(scopes=(Scope.ADMIN,))
 DEPLOY = Route(scopes=(Scope.DEPLOY,), is_change=True)
+TRAIN = Route(scopes=(Scope.TRAIN, Scope.DEPLOY), is_change=True)
 ADMIN_CHANGE = Route(scopes=(Scope.ADMIN,), is_change=True)
 WORKER = Route(scopes=(Scope.WORKER,), bucket="beats")
 ONE = "/deployments/{deployment_id}"
 STAGE = "/ledger/{stage}/{input_digest}"
+JOBS = "/v1/training-jobs"
+JOB = f"{JOBS}/{{job_id}}"
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/deployments"): DEPLOY,
     ("GET", "/deployments"): READ,
@@ -75,6 +78,17 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("DELETE", "/flows/{flow_run_id}"): DEPLOY,
     ("GET", "/approvals"): Route(scopes=(Scope.READ, Scope.APPROVE)),
     ("POST", "/approvals/{run_id}"): Route(scopes=(Scope.APPROVE,), is_change=True),
+    ("POST", JOBS): TRAIN,
+    ("GET", JOBS): READ,
+    ("POST", f"{JOBS}/adopt"): Route(scopes=(Scope.LEDGER,), is_change=True),
+    ("GET", JOB): READ,
+    ("POST", f"{JOB}/pause"): TRAIN,
+    ("POST", f"{JOB}/resume"): TRAIN,
+    ("POST", f"{JOB}/cancel"): TRAIN,
+    ("POST", f"{JOB}/review"): Route(scopes=(Scope.APPROVE,), is_change=True),
+    ("POST", f"{JOB}/report"): Route(scopes=(Scope.LEDGER,), bucket="beats"),
+    ("GET", f"{JOB}/events"): READ,
+    ("GET", f"{JOB}/logs"): READ,
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.

@@ -57,7 +57,7 @@ from paceline.schemas import (
 )
 from paceline.system import Endpoint, ensure_own_directory, write_private
 
-SCOPES = ("read", "deploy", "approve", "ledger", "admin", "worker")
+SCOPES = ("read", "deploy", "train", "approve", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
@@ -87,10 +87,13 @@ def tokens() -> None:
     type=click.Choice(SCOPES),
     multiple=True,
     required=True,
-    help="What it opens (repeatable); deploy and approve include read, admin all.",
+    help="What it opens (repeatable); deploy, train and approve include read, admin all.",
 )
 @click.option("--ttl", **DURATION, default=None, help="Its life, e.g. 30d; default: no end.")
 @click.option("--worker-id", default=None, help="It speaks for this worker only (scope worker).")
+@click.option(
+    "--team", default=None, help="Its jobs are this team's, and no other's (scope train)."
+)
 @state_option
 @json_option
 def create(
@@ -98,11 +101,13 @@ def create(
     scopes: tuple[str, ...],
     ttl: float | None,
     worker_id: str | None,
+    team: str | None,
     state: Path | None,
     as_json: bool,
 ) -> int:
     """Make a bearer token and print it, this once; only its hash is kept."""
     given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
+    given["team"] = team
     client = _client(state)
     made = client.create_token(_checked(CreateToken, given))
     _say_made(made, as_json)

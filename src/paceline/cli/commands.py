@@ -43,6 +43,7 @@ COMMANDS: dict[str, Target] = {
         "List, verify, export (to DCP) and import checkpoints.",
     ),
     "reproduce": ("training.reproduce", "reproduce", "Train a run again; compare it bit by bit."),
+    "jobs": ("jobs", "jobs", "Submit training jobs; list, pause, resume, cancel them."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
     "where": ("installation", "where", "Print every link of a run: pages, logs, records."),
     "distribute": ("distribution", "distribute", "Relay a published model to every node."),
@@ -79,7 +80,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "data": ("Make the snapshots that trainings learn from.", "snapshot"),
     "training": (
         "Train here or on the nodes; checkpoints; reproduce a run.",
-        "local start checkpoints reproduce",
+        "jobs local start checkpoints reproduce",
     ),
     "run": ("Run the whole lifecycle, and find what a run left.", "lifecycle where"),
     "deployment": (
@@ -119,6 +120,15 @@ EXAMPLES = {  # where more is typed than the command's words
     "train org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8",
     "training local": "training local --text ./texts --ranks 2",
     "training start": "training start org/name 1 --snapshot s3://bucket/data/DIGEST",
+    "jobs submit": "jobs submit org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8 \\\n"
+    "    --accelerator a100 --within rack --team nlp",
+    "jobs list": "jobs list --status queued --team nlp",
+    "jobs show": "jobs show tj-4f1c",
+    "jobs logs": "jobs logs tj-4f1c --follow",
+    "jobs pause": "jobs pause tj-4f1c",
+    "jobs resume": "jobs resume tj-4f1c",
+    "jobs cancel": "jobs cancel tj-4f1c",
+    "jobs review": "jobs review tj-4f1c --reason 'two broken shards are fine'",
     "checkpoints list": "checkpoints list ./paceline-training --verify",
     "checkpoints export": "checkpoints export ./paceline-training ./dcp --step 500",
     "reproduce": "reproduce run-20261120-153600-9f3a1c --check",

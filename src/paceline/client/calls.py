@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from typing import Self
+from typing import Literal, Self
 from urllib.parse import quote, urlencode
 
 from paceline.client.failover import FailoverClient
 from paceline.config import Runtime
 from paceline.errors import Conflict, NotFound, TemporaryError, WorkerLost
 from paceline.schemas import (
+    AdoptJob,
     ApprovalList,
     ApprovalRequest,
     ApprovalShown,
@@ -32,17 +33,24 @@ from paceline.schemas import (
     Heartbeat,
     HeartbeatAnswer,
     InstallationView,
+    JobList,
+    JobLog,
+    JobReport,
+    JobView,
     JoinWorker,
     Plan,
     Registered,
     RegisterWorker,
+    ReviewJob,
     StageRecord,
     StartFlow,
+    SubmitJob,
     Success,
     SwitchPhase,
     SwitchView,
     TokenList,
     TokenView,
+    TrainingJob,
     Worker,
     WorkerIdentity,
     WorkerLanes,
@@ -52,6 +60,7 @@ from paceline.schemas import (
 )
 from paceline.text import shortened
 
+JOBS = "/v1/training-jobs"
 POLL_S = 0.2
 FLOW_START_S = 30.0  # Prefect answers in its own time
 FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
@@ -230,6 +239,50 @@ class CoordinatorClient(FailoverClient):
         path = f"/approvals/{quote(run_id, safe='')}"
         return self._call(ApprovalShown, "POST", path, call, timeout_s=FLOW_START_S)
 
+    def submit_job(self, call: SubmitJob, idempotency_key: str | None = None) -> JobView:
+        """Queue a training job; the same key and job again return the same job."""
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else None
+        return self._call(JobView, "POST", JOBS, call, headers=headers, timeout_s=FLOW_START_S)
+
+    def jobs(
+        self,
+        states: Sequence[str] = (),
+        team: str = "",
+        project: str = "",
+        *,
+        offset: int = 0,
+        limit: int = 100,
+    ) -> JobList:
+        """Return the jobs of these states, this team and this project, the newest first."""
+        asked: list[tuple[str, object]] = [("offset", offset), ("limit", limit)]
+        asked += [("state", each) for each in states]
+        asked += [(k, v) for k, v in (("team", team), ("project", project)) if v]
+        return self._call(JobList, "GET", f"{JOBS}?{urlencode(asked)}")
+
+    def job(self, job_id: str) -> JobView:
+        """Return a job: its state, metrics, checkpoints, ranks and history."""
+        return self._call(JobView, "GET", _job_path(job_id))
+
+    def change_job(self, job_id: str, what: Literal["pause", "resume", "cancel"]) -> JobView:
+        """Pause, resume or cancel a job. Raises Conflict where its state does not allow it."""
+        return self._call(JobView, "POST", f"{_job_path(job_id)}/{what}")
+
+    def review_job(self, job_id: str, call: ReviewJob) -> JobView:
+        """Accept or reject a job that passed bad data over."""
+        return self._call(JobView, "POST", f"{_job_path(job_id)}/review", call)
+
+    def job_log(self, job_id: str, after: int = 0) -> JobLog:
+        """Return lines of the log of a job's flow, after the first ``after``."""
+        return self._call(JobLog, "GET", f"{_job_path(job_id)}/logs?after={after}")
+
+    def adopt_job(self, call: AdoptJob) -> TrainingJob:
+        """Ask for the admission of a training whose flow runs already."""
+        return self._call(JobView, "POST", f"{JOBS}/adopt", call).job
+
+    def report_job(self, job_id: str, report: JobReport) -> TrainingJob:
+        """Report how a job's flow goes; returns the job, with what is wanted of it."""
+        return self._call(JobView, "POST", f"{_job_path(job_id)}/report", report).job
+
     def cancel_flow(self, flow_run_id: str) -> None:
         """Request the cancellation of a flow run."""
         self._call(Success, "DELETE", f"/flows/{quote(flow_run_id, safe='')}")
@@ -246,6 +299,10 @@ class CoordinatorClient(FailoverClient):
 
 def _path(deployment_id: str) -> str:
     return f"/deployments/{quote(deployment_id, safe='')}"
+
+
+def _job_path(job_id: str) -> str:
+    return f"{JOBS}/{quote(job_id, safe='')}"
 
 
 def _ledger_path(stage: str, input_digest: str) -> str:

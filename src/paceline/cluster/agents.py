@@ -25,11 +25,12 @@ from paceline.cluster.addresses import AgentInfo, accepts, machine
 from paceline.cluster.processes import dying_with_us, last_line, node_environment
 from paceline.config import this_node
 from paceline.errors import NotReady
-from paceline.system import own_program, write_private
+from paceline.system import PYTHON, own_program, write_private
 
 log = logging.getLogger(__name__)
 
 AGENT_FILE = "agent.json"
+AGENT = (PYTHON, "-m", "paceline.cli.main", "agent")
 REPORT = "paceline"  # the machine, in the scheduler's information on a worker
 WANTED_FILE = "agent-wanted.json"  # the order, read by the worker that replaces a dead one
 LOG_LIMIT_BYTES = 16 * 1024 * 1024
@@ -168,21 +169,29 @@ def ensure_agent(agent_argv: Sequence[str], timeout_s: float) -> AgentInfo:
     from distributed.comm import get_address_host
 
     order = AgentOrder.of_this_node(agent_argv, get_address_host(get_worker().address))
+    return _kept(order).wait(timeout_s)
+
+
+def _kept(order: AgentOrder) -> AgentKeeper:
     with _keepers_lock:
         keeper = _keepers.get(order.worker_id)
         if keeper is None:
             Path(order.node_dir).mkdir(mode=0o700, parents=True, exist_ok=True)
             write_private(Path(order.node_dir) / WANTED_FILE, json.dumps(asdict(order)).encode())
             keeper = _keepers[order.worker_id] = AgentKeeper(order)
-    return keeper.wait(timeout_s)
+        return keeper
 
 
 def dask_setup(worker: Any) -> None:
-    """Add the machine to what ``worker`` reports when it registers, and restart the agent that a
-    dead worker of this node had (Dask calls this as a preload)."""
+    """Add the machine to what ``worker`` reports when it registers, and start the agent of a node
+    that gets one with its worker, or had one before (Dask calls this as a preload)."""
+    from distributed.comm import get_address_host
+
     found = machine().model_dump(mode="json")
 
-    async def report(_worker: Any) -> dict[str, Any]:
+    async def report(worker: Any) -> dict[str, Any]:
+        if this_node().own_agent:  # here, because it listens where the worker does
+            _kept(AgentOrder.of_this_node(AGENT, get_address_host(worker.address)))
         return found
 
     worker.startup_information[REPORT] = report

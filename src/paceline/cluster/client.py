@@ -20,19 +20,17 @@ from typing import Any, Literal
 
 from paceline import __version__
 from paceline.cluster.addresses import AgentInfo, Machine, Node, by_number
-from paceline.cluster.agents import REPORT, ensure_agent
+from paceline.cluster.agents import AGENT, REPORT, ensure_agent
 from paceline.cluster.held_nodes import LAUNCH_DEADLINE_S, HeldNodes, events_in
 from paceline.cluster.pinned_calls import Calls, Crew, Member, check_cancel, claimed
 from paceline.cluster.worker_processes import Order
 from paceline.config import Runtime
 from paceline.errors import Conflict, PacelineError, ServiceUnavailable, WorkerLost
-from paceline.system import PYTHON
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
 RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
-AGENT = (PYTHON, "-m", "paceline.cli.main", "agent")
 TICK_S = 0.25
 
 

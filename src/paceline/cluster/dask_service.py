@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ from paceline.text import log_to_stderr
 log = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 6.0
+# Kinds whose nodes have no resident agent: it comes and goes with the node's worker.
+OWN_AGENTS = ("local", "ssh", "slurm")
 WATCH_S = 1.0
 
 
@@ -236,6 +239,8 @@ async def _replace_dead(nannies: dict[str, Any], start_node: Any) -> None:
 
 def _node_options(runtime: Runtime, node: ThisNode, security: Any, host: str) -> dict[str, Any]:
     cluster = runtime.profile.cluster
+    has_agent = cluster.kind in OWN_AGENTS and bool(runtime.endpoints.coordinator_url)
+    node = replace(node, own_agent=has_agent)
     directory = node.directory / "dask"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     (node.directory / WANTED_FILE).unlink(missing_ok=True)  # from an earlier start

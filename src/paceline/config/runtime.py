@@ -213,6 +213,7 @@ class ThisNode:
     worker_id: str
     state_dir: Path
     labels: Mapping[str, str]  # host, rack, zone
+    own_agent: bool = False  # its worker starts the agent; else a flow does, or an operator
 
     @property
     def directory(self) -> Path:
@@ -225,6 +226,7 @@ class ThisNode:
             "PACELINE_STATE": str(self.state_dir),
             "PACELINE_WORKER_ID": self.worker_id,
             "PACELINE_LABELS": json.dumps(dict(self.labels)),
+            "PACELINE_OWN_AGENT": "1" if self.own_agent else "",
         }
 
 
@@ -236,6 +238,7 @@ def this_node() -> ThisNode:
         worker_id=worker_id,
         state_dir=default_state_dir(),
         labels=json.loads(os.environ.get("PACELINE_LABELS", "{}")),
+        own_agent=bool(os.environ.get("PACELINE_OWN_AGENT")),
     )
 
 

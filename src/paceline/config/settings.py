@@ -614,6 +614,19 @@ class GateSettings(Policy):
         return self.models.get(model_id) or Policy.model_construct(**common)
 
 
+class QuotaSettings(Settings):
+    """What one team may use of the fleet's slots (accelerators; a CPU host has one)."""
+
+    slots: int = Field(ge=0)  # guaranteed: taken back from teams that borrow them
+    borrow: int | None = Field(default=None, ge=0)  # at most so many more; None: no limit
+
+
+class QueueSettings(Settings):
+    """The queue of training jobs."""
+
+    quotas: dict[str, QuotaSettings] = {}  # by team; empty: no team is limited
+
+
 class Profile(Settings):
     """A whole profile: one TOML file with all settings of an installation."""
 
@@ -631,5 +644,6 @@ class Profile(Settings):
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
+    jobs: QueueSettings = QueueSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()

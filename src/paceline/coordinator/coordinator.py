@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -297,18 +297,23 @@ class Coordinator:
         """Cancel the deployment; ``unstopped`` lists the workers that have yet to confirm."""
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
-    def save_stage(self, record: StageRecord) -> StageRecord:
-        """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
-        where the ledger is full.
+    def save_stage(
+        self,
+        record: StageRecord,
+        event: EventName = EventName.STAGE_FINISHED,
+        data: Mapping[str, object] | None = None,
+    ) -> StageRecord:
+        """Put a record into the ledger, with an event of its ``data``; raises InvalidInput for one
+        that is too large, Conflict where the ledger is full.
         """
         line = LedgerEntry.of(record)
-        data: dict[str, object] = {
+        told: dict[str, object] = {
             "stage": record.stage,
             "run_id": record.run_id,
             "seconds": record.seconds,
             "output_digest": record.output_digest,
         }
-        finished = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
+        finished = EmitEvent(event, self._wall(), None, None, told if data is None else dict(data))
         effects = with_audit_event([SaveStage(record), finished], self._wall())
         with self._keeping:
             term, book = self._ledger_book()

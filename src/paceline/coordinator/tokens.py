@@ -38,6 +38,7 @@ KEEP_ENDED_S = 30 * 86_400.0  # how long `list` still shows an unusable token
 INCLUDES: dict[Scope, frozenset[Scope]] = {
     Scope.READ: frozenset({Scope.READ}),
     Scope.DEPLOY: frozenset({Scope.DEPLOY, Scope.READ}),
+    Scope.TRAIN: frozenset({Scope.TRAIN, Scope.READ}),
     Scope.WORKER: frozenset({Scope.WORKER}),
     Scope.LEDGER: frozenset({Scope.LEDGER}),
     Scope.APPROVE: frozenset({Scope.APPROVE, Scope.READ}),
@@ -186,12 +187,19 @@ class TokenRegistry:
                     got=", ".join(call.scopes),
                     wanted="worker",
                 )
+            if call.team is not None and Scope.TRAIN not in call.scopes:
+                raise InvalidInput(
+                    "a token that is bound to a team is one that submits jobs",
+                    got=", ".join(call.scopes),
+                    wanted="train",
+                )
             record = TokenRecord(
                 token_id=event.token_id,
                 name=call.name,
                 scopes=tuple(dict.fromkeys(call.scopes)),
                 sha256=event.sha256,
                 worker_id=call.worker_id,
+                team=call.team,
                 created_at=at,
                 expires_at=None if call.ttl_seconds is None else at + call.ttl_seconds,
             )

@@ -1,0 +1,19 @@
+from .admission import (
+    HOLD_AFTER_S as HOLD_AFTER_S,
+    OVERDUE_AFTER_S as OVERDUE_AFTER_S,
+    Decision as Decision,
+    Quota as Quota,
+    decide as decide,
+    why_never as why_never,
+)
+from .placement import Gang as Gang, Host as Host, Placement as Placement
+from .preemption import Reservation as Reservation
+from .scheduler import (
+    FlowPort as FlowPort,
+    JobScheduler as JobScheduler,
+    gang_of as gang_of,
+    hosts_of as hosts_of,
+    parameters_of as parameters_of,
+)
+from .states import NEXT as NEXT, changed as changed, require_open as require_open
+from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable

@@ -125,6 +125,27 @@ from .events import (
     WorkerMoment as WorkerMoment,
     chunk_runs as chunk_runs,
 )
+from .jobs import (
+    KEPT_CHANGES as KEPT_CHANGES,
+    QUEUED_JOB_ID as QUEUED_JOB_ID,
+    TRAINING_JOBS as TRAINING_JOBS,
+    AdoptJob as AdoptJob,
+    JobChange as JobChange,
+    JobCheckpoint as JobCheckpoint,
+    JobList as JobList,
+    JobLog as JobLog,
+    JobPlacement as JobPlacement,
+    JobRank as JobRank,
+    JobReport as JobReport,
+    JobsShown as JobsShown,
+    JobState as JobState,
+    JobView as JobView,
+    Resources as Resources,
+    ReviewJob as ReviewJob,
+    SubmitJob as SubmitJob,
+    TrainingJob as TrainingJob,
+    job_key as job_key,
+)
 from .json_schemas import SCHEMAS as SCHEMAS, schema_text as schema_text
 from .plan import (
     LABEL_KEY as LABEL_KEY,

@@ -24,12 +24,13 @@ def _is_none(value: object) -> bool:
 
 
 class Scope(StrEnum):
-    """What a token allows. Admin includes all others, deploy and approve include read; Prefect
-    flows need deploy and ledger.
+    """What a token allows. Admin includes all others; deploy, train and approve include read;
+    Prefect flows need deploy and ledger.
     """
 
     READ = "read"
     DEPLOY = "deploy"
+    TRAIN = "train"  # allows submitting training jobs, and pausing and cancelling them
     ADMIN = "admin"
     WORKER = "worker"
     LEDGER = "ledger"  # allows recording finished stages
@@ -38,7 +39,13 @@ class Scope(StrEnum):
 
 
 GrantedScope = Literal[
-    Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER, Scope.APPROVE
+    Scope.READ,
+    Scope.DEPLOY,
+    Scope.TRAIN,
+    Scope.ADMIN,
+    Scope.WORKER,
+    Scope.LEDGER,
+    Scope.APPROVE,
 ]
 
 
@@ -53,9 +60,10 @@ class TokenRecord(Record):
     token_id: Name
     kind: Literal["access", "join"] = "access"
     name: str = Field(max_length=128)
-    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=7)
+    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=8)
     sha256: Sha256
     worker_id: Name | None = None  # bound to this worker
+    team: str | None = Field(default=None, exclude_if=_is_none)  # its jobs are this team's
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
@@ -85,6 +93,7 @@ class TokenView(Record):
     used_at: float | None = None
     last_used_at: float | None = None
     authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
+    team: str | None = Field(default=None, exclude_if=_is_none)
 
     @classmethod
     def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
@@ -103,9 +112,11 @@ class CreateToken(Record):
     """Create a bearer token; ``worker_id`` requires the scope worker and no other."""
 
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
-    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=6)
+    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=7)
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
+    # Whose jobs it submits and controls, with the scope train; None: any team's.
+    team: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
 
 
 class CreateJoinToken(Record):

@@ -51,6 +51,7 @@ class EventName(StrEnum):
     CHANGE_ACCEPTED = "change.accepted"
     CHANGE_REFUSED = "change.refused"
     STAGE_FINISHED = "run.stage_finished"
+    JOB_CHANGED = "job.state_changed"
 
 
 class Event(Record):

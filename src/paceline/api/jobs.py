@@ -1,0 +1,346 @@
+"""REST routes of training jobs: submit, list, look at, pause, resume, cancel and review them.
+
+What a job may ask for is checked here, before it is queued; which gang runs where is decided by
+``jobs.JobScheduler``. Flows of training that someone else started (a person in Prefect's page, the
+lifecycle) ask for admission here, too, so that one place decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path as PathParameter, Query
+
+from paceline.api.flow_starter import PrefectStarter
+from paceline.config import Runtime, with_job_settings
+from paceline.coordinator import Coordinator, current_call, current_caller
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    SourceMissing,
+    short_repr,
+)
+from paceline.jobs import JobTable, Quota, changed, gang_of, hosts_of, require_open, why_never
+from paceline.relay import allowed_source, fetch_allowed_manifest
+from paceline.schemas import (
+    QUEUED_JOB_ID,
+    AdoptJob,
+    JobChange,
+    JobList,
+    JobLog,
+    JobReport,
+    JobState,
+    JobView,
+    ReviewJob,
+    SubmitJob,
+    TrainingJob,
+    digest_of,
+    new_run_id,
+)
+
+JobId = Annotated[str, PathParameter(pattern=QUEUED_JOB_ID)]
+Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
+LONGEST_PAGE = 500
+JOBS = "/v1/training-jobs"
+ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+
+
+def make_job_router(
+    runtime: Runtime, coordinator: Coordinator, table: JobTable, flows: PrefectStarter | None
+) -> APIRouter:
+    """Return the routes; without ``flows`` (no Prefect server) nothing can be submitted."""
+    router = APIRouter(tags=["jobs"])
+    shown = _Shown(runtime, table, flows)
+    _add_submitting(router, runtime, coordinator, table, shown)
+    _add_reading(router, table, shown, flows)
+    _add_changing(router, table, shown)
+    return router
+
+
+class _Shown:
+    """Makes the view of a job: with its links, and identical jobs."""
+
+    def __init__(self, runtime: Runtime, table: JobTable, flows: PrefectStarter | None) -> None:
+        self._mlflow = runtime.endpoints.mlflow_url
+        self._table, self.flows = table, flows
+
+    def __call__(self, job: TrainingJob) -> JobView:
+        same = [
+            each.job_id
+            for each in self._table.jobs()
+            if each.submission_id == job.submission_id and each.job_id != job.job_id
+        ]
+        pages = {"mlflow": self._mlflow} if self._mlflow else {}
+        if self.flows is not None and job.flow_run_id:
+            pages["prefect"] = self.flows.page_of(job.flow_run_id)
+        return JobView(job=job, same_submission=tuple(same[-20:]), pages=pages)
+
+
+def _add_submitting(
+    router: APIRouter,
+    runtime: Runtime,
+    coordinator: Coordinator,
+    table: JobTable,
+    shown: _Shown,
+) -> None:
+    @router.post(JOBS, status_code=201)
+    def submit_job(call: SubmitJob, key: Key = None) -> JobView:
+        """Queue a training job. The same Idempotency-Key and body again return the same job; an
+        identical job without one is another job, which finds the training of the first."""
+        if shown.flows is None:
+            raise NotFound(
+                "this installation has no Prefect server to run jobs",
+                wanted="endpoints.prefect_api_url",
+                do="Have an operator name the server: `paceline init --prefect URL`.",
+            )
+        job = _new_job(_of_team(call), new_run_id(), key)
+        if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
+            _require_possible(job, runtime, coordinator)
+        return shown(table.add(job))
+
+    @router.post(f"{JOBS}/adopt", status_code=201)
+    def adopt_job(call: AdoptJob) -> JobView:
+        """Admit a training whose flow runs already; the flow waits until its job is admitted."""
+        job = _new_job(_of_team(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id]))
+        job = job.model_copy(
+            update={"adopted": True, "flow_run_id": call.flow_run_id, "attempt": 1}
+        )
+        return shown(table.add(job))
+
+    @router.post(f"{JOBS}/{{job_id}}/report")
+    def report_job(job_id: JobId, call: JobReport) -> JobView:
+        """Take in what the job's flow reports; the answer says what is wanted of it."""
+        return JobView(job=table.report(job_id, call.model_copy(update={"at": time.time()})))
+
+
+def _add_reading(
+    router: APIRouter, table: JobTable, shown: _Shown, flows: PrefectStarter | None
+) -> None:
+    @router.get(JOBS)
+    def list_jobs(
+        state: Annotated[list[JobState], Query()] = [],  # noqa: B006 (FastAPI copies it)
+        team: Annotated[str, Query(max_length=63)] = "",
+        project: Annotated[str, Query(max_length=100)] = "",
+        offset: Annotated[int, Query(ge=0, le=10**6)] = 0,
+        limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 100,
+    ) -> JobList:
+        """List jobs, the newest first: of these states, this team and this project."""
+        found = [
+            each
+            for each in reversed(table.jobs())
+            if (not state or each.state in state)
+            and team in ("", each.spec.team)
+            and project in ("", each.spec.project)
+        ]
+        page = found[offset : offset + limit]
+        brief = [each.model_copy(update={"history": (), "report": None}) for each in page]
+        return JobList(jobs=tuple(brief), total=len(found))
+
+    @router.get(f"{JOBS}/{{job_id}}")
+    def get_job(job_id: JobId) -> JobView:
+        """Return a job: its state and why, metrics, checkpoints, ranks, history and links."""
+        return shown(table.job(job_id))
+
+    @router.get(f"{JOBS}/{{job_id}}/events")
+    def get_job_events(job_id: JobId) -> list[JobChange]:
+        """Return the changes of the job's state, oldest first."""
+        return list(table.job(job_id).history)
+
+    @router.get(f"{JOBS}/{{job_id}}/logs")
+    def get_job_log(job_id: JobId, after: Annotated[int, Query(ge=0, le=2**31)] = 0) -> JobLog:
+        """Return lines of the log of the job's flow run, after the first ``after``."""
+        job = table.job(job_id)
+        if flows is None or not job.flow_run_id:
+            return JobLog(lines=(), after=after, is_over=job.state.is_final)
+        found = flows.view(job.flow_run_id, after)
+        over = found.state in ENDED and not found.lines
+        return JobLog(lines=found.lines, after=after + len(found.lines), is_over=over)
+
+
+def _add_changing(router: APIRouter, table: JobTable, shown: _Shown) -> None:
+    def change(
+        job_id: str, make: Callable[[TrainingJob], TrainingJob], *, of_team: bool = True
+    ) -> TrainingJob:
+        if (request := current_call.get()) is not None:
+            request.on["job_id"] = job_id
+        if of_team:
+            _require_team(table.job(job_id).spec.team)
+        return table.change(job_id, make)
+
+    @router.post(f"{JOBS}/{{job_id}}/pause")
+    def pause_job(job_id: JobId) -> JobView:
+        """Save the job's state on every rank and end them; it keeps its place in the queue."""
+
+        def make(job: TrainingJob) -> TrainingJob:
+            require_open(job, "pause")
+            if job.state is JobState.PAUSED or job.wanted == "pause":
+                return job
+            return _ended_by(job, "pause", JobState.PAUSED, JobState.PAUSING)
+
+        return shown(change(job_id, make))
+
+    @router.post(f"{JOBS}/{{job_id}}/resume")
+    def resume_job(job_id: JobId) -> JobView:
+        """Put a paused job into the queue again; it goes on from its newest checkpoint."""
+
+        def make(job: TrainingJob) -> TrainingJob:
+            if job.state.waits or job.state in (JobState.ADMITTED, JobState.STARTING):
+                return job  # a second resume
+            if job.state is not JobState.PAUSED:
+                raise Conflict(
+                    "nothing to resume: the job is not paused",
+                    got=job.state,
+                    wanted=JobState.PAUSED,
+                    where=job_id,
+                )
+            return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
+
+        return shown(change(job_id, make))
+
+    @router.post(f"{JOBS}/{{job_id}}/cancel")
+    def cancel_job(job_id: JobId) -> JobView:
+        """End the job for good; its checkpoints stay."""
+
+        def make(job: TrainingJob) -> TrainingJob:
+            if job.state is JobState.CANCELLED or job.wanted == "cancel":
+                return job
+            require_open(job, "cancel")
+            return _ended_by(job, "cancel", JobState.CANCELLED, JobState.CANCELLING)
+
+        return shown(change(job_id, make))
+
+    @router.post(f"{JOBS}/{{job_id}}/review")
+    def review_job(job_id: JobId, call: ReviewJob) -> JobView:
+        """Accept or reject a job that passed bad data over."""
+
+        def make(job: TrainingJob) -> TrainingJob:
+            if job.state is not JobState.NEEDS_REVIEW:
+                raise Conflict(
+                    "this job waits for no review",
+                    got=job.state,
+                    wanted=JobState.NEEDS_REVIEW,
+                    where=job_id,
+                )
+            word = "accepted" if call.accepted else "rejected"
+            state = JobState.SUCCEEDED if call.accepted else JobState.FAILED
+            why = f"{word} by {current_caller().name}" + (f": {call.reason}" if call.reason else "")
+            return changed(job, state, time.time(), why, current_caller().name)
+
+        return shown(change(job_id, make, of_team=False))
+
+
+def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:
+    """Return ``job`` paused or cancelled by the caller: at once where no flow runs for it."""
+    who, now = current_caller().name, time.time()
+    reason = f"{wanted} by {who}"
+    if job.state.waits or job.state is JobState.PAUSED:
+        return changed(job, at_once, now, reason, who)
+    if job.state is JobState.ADMITTED and not job.adopted:
+        return changed(job, at_once, now, reason, who)
+    if job.state is ending:  # it yields, and is to stay away
+        return job.model_copy(update={"wanted": wanted, "reason": reason})
+    return changed(job, ending, now, reason, who, wanted=wanted)
+
+
+def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
+    caller, now = current_caller(), time.time()
+    seed = digest_of([run_id, now]) if key is None else digest_of([caller.name, key])
+    queued = JobChange(state=JobState.QUEUED, at=now, by=caller.name)
+    return TrainingJob(
+        job_id=f"tj-{seed[:12]}",
+        submission_id=digest_of(spec.model_dump(mode="json")),
+        spec=spec,
+        run_id=run_id,
+        state=JobState.QUEUED,
+        created_at=now,
+        updated_at=now,
+        submitted_by=caller.name,
+        history=(queued,),
+    )
+
+
+def _of_team(spec: SubmitJob) -> SubmitJob:
+    """Return ``spec`` for the team that the caller's token is bound to, if it is."""
+    bound = current_caller().team
+    if bound is None:
+        return spec
+    if "team" in spec.model_fields_set:
+        _require_team(spec.team)
+    return spec.model_copy(update={"team": bound})
+
+
+def _require_team(team: str) -> None:
+    bound = current_caller().team
+    if bound is not None and bound != team:
+        raise AccessDenied(
+            "the token is another team's", got=f"team {team}", wanted=f"team {bound}"
+        )
+
+
+def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:
+    """Raise for a job that could never run here: settings, code, data, model, or its gang."""
+    spec, profile = job.spec, runtime.profile
+    with_job_settings(profile, spec.settings)
+    if spec.code_ref:
+        from paceline.training.user_code import parse, require_allowed
+
+        require_allowed(parse(spec.code_ref), profile.security.code_sources)
+    if not spec.data_snapshot.startswith("s3://"):
+        raise InvalidInput(
+            "a job names its snapshot by URL",
+            got=short_repr(spec.data_snapshot),
+            wanted="s3://bucket/prefix",
+            where="data_snapshot",
+            do="Make one: `paceline snapshot s3://…` prints its URL.",
+        )
+    allowed_source(spec.data_snapshot, runtime)
+    _require_snapshot(spec.data_snapshot, runtime)
+    try:
+        fetch_allowed_manifest(f"{runtime.models_url}/{spec.model_id}/{spec.version}", runtime)
+    except SourceMissing as error:
+        raise SourceMissing(
+            "no such published model",
+            got=f"{spec.model_id} {spec.version}",
+            where=error.where,
+            do="Publish it first: `paceline publish`.",
+        ) from error
+    workers = coordinator.read(lambda state: state.fleet.workers())
+    hosts = hosts_of(workers, profile.training)
+    gang = gang_of(spec, profile, hosts, job.job_id, job.created_at)
+    if never := why_never(hosts, gang, _quotas(runtime)):
+        raise InvalidInput(
+            "no state of this fleet can hold this gang",
+            got=f"{gang.ranks} ranks",
+            wanted=never,
+            where="resources",
+            do="`paceline workers` shows what the nodes have.",
+        )
+    continued = spec.continue_from
+    if continued and not continued.startswith("job-"):
+        raise InvalidInput("not a training's id", got=continued, wanted="job-…")
+
+
+def _quotas(runtime: Runtime) -> dict[str, Quota]:
+    table = runtime.profile.jobs.quotas
+    return {team: Quota(slots=each.slots, borrow=each.borrow) for team, each in table.items()}
+
+
+def _require_snapshot(url: str, runtime: Runtime) -> None:
+    """Raise NotFound for a snapshot that is not there; where its package is not installed the flow
+    checks it."""
+    from paceline.storage import ObjectStore
+
+    try:
+        from paceline.data import load_snapshot
+    except ImportError:
+        return
+    try:
+        load_snapshot(url, ObjectStore.from_runtime(runtime))
+    except SourceMissing as error:
+        raise SourceMissing(
+            "no such data snapshot", got=url, do="`paceline snapshot` prints a snapshot's URL."
+        ) from error

@@ -1,0 +1,309 @@
+"""`paceline jobs`: submit training jobs, look at the queue, pause, resume, cancel and review them.
+
+Each command calls the coordinator only; none needs Prefect, Dask or MLflow here.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from pydantic import ValidationError
+
+from paceline.cli.options import (
+    job_settings,
+    json_option,
+    notice,
+    one_of,
+    parsed,
+    print_table,
+    show,
+    state_option,
+)
+from paceline.client import CoordinatorClient, patiently
+from paceline.config import find_installation
+from paceline.errors import Cancelled, InvalidInput, TrainingFailed
+from paceline.schemas import (
+    JobsShown,
+    JobState,
+    JobView,
+    ReviewJob,
+    SubmitJob,
+)
+from paceline.units import duration, size_bytes
+
+POLL_S = 1.0
+AWAY_S = 60.0  # how long no coordinator may answer while a job is followed
+BEGINNING = 13  # characters of an id that a table shows
+
+
+@click.group()
+def jobs() -> None:
+    """Training jobs: they wait in a queue until their whole gang can start."""
+
+
+@jobs.command()
+@click.argument("model_id")
+@click.argument("version")
+@click.option("--snapshot", required=True, help="The data snapshot's URL.")
+@click.option("--ranks", type=click.IntRange(min=1), help="Of the gang (default: the profile's).")
+@click.option("--ranks-per-node", type=click.IntRange(min=1))
+@click.option("--accelerator", default="", help="Its kind, or a part of its name: a100.")
+@click.option(
+    "--memory", callback=parsed(size_bytes), metavar="SIZE", help="Of each accelerator, at least."
+)
+@click.option("--capacity", type=click.Choice(["on-demand", "spot"]))
+@click.option(
+    "--within",
+    type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
+    default="fleet",
+    show_default=True,
+    help="What the gang must lie within.",
+)
+@click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
+@click.option("--continue-from", default="", metavar="TRAINING", help="A finished job-….")
+@click.option("--steps", type=click.IntRange(min=1))
+@click.option("--seed", type=click.IntRange(min=0))
+@click.option("--name", default="")
+@click.option("--team", help="Whose quota it counts against (default: the token's team).")
+@click.option("--project", default="")
+@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting.")
+@click.option("--key", "idempotency_key", help="The same key again finds the same job.")
+@click.option("--follow", is_flag=True, help="Wait for its end, and show its log.")
+@state_option
+@json_option
+def submit(
+    model_id: str,
+    version: str,
+    snapshot: str,
+    steps: int | None,
+    overrides: tuple[str, ...],
+    team: str | None,
+    idempotency_key: str | None,
+    follow: bool,
+    state: Path | None,
+    as_json: bool,
+    **given: Any,
+) -> int:
+    """Queue a training of VERSION of MODEL_ID on a snapshot.
+
+    Its gang gets all its nodes at once or waits; the nodes get the version first.
+    """
+    resources = {
+        "ranks": given.pop("ranks") or 0,
+        "ranks_per_node": given.pop("ranks_per_node") or 0,
+        "accelerator": given.pop("accelerator"),
+        "memory_bytes": given.pop("memory") or 0,
+        "capacity": given.pop("capacity") or "",
+        "within": given.pop("within"),
+    }
+    parameters = job_settings(overrides)
+    if steps is not None:
+        parameters["training.steps"] = steps
+    fields = given | ({"team": team} if team else {})
+    try:
+        spec = SubmitJob.model_validate(
+            {
+                "model_id": model_id,
+                "version": version,
+                "data_snapshot": snapshot,
+                "resources": resources,
+                "parameters": parameters,
+                **fields,
+            }
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidInput("this job cannot be submitted", got=first["msg"], where=where) from error
+    client = _client(state)
+    made = client.submit_job(spec, idempotency_key)
+    if not follow:
+        job_id = made.job.job_id
+        show(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
+        return 0
+    notice(f"job {made.job.job_id}; Ctrl-C leaves it running", mark="")
+    return _followed(client, made.job.job_id, as_json)
+
+
+@jobs.command("list")
+@click.option(
+    "--status", "states", multiple=True, type=click.Choice([each.value for each in JobState])
+)
+@click.option("--team", default="")
+@click.option("--project", default="")
+@click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
+@state_option
+@json_option
+def list_jobs(
+    states: tuple[str, ...], team: str, project: str, limit: int, state: Path | None, as_json: bool
+) -> int:
+    """List jobs, the newest first, and why each waits."""
+    found = _client(state).jobs(states, team, project, limit=limit)
+    if as_json:
+        click.echo(JobsShown(jobs=found.jobs, total=found.total).model_dump_json())
+        return 0
+    rows = [
+        (
+            each.job_id,
+            each.state,
+            each.spec.team,
+            f"{each.spec.model_id} {each.spec.version}",
+            str(each.spec.priority),
+            duration(time.time() - each.created_at),
+            ",".join(sorted(each.placement.hosts)) if each.placement else "",
+            each.reason,
+        )
+        for each in found.jobs
+    ]
+    names = ("job", "state", "team", "model", "priority", "age", "nodes", "reason")
+    print_table(names, rows)
+    if found.total > len(rows):
+        notice(f"{found.total - len(rows)} more: --limit, --status, --team", mark="")
+    return 0
+
+
+@jobs.command("show")
+@click.argument("job")
+@state_option
+@json_option
+def show_job(job: str, state: Path | None, as_json: bool) -> int:
+    """Show JOB: its state and why, progress, checkpoints, ranks, and what happened."""
+    client = _client(state)
+    view = client.job(_whole(client, job))
+    show(view, as_json, *_lines(view))
+    return 0
+
+
+@jobs.command()
+@click.argument("job")
+@click.option("--follow", is_flag=True, help="Until the job ends.")
+@state_option
+def logs(job: str, follow: bool, state: Path | None) -> int:
+    """Print the log of JOB's flow."""
+    client = _client(state)
+    job_id = _whole(client, job)
+    if follow:
+        return _followed(client, job_id, as_json=False)
+    after = 0
+    while (found := client.job_log(job_id, after)).lines:
+        click.echo("\n".join(found.lines))
+        after = found.after
+    return 0
+
+
+def _changing(what: Any, text: str) -> click.Command:
+    @jobs.command(what, help=text)
+    @click.argument("job")
+    @state_option
+    @json_option
+    def change(job: str, state: Path | None, as_json: bool) -> int:
+        client = _client(state)
+        made = client.change_job(_whole(client, job), what)
+        show(made, as_json, f"{made.job.job_id}: {made.job.state}")
+        return 0
+
+    return change
+
+
+_changing("pause", "Save JOB's state on every rank and end them; it keeps its place in the queue.")
+_changing("resume", "Queue a paused JOB again; it goes on from its newest checkpoint.")
+_changing("cancel", "End JOB for good; its checkpoints stay.")
+
+
+@jobs.command()
+@click.argument("job")
+@click.option("--reject", is_flag=True, help="The job failed: nobody should use its model.")
+@click.option("--reason", default="", help="Why; kept with the decision.")
+@state_option
+@json_option
+def review(job: str, reject: bool, reason: str, state: Path | None, as_json: bool) -> int:
+    """Accept (or reject) JOB, which passed bad data over; needs a token of scope approve."""
+    client = _client(state)
+    made = client.review_job(_whole(client, job), ReviewJob(accepted=not reject, reason=reason))
+    show(made, as_json, f"{made.job.job_id}: {made.job.state}")
+    return 0
+
+
+def _client(state: Path | None) -> CoordinatorClient:
+    return CoordinatorClient.of(find_installation(state))
+
+
+def _whole(client: CoordinatorClient, given: str) -> str:
+    """Return the id that ``given`` is or begins."""
+    if len(given) == len("tj-") + 12:
+        return given
+    return one_of("job", given, [each.job_id for each in client.jobs(limit=500).jobs])
+
+
+def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:
+    """Print the job's log and changes of its state until it ends; raise what it ended with."""
+    flow_run, after, said = None, 0, ""
+    while True:
+        view = patiently(lambda: client.job(job_id), AWAY_S, notice)
+        job = view.job
+        line = f"{job.state}{f': {job.reason}' if job.reason else ''}"
+        if line != said and not as_json:
+            notice(line, mark="# ")
+        said = line
+        if job.flow_run_id != flow_run:
+            flow_run, after = job.flow_run_id, 0
+        found = patiently(lambda: client.job_log(job_id, after), AWAY_S, notice)  # noqa: B023
+        for each in found.lines:
+            notice(each, mark="")
+        after = found.after
+        if (job.state.is_final or job.state is JobState.NEEDS_REVIEW) and not found.lines:
+            break
+        if not found.lines:
+            time.sleep(POLL_S)
+    if job.state is JobState.CANCELLED:
+        raise Cancelled("the job was cancelled", got=job.reason, where=job_id)
+    if job.state is JobState.FAILED:
+        raise TrainingFailed("the job failed", got=job.reason, where=job_id)
+    show(view, as_json, *_lines(view))
+    return 0
+
+
+def _lines(view: JobView) -> list[str]:
+    job, report = view.job, view.job.report
+
+    def at(seconds: float) -> str:
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+
+    spec = job.spec
+    lines = [
+        f"{job.job_id}{f' ({spec.name})' if spec.name else ''}: {job.state}"
+        + (f", {job.reason}" if job.reason else ""),
+        f"  model       {spec.model_id} {spec.version} on {spec.data_snapshot}",
+        f"  team        {spec.team}, priority {spec.priority}, submitted by {job.submitted_by}",
+        f"  run         {job.run_id}, flow run {job.attempt}",
+    ]
+    if job.placement is not None:
+        hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
+        lines.append(f"  nodes       {hosts}, within one {job.placement.level}")
+    if report is not None:
+        loss = report.metrics.get("loss")
+        figures = f"step {report.step}/{report.steps}" + (f", loss {loss:.3f}" if loss else "")
+        rate = report.metrics.get("tokens_per_second")
+        lines.append(f"  progress    {figures}" + (f", {rate:,.0f} tokens/s" if rate else ""))
+        if report.training_id:
+            lines.append(f"  training    {report.training_id}")
+        lines += [
+            f"  checkpoint  step {each.step}, {at(each.created_at)}, {each.object_ref}"
+            for each in report.checkpoints[-3:]
+        ]
+        lines += [
+            f"  rank {each.rank:<6} {each.host}, {each.state}, heard {at(each.last_heartbeat)}"
+            for each in report.workers
+        ]
+    if view.same_submission:
+        lines.append(f"  same as     {', '.join(view.same_submission)}: they share one training")
+    lines += [f"  {name:<11} {url}" for name, url in view.pages.items()]
+    lines += [
+        f"  {at(each.at)}  {each.state}{f': {each.reason}' if each.reason else ''}"
+        for each in job.history
+    ]
+    return lines

@@ -1,0 +1,382 @@
+"""The scheduler of training jobs: a duty of the leader, on a thread of its own for one term.
+
+Every second it reads what flows reported and what Prefect says of them, admits gangs
+(``admission``), starts their flows, and ends those that are to pause, to yield or to be cancelled.
+A reservation is stored before its flow is started, and the next leader reads it: two gangs get the
+same host only where a coordinator of another installation lends it out, and then the nodes' own
+claims keep the second waiting. Prefect is a port (``FlowPort``): a server that is away delays
+starts and endings and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from paceline import errors
+from paceline.config import Profile, TrainingSettings, with_job_settings
+from paceline.coordinator import Coordinator
+from paceline.errors import InvalidInput, PacelineError, TemporaryError
+from paceline.jobs.admission import Quota, decide
+from paceline.jobs.placement import Gang, Host
+from paceline.jobs.preemption import Reservation
+from paceline.jobs.states import changed
+from paceline.jobs.table import JobTable
+from paceline.schemas import (
+    FlowRunView,
+    JobPlacement,
+    JobState,
+    SubmitJob,
+    TrainingJob,
+    Worker,
+)
+
+log = logging.getLogger(__name__)
+
+FLOW = "train-model"
+LOOK_S = 1.0
+RETRY_S = 5.0  # after a start that Prefect could not make
+CANCEL_RETRY_S = 10.0
+LOST_S = 30.0  # without a report of a flow that has reported
+MOST_LOSSES = 3  # flow runs lost or ended by passing failures; the next one fails the job
+RUNNING = "RUNNING"
+ENDING = frozenset({"CANCELLING", "CANCELLED"})
+
+
+class FlowPort(Protocol):
+    """What the scheduler needs of Prefect."""
+
+    def run(
+        self, flow: str, run_id: str, parameters: Mapping[str, object], attempt: int = 0
+    ) -> FlowRunView: ...
+
+    def view(self, flow_run_id: str, after: int = 0) -> FlowRunView: ...
+
+    def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]: ...
+
+    def cancel(self, flow_run_id: str) -> None: ...
+
+
+class JobScheduler:
+    """Admits, starts, follows and ends training jobs while one replica leads."""
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        table: JobTable,
+        flows: FlowPort | None,
+        profile: Profile,
+        *,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        """``flows`` is None where the installation has no Prefect server: then only flows that
+        others start are admitted.
+        """
+        self._coordinator, self._table, self._flows = coordinator, table, flows
+        self._profile, self._wall = profile, wall
+        self._quotas = {
+            team: Quota(slots=each.slots, borrow=each.borrow)
+            for team, each in profile.jobs.quotas.items()
+        }
+        self._began_s = wall()
+        self._due: dict[str, float] = {}  # job → when Prefect is called for it again
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="job-scheduler", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread after the round in progress."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=15.0)
+
+    def _keep(self) -> None:
+        while not self._stop.wait(LOOK_S):
+            try:
+                self.look()
+            except PacelineError as error:
+                log.warning("jobs cannot be scheduled now: %s", error)
+            except Exception:
+                # A bug must not end the thread: log it and try again.
+                log.exception("the job scheduler failed")
+
+    def look(self) -> None:
+        """Make one round: follow, admit, start, end."""
+        jobs = [each for each in self._table.jobs() if not each.state.is_final]
+        if not jobs:
+            return
+        self._follow([each for each in jobs if each.state.holds_hosts or each.adopted])
+        self._admit()
+        for job in self._table.jobs():
+            if self._stop.is_set():
+                return
+            if job.state is JobState.ADMITTED and not job.adopted:
+                self._start(job)
+            elif job.state in (JobState.PAUSING, JobState.CANCELLING):
+                self._end(job)
+
+    # -- following flows
+
+    def _follow(self, jobs: Sequence[TrainingJob]) -> None:
+        ids = [each.flow_run_id for each in jobs if each.flow_run_id]
+        states: Mapping[str, str] = {}
+        if ids and self._flows is not None:
+            try:
+                states = self._flows.states(ids)
+            except TemporaryError as error:
+                log.warning("the states of jobs' flows are unknown: %s", error)
+        for job in jobs:
+            self._follow_one(job, states.get(job.flow_run_id or "", ""))
+
+    def _follow_one(self, job: TrainingJob, state: str) -> None:
+        report = job.report
+        if report is not None and report.flow_run_id != (job.flow_run_id or ""):
+            report = None
+        # Reports are in memory: after a failover a flow has LOST_S to report to this leader.
+        last_s = job.updated_at if report is None else report.at
+        silent_s = self._wall() - max(last_s, self._began_s)
+        if report is not None and report.outcome is not None:
+            self._ended(job, report.outcome, report.error)
+        elif state == "COMPLETED":
+            self._ended(job, "succeeded", "")
+        elif state in ("FAILED", "CRASHED", "CANCELLED"):
+            assert self._flows is not None
+            message = self._flows.view(job.flow_run_id or "", 2**31).message
+            outcome = "cancelled" if state == "CANCELLED" else "failed"
+            self._ended(job, outcome, message, lost=state == "CRASHED")
+        elif (report is not None or job.adopted) and silent_s > LOST_S:
+            if job.flow_run_id and self._flows is not None:
+                with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
+                    self._flows.cancel(job.flow_run_id)
+            self._lose(job, f"its flow has not reported for {silent_s:.0f} s")
+        elif job.state is JobState.ADMITTED and job.adopted and report is not None:
+            self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
+        elif job.state is JobState.STARTING and report is not None and report.step > 0:
+            self._change(job, JobState.RUNNING)
+        elif state in ENDING and job.state in (JobState.STARTING, JobState.RUNNING):
+            self._change(job, JobState.CANCELLING, "cancelled in Prefect", wanted="cancel")
+
+    def _ended(self, job: TrainingJob, outcome: str, message: str, *, lost: bool = False) -> None:
+        """Record that the job's flow run has ended."""
+        if outcome == "succeeded":
+            review = job.report.review if job.report is not None else ""
+            state = JobState.NEEDS_REVIEW if review else JobState.SUCCEEDED
+            self._change(job, state, review)
+        elif outcome == "cancelled" and job.wanted == "pause":
+            self._change(job, JobState.PAUSED, "paused: every rank saved its state")
+        elif outcome == "cancelled" and job.wanted == "yield":
+            self._change(
+                job, JobState.PREEMPTED, job.reason or "preempted", preemptions=job.preemptions + 1
+            )
+        elif outcome == "cancelled" or job.wanted == "cancel":
+            reason = job.reason if job.wanted == "cancel" else "cancelled in Prefect"
+            self._change(job, JobState.CANCELLED, reason)
+        elif lost or _is_passing(message):
+            self._lose(job, message)
+        else:
+            self._change(job, JobState.FAILED, message)
+
+    def _lose(self, job: TrainingJob, why: str) -> None:
+        """Have the job start again, up to MOST_LOSSES times; it resumes its checkpoint."""
+        if job.wanted == "cancel":
+            self._change(job, JobState.CANCELLED, why)
+        elif job.wanted == "pause":
+            self._change(job, JobState.PAUSED, why)
+        elif job.adopted:  # whoever started its flow starts it again
+            self._change(job, JobState.FAILED, f"{why}; start it again: it resumes its checkpoint")
+        elif job.losses >= MOST_LOSSES:
+            self._change(job, JobState.FAILED, f"ended {job.losses + 1} times; the last: {why}")
+        else:
+            self._change(job, JobState.RECOVERING, why, losses=job.losses + 1)
+
+    # -- admission
+
+    def _admit(self) -> None:
+        jobs = self._table.jobs()
+        training = {e.training_key: e.job_id for e in reversed(jobs) if e.state.holds_hosts}
+        waiting = []
+        for job in jobs:
+            if job.state.waits:
+                other = training.setdefault(job.training_key, job.job_id)
+                if other == job.job_id:
+                    waiting.append(job)
+                else:  # its result will be this job's, too
+                    self._table.note(job.job_id, f"waiting for {other}, which trains the same")
+        if not waiting:
+            return
+        hosts = self._hosts()
+        gangs = {each.job_id: self.gang_of(each, hosts) for each in jobs if not each.state.is_final}
+        running = [
+            self._reservation(each, gangs[each.job_id])
+            for each in jobs
+            if each.state.holds_hosts and each.placement is not None
+        ]
+        now = self._wall()
+        made = decide(hosts, [gangs[e.job_id] for e in waiting], running, self._quotas, now)
+        for job in jobs:
+            if (placed := made.admitted.get(job.job_id)) is not None:
+                placement = JobPlacement(
+                    hosts=dict(placed.hosts), level=placed.level, score=round(placed.score, 4)
+                )
+                self._change(job, JobState.ADMITTED, "", placement=placement)
+            elif (why := made.preempted.get(job.job_id)) is not None:
+                self._change(job, JobState.PAUSING, why, wanted="yield")
+            elif (why := made.reasons.get(job.job_id, "")) and why[:500] != job.reason:
+                # The reason changes more often than the state: it is kept without an event.
+                self._table.note(job.job_id, why[:500])
+
+    def _hosts(self) -> list[Host]:
+        workers = self._coordinator.read(lambda state: state.fleet.workers())
+        return hosts_of(workers, self._profile.training)
+
+    def gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang:
+        """Return what the job asks admission for."""
+        return gang_of(job.spec, self._profile, hosts, job.job_id, job.created_at)
+
+    def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
+        assert job.placement is not None
+        saved = [each.created_at for each in job.report.checkpoints] if job.report else []
+        since = max(saved, default=job.started_at or self._wall())
+        return Reservation(
+            gang=gang,
+            hosts=job.placement.hosts,
+            lost_work_s=max(0.0, self._wall() - since),
+            # what a person started and waits for is not taken from them
+            preemptible=not job.adopted and job.state in (JobState.STARTING, JobState.RUNNING),
+            ending=job.state in (JobState.PAUSING, JobState.CANCELLING),
+        )
+
+    # -- starting and ending flows
+
+    def _start(self, job: TrainingJob) -> None:
+        if self._flows is None or job.placement is None or self._waits(job):
+            return
+        try:
+            made = self._flows.run(FLOW, job.run_id, parameters_of(job), job.attempt + 1)
+        except InvalidInput as error:
+            self._change(job, JobState.FAILED, error.one_line())
+            return
+        except PacelineError as error:
+            self._due[job.job_id] = self._wall() + RETRY_S
+            self._table.note(job.job_id, f"its flow cannot be started yet: {error.one_line()}")
+            return
+        self._due.pop(job.job_id, None)
+        self._change(
+            job,
+            JobState.STARTING,
+            flow_run_id=made.flow_run_id,
+            attempt=job.attempt + 1,
+            started_at=job.started_at or self._wall(),
+        )
+
+    def _end(self, job: TrainingJob) -> None:
+        if self._flows is None or not job.flow_run_id or self._waits(job):
+            return  # a flow of no server reads what is wanted in the answer to its report
+        self._due[job.job_id] = self._wall() + CANCEL_RETRY_S
+        try:
+            if self._flows.states([job.flow_run_id]).get(job.flow_run_id) not in ENDING:
+                self._flows.cancel(job.flow_run_id)
+        except PacelineError as error:
+            log.warning("flow run %s is not cancelled yet: %s", job.flow_run_id, error)
+
+    def _waits(self, job: TrainingJob) -> bool:
+        return self._due.get(job.job_id, 0.0) > self._wall()
+
+    def _change(self, job: TrainingJob, state: JobState, reason: str = "", **fields: Any) -> None:
+        """Store a change unless someone else has changed the job since it was read."""
+
+        def make(now: TrainingJob) -> TrainingJob:
+            if now.state is not job.state or now.flow_run_id != job.flow_run_id:
+                return now
+            return changed(now, state, self._wall(), reason, **fields)
+
+        self._due.pop(job.job_id, None)
+        self._table.change(job.job_id, make)
+
+
+def hosts_of(workers: Sequence[Worker], settings: TrainingSettings) -> list[Host]:
+    """Return the hosts that living ``workers`` are, by their labels and inventory.
+
+    The labels ``domain`` (of a fast interconnect) and ``capacity`` (spot) are the operator's.
+    """
+    found = []
+    for worker in workers:
+        if not worker.alive:
+            continue
+        accelerators = worker.inventory.accelerators if worker.inventory is not None else ()
+        count = sum(each.count for each in accelerators)
+        labels = worker.labels.others
+        found.append(
+            Host(
+                name=worker.worker_id,
+                slots=count or settings.ranks_per_node or 1,
+                kind=accelerators[0].kind if accelerators else "cpu",
+                memory_bytes=min((each.memory_bytes for each in accelerators), default=0),
+                domain=labels.get("domain", ""),
+                rack=worker.labels.rack,
+                zone=worker.labels.zone,
+                pool="spot" if labels.get("capacity") == "spot" else "on-demand",
+            )
+        )
+    return found
+
+
+def gang_of(
+    spec: SubmitJob, profile: Profile, hosts: Sequence[Host], job_id: str, queued_at: float
+) -> Gang:
+    """Return what a job of ``spec`` asks admission for; spares are hosts of the gang, too."""
+    settings = with_job_settings(profile, spec.settings).training
+    asked = spec.resources
+    each = settings.ranks_per_node or max((host.slots for host in hosts), default=1)
+    spares = settings.guard.spares * (settings.ranks_per_node or 1) if each == 1 else 0
+    kinds = sorted({host.kind for host in hosts})
+    named = [kind for kind in kinds if asked.accelerator.lower() in kind.lower()]
+    return Gang(
+        job_id=job_id,
+        team=spec.team,
+        priority=spec.priority,
+        queued_at=queued_at,
+        ranks=settings.ranks + spares,
+        # A part of one kind's name means that kind; of several, the reason names what was asked.
+        kind=named[0] if asked.accelerator and len(named) == 1 else asked.accelerator,
+        min_memory_bytes=asked.memory_bytes,
+        pool=asked.capacity,
+        within=asked.within,
+        ranks_per_host=settings.ranks_per_node,
+    )
+
+
+def parameters_of(job: TrainingJob) -> dict[str, object]:
+    """Return the parameters of the flow that runs the job."""
+    spec, placement = job.spec, job.placement
+    assert placement is not None
+    given: dict[str, object] = {
+        "model_id": spec.model_id,
+        "version": spec.version,
+        "snapshot_url": spec.data_snapshot,
+        "labels": spec.labels,
+        "settings": spec.settings,
+        "job_id": job.job_id,
+        "nodes": sorted(placement.hosts),
+    }
+    if spec.code_ref:
+        given["code_ref"] = spec.code_ref
+    if spec.continue_from:
+        given["continue_from"] = spec.continue_from
+    return given
+
+
+def _is_passing(message: str) -> bool:
+    """Return whether a flow's failure is of a kind that may pass (``TemporaryError``)."""
+    for word in message.replace(":", " ").split()[:12]:
+        kind = getattr(errors, word.rpartition(".")[2], None)
+        if isinstance(kind, type) and issubclass(kind, PacelineError):
+            return issubclass(kind, TemporaryError)
+    return False

@@ -1,0 +1,72 @@
+"""The states of a training job and the changes that are allowed. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.errors import Conflict
+from paceline.schemas import KEPT_CHANGES, JobChange, JobState, TrainingJob
+
+_S = JobState
+_ENDS = {_S.SUCCEEDED, _S.NEEDS_REVIEW, _S.FAILED, _S.CANCELLED}
+_WAITING = {_S.ADMITTED, _S.PAUSED, _S.CANCELLED, _S.FAILED}
+_FLOW_IS_OVER = {*_ENDS, _S.RECOVERING, _S.PREEMPTED, _S.PAUSED}
+NEXT: dict[JobState, set[JobState]] = {
+    _S.QUEUED: _WAITING,
+    _S.PREEMPTED: _WAITING,
+    _S.RECOVERING: _WAITING,
+    _S.ADMITTED: {_S.STARTING, _S.PAUSING, _S.CANCELLING, *_FLOW_IS_OVER},
+    _S.STARTING: {_S.RUNNING, _S.PAUSING, _S.CANCELLING, *_FLOW_IS_OVER},
+    _S.RUNNING: {_S.PAUSING, _S.CANCELLING, *_FLOW_IS_OVER},
+    _S.PAUSING: {_S.CANCELLING, *_FLOW_IS_OVER},
+    _S.CANCELLING: _ENDS,
+    _S.PAUSED: {_S.QUEUED, _S.CANCELLED},
+    _S.NEEDS_REVIEW: {_S.SUCCEEDED, _S.FAILED},
+    _S.SUCCEEDED: set(),
+    _S.FAILED: set(),
+    _S.CANCELLED: set(),
+}
+
+
+def changed(
+    job: TrainingJob, state: JobState, at: float, reason: str = "", by: str = "", **fields: Any
+) -> TrainingJob:
+    """Return ``job`` in ``state``, with the change in its history; raises Conflict where it may not
+    follow the present one.
+
+    A job that no longer holds hosts has no placement, and one that waits no flow run.
+    """
+    if state not in NEXT[job.state]:
+        raise Conflict(
+            f"a job that is {job.state} cannot become {state}",
+            got=job.state,
+            wanted=", ".join(sorted(s for s, to in NEXT.items() if state in to)),
+            where=job.job_id,
+        )
+    change = JobChange(state=state, at=at, reason=reason[:500], by=by)
+    update: dict[str, Any] = {
+        "state": state,
+        "reason": reason[:500],
+        "updated_at": at,
+        "history": (*job.history, change)[-KEPT_CHANGES:],
+    }
+    if not state.holds_hosts:
+        update["placement"] = None
+    if state.waits or state is JobState.PAUSED:
+        update["wanted"] = "run"
+        if not job.state.waits:  # its flow run has ended; an adopted one that waits goes on
+            update |= {"flow_run_id": None, "adopted": False}
+    if state.is_final or state is JobState.NEEDS_REVIEW:
+        update["ended_at"] = at
+    return job.model_copy(update=update | fields)
+
+
+def require_open(job: TrainingJob, what: str) -> None:
+    """Raise Conflict where ``job`` has ended, so that nobody can ``what`` it."""
+    if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
+        raise Conflict(
+            f"nothing to {what}: the job has ended",
+            got=job.state,
+            wanted="a job that waits or runs",
+            where=job.job_id,
+        )

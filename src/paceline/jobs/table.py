@@ -1,0 +1,137 @@
+"""The table of training jobs: records in the coordinator's ledger, and reports in memory.
+
+The leader is the only writer; each change is one fenced write. A standby reads the store. Reports
+of flows come every few seconds and are kept in memory: they are stored with the next change of the
+job's state, and sent again to the next leader.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from paceline.coordinator import Coordinator
+from paceline.errors import Conflict, NotFound
+from paceline.schemas import (
+    TRAINING_JOBS,
+    EventName,
+    JobReport,
+    StageRecord,
+    TrainingJob,
+    digest_of,
+    job_key,
+)
+
+MOST_OPEN = 10_000  # jobs that have not ended, of all teams
+
+
+class JobTable:
+    """Every job of an installation; threads may share it."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._lock = threading.RLock()
+        self._epoch: int | None = None  # of the term whose records are in memory
+        self._jobs: dict[str, TrainingJob] = {}
+        self._reports: dict[str, JobReport] = {}
+
+    def jobs(self) -> list[TrainingJob]:
+        """Return every job, oldest first, each with its newest report."""
+        with self._lock:
+            found = [self._with_report(each) for each in self._known().values()]
+        return sorted(found, key=lambda each: (each.created_at, each.job_id))
+
+    def job(self, job_id: str) -> TrainingJob:
+        """Return one job; raises NotFound."""
+        with self._lock:
+            known = self._known().get(job_id)
+            if known is None:
+                raise NotFound("no such training job", got=job_id, do="See `paceline jobs list`.")
+            return self._with_report(known)
+
+    def add(self, job: TrainingJob) -> TrainingJob:
+        """Store a new job, or return the one that has its id already.
+
+        Raises Conflict where that one was submitted otherwise, or too many jobs are open.
+        """
+        with self._lock:
+            known = self._known()
+            if (earlier := known.get(job.job_id)) is not None:
+                if earlier.submission_id != job.submission_id:
+                    raise Conflict(
+                        "the idempotency key belongs to another submission", where=job.job_id
+                    )
+                return earlier
+            if sum(not each.state.is_final for each in known.values()) >= MOST_OPEN:
+                raise Conflict(
+                    "too many jobs are open",
+                    got=MOST_OPEN,
+                    do="Cancel some, or wait until some have ended.",
+                )
+            return self._save(job)
+
+    def change(self, job_id: str, make: Callable[[TrainingJob], TrainingJob]) -> TrainingJob:
+        """Store what ``make`` returns for the job, and return it; raises what ``make`` raises."""
+        with self._lock:
+            before = self.job(job_id)
+            after = make(before)
+            return before if after == before else self._save(after)
+
+    def note(self, job_id: str, reason: str) -> None:
+        """Show why a job still waits; not stored, because it changes from second to second."""
+        with self._lock:
+            job = self._known().get(job_id)
+            if job is not None and not job.state.is_final:
+                self._jobs[job_id] = job.model_copy(update={"reason": reason})
+
+    def report(self, job_id: str, report: JobReport) -> TrainingJob:
+        """Take a flow's report in; one of an earlier flow run of the job is left out."""
+        with self._lock:
+            job = self.job(job_id)
+            if report.flow_run_id == (job.flow_run_id or ""):
+                self._reports[job_id] = report
+                job = self._with_report(job)
+            return job
+
+    def _with_report(self, job: TrainingJob) -> TrainingJob:
+        report = self._reports.get(job.job_id)
+        return job if report is None else job.model_copy(update={"report": report})
+
+    def _known(self) -> dict[str, TrainingJob]:
+        term = self._coordinator.term
+        if term is None or term.epoch != self._epoch:
+            found = [
+                TrainingJob.model_validate(each.output)
+                for each in self._coordinator.stages(TRAINING_JOBS)
+            ]
+            self._jobs = {each.job_id: each for each in found}
+            self._epoch = None if term is None else term.epoch
+        return self._jobs
+
+    def _save(self, job: TrainingJob) -> TrainingJob:
+        output = job.model_dump(mode="json")
+        record = StageRecord(
+            stage=TRAINING_JOBS,
+            input_digest=job_key(job.job_id),
+            output=output,
+            output_digest=digest_of(output),
+            run_id=job.run_id,
+            seconds=0.0,
+            finished_at=time.time(),
+        )
+        self._coordinator.save_stage(
+            record,
+            EventName.JOB_CHANGED,
+            {
+                "job_id": job.job_id,
+                "state": job.state,
+                "reason": job.reason,
+                "team": job.spec.team,
+                "run_id": job.run_id,
+            },
+        )
+        self._jobs[job.job_id] = job
+        if job.state.is_final:
+            self._reports.pop(job.job_id, None)
+        return job

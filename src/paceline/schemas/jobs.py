@@ -1,0 +1,273 @@
+"""Records of training jobs: what was submitted, where it stands, and what its flow reports.
+
+A *job* is a request to train that waits in the queue and is admitted as a gang. The *training*
+that it runs has an id of its own (``job-…``), which follows from its configuration: two identical
+jobs are two jobs with one training, so the second finds the result of the first.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, Field, StringConstraints, model_validator
+
+from paceline.config import CheckpointSettings
+from paceline.schemas.base import (
+    RUN_ID,
+    ModelId,
+    Name,
+    Record,
+    Sha256,
+    Text,
+    canonical_json,
+    digest_of,
+)
+
+TRAINING_JOBS = "training-job"  # the ledger's stage; the coordinator is its only writer
+QUEUED_JOB_ID = r"^tj-[0-9a-f]{12}$"
+MOST_PARAMETER_BYTES = 16 * 1024
+KEPT_CHANGES = 100  # of a job's states
+
+QueuedJobId = Annotated[str, StringConstraints(pattern=QUEUED_JOB_ID)]
+Team = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+class JobState(StrEnum):
+    """Where a job stands."""
+
+    QUEUED = "queued"
+    ADMITTED = "admitted"  # its gang's hosts are reserved
+    STARTING = "starting"  # its flow runs: the base is relayed, the ranks start
+    RUNNING = "running"  # steps are made
+    PAUSING = "pausing"  # every rank saves its state and ends
+    PAUSED = "paused"
+    PREEMPTED = "preempted"  # saved, and in the queue again
+    RECOVERING = "recovering"  # its flow was lost or met a passing failure: in the queue again
+    CANCELLING = "cancelling"
+    NEEDS_REVIEW = "needs_review"  # trained, but bad data were passed over: a person decides
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether it never changes any more."""
+        return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the job waits for admission."""
+        return self in {JobState.QUEUED, JobState.PREEMPTED, JobState.RECOVERING}
+
+    @property
+    def holds_hosts(self) -> bool:
+        """Return whether hosts are reserved for the job."""
+        return self in {
+            JobState.ADMITTED,
+            JobState.STARTING,
+            JobState.RUNNING,
+            JobState.PAUSING,
+            JobState.CANCELLING,
+        }
+
+
+class Resources(Record):
+    """What a gang needs; all of its ranks are on hosts of one accelerator kind."""
+
+    ranks: int = Field(default=0, ge=0, le=65_536)  # 0: the profile's
+    ranks_per_node: int = Field(default=0, ge=0, le=1024)  # 0: one for each accelerator, else one
+    accelerator: Text = Field(default="", max_length=100)  # "a100": a kind, or a part of its name
+    memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
+    capacity: Literal["", "on-demand", "spot"] = ""  # "": any
+    within: Literal["host", "domain", "rack", "zone", "fleet"] = (
+        "fleet"  # of which it may not leave
+    )
+
+
+class SubmitJob(Record):
+    """Submit a training job: a published model, a data snapshot, and what the gang needs."""
+
+    model_id: ModelId
+    version: Name
+    data_snapshot: Text = Field(
+        min_length=1,
+        max_length=2000,
+        validation_alias=AliasChoices("data_snapshot", "dataSnapshot"),
+    )
+    # "": the profile's; else a pinned function of security.code_sources
+    code_ref: Text = Field(
+        default="", max_length=1000, validation_alias=AliasChoices("code_ref", "codeRef")
+    )
+    resources: Resources = Resources()
+    checkpoint_policy: CheckpointSettings | None = Field(
+        default=None, validation_alias=AliasChoices("checkpoint_policy", "checkpointPolicy")
+    )
+    parameters: dict[str, object] = Field(default={}, max_length=64)  # settings of this training
+    seed: int | None = Field(default=None, ge=0, le=2**31)
+    labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control
+    continue_from: Annotated[str, StringConstraints(max_length=128)] = ""  # a finished training
+    name: Text = Field(default="", max_length=100)
+    team: Team = "default"
+    project: Text = Field(default="", max_length=100)
+    priority: int = Field(default=0, ge=-100, le=100)  # higher first
+
+    @model_validator(mode="after")
+    def _parameters_are_small(self) -> SubmitJob:
+        if len(canonical_json(self.parameters)) > MOST_PARAMETER_BYTES:
+            raise ValueError(f"parameters are larger than {MOST_PARAMETER_BYTES} bytes")
+        return self
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """Return the settings of this training by their keys in a profile."""
+        made = dict(self.parameters)
+        if self.resources.ranks:
+            made["training.ranks"] = self.resources.ranks
+        if self.resources.ranks_per_node:
+            made["training.ranks_per_node"] = self.resources.ranks_per_node
+        if self.seed is not None:
+            made["training.seed"] = self.seed
+        policy = self.checkpoint_policy
+        for key, value in (policy.model_dump(exclude_unset=True) if policy else {}).items():
+            made[f"training.checkpoints.{key}"] = value
+        return made
+
+
+# Who pays, who waits and where a gang runs changes nothing of what is trained.
+_NOT_TRAINED = {"name", "team", "project", "priority", "resources", "checkpoint_policy"}
+
+
+class JobChange(Record):
+    """One change of a job's state."""
+
+    state: JobState
+    at: float  # seconds since the Unix epoch
+    reason: Text = Field(default="", max_length=500)
+    by: Text = Field(default="", max_length=128)  # who asked for it; "": the coordinator
+
+
+class JobRank(Record):
+    """One rank of a job's gang."""
+
+    rank: int = Field(ge=0)
+    host: Name
+    state: Literal["starting", "running", "ended", "failed"]
+    last_heartbeat: float
+
+
+class JobCheckpoint(Record):
+    """A checkpoint of a job that its ranks may resume."""
+
+    step: int = Field(ge=0)
+    object_ref: Text = Field(max_length=1100)  # the URL of its directory
+    metrics: dict[str, float] = Field(default={}, max_length=20)
+    created_at: float
+
+
+class JobReport(Record):
+    """What a job's flow reports every few seconds; each report is complete."""
+
+    flow_run_id: Text = Field(default="", max_length=64)
+    at: float
+    training_id: Annotated[str, StringConstraints(max_length=128)] = ""  # job-…
+    attempt: int = Field(default=0, ge=0)
+    step: int = Field(default=0, ge=0)
+    steps: int = Field(default=0, ge=0)
+    metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
+    checkpoints: tuple[JobCheckpoint, ...] = Field(default=(), max_length=32)  # newest last
+    workers: tuple[JobRank, ...] = Field(default=(), max_length=4096)
+    notes: tuple[Text, ...] = Field(default=(), max_length=50)
+    # how the flow ended; None while it goes on
+    outcome: Literal["succeeded", "failed", "cancelled"] | None = None
+    error: Text = Field(default="", max_length=2000)
+    review: Text = Field(default="", max_length=500)  # why a person must look at it; "": nobody
+
+
+class JobPlacement(Record):
+    """Which hosts a gang got, and how close they are to each other."""
+
+    hosts: dict[Name, int]  # host → ranks
+    level: Text  # host, domain, rack, zone or fleet: the smallest that holds the gang
+    score: float = 0.0
+
+
+class TrainingJob(Record):
+    """A training job as stored."""
+
+    job_id: QueuedJobId
+    submission_id: Sha256  # of what was submitted: equal for identical jobs
+    spec: SubmitJob
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    state: JobState
+    reason: Text = Field(default="", max_length=500)
+    wanted: Literal["run", "pause", "yield", "cancel"] = "run"  # what its flow is asked for
+    created_at: float
+    updated_at: float
+    started_at: float | None = None  # the first flow run's start
+    ended_at: float | None = None
+    submitted_by: Text = ""
+    attempt: int = Field(default=0, ge=0)  # flow runs so far
+    losses: int = Field(default=0, ge=0)  # of these, lost or ended by a passing failure
+    preemptions: int = Field(default=0, ge=0)
+    adopted: bool = False  # its flow was started by someone else, and waits for admission itself
+    flow_run_id: str | None = None
+    placement: JobPlacement | None = None
+    report: JobReport | None = None  # the last one that was stored
+    history: tuple[JobChange, ...] = ()
+
+    @property
+    def training_key(self) -> str:
+        """Return a digest of what is trained: jobs with the same one share a training."""
+        return digest_of(self.spec.model_dump(mode="json", exclude=_NOT_TRAINED))
+
+
+def job_key(job_id: str) -> str:
+    """Return the ledger's input digest of a job's record."""
+    return digest_of({"training_job": job_id})
+
+
+class JobView(Record):
+    """A job, with its links."""
+
+    job: TrainingJob
+    same_submission: tuple[QueuedJobId, ...] = ()  # identical jobs, which share one training
+    pages: dict[str, str] = {}  # name → URL
+
+
+class JobList(Record):
+    """Jobs, the newest first."""
+
+    jobs: tuple[TrainingJob, ...]
+    total: int  # that match; ``jobs`` is a page of them
+
+
+class JobLog(Record):
+    """Lines of a job's log, and the number to ask for next."""
+
+    lines: tuple[Text, ...]
+    after: int
+    is_over: bool  # the flow run has ended, and this is its end
+
+
+class AdoptJob(Record):
+    """A flow that someone else started asks to be admitted as a job."""
+
+    spec: SubmitJob
+    run_id: Annotated[str, Field(pattern=RUN_ID)]
+    flow_run_id: Text = Field(default="", max_length=64)
+
+
+class ReviewJob(Record):
+    """A person's decision on a job that passed bad data over."""
+
+    accepted: bool
+    reason: str = Field(default="", max_length=500)
+
+
+class JobsShown(Record):
+    """Output of `paceline jobs list --json`."""
+
+    status: Literal["complete"] = "complete"
+    jobs: tuple[TrainingJob, ...]
+    total: int

@@ -1,0 +1,202 @@
+"""A training flow's link to its job in the coordinator's queue: admission, and reports.
+
+A flow that the queue started has a job already. One that a person or the lifecycle started asks for
+a job when it has something to train, and waits here until its gang is admitted: one place decides
+which gang runs where, however the training was started.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from prefect.runtime import flow_run
+
+from paceline.errors import Cancelled, Conflict, PacelineError
+from paceline.schemas import (
+    AdoptJob,
+    JobCheckpoint,
+    JobRank,
+    JobReport,
+    JobState,
+    RankEvent,
+    SubmitJob,
+    TrainingJob,
+    TrainResult,
+)
+from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.run import Run
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 5.0
+WAIT_S = 2.0
+KEPT_NOTES = 50
+_RANK_STATES = {"started": "starting", "resumed": "running", "step": "running"}
+
+
+class JobLink:
+    """The job of one flow run; threads may share it."""
+
+    def __init__(self, run: Run, spec: SubmitJob, job_id: str | None) -> None:
+        """``job_id`` is the queue's, None where the flow was started otherwise."""
+        self._run, self._spec = run, spec
+        self.job_id = job_id
+        self._flow_run_id = str(flow_run.get_id() or "")
+        self._lock = threading.Lock()
+        self._facts: dict[str, Any] = {}
+        self._ranks: dict[int, JobRank] = {}
+        self._checkpoints: list[JobCheckpoint] = []
+        self._review = ""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
+
+    def admitted(self) -> list[str] | None:
+        """Return the hosts that the job may use, waiting for them; None: those that its caller
+        named. Raises Cancelled where the job was cancelled while it waited.
+        """
+        if self.job_id is not None:
+            self._begin()
+            return None
+        run = self._run
+        call = AdoptJob(spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id)
+        self.job_id = run.patiently(lambda: run.coordinator.adopt_job(call)).job_id
+        said = ""
+        while True:
+            job = self._send()
+            if job is not None and job.placement is not None:
+                self._begin()
+                return sorted(job.placement.hosts)
+            if job is not None and (job.state.is_final or job.wanted == "cancel"):
+                kind = Cancelled if job.state is JobState.CANCELLED else Conflict
+                raise kind(
+                    "the job ended while it waited", got=job.reason or job.state, where=job.job_id
+                )
+            if job is not None and job.reason != said:
+                said = job.reason
+                run.tell("train", 0.0, said or "waiting to be admitted")
+            stop_if_cancelled()
+            time.sleep(WAIT_S)
+
+    def take(self, event: RankEvent, steps: int) -> None:
+        """Take in an event of the ranks; never waits for a server."""
+        now = time.time()
+        with self._lock:
+            known = self._ranks.get(event.rank)
+            host = event.data.get("worker_id") or (known.host if known else "")
+            state = _RANK_STATES.get(event.event) or (known.state if known else "starting")
+            if event.event in ("result", "failed"):
+                state = "ended" if event.event == "result" else "failed"
+            if host:
+                self._ranks[event.rank] = JobRank.model_validate(
+                    {"rank": event.rank, "host": host, "state": state, "last_heartbeat": now}
+                )
+            self._facts["attempt"] = event.attempt
+            if event.rank == 0 and event.event == "step":
+                figures = {
+                    key: float(value)
+                    for key, value in event.data.items()
+                    if isinstance(value, int | float) and not isinstance(value, bool)
+                }
+                self._facts |= {"step": event.step, "steps": steps, "metrics": figures}
+            if event.event == "checkpoint" and "url" in event.data:
+                metrics = self._facts.get("metrics", {})
+                loss = {"loss": metrics["loss"]} if "loss" in metrics else {}
+                made = JobCheckpoint(
+                    step=event.step, object_ref=str(event.data["url"]), metrics=loss, created_at=now
+                )
+                self._checkpoints = [*self._checkpoints, made][-8:]
+
+    def finished(self, result: TrainResult, training_id: str) -> None:
+        """Take in the training's result, found or made."""
+        counts = [
+            f"{len(found)} {word}"
+            for found, word in (
+                (result.quarantined_shards, "shards or samples"),
+                (result.skipped_batches, "batches"),
+            )
+            if found
+        ]
+        with self._lock:
+            self._review = f"passed over: {', '.join(counts)}" if counts else ""
+            figures = {"tokens_per_second": result.tokens_per_second} | result.held_out
+            if result.final_loss is not None:
+                figures["loss"] = result.final_loss
+            self._facts |= {
+                "training_id": training_id,
+                "step": result.steps,
+                "steps": result.steps,
+                "metrics": self._facts.get("metrics", {}) | figures,
+            }
+
+    def close(self, outcome: str, error: str = "") -> None:
+        """Report how the flow ended; does nothing for a flow that needed no job."""
+        self._over.set()
+        if self.job_id is None:
+            return
+        try:
+            self._run.patiently(lambda: self._call(outcome, error))
+        except PacelineError as refused:  # the scheduler reads it from Prefect
+            logger.warning("the end is not reported to the job: %s", refused)
+
+    def _begin(self) -> None:
+        if not self._thread.is_alive() and not self._over.is_set():
+            self._thread.start()
+
+    def _report_on(self) -> None:
+        while not self._over.is_set():
+            self._send()
+            self._over.wait(REPORT_S)
+
+    def _send(self) -> TrainingJob | None:
+        try:
+            return self._call()
+        except PacelineError as error:
+            logger.warning("the job's report waits: %s", error)
+            return None
+
+    def _call(self, outcome: str | None = None, error: str = "") -> TrainingJob:
+        with self._lock:
+            report = JobReport.model_validate(
+                {
+                    "flow_run_id": self._flow_run_id,
+                    "at": time.time(),
+                    "checkpoints": tuple(self._checkpoints),
+                    "workers": tuple(self._ranks[each] for each in sorted(self._ranks)),
+                    "notes": tuple(each[:1000] for each in self._run.summary.notes[-KEPT_NOTES:]),
+                    "outcome": outcome,
+                    "error": error[:2000],
+                    "review": self._review,
+                    **self._facts,
+                }
+            )
+        assert self.job_id is not None
+        return self._run.coordinator.report_job(self.job_id, report)
+
+
+@contextmanager
+def linked(run: Run, spec: SubmitJob, job_id: str | None) -> Iterator[None]:
+    """Within the ``with``, ``run.job`` is the flow's link to its job; its end is reported."""
+    link = run.job = JobLink(run, spec, job_id)
+    try:
+        yield
+    except Cancelled as error:
+        link.close("cancelled", error.one_line())
+        raise
+    except PacelineError as error:
+        link.close("failed", f"{error.code}: {error.one_line()}")
+        raise
+    except Exception as error:
+        link.close("failed", f"{type(error).__name__}: {error}")
+        raise
+    except BaseException as error:  # a signal: a cancel in Prefect, or Ctrl-C
+        link.close("cancelled", type(error).__name__)
+        raise
+    else:
+        link.close("succeeded")
+    finally:
+        run.job = None

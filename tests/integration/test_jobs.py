@@ -1,0 +1,196 @@
+"""Training jobs on the embedded installation: refused, queued, preempted, paused, killed, finished.
+
+Through `paceline jobs` and Prefect's API alone; the ranks, Prefect, its worker and Dask are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from paceline.cli.training import recorded_run
+from paceline.client import AccessClient, CoordinatorClient
+from paceline.config import Runtime
+from paceline.errors import AccessDenied, Conflict
+from paceline.schemas import CreateToken, JobState, ReviewJob, Scope, SubmitJob
+from tests.support.stack import (
+    Ended,
+    await_registered,
+    paceline,
+    processes_of,
+    wait_until,
+)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("installation"),  # one at a time: two cores
+    pytest.mark.timeout(600),
+]
+
+FOREVER = 100_000  # steps
+
+
+class Lab:
+    """A model on every node, its data, and the queue as a researcher sees it."""
+
+    def __init__(self, stack: Runtime, lifecycle: Ended) -> None:
+        trained = recorded_run(stack, str(lifecycle.answer["run_id"])).job
+        self.stack, self.client = stack, CoordinatorClient.of(stack)
+        self.base = (trained.model_id, trained.version)
+        self.snapshot = trained.snapshot_url
+        self.open: list[str] = []
+
+    def jobs(self, *words: str) -> Ended:
+        return paceline("jobs", *words, state=self.stack.state_dir)
+
+    def submit(self, *words: str, steps: int = FOREVER) -> str:
+        """Submit a job; another number of steps is another training."""
+        given = ("submit", *self.base, "--snapshot", self.snapshot, "--steps", str(steps), "--json")
+        done = self.jobs(*given, *words)
+        assert done.code == 0, done.err
+        self.open.append(str(done.answer["job"]["job_id"]))
+        return self.open[-1]
+
+    def refused(self, code: int, *words: str, said: tuple[str, ...]) -> None:
+        done = self.jobs("submit", *words)
+        assert done.code == code, done
+        assert all(each in done.problem for each in said), done.problem
+
+    def job(self, job_id: str) -> Any:
+        return self.client.job(job_id).job
+
+    def becomes(self, job_id: str, *states: JobState, timeout_s: float = 240) -> Any:
+        def there() -> bool:
+            job = self.job(job_id)
+            wrong = job.state.is_final and job.state not in states
+            assert not wrong, f"{job.state}: {job.reason}"
+            return job.state in states
+
+        wait_until(there, timeout_s, f"{job_id} becomes {', '.join(states)}")
+        return self.job(job_id)
+
+    def step(self, job_id: str) -> int:
+        report = self.job(job_id).report
+        return 0 if report is None else int(report.step)
+
+
+@pytest.fixture(scope="module")
+def lab(stack: Runtime, lifecycle: Ended) -> Iterator[Lab]:
+    await_registered(stack)
+    made = Lab(stack, lifecycle)
+    yield made
+    for job_id in made.open:
+        if not made.job(job_id).state.is_final:
+            made.client.change_job(job_id, "cancel")
+    for job_id in made.open:
+        wait_until(lambda each=job_id: made.job(each).state.is_final, 120, "jobs end")
+
+
+def test_what_can_never_run_is_refused_at_once(lab: Lab) -> None:
+    began = time.monotonic()
+    model, version = lab.base
+    data = ("--snapshot", lab.snapshot)
+    lab.refused(2, model, version, *data, "--ranks", "99", said=("99", "4"))
+    lab.refused(2, model, version, *data, "--accelerator", "h100", said=("h100",))
+    lab.refused(2, model, version, *data, "--set", "training.foo=1", said=("training.foo",))
+    lab.refused(2, model, version, *data, "--set", "gate.max_overlap=1", said=("gate.max_overlap",))
+    lab.refused(2, model, version, *data, "--code-ref", "os:system", said=("not pinned",))
+    lab.refused(2, model, version, "--snapshot", "/etc", said=("by URL",))
+    gone = ("--snapshot", lab.snapshot[:-4] + "0000")
+    lab.refused(66, model, version, *gone, said=("no such data snapshot",))
+    lab.refused(66, model, "77", *data, said=("no such published model", "77"))
+    assert not lab.client.jobs(["queued"]).jobs
+    assert time.monotonic() - began < 60
+
+
+def test_a_key_finds_its_job_and_a_team_sees_to_its_own(lab: Lab) -> None:
+    hold = lab.submit("--ranks", "4", "--priority", "100")
+    spec = SubmitJob(model_id=lab.base[0], version=lab.base[1], data_snapshot=lab.snapshot)
+    access = AccessClient.of(lab.stack)
+
+    def client(*scopes: Scope, team: str | None) -> CoordinatorClient:
+        made = access.create_token(CreateToken(name="ann", scopes=scopes, team=team))
+        url = lab.stack.endpoints.coordinator_url
+        return CoordinatorClient((url,), made.token)
+
+    nlp, vision = client(Scope.TRAIN, team="nlp"), client(Scope.TRAIN, team="vision")
+    first = nlp.submit_job(spec, "key-1").job
+    lab.open.append(first.job_id)
+    assert nlp.submit_job(spec, "key-1").job.job_id == first.job_id
+    assert first.spec.team == "nlp", "the token's"
+    with pytest.raises(Conflict, match="another submission"):
+        nlp.submit_job(spec.model_copy(update={"priority": 3}), "key-1")
+    with pytest.raises(AccessDenied, match="another team"):
+        nlp.submit_job(SubmitJob.model_validate(spec.model_dump() | {"team": "vision"}))
+    for what in ("pause", "resume", "cancel"):
+        with pytest.raises(AccessDenied, match="another team"):
+            vision.change_job(first.job_id, what)  # type: ignore[arg-type]
+    with pytest.raises(AccessDenied, match="scope"):
+        client(Scope.READ, team=None).submit_job(spec)
+    with pytest.raises(AccessDenied, match="scope"):
+        nlp.review_job(first.job_id, ReviewJob(accepted=True))
+    twin = lab.client.submit_job(spec.model_copy(update={"team": "nlp"}))
+    lab.open.append(twin.job.job_id)
+    assert twin.same_submission == (first.job_id,)
+    assert [e.job_id for e in vision.jobs(team="nlp").jobs] == [twin.job.job_id, first.job_id]
+
+    assert nlp.change_job(first.job_id, "pause").job.state is JobState.PAUSED
+    assert nlp.change_job(first.job_id, "resume").job.state is JobState.QUEUED
+    assert nlp.change_job(first.job_id, "resume").job.state is JobState.QUEUED, "twice"
+    for job_id in (first.job_id, twin.job.job_id):
+        assert lab.client.change_job(job_id, "cancel").job.state is JobState.CANCELLED
+        with pytest.raises(Conflict, match="ended"):
+            lab.client.change_job(job_id, "pause")
+    lab.client.change_job(hold, "cancel")
+    assert lab.jobs("show", hold[:9]).code == 0
+    lab.becomes(hold, JobState.CANCELLED)
+
+
+def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
+    low = lab.submit("--ranks", "4", "--name", "low", steps=60)
+    lab.becomes(low, JobState.RUNNING)
+    wait_until(lambda: lab.job(low).report.checkpoints, 60, "a checkpoint")
+    high = lab.submit("--ranks", "4", "--priority", "10", steps=FOREVER + 1)
+    job = lab.becomes(low, JobState.PREEMPTED)
+    assert high in next(each.reason for each in job.history if each.state == "pausing")
+    saved = lab.step(low)
+    assert saved > 0
+
+    lab.becomes(high, JobState.RUNNING)
+    flow_run = lab.job(high).flow_run_id
+    engines = [each for each in processes_of(lab.stack.state_dir) if _runs(each, flow_run)]
+    assert engines
+    for each in engines:
+        os.kill(each.pid, signal.SIGKILL)
+    wait_until(lambda: lab.job(high).losses == 1, 60, "the lost flow is noticed")
+    lab.becomes(high, JobState.RUNNING)
+    assert lab.job(high).flow_run_id != flow_run
+
+    assert lab.jobs("pause", high).code == 0
+    lab.becomes(high, JobState.PAUSED)
+    done = lab.becomes(low, JobState.SUCCEEDED)
+    assert (done.preemptions, done.report.step) == (1, 60)
+    resumed = [n for n in done.report.notes if "resumed at step" in n]
+    assert resumed, "it went on from its checkpoint"
+    assert lab.jobs("cancel", high).code == 0
+    shown = lab.jobs("show", low)
+    for each in ("preempted", "succeeded", "checkpoint", "rank 0", "prefect", "job-"):
+        assert each in shown.out, shown.out
+    listed = json.loads(lab.jobs("list", "--json").out)
+    assert {low, high} <= {each["job_id"] for each in listed["jobs"]}
+
+
+def _runs(process: psutil.Process, flow_run_id: str | None) -> bool:
+    try:
+        return process.environ().get("PREFECT__FLOW_RUN_ID", "").replace("-", "") == (
+            flow_run_id or "-"
+        ).replace("-", "")
+    except psutil.Error:
+        return False

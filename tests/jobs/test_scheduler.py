@@ -1,0 +1,490 @@
+"""The queue of training jobs: admitted as gangs, followed to their end, whatever dies meanwhile.
+
+The coordinator is a ledger in memory and Prefect a table of flow runs; both keep their promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.config import Profile, load_profile
+from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
+from paceline.jobs import NEXT, JobScheduler, JobTable, changed, parameters_of
+from paceline.schemas import (
+    Accelerator,
+    FlowRunView,
+    Inventory,
+    JobReport,
+    JobState,
+    Labels,
+    StageRecord,
+    SubmitJob,
+    TrainingJob,
+    Worker,
+    digest_of,
+    new_run_id,
+)
+
+S = JobState
+SNAPSHOT = "s3://b/data/snapshots/0"
+
+
+class Ledger:
+    """A leading coordinator with its ledger and its workers."""
+
+    def __init__(self, workers: list[Worker]) -> None:
+        self.records: dict[tuple[str, str], StageRecord] = {}
+        self.term: Any = SimpleNamespace(epoch=1)
+        self.workers = workers
+        self.events: list[dict[str, object]] = []
+
+    def stages(self, stage: str) -> list[StageRecord]:
+        return [each for (name, _), each in self.records.items() if name == stage]
+
+    def save_stage(self, record: StageRecord, _event: object, data: dict[str, object]) -> None:
+        self.records[record.stage, record.input_digest] = record
+        self.events.append(data)
+
+    def read(self, question: Any) -> Any:
+        return question(SimpleNamespace(fleet=SimpleNamespace(workers=lambda: self.workers)))
+
+
+class Flows:
+    """Prefect: one flow run for the same run and parameters, until that ended badly."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, str] = {}  # flow run → state
+        self.given: dict[str, Mapping[str, object]] = {}
+        self.messages: dict[str, str] = {}
+        self.away = False
+        self.refuses = False
+
+    def run(
+        self, flow: str, run_id: str, parameters: Mapping[str, object], attempt: int = 0
+    ) -> FlowRunView:
+        assert flow == "train-model"
+        if self.away:
+            raise ServiceUnavailable("Prefect's server does not answer")
+        if self.refuses:
+            raise InvalidInput("Prefect refuses these parameters")
+        key = digest_of([run_id, dict(parameters), attempt])[:8]
+        for number in range(100):
+            name = f"{key}-{number}"
+            if self.runs.setdefault(name, "SCHEDULED") not in ("FAILED", "CRASHED", "CANCELLED"):
+                self.given[name] = parameters
+                return self.view(name)
+        raise AssertionError
+
+    def view(self, flow_run_id: str, after: int = 0) -> FlowRunView:
+        return FlowRunView(
+            flow_run_id=flow_run_id,
+            flow="train-model",
+            run_id="",
+            state=self.runs[flow_run_id],
+            message=self.messages.get(flow_run_id, ""),
+        )
+
+    def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
+        if self.away:
+            raise ServiceUnavailable("Prefect's server does not answer")
+        return {each: self.runs[each] for each in flow_run_ids if each in self.runs}
+
+    def cancel(self, flow_run_id: str) -> None:
+        if flow_run_id not in self.runs:
+            raise NotFound("no such flow run")
+        self.runs[flow_run_id] = "CANCELLING"
+
+
+def worker(name: str, gpus: int = 0, kind: str = "NVIDIA A100", **labels: str) -> Worker:
+    cards = (Accelerator(kind=kind, count=gpus, memory_bytes=80 << 30),) if gpus else ()
+    return Worker(
+        worker_id=name,
+        hostname=name,
+        labels=Labels(rack=labels.pop("rack", "r1"), others=labels),
+        address=f"{name}:1",
+        available_storage=1,
+        link_mbit=1000,
+        incarnation=1,
+        inventory=Inventory(cores=8, memory_bytes=1, shared_memory_bytes=1, accelerators=cards),
+    )
+
+
+class Queue:
+    """A scheduler, and what happens around it."""
+
+    def __init__(self, *workers: Worker, profile: Profile | None = None) -> None:
+        self.ledger = Ledger(list(workers))
+        self.flows = Flows()
+        self.profile = profile or load_profile("ci")
+        self.now = 1000.0
+        self.lead()
+
+    def lead(self) -> None:
+        """Another replica leads: it knows what the store holds, and nothing else."""
+        self.ledger.term = SimpleNamespace(epoch=self.ledger.term.epoch + 1)
+        self.table = JobTable(self.ledger)  # type: ignore[arg-type]
+        self.scheduler = JobScheduler(
+            self.ledger,  # type: ignore[arg-type]
+            self.table,
+            self.flows,
+            self.profile,
+            wall=lambda: self.now,
+        )
+
+    def submit(self, ranks: int = 2, **more: Any) -> str:
+        resources = {"ranks": ranks} | more.pop("resources", {})
+        seed = len(self.table.jobs()) + 1  # another training
+        spec = SubmitJob.model_validate(
+            {
+                "model_id": "acme/tiny",
+                "version": "1",
+                "data_snapshot": SNAPSHOT,
+                "resources": resources,
+                "seed": seed,
+                **more,
+            }
+        )
+        return self.add(spec).job_id
+
+    def add(self, spec: SubmitJob, **more: Any) -> TrainingJob:
+        run_id = new_run_id()
+        self.now += 0.001
+        return self.table.add(
+            TrainingJob(
+                job_id=f"tj-{digest_of(run_id)[:12]}",
+                submission_id=digest_of(spec.model_dump(mode="json")),
+                spec=spec,
+                run_id=run_id,
+                state=S.QUEUED,
+                created_at=self.now,
+                updated_at=self.now,
+                **more,
+            )
+        )
+
+    def look(self, rounds: int = 1, seconds: float = 1.0) -> None:
+        for _ in range(rounds):
+            self.now += seconds
+            self.scheduler.look()
+
+    def job(self, job_id: str) -> TrainingJob:
+        return self.table.job(job_id)
+
+    def state(self, job_id: str) -> JobState:
+        return self.job(job_id).state
+
+    def flow_of(self, job_id: str) -> str:
+        return self.job(job_id).flow_run_id or ""
+
+    def ends(self, job_id: str, state: str, message: str = "") -> None:
+        """The job's flow run ends so in Prefect."""
+        self.flows.runs[self.flow_of(job_id)] = state
+        self.flows.messages[self.flow_of(job_id)] = message
+
+    def report(self, job_id: str, **more: Any) -> None:
+        """The job's flow reports."""
+        flow_run_id = self.flow_of(job_id)
+        self.table.report(job_id, JobReport(at=self.now, flow_run_id=flow_run_id, **more))
+
+    def ask(self, job_id: str, wanted: str, state: JobState) -> None:
+        """A person pauses or cancels it."""
+        self.table.change(job_id, lambda job: changed(job, state, self.now, wanted, wanted=wanted))
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue(*(worker(f"node-{each}") for each in range(4)))
+
+
+def test_a_job_goes_through_its_states_and_its_flow_gets_the_gangs_nodes(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    assert queue.state(job_id) is S.STARTING
+    given = queue.flows.given[queue.flow_of(job_id)]
+    assert given["job_id"] == job_id
+    assert given["nodes"] == sorted(queue.job(job_id).placement.hosts)  # type: ignore[union-attr]
+    queue.report(job_id, step=3, steps=10)
+    queue.look()
+    assert queue.state(job_id) is S.RUNNING
+    queue.ends(job_id, "COMPLETED")
+    queue.look()
+    job = queue.job(job_id)
+    assert (job.state, job.placement, job.ended_at) == (S.SUCCEEDED, None, queue.now)
+    assert [each.state for each in job.history] == ["admitted", "starting", "running", "succeeded"]
+    assert [each["state"] for each in queue.ledger.events if each["job_id"] == job_id] == [
+        "queued", "admitted", "starting", "running", "succeeded",
+    ]  # fmt: skip
+
+
+def test_two_gangs_never_share_a_node_and_the_second_waits_with_a_reason(queue: Queue) -> None:
+    first, second = queue.submit(3), queue.submit(2)
+    queue.look(3)
+    assert queue.state(second) is S.QUEUED
+    assert "2" in queue.job(second).reason
+    queue.ends(first, "COMPLETED")
+    queue.look(2)
+    assert queue.state(second) is S.STARTING
+
+
+def test_an_identical_job_waits_for_the_first_and_both_are_told(queue: Queue) -> None:
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    first = queue.add(spec).job_id
+    second = queue.add(spec.model_copy(update={"team": "b", "priority": 9})).job_id
+    queue.look(2)
+    # The one of higher priority begins; they would write the same checkpoints.
+    holding = [each for each in (first, second) if queue.state(each).holds_hosts]
+    assert len(holding) == 1
+    (other,) = {first, second} - {*holding}
+    assert f"waiting for {holding[0]}, which trains the same" in queue.job(other).reason
+    queue.ends(holding[0], "COMPLETED")
+    queue.look(2)
+    assert queue.state(other) is S.STARTING
+
+
+@pytest.mark.parametrize("ending", ["CRASHED", "FAILED"])
+def test_a_lost_flow_is_started_again_and_a_job_that_never_works_fails(
+    queue: Queue, ending: str
+) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    seen = set()
+    for _ in range(3):
+        seen.add(queue.flow_of(job_id))
+        queue.ends(job_id, ending, "Flow run encountered an exception: WorkerLost: node-1 is gone")
+        queue.look(2)
+        assert queue.state(job_id) is S.STARTING
+    assert len(seen | {queue.flow_of(job_id)}) == 4
+    queue.ends(job_id, ending, "exception: WorkerLost: node-1 is gone")
+    queue.look(2)
+    assert queue.state(job_id) is S.FAILED
+    assert "ended 4 times" in queue.job(job_id).reason
+    assert "node-1 is gone" in queue.job(job_id).reason
+
+
+def test_a_permanent_failure_is_not_tried_again(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.ends(job_id, "FAILED", "Flow run encountered an exception: InvalidInput: no such column")
+    queue.look(3)
+    assert queue.state(job_id) is S.FAILED
+    assert "no such column" in queue.job(job_id).reason
+
+
+def test_a_flow_that_falls_silent_is_lost_though_prefect_says_running(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    before = queue.flow_of(job_id)
+    queue.flows.runs[before] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    queue.look(1, seconds=29)
+    assert queue.state(job_id) is S.RUNNING
+    queue.look(2, seconds=5)
+    assert queue.flows.runs[before] == "CANCELLING"
+    assert queue.job(job_id).losses == 1
+    assert queue.job(job_id).report is not None  # its checkpoints are still shown
+
+
+def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.flows.runs[queue.flow_of(job_id)] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    queue.look()
+    queue.now += 300  # no leader for five minutes
+    queue.lead()
+    queue.look(10)
+    assert queue.state(job_id) is S.RUNNING
+    assert len(queue.flows.runs) == 1
+
+
+def test_a_leader_that_dies_between_reservation_and_start_starts_one_flow(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.flows.away = True
+    queue.look()
+    assert queue.state(job_id) is S.ADMITTED
+    reserved = queue.job(job_id).placement
+    queue.flows.away = False
+    run = queue.job(job_id)
+    queue.flows.run("train-model", run.run_id, parameters_of(run), 1)  # started, and not recorded
+    queue.lead()
+    queue.look(2)
+    assert queue.state(job_id) is S.STARTING
+    assert queue.job(job_id).placement == reserved
+    assert len(queue.flows.runs) == 1
+
+
+def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.look()
+    assert queue.flows.runs[queue.flow_of(job_id)] == "CANCELLING"
+    queue.look(3)
+    assert queue.state(job_id) is S.PAUSING  # its ranks are saving
+    queue.ends(job_id, "CANCELLED")
+    queue.look()
+    assert queue.state(job_id) is S.PAUSED
+    other = queue.submit(3)
+    queue.look(2)
+    assert queue.state(other) is S.STARTING
+    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.ends(other, "COMPLETED")
+    queue.look(2)
+    assert queue.state(job_id) is S.STARTING
+    assert queue.job(job_id).attempt == 2
+
+
+def test_a_job_that_finishes_while_it_is_asked_to_pause_has_succeeded(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.ends(job_id, "COMPLETED")
+    queue.look()
+    assert queue.state(job_id) is S.SUCCEEDED
+
+
+def test_a_higher_priority_preempts_and_the_victim_comes_back_by_itself(queue: Queue) -> None:
+    low = queue.submit(4, priority=0)
+    queue.look(2)
+    queue.report(low, step=7, steps=100)
+    high = queue.submit(4, priority=50)
+    queue.look(2)
+    assert queue.state(low) is S.PAUSING
+    assert high in queue.job(low).reason
+    queue.ends(low, "CANCELLED")
+    queue.look(2)
+    assert (queue.state(low), queue.state(high)) == (S.PREEMPTED, S.STARTING)
+    assert queue.job(low).preemptions == 1
+    queue.ends(high, "COMPLETED")
+    queue.look(2)
+    assert queue.state(low) is S.STARTING
+
+
+def test_a_cancel_in_prefects_page_cancels_the_job(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.flows.runs[queue.flow_of(job_id)] = "CANCELLING"
+    queue.look()
+    assert queue.state(job_id) is S.CANCELLING
+    queue.ends(job_id, "CANCELLED")
+    queue.look()
+    assert (queue.state(job_id), queue.job(job_id).reason) == (S.CANCELLED, "cancelled in Prefect")
+
+
+def test_bad_data_needs_a_review(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.report(job_id, step=9, steps=9, outcome="succeeded", review="passed over: 2 shards")
+    queue.look()
+    assert queue.state(job_id) is S.NEEDS_REVIEW
+    assert "2 shards" in queue.job(job_id).reason
+    queue.look(3)
+    assert queue.state(job_id) is S.NEEDS_REVIEW
+
+
+def test_parameters_that_prefect_refuses_fail_the_job_and_free_its_nodes(queue: Queue) -> None:
+    queue.flows.refuses = True
+    job_id = queue.submit(4)
+    queue.look()
+    assert queue.state(job_id) is S.FAILED
+    queue.flows.refuses = False
+    other = queue.submit(4)
+    queue.look()
+    assert queue.state(other) is S.STARTING
+
+
+def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> None:
+    first = queue.submit(3)
+    queue.look()
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    for _ in range(40):
+        queue.report(mine)
+        queue.look()
+    assert queue.state(mine) is S.QUEUED
+    queue.ends(first, "COMPLETED")
+    queue.look()
+    assert queue.state(mine) is S.ADMITTED
+    queue.report(mine)
+    queue.look()
+    assert queue.state(mine) is S.STARTING
+    queue.submit(4, priority=100)
+    queue.report(mine, step=1, steps=2)
+    queue.look(3)
+    assert queue.state(mine) is S.RUNNING
+    queue.report(mine, outcome="succeeded")
+    queue.look()
+    assert queue.state(mine) is S.SUCCEEDED
+
+
+def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
+    queue.submit(4)
+    queue.look()
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.report(mine)
+    queue.look(3, seconds=15)
+    assert queue.state(mine) is S.FAILED
+    assert "start it again" in queue.job(mine).reason
+
+
+def test_a_report_of_an_earlier_flow_run_is_left_out(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.table.report(job_id, JobReport(at=queue.now, flow_run_id="older", outcome="failed"))
+    queue.look()
+    assert queue.state(job_id) is S.STARTING
+
+
+def test_accelerators_labels_and_a_part_of_a_kinds_name_choose_the_hosts() -> None:
+    queue = Queue(
+        worker("cpu-0"),
+        worker("a-0", 8, capacity="spot"),
+        worker("a-1", 8),
+        worker("h-0", 8, "NVIDIA H100 80GB HBM3"),
+    )
+    ours = {"training.ranks_per_node": 0}
+    wanted = {
+        "h-0": {"accelerator": "h100"},
+        "a-0": {"accelerator": "a100", "capacity": "spot"},
+        "a-1": {"accelerator": "A100", "capacity": "on-demand", "memory_bytes": 80 << 30},
+    }
+    for host, resources in wanted.items():
+        job_id = queue.submit(8, resources=resources, parameters=ours)
+        queue.look()
+        placement = queue.job(job_id).placement
+        assert placement is not None, queue.job(job_id).reason
+        assert (placement.hosts, placement.level) == ({host: 8}, "host")
+
+
+def test_a_team_over_its_quota_waits() -> None:
+    profile = load_profile("ci", {"jobs.quotas.nlp.slots": "2", "jobs.quotas.nlp.borrow": "0"})
+    queue = Queue(*(worker(f"node-{each}") for each in range(4)), profile=profile)
+    first, second = queue.submit(2, team="nlp"), queue.submit(1, team="nlp")
+    queue.look(2)
+    assert queue.state(first) is S.STARTING
+    assert queue.state(second) is S.QUEUED
+    assert "quota" in queue.job(second).reason
+
+
+def test_changes_that_may_not_follow_are_refused(queue: Queue) -> None:
+    job = queue.job(queue.submit(2))
+    for state in NEXT[S.QUEUED]:
+        assert changed(job, state, 1.0).state is state
+    for state in set(S) - NEXT[S.QUEUED]:
+        with pytest.raises(Conflict, match="cannot become"):
+            changed(job, state, 1.0)
+    for final in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
+        assert not NEXT[final]
+
+
+def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> None:
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    job = queue.add(spec)
+    assert queue.table.add(job) == job
+    with pytest.raises(Conflict, match="idempotency"):
+        queue.table.add(job.model_copy(update={"submission_id": "0" * 64}))
