@@ -104,8 +104,8 @@ def test_what_can_never_run_is_refused_at_once(lab: Lab) -> None:
     lab.refused(2, model, version, *data, "--code-ref", "os:system", said=("not pinned",))
     lab.refused(2, model, version, "--snapshot", "/etc", said=("by URL",))
     gone = ("--snapshot", lab.snapshot[:-4] + "0000")
-    lab.refused(66, model, version, *gone, said=("no such data snapshot",))
-    lab.refused(66, model, "77", *data, said=("no such published model", "77"))
+    lab.refused(1, model, version, *gone, said=("no such data snapshot",))
+    lab.refused(1, model, "77", *data, said=("no such published model", "77"))
     assert not lab.client.jobs(["queued"]).jobs
     assert time.monotonic() - began < 60
 

@@ -264,13 +264,11 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
 
 
 def _of_team(spec: SubmitJob) -> SubmitJob:
-    """Return ``spec`` for the team that the caller's token is bound to, if it is."""
+    """Return ``spec`` with its team: the one that the caller's token is bound to, if it is."""
     bound = current_caller().team
-    if bound is None:
-        return spec
-    if "team" in spec.model_fields_set:
+    if spec.team:
         _require_team(spec.team)
-    return spec.model_copy(update={"team": bound})
+    return spec.model_copy(update={"team": spec.team or bound or "default"})
 
 
 def _require_team(team: str) -> None:

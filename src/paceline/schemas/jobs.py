@@ -108,7 +108,7 @@ class SubmitJob(Record):
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control
     continue_from: Annotated[str, StringConstraints(max_length=128)] = ""  # a finished training
     name: Text = Field(default="", max_length=100)
-    team: Team = "default"
+    team: Team | Literal[""] = ""  # "": the token's, else "default"
     project: Text = Field(default="", max_length=100)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
 
