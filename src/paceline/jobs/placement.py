@@ -1,0 +1,227 @@
+"""Places one gang: which hosts hold its ranks, and how near to each other.
+
+A gang runs on hosts of one kind, all of its ranks or none. The placement is the smallest unit that
+holds it: one host, else one domain, one rack, one zone, the fleet; among equal units the one with
+the fewest slots left over. Pure functions on numbers of free slots: which slots a gang may take,
+and when, is decided in ``admission``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from paceline.errors import InvalidInput
+
+Level = Literal["host", "domain", "rack", "zone", "fleet"]
+LEVELS: tuple[str, ...] = get_args(Level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A node as its agent reports it."""
+
+    name: str
+    slots: int  # ranks that it holds at once: its accelerators, 1 for a CPU host
+    kind: str = "cpu"  # accelerator kind
+    memory_bytes: int = 0  # of each accelerator
+    domain: str = ""  # NVLink or InfiniBand domain; "": none. Domains and racks lie in one zone
+    rack: str = ""
+    zone: str = ""
+    pool: str = "on-demand"  # or "spot"
+
+    def __post_init__(self) -> None:
+        """Raise InvalidInput for a host without a name or with fewer than 0 slots."""
+        check(bool(self.name), "a host has no name", "", "a name", "host")
+        check(self.slots >= 0, "a host's slots are negative", self.slots, "0 or more", self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gang:
+    """What a job asks for: all of its ranks at once."""
+
+    job_id: str
+    team: str
+    priority: int  # higher first
+    queued_at: float  # seconds; when the job was first submitted (kept over preemptions)
+    ranks: int
+    kind: str = ""  # "": any, but all hosts of one gang are of one kind
+    min_memory_bytes: int = 0
+    pool: str = ""  # "": any
+    within: Level = "fleet"  # must fit inside one of these
+    ranks_per_host: int = 0  # exactly so many (the last host may hold fewer); 0: up to its slots
+
+    def __post_init__(self) -> None:
+        """Raise InvalidInput for values that no fleet could serve."""
+        where = f"job {self.job_id}"
+        check(bool(self.job_id), "a gang has no job id", "", "an id", "gang")
+        check(self.ranks >= 1, "a gang needs ranks", self.ranks, "ranks >= 1", where)
+        check(
+            self.within in LEVELS,
+            "a gang's limit of distance is unknown",
+            self.within,
+            f"within = {', '.join(LEVELS)}",
+            where,
+        )
+        check(
+            self.ranks_per_host >= 0,
+            "a gang's ranks per host are negative",
+            self.ranks_per_host,
+            "ranks_per_host >= 0",
+            where,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a gang runs: the ranks of each host, and the smallest unit that holds all of them.
+
+    ``score`` is the share of that unit's free slots which the gang takes, above 0 and at most 1:
+    at 1.0 nothing is left over, a low score is a loose fit.
+    """
+
+    hosts: Mapping[str, int]
+    level: str  # host, domain, rack, zone or fleet
+    score: float
+
+
+def check(valid: bool, what: str, got: object, wanted: str, where: str) -> None:
+    """Raise InvalidInput with these parts unless ``valid``."""
+    if not valid:
+        raise InvalidInput(what, got=got, wanted=wanted, where=where)
+
+
+Unit = tuple[str, ...]  # a host, domain, rack, zone or the fleet; () where a host has no such label
+
+
+def unit_of(host: Host, level: str) -> Unit:
+    """Return the unit of ``level`` that ``host`` is in; equal labels in two zones are two units."""
+    if level == "host":
+        return (host.name,)
+    if level == "fleet":
+        return ("fleet",)
+    if level == "zone":
+        return (host.zone,) if host.zone else ()
+    label = host.domain if level == "domain" else host.rack
+    return (host.zone, label) if label else ()
+
+
+class Demand:
+    """The hosts that gangs of one shape (kind, memory, pool, within, ranks per host) can use.
+
+    Gangs of the same shape share it for a round, so that a round costs little a gang.
+    """
+
+    def __init__(self, hosts: Iterable[Host], gang: Gang) -> None:
+        self.within = LEVELS.index(gang.within)
+        self.ranks_per_host = gang.ranks_per_host
+        by_kind: dict[str, list[Host]] = {}
+        for host in sorted(hosts, key=lambda host: host.name):
+            if (
+                host.slots >= 1
+                and gang.kind in ("", host.kind)
+                and gang.pool in ("", host.pool)
+                and host.memory_bytes >= gang.min_memory_bytes
+                and unit_of(host, gang.within)
+            ):
+                by_kind.setdefault(host.kind, []).append(host)
+        self.kinds = dict(sorted(by_kind.items()))
+        self.names = frozenset(host.name for each in by_kind.values() for host in each)
+        # Per kind and level up to ``within``: every unit's hosts.
+        self.units = {
+            kind: [_units(members, level) for level in LEVELS[: self.within + 1]]
+            for kind, members in self.kinds.items()
+        }
+
+    def per_host(self, ranks: int) -> int:
+        """Return how many slots a host must have for ``ranks`` of a gang; 0: any number."""
+        return min(self.ranks_per_host, ranks)
+
+    def capacity(self, members: Sequence[Host], ranks: int, slots: Mapping[str, int]) -> int:
+        """Return how many ranks of a gang of ``ranks`` the ``slots`` of these hosts hold."""
+        per_host = self.per_host(ranks)
+        if not per_host:
+            return sum(slots[host.name] for host in members)
+        return per_host * sum(slots[host.name] >= per_host for host in members)
+
+    def most(self, ranks: int, slots: Mapping[str, int]) -> int:
+        """Return how many ranks the best unit holds at the level that the gang must fit inside."""
+        return max(
+            (
+                self.capacity(members, ranks, slots)
+                for levels in self.units.values()
+                for members in levels[-1].values()
+            ),
+            default=0,
+        )
+
+    def place(self, ranks: int, slots: Mapping[str, int]) -> Placement | None:
+        """Return where ``ranks`` fit in the free ``slots`` of each host, or None."""
+        best: tuple[int, int, str, Unit] | None = None  # level, left over, kind, unit
+        for kind, levels in self.units.items():
+            if self.capacity(self.kinds[kind], ranks, slots) < ranks:
+                continue
+            for number, units in enumerate(levels):
+                if best is not None and number > best[0]:
+                    break
+                fits = [
+                    (number, sum(slots[host.name] for host in members) - ranks, kind, unit)
+                    for unit, members in units.items()
+                    if self.capacity(members, ranks, slots) >= ranks
+                ]
+                if fits:
+                    best = min(fits) if best is None else min(best, *fits)
+                    break
+        if best is None:
+            return None
+        number, over, kind, unit = best
+        held = self._fill(self.units[kind][number][unit], number, ranks, slots)
+        return Placement(
+            hosts=dict(sorted(held.items())),
+            level=LEVELS[number],
+            score=round(ranks / (ranks + over), 3),
+        )
+
+    def _fill(
+        self, members: Sequence[Host], number: int, ranks: int, slots: Mapping[str, int]
+    ) -> dict[str, int]:
+        """Return the ranks of each host: few units of every level below, the last one tight."""
+        if number == 0:
+            return {members[0].name: ranks}
+        parts = [
+            (self.capacity(part, ranks, slots), unit, part)
+            for unit, part in _parts(members, LEVELS[number - 1]).items()
+        ]
+        parts.sort(key=lambda part: (-part[0], part[1]))
+        held: dict[str, int] = {}
+        for at, (holds, _, part) in enumerate(parts):
+            if holds < ranks:
+                held |= self._fill(part, number - 1, holds, slots) if holds else {}
+                ranks -= holds
+                continue
+            tightest = min(
+                (each for each in parts[at:] if each[0] >= ranks), key=lambda part: part[:2]
+            )
+            return held | self._fill(tightest[2], number - 1, ranks, slots)
+        raise AssertionError("a unit without enough slots was chosen")
+
+
+def _units(members: Iterable[Host], level: str) -> dict[Unit, list[Host]]:
+    """Return the hosts of every unit of ``level``; those without such a label are left out."""
+    units = group(members, lambda host: unit_of(host, level))
+    units.pop((), None)
+    return dict(sorted(units.items()))
+
+
+def _parts(members: Iterable[Host], level: str) -> dict[Unit, list[Host]]:
+    """Return ``members`` by unit of ``level``; a host without a label there is a unit alone."""
+    return group(members, lambda host: unit_of(host, level) or ("", "", host.name))
+
+
+def group(things: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+    """Return ``things`` by their ``key``, in their order."""
+    found: dict[Any, list[Any]] = {}
+    for thing in things:
+        found.setdefault(key(thing), []).append(thing)
+    return found
