@@ -26,8 +26,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from paceline.jobs.placement import (
     Demand,
@@ -35,12 +36,14 @@ from paceline.jobs.placement import (
     Host,
     Placement,
     check,
+    describe,
     group,
 )
 from paceline.jobs.preemption import Candidate, Reservation, choose_victims, cost
 
 HOLD_AFTER_S = 600.0  # a blocked gang that waited so long keeps hosts free
 OVERDUE_AFTER_S = 86_400.0  # a gang that waited so long goes before the share of its team
+_Thing = TypeVar("_Thing")
 _NAMED = 3  # gangs named in a reason; the others are a count
 
 
@@ -86,17 +89,19 @@ def decide(
     gang leaves slots of its hosts unused. Reservations on hosts that are not in ``hosts`` (lost
     nodes) count in the quota alone. Raises InvalidInput for a host or a job that is there twice.
     """
-    fleet = {host.name: host for host in sorted(hosts := tuple(hosts), key=lambda each: each.name)}
-    jobs = sorted(waiting := tuple(waiting), key=lambda gang: gang.job_id)
-    held = sorted(running := tuple(running), key=lambda each: each.gang.job_id)
-    check(len(fleet) == len(hosts), "a host is there twice", len(hosts), "different names", "hosts")
-    for what, ids in (
-        ("waiting", {gang.job_id for gang in jobs}),
-        ("running", {each.gang.job_id for each in held}),
-    ):
-        total = len(waiting if what == "waiting" else running)
-        check(len(ids) == total, f"a {what} job is there twice", total, "different ids", what)
-    return _Round(fleet, held, quotas, now, whole_hosts).run(jobs)
+    fleet = _by_id(hosts, lambda host: host.name, "host")
+    jobs = _by_id(waiting, lambda gang: gang.job_id, "waiting job")
+    held = _by_id(running, lambda each: each.gang.job_id, "running job")
+    return _Round(fleet, held, quotas, now, whole_hosts).run(tuple(jobs.values()))
+
+
+def _by_id(things: Iterable[_Thing], key: Callable[[_Thing], str], what: str) -> dict[str, _Thing]:
+    """Return things by their id, in the order of the ids: nothing depends on the input's order."""
+    found: dict[str, _Thing] = {}
+    for thing in sorted(things, key=key):
+        check(key(thing) not in found, f"a {what} is there twice", key(thing), "one", "admission")
+        found[key(thing)] = thing
+    return found
 
 
 def why_never(hosts: Iterable[Host], gang: Gang, quotas: Mapping[str, Quota]) -> str:
@@ -121,10 +126,10 @@ def _why_never(
     demand = Demand(hosts, gang) if demand is None else demand
     if not demand.names:
         kinds = ", ".join(sorted({host.kind for host in hosts})) or "none"
-        return f"no host is {_wanted(gang)}; kinds of the fleet: {kinds}"
+        return f"no host can hold a rank of {describe(gang)}; kinds of the fleet: {kinds}"
     most = demand.most(gang.ranks, slots)
     if most < gang.ranks:
-        return f"it needs {_needed(gang)}; at most {most} are there"
+        return f"it needs {describe(gang)}; at most {most} are there"
     return ""
 
 
@@ -152,7 +157,7 @@ class _Round:
     def __init__(
         self,
         fleet: Mapping[str, Host],
-        running: Sequence[Reservation],
+        running: Mapping[str, Reservation],
         quotas: Mapping[str, Quota],
         now: float,
         whole_hosts: bool,
@@ -165,7 +170,7 @@ class _Round:
         self.stays: dict[str, set[str]] = defaultdict(set)  # host → running jobs that stay there
         self.used: dict[str, int] = defaultdict(int)  # team → slots, and those promised to it
         self.leaving: dict[str, int] = defaultdict(int)  # team → slots that become free soon
-        self.running = {each.gang.job_id: each for each in running}
+        self.running = running
         self.holding: set[str] = set()  # hosts that a gang keeps free until it fits
         self.waiting_for: set[str] = set()  # hosts that such gangs can use
         self.demands: dict[tuple[object, ...], Demand] = {}
@@ -174,7 +179,7 @@ class _Round:
         self.preempted: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
         self.blocked: dict[str, list[tuple[int, str]]] = defaultdict(list)  # kind → earlier gangs
-        for each in running:
+        for each in running.values():
             (self.leaving if each.ending else self.used)[each.gang.team] += each.gang.ranks
             for name, ranks in each.hosts.items():
                 if name not in fleet:
@@ -183,7 +188,7 @@ class _Round:
                 if not each.ending:
                     self.stays[name].add(each.gang.job_id)
                     self.soon[name] = 0 if whole_hosts else max(0, self.soon[name] - ranks)
-        staying = [each.gang for each in running if not each.ending]
+        staying = [each.gang for each in running.values() if not each.ending]
         self.within_quota: set[str] = set()
         for team, gangs in group(staying, lambda gang: gang.team).items():
             self.within_quota |= _covered(gangs, _quota_of(team, quotas).slots)
@@ -196,20 +201,21 @@ class _Round:
         for team, gangs in group(possible, lambda gang: gang.team).items():
             covered |= _covered(gangs, _quota_of(team, self.quotas).slots - self.used[team])
             queues[team] = sorted(
-                gangs, key=lambda gang: (gang.job_id in covered, *_reverse(gang)), reverse=True
+                gangs, key=lambda gang: (gang.job_id not in covered, *_team_order(gang))
             )
         heads = [self._head(queue, covered) for queue in queues.values()]
         heapq.heapify(heads)
         number = 0
         while heads:
-            gang = queues[heapq.heappop(heads)[-1]].pop(0)
+            _, team = heapq.heappop(heads)
+            gang = queues[team].pop(0)
             reason = self._handle(gang, gang.job_id in covered)
             if reason:
                 self.reasons[gang.job_id] = reason + self._ahead(gang)
                 self.blocked[gang.kind].append((number, gang.job_id))
             number += 1
-            if queues[gang.team]:
-                heapq.heappush(heads, self._head(queues[gang.team], covered))
+            if queues[team]:
+                heapq.heappush(heads, self._head(queues[team], covered))
         return Decision(
             admitted=dict(sorted(self.admitted.items())),
             preempted=dict(sorted(self.preempted.items())),
@@ -227,14 +233,14 @@ class _Round:
             self.reasons[gang.job_id] = reason
         return not reason
 
-    def _head(self, queue: Sequence[Gang], covered: set[str]) -> tuple[object, ...]:
+    def _head(self, queue: Sequence[Gang], covered: set[str]) -> tuple[tuple[object, ...], str]:
         """Return the place in the whole queue of the first gang of a team; the lowest is next."""
         gang = queue[0]
         overdue = self.now - gang.queued_at >= OVERDUE_AFTER_S
         quota = _quota_of(gang.team, self.quotas).slots
         share = -1.0 if overdue else self.used[gang.team] / max(1, quota)
         borrows = gang.job_id not in covered
-        return (borrows, -gang.priority, share, gang.queued_at, gang.job_id, gang.team)
+        return (borrows, -gang.priority, share, gang.queued_at, gang.job_id), gang.team
 
     def _handle(self, gang: Gang, covered: bool) -> str:
         """Admit the gang, promise it slots that become free, or return why it is blocked."""
@@ -428,7 +434,7 @@ class _Round:
         return True
 
     def _missing(self, demand: Demand, gang: Gang) -> str:
-        return f"waiting for {_needed(gang)}; {demand.most(gang.ranks, self.free)} free"
+        return f"waiting for {describe(gang)}; {demand.most(gang.ranks, self.free)} free"
 
     def _ahead(self, gang: Gang) -> str:
         """Return the text that names earlier blocked gangs which may want the same hosts."""
@@ -445,10 +451,6 @@ def _shape(gang: Gang) -> tuple[object, ...]:
     return (gang.kind, gang.min_memory_bytes, gang.pool, gang.within, gang.ranks_per_host)
 
 
-def _reverse(gang: Gang) -> tuple[object, ...]:
-    return (gang.priority, -gang.queued_at, gang.job_id)
-
-
 def _enough_hosts(demand: Demand, gang: Gang, ordered: Sequence[Host]) -> list[Host]:
     """Return the first hosts that hold the gang once they are empty."""
     found, ranks = [], gang.ranks
@@ -460,22 +462,6 @@ def _enough_hosts(demand: Demand, gang: Gang, ordered: Sequence[Host]) -> list[H
             found.append(host)
             ranks -= per_host or host.slots
     return found
-
-
-def _wanted(gang: Gang) -> str:
-    """Return the hosts that a gang asks for, as text."""
-    memory = f" with {gang.min_memory_bytes / 1e9:g} GB" if gang.min_memory_bytes else ""
-    pool = f" ({gang.pool})" if gang.pool else ""
-    inside = f" in a {gang.within}" if gang.within not in ("host", "fleet") else ""
-    return f"{gang.kind or 'of any kind'}{memory}{pool}{inside}"
-
-
-def _needed(gang: Gang) -> str:
-    memory = f" with {gang.min_memory_bytes / 1e9:g} GB" if gang.min_memory_bytes else ""
-    pool = f" ({gang.pool})" if gang.pool else ""
-    inside = "" if gang.within == "fleet" else f" in one {gang.within}"
-    per_host = f", {gang.ranks_per_host} per host" if gang.ranks_per_host else ""
-    return f"{gang.ranks} x {gang.kind or 'any kind'}{memory}{pool}{inside}{per_host}"
 
 
 def _named(jobs: Sequence[str], total: int) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from paceline.errors import InvalidInput
 
 Level = Literal["host", "domain", "rack", "zone", "fleet"]
+_Thing = TypeVar("_Thing")
+_Key = TypeVar("_Key")
 LEVELS: tuple[str, ...] = get_args(Level)
 
 
@@ -84,6 +86,15 @@ class Placement:
     hosts: Mapping[str, int]
     level: str  # host, domain, rack, zone or fleet
     score: float
+
+
+def describe(gang: Gang) -> str:
+    """Return what the gang asks for, for people: "8 x a100 in one rack"."""
+    memory = f" with {gang.min_memory_bytes / 1e9:g} GB" if gang.min_memory_bytes else ""
+    pool = f" ({gang.pool})" if gang.pool else ""
+    inside = "" if gang.within == "fleet" else f" in one {gang.within}"
+    per_host = f", {gang.ranks_per_host} per host" if gang.ranks_per_host else ""
+    return f"{gang.ranks} x {gang.kind or 'any kind'}{memory}{pool}{inside}{per_host}"
 
 
 def check(valid: bool, what: str, got: object, wanted: str, where: str) -> None:
@@ -219,9 +230,9 @@ def _parts(members: Iterable[Host], level: str) -> dict[Unit, list[Host]]:
     return group(members, lambda host: unit_of(host, level) or ("", "", host.name))
 
 
-def group(things: Iterable[Any], key: Callable[[Any], Any]) -> dict[Any, list[Any]]:
+def group(things: Iterable[_Thing], key: Callable[[_Thing], _Key]) -> dict[_Key, list[_Thing]]:
     """Return ``things`` by their ``key``, in their order."""
-    found: dict[Any, list[Any]] = {}
+    found: dict[_Key, list[_Thing]] = {}
     for thing in things:
         found.setdefault(key(thing), []).append(thing)
     return found
