@@ -34,6 +34,7 @@ from paceline.jobs.placement import (
     Demand,
     Gang,
     Host,
+    Names,
     Placement,
     check,
     describe,
@@ -107,15 +108,11 @@ def _by_id(things: Iterable[_Thing], key: Callable[[_Thing], str], what: str) ->
 def why_never(hosts: Iterable[Host], gang: Gang, quotas: Mapping[str, Quota]) -> str:
     """Return why no state of these hosts could ever hold the gang, or "" where one could."""
     hosts = tuple(hosts)
-    return _why_never(hosts, {host.name: host.slots for host in hosts}, gang, quotas, None)
+    return _why_never(hosts, gang, quotas, Demand(hosts, gang))
 
 
 def _why_never(
-    hosts: Sequence[Host],
-    slots: Mapping[str, int],
-    gang: Gang,
-    quotas: Mapping[str, Quota],
-    demand: Demand | None,
+    hosts: Sequence[Host], gang: Gang, quotas: Mapping[str, Quota], demand: Demand
 ) -> str:
     quota = _quota_of(gang.team, quotas)
     if gang.ranks > quota.most:
@@ -123,11 +120,10 @@ def _why_never(
             f"it needs {gang.ranks} slots; team {gang.team} may hold {quota.most:.0f} "
             f"({quota.slots} of its quota and {quota.borrow} borrowed)"
         )
-    demand = Demand(hosts, gang) if demand is None else demand
-    if not demand.names:
+    if not demand.hosts:
         kinds = ", ".join(sorted({host.kind for host in hosts})) or "none"
         return f"no host can hold a rank of {describe(gang)}; kinds of the fleet: {kinds}"
-    most = demand.most(gang.ranks, slots)
+    most = demand.most_of_all(gang.ranks)
     if most < gang.ranks:
         return f"it needs {describe(gang)}; at most {most} are there"
     return ""
@@ -175,6 +171,7 @@ class _Round:
         self.waiting_for: set[str] = set()  # hosts that such gangs can use
         self.demands: dict[tuple[object, ...], Demand] = {}
         self.too_many: dict[tuple[object, ...], int] = {}  # a search → ranks that did not fit
+        self.most_free: dict[tuple[object, ...], int] = {}  # a search → ranks that fit now
         self.admitted: dict[str, Placement] = {}
         self.preempted: dict[str, str] = {}
         self.reasons: dict[str, str] = {}
@@ -227,7 +224,7 @@ class _Round:
         if gang.job_id in self.running:
             reason = "its earlier run still holds slots"
         else:
-            never = _why_never(self.hosts, self.slots, gang, self.quotas, self._demand(gang))
+            never = _why_never(self.hosts, gang, self.quotas, self._demand(gang))
             reason = never and f"it can never start: {never}"
         if reason:
             self.reasons[gang.job_id] = reason
@@ -297,6 +294,7 @@ class _Round:
     def _take(self, gang: Gang, placement: Placement) -> None:
         """Give the slots to the gang, now or once they are free."""
         self.used[gang.team] += gang.ranks
+        self.most_free.clear()
         for name, ranks in placement.hosts.items():
             self.soon[name] = 0 if self.whole_hosts else self.soon[name] - ranks
             self.free[name] = min(self.free[name], self.soon[name])
@@ -316,13 +314,13 @@ class _Round:
         here: dict[str, list[Candidate]] = defaultdict(list)  # host → candidates there
         for candidate in lawful:
             for name in candidate.reservation.hosts:
-                if name in demand.names and name not in self.holding:
+                if name in demand.hosts and name not in self.holding:
                     here[name].append(candidate)
         own = [each for each in lawful if each.reservation.gang.team == gang.team]
         best: list[Candidate] | None = None
         for levels in demand.units.values() if lawful else ():
-            for members in levels[-1].values():
-                found = self._victims_inside(demand, gang, members, here, own, over)
+            for names in levels[-1].values():
+                found = self._victims_inside(demand, gang, names, here, own, over)
                 if found is not None and (best is None or cost(found) < cost(best)):
                     best = found
         if best is None:
@@ -343,17 +341,17 @@ class _Round:
         self,
         demand: Demand,
         gang: Gang,
-        members: Sequence[Host],
+        unit: Names,
         here: Mapping[str, list[Candidate]],
         own: Sequence[Candidate],
         over: float,
     ) -> list[Candidate] | None:
         """Return the victims with which the gang fits in one unit and in its team's quota."""
-        names = {host.name for host in members if host.name in here}
+        names = set(here).intersection(unit)
         candidates = {each.order: each for name in names for each in here[name]}
         if over > 0:
             candidates |= {each.order: each for each in own}
-        free = demand.capacity(members, gang.ranks, self.soon)
+        free = demand.capacity(unit, gang.ranks, self.soon)
 
         def gained(victims: Sequence[Candidate]) -> int:
             leaving: dict[str, int] = defaultdict(int)
@@ -370,8 +368,8 @@ class _Round:
                     after = min(host.slots, soon + ranks)
                 else:
                     after = host.slots if counts[name] == len(self.stays[name]) else soon
-                gain += demand.capacity((host,), gang.ranks, {name: after})
-                gain -= demand.capacity((host,), gang.ranks, {name: soon})
+                gain += demand.capacity((name,), gang.ranks, {name: after})
+                gain -= demand.capacity((name,), gang.ranks, {name: soon})
             return gain
 
         def enough(victims: Sequence[Candidate]) -> bool:
@@ -412,29 +410,34 @@ class _Round:
         """
         if self.now - gang.queued_at < HOLD_AFTER_S:
             return False
-        best: tuple[int, str, Sequence[Host]] | None = None
+        best: tuple[int, str, Names] | None = None
         for kind, levels in demand.units.items():
-            if any(host.name in self.waiting_for for host in demand.kinds[kind]):
+            if not self.waiting_for.isdisjoint(demand.kinds[kind]):
                 continue
-            for members in levels[-1].values():
-                if demand.capacity(members, gang.ranks, self.slots) < gang.ranks:
+            for names in levels[-1].values():
+                if demand.capacity(names, gang.ranks, self.slots) < gang.ranks:
                     continue
-                ordered = sorted(members, key=lambda host: (-self.soon[host.name], host.name))
-                wanted = _enough_hosts(demand, gang, ordered)
-                free = sum(self.soon[host.name] for host in wanted)
+                wanted = _enough_hosts(
+                    demand, gang, sorted(names, key=lambda name: (-self.soon[name], name))
+                )
+                free = sum(self.soon[name] for name in wanted)
                 if best is None or free > best[0]:
                     best = (free, kind, wanted)
         if best is None:
             return False
-        for host in best[2]:
-            self.holding.add(host.name)
-            self.free[host.name] = self.soon[host.name] = 0
-        self.waiting_for |= {host.name for host in demand.kinds[best[1]]}
+        for name in best[2]:
+            self.holding.add(name)
+            self.free[name] = self.soon[name] = 0
+        self.waiting_for.update(demand.kinds[best[1]])
         self.used[gang.team] += gang.ranks
+        self.most_free.clear()
         return True
 
     def _missing(self, demand: Demand, gang: Gang) -> str:
-        return f"waiting for {describe(gang)}; {demand.most(gang.ranks, self.free)} free"
+        search = (demand.per_host(gang.ranks), *_shape(gang))
+        if search not in self.most_free:
+            self.most_free[search] = demand.most(gang.ranks, self.free)
+        return f"waiting for {describe(gang)}; {self.most_free[search]} free"
 
     def _ahead(self, gang: Gang) -> str:
         """Return the text that names earlier blocked gangs which may want the same hosts."""
@@ -451,16 +454,15 @@ def _shape(gang: Gang) -> tuple[object, ...]:
     return (gang.kind, gang.min_memory_bytes, gang.pool, gang.within, gang.ranks_per_host)
 
 
-def _enough_hosts(demand: Demand, gang: Gang, ordered: Sequence[Host]) -> list[Host]:
+def _enough_hosts(demand: Demand, gang: Gang, ordered: Names) -> Names:
     """Return the first hosts that hold the gang once they are empty."""
     found, ranks = [], gang.ranks
     per_host = demand.per_host(gang.ranks)
-    for host in ordered:
-        if ranks <= 0:
-            break
-        if host.slots >= per_host:
-            found.append(host)
-            ranks -= per_host or host.slots
+    for name in ordered:
+        slots = demand.hosts[name].slots
+        if ranks > 0 and slots >= per_host:
+            found.append(name)
+            ranks -= per_host or slots
     return found
 
 

@@ -103,6 +103,7 @@ def check(valid: bool, what: str, got: object, wanted: str, where: str) -> None:
         raise InvalidInput(what, got=got, wanted=wanted, where=where)
 
 
+Names = Sequence[str]  # of hosts
 Unit = tuple[str, ...]  # a host, domain, rack, zone or the fleet; () where a host has no such label
 
 
@@ -127,45 +128,54 @@ class Demand:
     def __init__(self, hosts: Iterable[Host], gang: Gang) -> None:
         self.within = LEVELS.index(gang.within)
         self.ranks_per_host = gang.ranks_per_host
-        by_kind: dict[str, list[Host]] = {}
-        for host in sorted(hosts, key=lambda host: host.name):
-            if (
-                host.slots >= 1
-                and gang.kind in ("", host.kind)
-                and gang.pool in ("", host.pool)
-                and host.memory_bytes >= gang.min_memory_bytes
-                and unit_of(host, gang.within)
-            ):
-                by_kind.setdefault(host.kind, []).append(host)
-        self.kinds = dict(sorted(by_kind.items()))
-        self.names = frozenset(host.name for each in by_kind.values() for host in each)
-        # Per kind and level up to ``within``: every unit's hosts.
+        usable = [
+            host
+            for host in sorted(hosts, key=lambda host: host.name)
+            if host.slots >= 1
+            and gang.kind in ("", host.kind)
+            and gang.pool in ("", host.pool)
+            and host.memory_bytes >= gang.min_memory_bytes
+            and unit_of(host, gang.within)
+        ]
+        self.hosts = {host.name: host for host in usable}
+        self._most: dict[int, int] = {}  # slots that a host must have → ranks of the best unit
+        by_kind = group(usable, lambda host: host.kind)
+        self.kinds = {kind: _names(by_kind[kind]) for kind in sorted(by_kind)}
+        # Per kind and level up to ``within``: the names of every unit's hosts.
         self.units = {
-            kind: [_units(members, level) for level in LEVELS[: self.within + 1]]
-            for kind, members in self.kinds.items()
+            kind: [_units(by_kind[kind], level) for level in LEVELS[: self.within + 1]]
+            for kind in self.kinds
         }
 
     def per_host(self, ranks: int) -> int:
         """Return how many slots a host must have for ``ranks`` of a gang; 0: any number."""
         return min(self.ranks_per_host, ranks)
 
-    def capacity(self, members: Sequence[Host], ranks: int, slots: Mapping[str, int]) -> int:
+    def capacity(self, names: Names, ranks: int, slots: Mapping[str, int]) -> int:
         """Return how many ranks of a gang of ``ranks`` the ``slots`` of these hosts hold."""
         per_host = self.per_host(ranks)
         if not per_host:
-            return sum(slots[host.name] for host in members)
-        return per_host * sum(slots[host.name] >= per_host for host in members)
+            return sum(map(slots.__getitem__, names))
+        return per_host * sum(slots[name] >= per_host for name in names)
 
     def most(self, ranks: int, slots: Mapping[str, int]) -> int:
         """Return how many ranks the best unit holds at the level that the gang must fit inside."""
         return max(
             (
-                self.capacity(members, ranks, slots)
+                self.capacity(names, ranks, slots)
                 for levels in self.units.values()
-                for members in levels[-1].values()
+                for names in levels[-1].values()
             ),
             default=0,
         )
+
+    def most_of_all(self, ranks: int) -> int:
+        """Return how many ranks the best unit would hold if it were empty."""
+        per_host = self.per_host(ranks)
+        if per_host not in self._most:
+            slots = {name: host.slots for name, host in self.hosts.items()}
+            self._most[per_host] = self.most(ranks, slots)
+        return self._most[per_host]
 
     def place(self, ranks: int, slots: Mapping[str, int]) -> Placement | None:
         """Return where ``ranks`` fit in the free ``slots`` of each host, or None."""
@@ -177,9 +187,9 @@ class Demand:
                 if best is not None and number > best[0]:
                     break
                 fits = [
-                    (number, sum(slots[host.name] for host in members) - ranks, kind, unit)
-                    for unit, members in units.items()
-                    if self.capacity(members, ranks, slots) >= ranks
+                    (number, sum(map(slots.__getitem__, names)) - ranks, kind, unit)
+                    for unit, names in units.items()
+                    if self.capacity(names, ranks, slots) >= ranks
                 ]
                 if fits:
                     best = min(fits) if best is None else min(best, *fits)
@@ -195,14 +205,17 @@ class Demand:
         )
 
     def _fill(
-        self, members: Sequence[Host], number: int, ranks: int, slots: Mapping[str, int]
+        self, names: Names, number: int, ranks: int, slots: Mapping[str, int]
     ) -> dict[str, int]:
         """Return the ranks of each host: few units of every level below, the last one tight."""
         if number == 0:
-            return {members[0].name: ranks}
+            return {names[0]: ranks}
+        level = LEVELS[number - 1]  # a host without a label there is a unit alone
         parts = [
             (self.capacity(part, ranks, slots), unit, part)
-            for unit, part in _parts(members, LEVELS[number - 1]).items()
+            for unit, part in group(
+                names, lambda name: unit_of(self.hosts[name], level) or ("", "", name)
+            ).items()
         ]
         parts.sort(key=lambda part: (-part[0], part[1]))
         held: dict[str, int] = {}
@@ -211,23 +224,19 @@ class Demand:
                 held |= self._fill(part, number - 1, holds, slots) if holds else {}
                 ranks -= holds
                 continue
-            tightest = min(
-                (each for each in parts[at:] if each[0] >= ranks), key=lambda part: part[:2]
-            )
+            tightest = min(each for each in parts[at:] if each[0] >= ranks)
             return held | self._fill(tightest[2], number - 1, ranks, slots)
         raise AssertionError("a unit without enough slots was chosen")
 
 
-def _units(members: Iterable[Host], level: str) -> dict[Unit, list[Host]]:
+def _names(hosts: Iterable[Host]) -> Names:
+    return tuple(host.name for host in hosts)
+
+
+def _units(hosts: Iterable[Host], level: str) -> dict[Unit, Names]:
     """Return the hosts of every unit of ``level``; those without such a label are left out."""
-    units = group(members, lambda host: unit_of(host, level))
-    units.pop((), None)
-    return dict(sorted(units.items()))
-
-
-def _parts(members: Iterable[Host], level: str) -> dict[Unit, list[Host]]:
-    """Return ``members`` by unit of ``level``; a host without a label there is a unit alone."""
-    return group(members, lambda host: unit_of(host, level) or ("", "", host.name))
+    units = group(hosts, lambda host: unit_of(host, level))
+    return {unit: _names(units[unit]) for unit in sorted(units) if unit}
 
 
 def group(things: Iterable[_Thing], key: Callable[[_Thing], _Key]) -> dict[_Key, list[_Thing]]:
