@@ -311,22 +311,33 @@ class _Round:
             for each in self.running.values()
             if self._may_preempt(gang, covered, each)
         ]
-        here: dict[str, list[Candidate]] = defaultdict(list)  # host → candidates there
-        for candidate in lawful:
-            for name in candidate.reservation.hosts:
-                if name in demand.hosts and name not in self.holding:
-                    here[name].append(candidate)
-        own = [each for each in lawful if each.reservation.gang.team == gang.team]
-        best: list[Candidate] | None = None
-        for levels in demand.units.values() if lawful else ():
-            for names in levels[-1].values():
-                found = self._victims_inside(demand, gang, names, here, own, over)
-                if found is not None and (best is None or cost(found) < cost(best)):
-                    best = found
-        if best is None:
-            self.too_many[search] = gang.ranks
-            return None
-        return [candidate.reservation for candidate in best]
+        searches = [(lawful, over)]
+        if not covered:
+            # A borrower preempts its team's gangs within the quota only if the quota then covers
+            # it: else they would come before it again and take the slots back.
+            quota = _quota_of(gang.team, self.quotas).slots
+            searches = [
+                ([each for each in lawful if each.borrowing], over),
+                (lawful, max(over, self.used[gang.team] + gang.ranks - quota)),
+            ]
+        for candidates, release in searches:
+            here: dict[str, list[Candidate]] = defaultdict(list)  # host → candidates there
+            for candidate in candidates:
+                for name in candidate.reservation.hosts:
+                    if name in demand.hosts and name not in self.holding:
+                        here[name].append(candidate)
+            own = [each for each in candidates if each.reservation.gang.team == gang.team]
+            found = [
+                self._victims_inside(demand, gang, names, here, own if release > 0 else [], release)
+                for levels in demand.units.values()
+                for names in levels[-1].values()
+                if candidates
+            ]
+            best = min((victims for victims in found if victims), key=cost, default=None)
+            if best is not None:
+                return [candidate.reservation for candidate in best]
+        self.too_many[search] = gang.ranks
+        return None
 
     def _may_preempt(self, gang: Gang, covered: bool, other: Reservation) -> bool:
         if not other.preemptible or other.ending or other.gang.job_id in self.preempted:
@@ -344,13 +355,12 @@ class _Round:
         unit: Names,
         here: Mapping[str, list[Candidate]],
         own: Sequence[Candidate],
-        over: float,
+        release: float,
     ) -> list[Candidate] | None:
-        """Return the victims with which the gang fits in one unit and in its team's quota."""
+        """Return victims with which the gang fits in ``unit``, and ``release`` own slots leave."""
         names = set(here).intersection(unit)
         candidates = {each.order: each for name in names for each in here[name]}
-        if over > 0:
-            candidates |= {each.order: each for each in own}
+        candidates |= {each.order: each for each in own}
         free = demand.capacity(unit, gang.ranks, self.soon)
 
         def gained(victims: Sequence[Candidate]) -> int:
@@ -378,7 +388,7 @@ class _Round:
                 for each in victims
                 if each.reservation.gang.team == gang.team
             )
-            return over <= released and free + gained(victims) >= gang.ranks
+            return release <= released and free + gained(victims) >= gang.ranks
 
         return choose_victims(list(candidates.values()), lambda each: gained([each]), enough)
 
