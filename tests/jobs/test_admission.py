@@ -476,10 +476,14 @@ def test_a_preemption_is_followed_by_the_admission_of_the_gang_that_it_was_for(
             assert not strict or winner not in due, "nothing is preempted twice for the same need"
             due[winner] = 0
         assert not strict or all(rounds <= world.leave for rounds in due.values())
-        world.pass_time(ends=False)  # nothing else ends: what happens, preemption did
-        if not decision.admitted and not any(each.ending for each in world.running.values()):
+        if not (
+            decision.admitted
+            or decision.preempted
+            or any(each.ending for each in world.running.values())
+        ):
             assert not strict or not due
             break
+        world.pass_time(ends=False)  # nothing else ends: what happens, preemption did
     else:
         raise AssertionError("preemption does not come to rest")
 
@@ -490,7 +494,7 @@ def test_a_reclaim_is_followed_by_the_admission_of_the_gang_that_it_was_for(
     world: World, borrowers: list[Gang], owners: list[Gang]
 ) -> None:
     world.quotas = {"nlp": Quota(slots=12)}
-    world.waiting = [replace(each, team="vision") for each in borrowers]
+    world.waiting = [replace(each, team="vision", priority=1) for each in borrowers]
     world.round()
     world.waiting = [
         replace(each, job_id=f"own-{each.job_id}", team="nlp", priority=0) for each in owners
