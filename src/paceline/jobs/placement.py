@@ -141,9 +141,10 @@ class Demand:
         self._most: dict[int, int] = {}  # slots that a host must have → ranks of the best unit
         by_kind = group(usable, lambda host: host.kind)
         self.kinds = {kind: _names(by_kind[kind]) for kind in sorted(by_kind)}
+        levels = LEVELS[: self.within + 1]
         # Per kind and level up to ``within``: the names of every unit's hosts.
         self.units = {
-            kind: [_units(by_kind[kind], level) for level in LEVELS[: self.within + 1]]
+            kind: [_units(by_kind[kind], level, gang.within) for level in levels]
             for kind in self.kinds
         }
 
@@ -233,10 +234,14 @@ def _names(hosts: Iterable[Host]) -> Names:
     return tuple(host.name for host in hosts)
 
 
-def _units(hosts: Iterable[Host], level: str) -> dict[Unit, Names]:
-    """Return the hosts of every unit of ``level``; those without such a label are left out."""
-    units = group(hosts, lambda host: unit_of(host, level))
-    return {unit: _names(units[unit]) for unit in sorted(units) if unit}
+def _units(hosts: Iterable[Host], level: str, within: str) -> dict[Unit, Names]:
+    """Return the hosts of every unit of ``level``; those without such a label are left out.
+
+    A domain may span racks: the part of it in each unit of ``within`` is a unit.
+    """
+    labelled = [host for host in hosts if unit_of(host, level)]
+    units = group(labelled, lambda host: (*unit_of(host, level), *unit_of(host, within)))
+    return {unit: _names(units[unit]) for unit in sorted(units)}
 
 
 def group(things: Iterable[_Thing], key: Callable[[_Thing], _Key]) -> dict[_Key, list[_Thing]]:
