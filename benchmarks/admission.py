@@ -232,6 +232,7 @@ class Month:
     def run(self) -> None:
         """Handle every event until the last job has ended."""
         while self.events:
+            assert self.now < 400 * DAY_S, "the policy preempts without end"
             self.now = math.ceil(self.events[0][0] / 60) * 60
             while self.events and self.events[0][0] <= self.now:
                 self.handle(*heapq.heappop(self.events))
@@ -331,6 +332,13 @@ class Slots:
             self.free[name] -= ranks
         return hosts
 
+    def promise(self, hosts: Hosts, soon: dict[str, int]) -> None:
+        """Keep slots for a gang: those that become free ``soon``, then free ones."""
+        for name, ranks in hosts.items():
+            leaving = min(ranks, soon.get(name, 0))
+            soon[name] = soon.get(name, 0) - leaving
+            self.free[name] -= ranks - leaving
+
 
 def in_order(block: bool) -> Policy:
     """Return a policy without priorities and quotas: in the order of arrival, by first fit.
@@ -380,14 +388,28 @@ def like_kueue(
                 soon[name] += ranks
         else:
             used[each.gang.team] += each.gang.ranks
-    for gang in sorted(waiting, key=lambda gang: (-gang.priority, gang.queued_at, gang.job_id)):
+    before = dict(used)
+    for gang in sorted(
+        waiting,
+        key=lambda gang: (
+            before.get(gang.team, 0) + gang.ranks > quotas[gang.team].slots,  # borrowers last
+            -gang.priority,
+            gang.queued_at,
+            gang.job_id,
+        ),
+    ):
         found = slots.find(gang)
         if found is not None:
             admitted[gang.job_id] = slots.take(found)
             used[gang.team] += gang.ranks
             continue
-        if used[gang.team] + gang.ranks > quotas[gang.team].slots or slots.find(gang, soon):
-            continue  # it would borrow: it waits; or victims are leaving already
+        if used[gang.team] + gang.ranks > quotas[gang.team].slots:
+            continue  # it would borrow: it waits
+        found = slots.find(gang, soon)
+        if found is not None:  # victims are leaving already
+            slots.promise(found, soon)
+            used[gang.team] += gang.ranks
+            continue
         held, victims = dict(used), list[Reservation]()
         candidates = sorted(
             (each for each in running if not each.ending and each.gang.job_id not in preempted),
@@ -421,6 +443,10 @@ def like_kueue(
             preempted[each.gang.job_id] = each
             used[each.gang.team] -= each.gang.ranks
         soon.update(more)
+        found = slots.find(gang, soon)
+        assert found is not None
+        slots.promise(found, soon)
+        used[gang.team] += gang.ranks
     return admitted, preempted
 
 
