@@ -128,6 +128,16 @@ def test_one_large_victim_is_enough_where_it_costs_no_more() -> None:
     assert list(decision.preempted) == ["large"]
 
 
+def test_lost_work_counts_every_rank() -> None:
+    fleet = rack_of_hosts("a", 4)
+    running = [
+        held(gang("wide", 24), "a-0", "a-1", "a-2", lost_work_s=50.0),
+        held(gang("narrow", 8), "a-3", lost_work_s=100.0),
+    ]
+    decision = decide(fleet, [gang("urgent", 8, priority=1)], running, {}, 0.0)
+    assert list(decision.preempted) == ["narrow"]
+
+
 def test_nothing_is_preempted_where_it_would_not_help() -> None:
     fleet = rack_of_hosts("a", 2)
     running = [held(gang("low", 8), "a-0"), held(gang("kept", 8), "a-1", preemptible=False)]
@@ -410,7 +420,7 @@ worlds = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(worlds, gangs())
 def test_every_possible_gang_ends_and_each_round_keeps_the_rules(
     world: World, queue: list[Gang]
@@ -426,7 +436,7 @@ def test_every_possible_gang_ends_and_each_round_keeps_the_rules(
     assert world.ended == possible
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=70, deadline=None)
 @given(worlds, gangs(), gangs(3), st.randoms(use_true_random=False))
 def test_the_order_of_the_inputs_changes_nothing(
     world: World, queue: list[Gang], later: list[Gang], order: random.Random
@@ -454,7 +464,7 @@ def test_the_order_of_the_inputs_changes_nothing(
     assert list(first.reasons) == list(second.reasons)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(worlds, gangs(), gangs(4), st.booleans())
 def test_a_preemption_is_followed_by_the_admission_of_the_gang_that_it_was_for(
     world: World, queue: list[Gang], urgent: list[Gang], plain: bool
@@ -488,7 +498,7 @@ def test_a_preemption_is_followed_by_the_admission_of_the_gang_that_it_was_for(
         raise AssertionError("preemption does not come to rest")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(worlds, gangs(), gangs())
 def test_a_reclaim_is_followed_by_the_admission_of_the_gang_that_it_was_for(
     world: World, borrowers: list[Gang], owners: list[Gang]
@@ -497,7 +507,7 @@ def test_a_reclaim_is_followed_by_the_admission_of_the_gang_that_it_was_for(
     world.waiting = [replace(each, team="vision", priority=1) for each in borrowers]
     world.round()
     world.waiting = [
-        replace(each, job_id=f"own-{each.job_id}", team="nlp", priority=0) for each in owners
+        replace(each, job_id=f"own-{each.job_id}", team="nlp", priority=1) for each in owners
     ]
     winners = {winner_of(reason) for reason in world.round().preempted.values()}
     for _ in range(world.leave):
@@ -506,7 +516,7 @@ def test_a_reclaim_is_followed_by_the_admission_of_the_gang_that_it_was_for(
     assert winners <= world.running.keys()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(worlds, gangs())
 def test_victims_are_needed_each_of_them(world: World, queue: list[Gang]) -> None:
     world.waiting = [replace(each, priority=0) for each in queue]
