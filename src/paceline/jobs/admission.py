@@ -252,6 +252,8 @@ class _Round:
             if over + self.leaving[gang.team] <= 0:
                 placement = self._place(demand, gang, self.free)
             if placement is not None:
+                for name, ranks in placement.hosts.items():
+                    self.free[name] -= ranks
                 self._take(gang, placement)
                 self.admitted[gang.job_id] = placement
                 return ""
