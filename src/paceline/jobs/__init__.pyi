@@ -8,12 +8,3 @@ from .admission import (
 )
 from .placement import Gang as Gang, Host as Host, Placement as Placement
 from .preemption import Reservation as Reservation
-from .scheduler import (
-    FlowPort as FlowPort,
-    JobScheduler as JobScheduler,
-    gang_of as gang_of,
-    hosts_of as hosts_of,
-    parameters_of as parameters_of,
-)
-from .states import NEXT as NEXT, changed as changed, require_open as require_open
-from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable

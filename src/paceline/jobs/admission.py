@@ -169,6 +169,7 @@ class _Round:
         self.running = running
         self.holding: set[str] = set()  # hosts that a gang keeps free until it fits
         self.waiting_for: set[str] = set()  # hosts that such gangs can use
+        self.owed: set[str] = set()  # teams with a covered gang that starts soon
         self.demands: dict[tuple[object, ...], Demand] = {}
         self.too_many: dict[tuple[object, ...], int] = {}  # a search → ranks that did not fit
         self.most_free: dict[tuple[object, ...], int] = {}  # a search → ranks that fit now
@@ -243,17 +244,23 @@ class _Round:
         """Admit the gang, promise it slots that become free, or return why it is blocked."""
         demand, quota = self._demand(gang), _quota_of(gang.team, self.quotas)
         over = self.used[gang.team] + gang.ranks - quota.most  # > 0: more than the team may hold
+        if not covered and gang.team in self.owed:
+            # Started now, it would use up the quota that covers the gang of its team.
+            return f"{self._missing(demand, gang)}; the quota is promised to a gang of its team"
         if over <= 0:
             placement = None
             if over + self.leaving[gang.team] <= 0:
                 placement = self._place(demand, gang, self.free)
             if placement is not None:
+                for name, ranks in placement.hosts.items():
+                    self.free[name] -= ranks
                 self._take(gang, placement)
                 self.admitted[gang.job_id] = placement
                 return ""
             placement = self._place(demand, gang, self.soon)
             if placement is not None:
                 self._take(gang, placement)
+                self.owed |= {gang.team} if covered else set()
                 return f"{self._missing(demand, gang)}; it starts when ending jobs have left"
         victims = self._victims(demand, gang, covered, over)
         if victims is not None:
@@ -262,6 +269,7 @@ class _Round:
             placement = demand.place(gang.ranks, self.soon)
             assert placement is not None, "the victims are not enough"
             self._take(gang, placement)
+            self.owed |= {gang.team} if covered else set()
             names = _named([victim.gang.job_id for victim in victims], len(victims))
             return f"{missing}; it starts when {names} {_have(victims)} saved and left"
         if over > 0:

@@ -20,7 +20,7 @@ class Reservation:
 
     gang: Gang
     hosts: Mapping[str, int]  # host → ranks
-    lost_work_s: float = 0.0  # what a preemption now would lose, per gang
+    lost_work_s: float = 0.0  # what a preemption now would lose: seconds that all ranks do again
     preemptible: bool = True
     ending: bool = False  # it was asked to save and leave; its slots become free soon
 
@@ -33,12 +33,17 @@ class Candidate:
     borrowing: bool  # its team holds more than its quota without it
 
     @property
+    def lost_slot_s(self) -> float:
+        """Return the work that a preemption loses, of all ranks."""
+        return self.reservation.lost_work_s * self.reservation.gang.ranks
+
+    @property
     def order(self) -> tuple[int, float, bool, str]:
         """Return the key by which gangs are preempted: the first one first."""
         running = self.reservation
         return (
             running.gang.priority,
-            running.lost_work_s,
+            self.lost_slot_s,
             not self.borrowing,
             running.gang.job_id,
         )
@@ -55,7 +60,7 @@ def cost(victims: Collection[Candidate]) -> Cost:
     """
     return (
         max(victim.reservation.gang.priority for victim in victims),
-        sum(victim.reservation.lost_work_s for victim in victims),
+        sum(victim.lost_slot_s for victim in victims),
         sum(not victim.borrowing for victim in victims),
         len(victims),
         tuple(sorted(victim.reservation.gang.job_id for victim in victims)),

@@ -1,0 +1,23 @@
+"""The benchmark runs tiny as a test, so that it still runs when it is needed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.admission import POLICIES, main
+
+
+def test_the_admission_benchmark_runs_tiny(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["--tiny", "--out", str(tmp_path)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert [row["policy"] for row in result["month"]] == list(POLICIES)
+    assert all(0 < row["utilisation"] <= 1 for row in result["month"])
+    assert {row["preemptions"] for row in result["month"] if row["policy"] in ("fifo", "dask")} == {
+        0
+    }
+    assert json.loads((tmp_path / "admission.json").read_text()) == result
