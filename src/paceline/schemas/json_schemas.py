@@ -12,7 +12,16 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from paceline.schemas import access, clients, command_results, events, plan, records, training
+from paceline.schemas import (
+    access,
+    clients,
+    command_results,
+    costs,
+    events,
+    plan,
+    records,
+    training,
+)
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     "demo": command_results.RunSummary,
@@ -43,6 +52,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "doctor": clients.Diagnosis,
     "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,
+    "cost": costs.CostsShown,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,
 }

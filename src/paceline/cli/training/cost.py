@@ -1,0 +1,275 @@
+"""`paceline cost`: what the installation's trainings cost, one by class of its time, and an
+estimate of the next one. Reads MLflow over REST; imports neither MLflow nor pandas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from paceline.cli.options import (
+    json_option,
+    notice,
+    one_of,
+    print_table,
+    read_profile,
+    show,
+    state_option,
+)
+from paceline.config import Profile, find_installation, require_here
+from paceline.errors import InvalidInput
+from paceline.jobs import By, cost_of, cost_row, day_of, estimate, grouped, held_text
+from paceline.registry import Registry, require_run_prefix
+from paceline.schemas import (
+    TIME_CLASSES,
+    CostEstimate,
+    CostGroup,
+    CostsShown,
+    Range,
+    TrainingCost,
+    TrainingUsage,
+)
+from paceline.units import duration, size
+
+MISSING = "not recorded"
+SAME_TOKENS = 0.01  # trainings whose tokens a step differ by less are of one configuration
+CLASS_NAMES = {
+    "useful": "steps",
+    "data_wait": "waiting for data",
+    "checkpoint": "checkpoint stalls",
+    "recovery": "restarts, lost steps",
+    "idle": "start and end",
+}
+
+
+def _accelerators(
+    _: click.Context, parameter: click.Parameter, values: Sequence[str]
+) -> dict[str, int]:
+    found = {}
+    for each in values:
+        kind, __, count = each.rpartition("=")
+        if not kind or not count.isdecimal() or not int(count):
+            raise InvalidInput(
+                "not a number of accelerators", got=each, wanted="KIND=COUNT, e.g. H100=8",
+                where=parameter.opts[0],
+            )  # fmt: skip
+        found[kind] = int(count)
+    return found
+
+
+@click.command()
+@click.argument("run_id", required=False)
+@click.option("--by", type=click.Choice(["model", "job", "day"]), help="Sum up by one of these.")
+@click.option("--csv", "csv_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write the rows there, too.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1),
+              help="Estimate a training of so many steps, like RUN_ID or as the next options say."
+              )  # fmt: skip
+@click.option("--tokens-per-step", type=click.FloatRange(min=0, min_open=True))
+@click.option("--tokens-per-second", type=click.FloatRange(min=0, min_open=True))
+@click.option("--on", "accelerators", multiple=True, metavar="KIND=COUNT", callback=_accelerators,
+              help="Accelerators that it would hold (repeatable); cpu=2: two nodes without."
+              )  # fmt: skip
+@click.option("--profile", help="Take the prices of this profile, not the installation's.")
+@state_option
+@json_option
+def cost(
+    run_id: str | None,
+    by: By | None,
+    csv_file: Path | None,
+    steps: int | None,
+    accelerators: dict[str, int],
+    profile: str | None,
+    state: Path | None,
+    as_json: bool,
+    **speeds: float | None,
+) -> int:
+    """Show what the installation's trainings cost; RUN_ID: one, by class of its time.
+
+    Prices are those of [prices] in the profile, as they are now. What has none, or was not
+    recorded, is named and not counted.
+    """
+    if run_id:
+        require_run_prefix(run_id)
+    elif not steps and (accelerators or any(speeds.values())):
+        raise InvalidInput("an estimate of how much?", wanted="--steps N")
+    # With all figures given no installation is read, but for its prices where there is one.
+    alone = steps and profile and not run_id
+    runtime = None if alone else require_here(find_installation(state), "`paceline cost`")
+    asked = read_profile(profile, ()) if profile else None
+    prices = (asked or (runtime.profile if runtime else Profile())).prices
+    usages: list[TrainingUsage] = []
+    without = 0
+    if runtime is not None and not (steps and not run_id):
+        usages, without = Registry.from_runtime(runtime).trainings()
+    if run_id:
+        known = {each.run_id: each for each in reversed(usages)}
+        chosen = known[one_of("run with a finished training", run_id, known)]
+        usages, without = (_like(chosen, usages) if steps else [chosen]), 0
+    found = CostsShown(
+        currency=prices.currency,
+        trainings=tuple(cost_of(each, prices) for each in usages),
+        without_result=without,
+    )
+    if steps:
+        guess = estimate(prices, steps=steps, earlier=usages, accelerators=accelerators, **speeds)
+        found = found.model_copy(update={"estimate": guess})
+    if by:
+        found = found.model_copy(update={"groups": tuple(grouped(found.trainings, by))})
+    if csv_file:
+        _write_csv(csv_file, found.groups or found.trainings)
+    if as_json:
+        show(found, as_json)
+    else:
+        _show(found, one=bool(run_id), by=by)
+    return 0
+
+
+def _like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:
+    """Return ``chosen`` and the trainings of its configuration, but for their steps."""
+
+    def same(each: TrainingUsage) -> bool:
+        mine, its = chosen.tokens_per_step or 0.0, each.tokens_per_step or 0.0
+        return (
+            each.model_id == chosen.model_id
+            and each.accelerators == chosen.accelerators
+            and abs(mine - its) <= SAME_TOKENS * mine
+        )
+
+    return [chosen, *(each for each in usages if each != chosen and same(each))]
+
+
+def _write_csv(path: Path, rows: Sequence[TrainingCost | CostGroup]) -> None:
+    import csv
+
+    flat = [cost_row(each) for each in rows]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(flat[0]) if flat else ["run_id"])
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
+    if found.estimate is not None:
+        _show_estimate(found.estimate)
+    elif one:
+        _show_one(found.trainings[0])
+    elif by:
+        names: Sequence[str] = (
+            by,
+            "trainings",
+            "accelerator-hours",
+            "in steps",
+            "kWh",
+            f"price {found.currency}",
+        )
+        print_table(names, [_group_row(each) for each in found.groups])
+    elif found.trainings:
+        names = ("run", "model", "day", "steps", "time", "held", "in steps", "kWh",
+                 f"price {found.currency}", "per 1k tokens")  # fmt: skip
+        print_table(names, [_row(each) for each in found.trainings])
+    else:
+        click.echo("no finished training is recorded")
+    if found.without_result:
+        notice(f"{found.without_result} trainings without a result (they run, or failed) are not "
+               "counted")  # fmt: skip
+    if not one and any(each.total is None for each in found.trainings):
+        notice("some have no price: `paceline cost RUN` says why; prices stand in the profile's "
+               "[prices]")  # fmt: skip
+
+
+def _row(each: TrainingCost) -> tuple[str, ...]:
+    useful = each.by_class["useful"] / each.seconds if each.by_class and each.seconds else None
+    return (
+        each.run_id,
+        each.model_id,
+        day_of(each),
+        str(each.steps),
+        duration(each.seconds),
+        held_text(each.accelerators),
+        _share(useful),
+        money(each.energy_kwh),
+        money(each.total, "no price"),
+        money(each.per_1k_tokens, MISSING if each.total is not None else "no price"),
+    )
+
+
+def _group_row(each: CostGroup) -> tuple[str, ...]:
+    price = money(each.price, "no price")
+    if each.price is not None and each.without_price:
+        price += f" and {each.without_price} without"
+    hours, kwh = money(each.accelerator_hours), money(each.energy_kwh)
+    return each.name, str(each.trainings), hours, _share(each.useful_share), kwh, price
+
+
+def _show_one(cost: TrainingCost) -> None:
+    click.echo(f"{cost.run_id}: {cost.model_id}, {cost.job_id}, {cost.steps} steps in "
+               f"{duration(cost.seconds)} on {held_text(cost.accelerators)}")  # fmt: skip
+    rows = [
+        (
+            CLASS_NAMES[name],
+            *_share_of(cost.by_class.get(name), cost.seconds),
+            money(cost.price_by_class.get(name), "no price"),
+        )
+        for name in (TIME_CLASSES if cost.by_class else ())
+    ]
+    whole = ("all", *_share_of(cost.seconds, cost.seconds), money(cost.total, "no price"))
+    print_table(("time", "seconds", "share", f"price {cost.currency}"), [*rows, whole])
+    figures: dict[str, Any] = {
+        "per step": money(cost.per_step),
+        "per 1k tokens": money(cost.per_1k_tokens),
+        "per epoch": money(cost.per_epoch),
+        "accelerators": f"{money(cost.accelerator_hours)} hours",
+        "energy": f"{money(cost.energy_kwh)} kWh",
+        "egress": _bytes(cost.egress_bytes, cost.egress),
+        "checkpoints": _bytes(cost.checkpoint_bytes, cost.storage_a_month, " a month"),
+    }
+    for name, value in figures.items():
+        click.echo(f"{name:<14} {value}")
+    for each in cost.unknown:
+        notice(each)
+
+
+def _show_estimate(guess: CostEstimate) -> None:
+    lines = {
+        "steps": f"{guess.steps}, {guess.tokens:,.0f} tokens, on {held_text(guess.accelerators)}",
+        "tokens/s": _range(guess.tokens_per_second),
+        "hours": _range(guess.hours),
+        "accelerators": f"{_range(guess.accelerator_hours)} hours",
+        "energy": f"{_range(guess.energy_kwh)} kWh",
+        "price": f"{_range(guess.price)} {guess.currency}",
+    }
+    for name, value in lines.items():
+        click.echo(f"{name:<14} {value}")
+    for each in guess.based_on:
+        click.echo(f"based on       {each}")
+
+
+def money(value: float | None, missing: str = MISSING) -> str:
+    """Return a figure with two places, or three significant digits where it is small."""
+    if value is None:
+        return missing
+    return f"{value:,.2f}" if value >= 1 or not value else f"{value:.3g}"
+
+
+def _share(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.0%}"
+
+
+def _share_of(seconds: float | None, whole: float) -> tuple[str, str]:
+    if seconds is None:
+        return MISSING, MISSING
+    return f"{seconds:,.1f}", _share(seconds / whole if whole else None)
+
+
+def _bytes(count: int | None, price: float | None, more: str = "") -> str:
+    return MISSING if count is None else f"{size(count)}, {money(price, 'no price')}{more}"
+
+
+def _range(found: Range | None) -> str:
+    if found is None:
+        return "not known"
+    return f"{money(found.value)} ({money(found.low)} to {money(found.high)})"
