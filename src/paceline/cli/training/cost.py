@@ -158,15 +158,8 @@ def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
     elif one:
         _show_one(found.trainings[0])
     elif by:
-        names: Sequence[str] = (
-            by,
-            "trainings",
-            "accelerator-hours",
-            "in steps",
-            "kWh",
-            f"price {found.currency}",
-        )
-        print_table(names, [_group_row(each) for each in found.groups])
+        sums = (by, "trainings", "accelerator-hours", "in steps", "kWh", f"price {found.currency}")
+        print_table(sums, [_group_row(each) for each in found.groups])
     elif found.trainings:
         names = ("run", "model", "day", "steps", "time", "held", "in steps", "kWh",
                  f"price {found.currency}", "per 1k tokens")  # fmt: skip
