@@ -131,7 +131,7 @@ def test_groups_add_up_what_is_known_and_count_the_rest() -> None:
     (group,) = grouped(costs, "model")
     assert (group.name, group.trainings, group.without_price) == ("a", 3, 1)
     assert group.price == pytest.approx(36.0)
-    assert group.useful_share == pytest.approx(2 / 3)
+    assert group.useful_hours == pytest.approx(16 * 2 / 3)
     assert [each.name for each in grouped(costs, "day")] == ["2026-09-21"]
     assert len(grouped(costs, "job")) == 3
     assert grouped([lacking], "job")[0].price is None
@@ -161,7 +161,7 @@ def test_an_estimate_goes_from_no_failure_to_the_largest_recovery() -> None:
     assert guess.price.low == pytest.approx(guess.hours.low * 18)
     assert guess.energy_kwh is not None
     assert guess.energy_kwh.value == pytest.approx(guess.hours.value * 8)
-    assert "as in 2 earlier trainings" in " ".join(guess.based_on)
+    assert "as in 2 of these trainings" in " ".join(guess.based_on)
 
 
 def test_an_estimate_of_given_figures_says_that_it_has_no_range() -> None:

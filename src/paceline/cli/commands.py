@@ -123,9 +123,7 @@ EXAMPLES = {  # where more is typed than the command's words
     "checkpoints list": "checkpoints list ./paceline-training --verify",
     "checkpoints export": "checkpoints export ./paceline-training ./dcp --step 500",
     "reproduce": "reproduce run-20261120-153600-9f3a1c --check",
-    "cost": "cost --by model\n"
-    "cost run-20261120-153600-9f3a1c\n"
-    "cost run-20261120-153600-9f3a1c --steps 5000",
+    "cost": "cost --by model\ncost run-20261120-153600-9f3a1c --steps 5000",
     "lifecycle": "lifecycle --model org/name/1 --data s3://bucket/texts \\\n"
     "    --set training.learning_rate=3e-4 --set training.lora.r=8",
     "where": "where run-20261120-153600-9f3a1c",

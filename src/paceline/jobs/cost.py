@@ -6,8 +6,9 @@ Pure functions of what was recorded. A figure that was not recorded, or has no p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from math import prod
 from statistics import mean, median
 from typing import Any, Literal
 
@@ -22,11 +23,11 @@ from paceline.schemas import (
     TrainingUsage,
     TrainResult,
 )
+from paceline.text import shortened
 
 By = Literal["model", "job", "day"]
 HOUR_S = 3600.0
 GB = 1e9
-IN_STEPS = ("useful", "data_wait", "checkpoint")  # classes of time that grow with the steps
 
 
 def price_of(kind: str, table: Mapping[str, float]) -> float | None:
@@ -39,10 +40,10 @@ def price_of(kind: str, table: Mapping[str, float]) -> float | None:
     return table[max(names, key=len)] if names else None
 
 
-def per_hour(accelerators: Mapping[str, int], table: Mapping[str, float]) -> float | None:
-    """Return what all accelerators together take by ``table``; None where a kind is missing."""
-    found = [(count, price_of(kind, table)) for kind, count in accelerators.items()]
-    known = [count * each for count, each in found if each is not None]
+def _sum(accelerators: Mapping[str, int], table: Mapping[str, float]) -> float | None:
+    """Return ``table``'s entries for all of them; None where a kind has none."""
+    found = [_product(price_of(kind, table), count) for kind, count in accelerators.items()]
+    known = [each for each in found if each is not None]
     return sum(known) if found and len(known) == len(found) else None
 
 
@@ -53,60 +54,53 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
     share the price. Data read from the object store, and checkpoints written, are not recorded.
     """
     usage = training if isinstance(training, TrainingUsage) else TrainingUsage.of(training)
-    hours, held = usage.seconds / HOUR_S, usage.accelerators
-    rate, kilowatts, hourly = _rates(held, prices)
-    total = None if hourly is None else hourly * hours
-    by_class = usage.by_class if total is not None and usage.seconds > 0 else {}
-
-    def each(count: float | None) -> float | None:
-        return total / count if total is not None and count else None
-
-    def of_bytes(count: int | None, price: float | None) -> float | None:
-        return None if count is None or price is None else count / GB * price
-
-    per_token = each(usage.tokens)
+    hours = usage.seconds / HOUR_S
+    hourly, kilowatts = _rates(usage.accelerators, prices)
+    total = _product(hourly, hours)
+    per_token = None if total is None or not usage.tokens else total / usage.tokens
+    of_second = None if total is None or not usage.seconds else total / usage.seconds
     return TrainingCost(
         **usage.model_dump(),
         currency=prices.currency,
-        accelerator_hours=sum(held.values()) * hours if held else None,
-        energy_kwh=None if kilowatts is None else kilowatts * hours,
+        accelerator_hours=_product(sum(usage.accelerators.values()) or None, hours),
+        energy_kwh=_product(kilowatts, hours),
         price_by_class={
-            name: (total or 0.0) * seconds / usage.seconds for name, seconds in by_class.items()
+            name: seconds * of_second
+            for name, seconds in usage.by_class.items()
+            if of_second is not None
         },
         total=total,
-        per_step=each(usage.steps),
-        per_1k_tokens=None if per_token is None else per_token * 1000,
-        per_epoch=(
-            None
-            if per_token is None or usage.epoch_tokens is None
-            else per_token * usage.epoch_tokens
-        ),
-        egress=of_bytes(usage.egress_bytes, prices.per_gb_egress),
-        storage_a_month=of_bytes(usage.checkpoint_bytes, prices.per_gb_month),
-        unknown=tuple(_unknown(usage, prices, rate, kilowatts)),
+        per_step=None if total is None or not usage.steps else total / usage.steps,
+        per_1k_tokens=_product(per_token, 1000),
+        per_epoch=_product(per_token, usage.epoch_tokens),
+        egress=_product(usage.egress_bytes, prices.per_gb_egress, 1 / GB),
+        storage_a_month=_product(usage.checkpoint_bytes, prices.per_gb_month, 1 / GB),
+        unknown=tuple(_unknown(usage, prices, kilowatts)),
     )
+
+
+def _product(*factors: float | None) -> float | None:
+    """Return the product; None where a factor is not known."""
+    known = [each for each in factors if each is not None]
+    return prod(known) if len(known) == len(factors) else None
 
 
 def _rates(
     accelerators: Mapping[str, int], prices: PriceSettings
-) -> tuple[float | None, float | None, float | None]:
-    """Return the machines' price an hour, their kW, and the price an hour with energy."""
-    rate = per_hour(accelerators, prices.per_hour)
-    watts = per_hour(accelerators, prices.watts)
-    kilowatts = None if watts is None else watts / 1000
-    if rate is None:
-        return None, kilowatts, None
-    rate *= prices.spot_factor
-    return rate, kilowatts, rate + (kilowatts or 0.0) * (prices.per_kwh or 0.0)
+) -> tuple[float | None, float | None]:
+    """Return what all together cost an hour, with energy that has a price of its own, and kW."""
+    hourly = _product(_sum(accelerators, prices.per_hour), prices.spot_factor)
+    kilowatts = _product(_sum(accelerators, prices.watts), 1 / 1000)
+    if hourly is not None:
+        hourly += _product(kilowatts, prices.per_kwh) or 0.0
+    return hourly, kilowatts
 
 
-def _unknown(
-    usage: TrainingUsage, prices: PriceSettings, rate: float | None, kilowatts: float | None
-) -> Iterable[str]:
+def _unknown(usage: TrainingUsage, prices: PriceSettings, kilowatts: float | None) -> Iterator[str]:
+    missing = [each for each in usage.accelerators if price_of(each, prices.per_hour) is None]
     if not usage.accelerators:
         yield "accelerators: not recorded"
-    elif rate is None:
-        missing = [e for e in usage.accelerators if price_of(e, prices.per_hour) is None]
+    elif missing:
         yield f"no price in [prices] per_hour for {', '.join(missing)}"
     elif prices.per_kwh is not None and kilowatts is None:
         yield "energy is not in the price: no watts for each kind"
@@ -120,43 +114,40 @@ def _unknown(
 
 def grouped(costs: Sequence[TrainingCost], by: By) -> list[CostGroup]:
     """Return the sums of ``costs`` by model, job or day (UTC), dearest first."""
+    names = {"model": lambda each: each.model_id, "job": lambda each: each.job_id, "day": day_of}
     groups: dict[str, list[TrainingCost]] = {}
     for each in costs:
-        groups.setdefault(_group_of(each, by), []).append(each)
-    made = [_group(name, members) for name, members in groups.items()]
+        groups.setdefault(names[by](each) or "not recorded", []).append(each)
+    made = [
+        CostGroup(
+            name=name,
+            trainings=len(members),
+            accelerator_hours=_known(each.accelerator_hours for each in members),
+            useful_hours=_known(
+                _product(each.accelerator_hours, _useful_share(each)) for each in members
+            ),
+            energy_kwh=_known(each.energy_kwh for each in members),
+            price=_known(each.total for each in members),
+            without_price=sum(each.total is None for each in members),
+        )
+        for name, members in groups.items()
+    ]
     return sorted(made, key=lambda each: -(each.price or 0.0))
 
 
-def _group_of(cost: TrainingCost, by: By) -> str:
-    if by == "day":
-        return day_of(cost)
-    return (cost.model_id if by == "model" else cost.job_id) or "not recorded"
-
-
 def day_of(usage: TrainingUsage) -> str:
-    """Return the day (UTC) on which its run began."""
+    """Return the day (UTC) on which its run began; "" where it is not recorded."""
     at = usage.started_at
-    return "not recorded" if at is None else datetime.fromtimestamp(at, UTC).date().isoformat()
+    return "" if at is None else datetime.fromtimestamp(at, UTC).date().isoformat()
 
 
-def _group(name: str, members: Sequence[TrainingCost]) -> CostGroup:
-    def total(read: Callable[[TrainingCost], float | None]) -> float | None:
-        known = [value for each in members if (value := read(each)) is not None]
-        return sum(known) if known else None
+def _known(values: Iterable[float | None]) -> float | None:
+    known = [each for each in values if each is not None]
+    return sum(known) if known else None
 
-    split = [each for each in members if each.by_class and each.accelerator_hours]
-    weights = [each.accelerator_hours or 0.0 for each in split]
-    shares = [each.by_class["useful"] / each.seconds for each in split if each.seconds]
-    useful = sum(w * s for w, s in zip(weights, shares, strict=False))
-    return CostGroup(
-        name=name,
-        trainings=len(members),
-        accelerator_hours=total(lambda each: each.accelerator_hours),
-        useful_share=useful / sum(weights) if sum(weights) else None,
-        energy_kwh=total(lambda each: each.energy_kwh),
-        price=total(lambda each: each.total),
-        without_price=sum(each.total is None for each in members),
-    )
+
+def _useful_share(usage: TrainingUsage) -> float | None:
+    return usage.by_class["useful"] / usage.seconds if usage.by_class and usage.seconds else None
 
 
 def cost_row(each: TrainingCost | CostGroup) -> dict[str, Any]:
@@ -195,8 +186,7 @@ def estimate(
     """
     measured = [each for each in earlier if _speed(each)]
     speeds = [tokens_per_second] if tokens_per_second else [_speed(each) for each in measured]
-    if tokens_per_step is None and measured:
-        tokens_per_step = measured[0].tokens_per_step
+    tokens_per_step = tokens_per_step or (measured[0].tokens_per_step if measured else None)
     if not speeds or not tokens_per_step:
         raise InvalidInput(
             "nothing to base an estimate on",
@@ -204,74 +194,57 @@ def estimate(
             wanted="an earlier training, or tokens per step and per second",
         )
     held = dict(accelerators or (measured[0].accelerators if measured else {}))
-    split = [each for each in measured if each.by_class]
-    begins = [each.by_class["idle"] for each in split] or [0.0]
-    lost = [each.by_class["recovery"] / (_in_steps(each) or 1.0) for each in split] or [0.0]
+    split = [each.by_class for each in measured if each.by_class]
+    idle = [each["idle"] for each in split] or [0.0]
+    lost = [each["recovery"] / _in_steps(each) for each in split] or [0.0]
     tokens = steps * tokens_per_step
 
-    def hours(speed: float, share: float, begin: float) -> float:
-        return (tokens / speed * (1 + share) + begin) / HOUR_S
+    def times(factor: float | None) -> Range | None:
+        if factor is None:
+            return None
+        figures = {
+            "value": (median(speeds), mean(lost), mean(idle)),
+            "low": (max(speeds), 0.0, min(idle)),
+            "high": (min(speeds), max(lost), max(idle)),
+        }
+        return Range(**{
+            name: (tokens / speed * (1 + share) + begin) / HOUR_S * factor
+            for name, (speed, share, begin) in figures.items()
+        })  # fmt: skip
 
-    time = Range(
-        value=hours(median(speeds), mean(lost), mean(begins)),
-        low=hours(max(speeds), 0.0, min(begins)),
-        high=hours(min(speeds), max(lost), max(begins)),
-    )
-    _, kilowatts, hourly = _rates(held, prices)
+    hourly, kilowatts = _rates(held, prices)
+    hours = times(1)
+    assert hours is not None
     return CostEstimate(
         currency=prices.currency,
         steps=steps,
         tokens=tokens,
         accelerators=held,
         tokens_per_second=Range(value=median(speeds), low=min(speeds), high=max(speeds)),
-        hours=time,
-        accelerator_hours=_times(time, sum(held.values()) or None),
-        energy_kwh=_times(time, kilowatts),
-        price=_times(time, hourly),
-        based_on=tuple(_basis(measured, split, tokens_per_second, held, hourly)),
+        hours=hours,
+        accelerator_hours=times(sum(held.values()) or None),
+        energy_kwh=times(kilowatts),
+        price=times(hourly),
+        based_on=(
+            f"speed: {tokens_per_second:g} tokens/s, as given; no range of it is known"
+            if tokens_per_second
+            else f"speed: as measured in {shortened([e.run_id or e.job_id for e in measured], 3)}"
+            + ("; one training shows no variation of it" if len(measured) == 1 else ""),
+            f"start, end and recovery: as in {len(split)} of these trainings"
+            if split
+            else "start, end and recovery: not counted, no training recorded them",
+            *([] if hourly is not None else ["price: not known for each of the accelerators"]),
+        ),
     )
 
 
-def _times(hours: Range, factor: float | None) -> Range | None:
-    if factor is None:
-        return None
-    return Range(value=hours.value * factor, low=hours.low * factor, high=hours.high * factor)
-
-
-def _in_steps(usage: TrainingUsage) -> float:
-    return sum(usage.by_class[name] for name in IN_STEPS)
+def _in_steps(seconds: Mapping[str, float]) -> float:
+    """Return the seconds that grow with the number of steps."""
+    return sum(seconds[name] for name in ("useful", "data_wait", "checkpoint"))
 
 
 def _speed(usage: TrainingUsage) -> float:
     """Return tokens a second of its steps with evaluations and stalls; 0: not recorded."""
-    if not usage.tokens:
-        return 0.0
-    if usage.by_class:
-        return usage.tokens / _in_steps(usage) if _in_steps(usage) else 0.0
-    return usage.tokens_per_second or 0.0
-
-
-def _basis(
-    measured: Sequence[TrainingUsage],
-    split: Sequence[TrainingUsage],
-    given: float | None,
-    held: Mapping[str, int],
-    hourly: float | None,
-) -> Iterable[str]:
-    if given:
-        yield f"speed: {given:g} tokens/s, as given; no range of it is known"
-    else:
-        names = ", ".join(each.run_id or each.job_id for each in measured[:3])
-        more = f" and {len(measured) - 3} more" if len(measured) > 3 else ""
-        yield f"speed: as measured in {names}{more}"
-        if len(measured) == 1:
-            yield "one training: the range holds no variation of its speed"
-    yield (
-        f"start, end and recovery: as in {len(split)} earlier trainings"
-        if split
-        else "start, end and recovery: not counted, no earlier training recorded them"
-    )
-    if not held:
-        yield "accelerators: not known, so no price"
-    elif hourly is None:
-        yield "price: [prices] per_hour has none for each kind"
+    if not usage.by_class or not _in_steps(usage.by_class):
+        return usage.tokens_per_second or 0.0
+    return (usage.tokens or 0.0) / _in_steps(usage.by_class)

@@ -108,8 +108,7 @@ from .command_results import (
     StatusReport as StatusReport,
     TrainingFigures as TrainingFigures,
 )
-from .costs import (
-    CPU as CPU,
+from .cost import (
     TIME_CLASSES as TIME_CLASSES,
     CostEstimate as CostEstimate,
     CostGroup as CostGroup,

@@ -4,9 +4,8 @@ estimate of the next one. Reads MLflow over REST; imports neither MLflow nor pan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,12 +18,11 @@ from paceline.cli.options import (
     show,
     state_option,
 )
-from paceline.config import Profile, find_installation, require_here
+from paceline.config import find_installation, require_here
 from paceline.errors import InvalidInput
 from paceline.jobs import By, cost_of, cost_row, day_of, estimate, grouped, held_text
 from paceline.registry import Registry, require_run_prefix
 from paceline.schemas import (
-    TIME_CLASSES,
     CostEstimate,
     CostGroup,
     CostsShown,
@@ -35,7 +33,6 @@ from paceline.schemas import (
 from paceline.units import duration, size
 
 MISSING = "not recorded"
-SAME_TOKENS = 0.01  # trainings whose tokens a step differ by less are of one configuration
 CLASS_NAMES = {
     "useful": "steps",
     "data_wait": "waiting for data",
@@ -43,21 +40,6 @@ CLASS_NAMES = {
     "recovery": "restarts, lost steps",
     "idle": "start and end",
 }
-
-
-def _accelerators(
-    _: click.Context, parameter: click.Parameter, values: Sequence[str]
-) -> dict[str, int]:
-    found = {}
-    for each in values:
-        kind, __, count = each.rpartition("=")
-        if not kind or not count.isdecimal() or not int(count):
-            raise InvalidInput(
-                "not a number of accelerators", got=each, wanted="KIND=COUNT, e.g. H100=8",
-                where=parameter.opts[0],
-            )  # fmt: skip
-        found[kind] = int(count)
-    return found
 
 
 @click.command()
@@ -70,8 +52,8 @@ def _accelerators(
               )  # fmt: skip
 @click.option("--tokens-per-step", type=click.FloatRange(min=0, min_open=True))
 @click.option("--tokens-per-second", type=click.FloatRange(min=0, min_open=True))
-@click.option("--on", "accelerators", multiple=True, metavar="KIND=COUNT", callback=_accelerators,
-              help="Accelerators that it would hold (repeatable); cpu=2: two nodes without."
+@click.option("--on", "accelerators", multiple=True, type=(str, click.IntRange(min=1)),
+              metavar="KIND COUNT", help="Accelerators that it would hold; cpu 2: two nodes."
               )  # fmt: skip
 @click.option("--profile", help="Take the prices of this profile, not the installation's.")
 @state_option
@@ -81,7 +63,7 @@ def cost(
     by: By | None,
     csv_file: Path | None,
     steps: int | None,
-    accelerators: dict[str, int],
+    accelerators: tuple[tuple[str, int], ...],
     profile: str | None,
     state: Path | None,
     as_json: bool,
@@ -96,14 +78,15 @@ def cost(
         require_run_prefix(run_id)
     elif not steps and (accelerators or any(speeds.values())):
         raise InvalidInput("an estimate of how much?", wanted="--steps N")
-    # With all figures given no installation is read, but for its prices where there is one.
-    alone = steps and profile and not run_id
+    # With all figures and prices given no installation is needed.
+    alone = profile is not None and steps is not None and not run_id
     runtime = None if alone else require_here(find_installation(state), "`paceline cost`")
-    asked = read_profile(profile, ()) if profile else None
-    prices = (asked or (runtime.profile if runtime else Profile())).prices
+    prices = read_profile(profile or "embedded", ()).prices
+    if runtime is not None and not profile:
+        prices = runtime.profile.prices
     usages: list[TrainingUsage] = []
     without = 0
-    if runtime is not None and not (steps and not run_id):
+    if runtime is not None and (run_id or not steps):
         usages, without = Registry.from_runtime(runtime).trainings()
     if run_id:
         known = {each.run_id: each for each in reversed(usages)}
@@ -115,7 +98,8 @@ def cost(
         without_result=without,
     )
     if steps:
-        guess = estimate(prices, steps=steps, earlier=usages, accelerators=accelerators, **speeds)
+        guess = estimate(prices, steps=steps, earlier=usages, accelerators=dict(accelerators),
+                         **speeds)  # fmt: skip
         found = found.model_copy(update={"estimate": guess})
     if by:
         found = found.model_copy(update={"groups": tuple(grouped(found.trainings, by))})
@@ -131,15 +115,10 @@ def cost(
 def _like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:
     """Return ``chosen`` and the trainings of its configuration, but for their steps."""
 
-    def same(each: TrainingUsage) -> bool:
-        mine, its = chosen.tokens_per_step or 0.0, each.tokens_per_step or 0.0
-        return (
-            each.model_id == chosen.model_id
-            and each.accelerators == chosen.accelerators
-            and abs(mine - its) <= SAME_TOKENS * mine
-        )
+    def what(each: TrainingUsage) -> tuple[object, ...]:
+        return each.model_id, each.accelerators, round(each.tokens_per_step or 0)
 
-    return [chosen, *(each for each in usages if each != chosen and same(each))]
+    return [chosen, *(each for each in usages if each != chosen and what(each) == what(chosen))]
 
 
 def _write_csv(path: Path, rows: Sequence[TrainingCost | CostGroup]) -> None:
@@ -176,42 +155,33 @@ def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
 
 def _row(each: TrainingCost) -> tuple[str, ...]:
     useful = each.by_class["useful"] / each.seconds if each.by_class and each.seconds else None
+    missing = "no price" if each.total is None else MISSING
     return (
-        each.run_id,
-        each.model_id,
-        day_of(each),
-        str(each.steps),
-        duration(each.seconds),
-        held_text(each.accelerators),
-        _share(useful),
-        money(each.energy_kwh),
-        money(each.total, "no price"),
-        money(each.per_1k_tokens, MISSING if each.total is not None else "no price"),
-    )
+        each.run_id, each.model_id, day_of(each), str(each.steps), duration(each.seconds),
+        held_text(each.accelerators), _share(useful), money(each.energy_kwh),
+        money(each.total, missing), money(each.per_1k_tokens, missing),
+    )  # fmt: skip
 
 
 def _group_row(each: CostGroup) -> tuple[str, ...]:
     price = money(each.price, "no price")
     if each.price is not None and each.without_price:
         price += f" and {each.without_price} without"
-    hours, kwh = money(each.accelerator_hours), money(each.energy_kwh)
-    return each.name, str(each.trainings), hours, _share(each.useful_share), kwh, price
+    figures = (each.accelerator_hours, each.useful_hours, each.energy_kwh)
+    return each.name, str(each.trainings), *map(money, figures), price
 
 
 def _show_one(cost: TrainingCost) -> None:
     click.echo(f"{cost.run_id}: {cost.model_id}, {cost.job_id}, {cost.steps} steps in "
                f"{duration(cost.seconds)} on {held_text(cost.accelerators)}")  # fmt: skip
     rows = [
-        (
-            CLASS_NAMES[name],
-            *_share_of(cost.by_class.get(name), cost.seconds),
-            money(cost.price_by_class.get(name), "no price"),
-        )
-        for name in (TIME_CLASSES if cost.by_class else ())
-    ]
-    whole = ("all", *_share_of(cost.seconds, cost.seconds), money(cost.total, "no price"))
-    print_table(("time", "seconds", "share", f"price {cost.currency}"), [*rows, whole])
-    figures: dict[str, Any] = {
+        (CLASS_NAMES[name], f"{seconds:,.1f}", _share(seconds / (cost.seconds or 1.0)),
+         money(cost.price_by_class.get(name), "no price"))
+        for name, seconds in cost.by_class.items()
+    ]  # fmt: skip
+    rows.append(("all", f"{cost.seconds:,.1f}", _share(1.0), money(cost.total, "no price")))
+    print_table(("time", "seconds", "share", f"price {cost.currency}"), rows)
+    _lines({
         "per step": money(cost.per_step),
         "per 1k tokens": money(cost.per_1k_tokens),
         "per epoch": money(cost.per_epoch),
@@ -219,26 +189,26 @@ def _show_one(cost: TrainingCost) -> None:
         "energy": f"{money(cost.energy_kwh)} kWh",
         "egress": _bytes(cost.egress_bytes, cost.egress),
         "checkpoints": _bytes(cost.checkpoint_bytes, cost.storage_a_month, " a month"),
-    }
-    for name, value in figures.items():
-        click.echo(f"{name:<14} {value}")
+    })  # fmt: skip
     for each in cost.unknown:
         notice(each)
 
 
 def _show_estimate(guess: CostEstimate) -> None:
-    lines = {
+    _lines({
         "steps": f"{guess.steps}, {guess.tokens:,.0f} tokens, on {held_text(guess.accelerators)}",
         "tokens/s": _range(guess.tokens_per_second),
         "hours": _range(guess.hours),
         "accelerators": f"{_range(guess.accelerator_hours)} hours",
         "energy": f"{_range(guess.energy_kwh)} kWh",
         "price": f"{_range(guess.price)} {guess.currency}",
-    }
-    for name, value in lines.items():
+    })  # fmt: skip
+    _lines({f"based on {n}": each for n, each in enumerate(guess.based_on, start=1)})
+
+
+def _lines(figures: Mapping[str, str]) -> None:
+    for name, value in figures.items():
         click.echo(f"{name:<14} {value}")
-    for each in guess.based_on:
-        click.echo(f"based on       {each}")
 
 
 def money(value: float | None, missing: str = MISSING) -> str:
@@ -250,12 +220,6 @@ def money(value: float | None, missing: str = MISSING) -> str:
 
 def _share(value: float | None) -> str:
     return MISSING if value is None else f"{value:.0%}"
-
-
-def _share_of(seconds: float | None, whole: float) -> tuple[str, str]:
-    if seconds is None:
-        return MISSING, MISSING
-    return f"{seconds:,.1f}", _share(seconds / whole if whole else None)
 
 
 def _bytes(count: int | None, price: float | None, more: str = "") -> str:

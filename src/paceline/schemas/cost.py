@@ -13,8 +13,6 @@ from pydantic import Field
 from paceline.schemas.base import Record
 from paceline.schemas.training import TrainResult
 
-CPU = "cpu"  # the kind of a node without accelerators
-
 # class of a training's time → the accounts of TimeLedger in it
 TIME_CLASSES: dict[str, tuple[str, ...]] = {
     "useful": ("productive_s",),
@@ -26,14 +24,10 @@ TIME_CLASSES: dict[str, tuple[str, ...]] = {
 
 
 def seconds_by_class(accounts: Mapping[str, float]) -> dict[str, float]:
-    """Return the seconds of each class; {} where an account is missing."""
-    try:
-        return {
-            name: float(sum(accounts[each] for each in parts))
-            for name, parts in TIME_CLASSES.items()
-        }
-    except KeyError:
+    """Return the seconds of each class; {} where they were not recorded."""
+    if "productive_s" not in accounts:
         return {}
+    return {name: sum(accounts[each] for each in parts) for name, parts in TIME_CLASSES.items()}
 
 
 class TrainingUsage(Record):
@@ -102,7 +96,7 @@ class CostGroup(Record):
     name: str
     trainings: int
     accelerator_hours: float | None
-    useful_share: float | None  # of the accelerators' time, in steps
+    useful_hours: float | None  # of these, in steps
     energy_kwh: float | None
     price: float | None  # None: no training of the group has a price
     without_price: int  # trainings that ``price`` does not contain
