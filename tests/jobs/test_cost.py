@@ -161,7 +161,7 @@ def test_an_estimate_goes_from_no_failure_to_the_largest_recovery() -> None:
     assert guess.price.low == pytest.approx(guess.hours.low * 18)
     assert guess.energy_kwh is not None
     assert guess.energy_kwh.value == pytest.approx(guess.hours.value * 8)
-    assert "as in 2 of these trainings" in " ".join(guess.based_on)
+    assert "as in 2 trainings" in " ".join(guess.based_on)
 
 
 def test_an_estimate_of_given_figures_says_that_it_has_no_range() -> None:

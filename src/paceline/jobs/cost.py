@@ -58,17 +58,14 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
     hourly, kilowatts = _rates(usage.accelerators, prices)
     total = _product(hourly, hours)
     per_token = None if total is None or not usage.tokens else total / usage.tokens
-    of_second = None if total is None or not usage.seconds else total / usage.seconds
+    of_second = _product(hourly, 1 / HOUR_S)
+    by_class = usage.by_class if of_second is not None else {}
     return TrainingCost(
         **usage.model_dump(),
         currency=prices.currency,
         accelerator_hours=_product(sum(usage.accelerators.values()) or None, hours),
         energy_kwh=_product(kilowatts, hours),
-        price_by_class={
-            name: seconds * of_second
-            for name, seconds in usage.by_class.items()
-            if of_second is not None
-        },
+        price_by_class={name: each * (of_second or 0.0) for name, each in by_class.items()},
         total=total,
         per_step=None if total is None or not usage.steps else total / usage.steps,
         per_1k_tokens=_product(per_token, 1000),
@@ -123,9 +120,7 @@ def grouped(costs: Sequence[TrainingCost], by: By) -> list[CostGroup]:
             name=name,
             trainings=len(members),
             accelerator_hours=_known(each.accelerator_hours for each in members),
-            useful_hours=_known(
-                _product(each.accelerator_hours, _useful_share(each)) for each in members
-            ),
+            useful_hours=_known(_product(e.accelerator_hours, e.useful_share) for e in members),
             energy_kwh=_known(each.energy_kwh for each in members),
             price=_known(each.total for each in members),
             without_price=sum(each.total is None for each in members),
@@ -144,10 +139,6 @@ def day_of(usage: TrainingUsage) -> str:
 def _known(values: Iterable[float | None]) -> float | None:
     known = [each for each in values if each is not None]
     return sum(known) if known else None
-
-
-def _useful_share(usage: TrainingUsage) -> float | None:
-    return usage.by_class["useful"] / usage.seconds if usage.by_class and usage.seconds else None
 
 
 def cost_row(each: TrainingCost | CostGroup) -> dict[str, Any]:
@@ -194,7 +185,7 @@ def estimate(
             wanted="an earlier training, or tokens per step and per second",
         )
     held = dict(accelerators or (measured[0].accelerators if measured else {}))
-    split = [each.by_class for each in measured if each.by_class]
+    split = [each.by_class for each in measured if _in_steps(each.by_class)]
     idle = [each["idle"] for each in split] or [0.0]
     lost = [each["recovery"] / _in_steps(each) for each in split] or [0.0]
     tokens = steps * tokens_per_step
@@ -230,9 +221,8 @@ def estimate(
             if tokens_per_second
             else f"speed: as measured in {shortened([e.run_id or e.job_id for e in measured], 3)}"
             + ("; one training shows no variation of it" if len(measured) == 1 else ""),
-            f"start, end and recovery: as in {len(split)} of these trainings"
-            if split
-            else "start, end and recovery: not counted, no training recorded them",
+            "start and end, and recovery as a share of the steps' time: "
+            + (f"as in {len(split)} trainings" if split else "not counted, none recorded them"),
             *([] if hourly is not None else ["price: not known for each of the accelerators"]),
         ),
     )
@@ -240,11 +230,10 @@ def estimate(
 
 def _in_steps(seconds: Mapping[str, float]) -> float:
     """Return the seconds that grow with the number of steps."""
-    return sum(seconds[name] for name in ("useful", "data_wait", "checkpoint"))
+    return sum(seconds.get(name, 0.0) for name in ("useful", "data_wait", "checkpoint"))
 
 
 def _speed(usage: TrainingUsage) -> float:
     """Return tokens a second of its steps with evaluations and stalls; 0: not recorded."""
-    if not usage.by_class or not _in_steps(usage.by_class):
-        return usage.tokens_per_second or 0.0
-    return (usage.tokens or 0.0) / _in_steps(usage.by_class)
+    seconds = _in_steps(usage.by_class)
+    return (usage.tokens or 0.0) / seconds if seconds else usage.tokens_per_second or 0.0

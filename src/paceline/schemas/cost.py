@@ -73,6 +73,11 @@ class TrainingUsage(Record):
         """Return the tokens of its steps, each counted once."""
         return None if self.tokens_per_step is None else self.tokens_per_step * self.steps
 
+    @property
+    def useful_share(self) -> float | None:
+        """Return the share of its time in steps that are in the result."""
+        return self.by_class["useful"] / self.seconds if self.by_class and self.seconds else None
+
 
 class TrainingCost(TrainingUsage):
     """What one training used, with prices."""

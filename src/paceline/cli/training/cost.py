@@ -154,11 +154,10 @@ def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
 
 
 def _row(each: TrainingCost) -> tuple[str, ...]:
-    useful = each.by_class["useful"] / each.seconds if each.by_class and each.seconds else None
     missing = "no price" if each.total is None else MISSING
     return (
         each.run_id, each.model_id, day_of(each), str(each.steps), duration(each.seconds),
-        held_text(each.accelerators), _share(useful), money(each.energy_kwh),
+        held_text(each.accelerators), _share(each.useful_share), money(each.energy_kwh),
         money(each.total, missing), money(each.per_1k_tokens, missing),
     )  # fmt: skip
 
@@ -199,9 +198,9 @@ def _show_estimate(guess: CostEstimate) -> None:
         "steps": f"{guess.steps}, {guess.tokens:,.0f} tokens, on {held_text(guess.accelerators)}",
         "tokens/s": _range(guess.tokens_per_second),
         "hours": _range(guess.hours),
-        "accelerators": f"{_range(guess.accelerator_hours)} hours",
-        "energy": f"{_range(guess.energy_kwh)} kWh",
-        "price": f"{_range(guess.price)} {guess.currency}",
+        "accelerators": _range(guess.accelerator_hours, " hours"),
+        "energy": _range(guess.energy_kwh, " kWh"),
+        "price": _range(guess.price, f" {guess.currency}"),
     })  # fmt: skip
     _lines({f"based on {n}": each for n, each in enumerate(guess.based_on, start=1)})
 
@@ -223,10 +222,12 @@ def _share(value: float | None) -> str:
 
 
 def _bytes(count: int | None, price: float | None, more: str = "") -> str:
-    return MISSING if count is None else f"{size(count)}, {money(price, 'no price')}{more}"
+    if count is None:
+        return MISSING
+    return f"{size(count)}, " + ("no price" if price is None else f"{money(price)}{more}")
 
 
-def _range(found: Range | None) -> str:
+def _range(found: Range | None, unit: str = "") -> str:
     if found is None:
         return "not known"
-    return f"{money(found.value)} ({money(found.low)} to {money(found.high)})"
+    return f"{money(found.value)} ({money(found.low)} to {money(found.high)}){unit}"
