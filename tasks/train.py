@@ -11,7 +11,7 @@ from typing import Any
 from paceline.cluster import Node
 from paceline.config import PriceSettings, Profile, TrainingSettings, with_job_settings
 from paceline.errors import InvalidInput, MissingExtra
-from paceline.jobs import cost_of
+from paceline.jobs import cost_of, money
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
 from paceline.schemas import RankEvent, TaskSize, Trained, TrainJob, TrainResult
@@ -195,7 +195,7 @@ def accelerators_of(nodes: Iterable[Node]) -> dict[str, int]:
 
 def _cost_text(result: TrainResult, prices: PriceSettings) -> str:
     total = cost_of(result, prices).total
-    return "" if total is None else f", {total:.2f} {prices.currency}"
+    return "" if total is None else f", {money(total)} {prices.currency}"
 
 
 def _require_training(gang: Sequence[Node], settings: TrainingSettings) -> None:

@@ -6,5 +6,6 @@ from .cost import (
     estimate as estimate,
     grouped as grouped,
     held_text as held_text,
+    money as money,
     price_of as price_of,
 )

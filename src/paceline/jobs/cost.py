@@ -160,6 +160,13 @@ def held_text(accelerators: Mapping[str, int]) -> str:
     return ", ".join(named) or "not recorded"
 
 
+def money(value: float | None, missing: str = "not recorded") -> str:
+    """Return a figure with two places, or three significant digits where it is small."""
+    if value is None:
+        return missing
+    return f"{value:,.2f}" if value >= 1 or not value else f"{value:.3g}"
+
+
 def estimate(
     prices: PriceSettings,
     *,

@@ -20,7 +20,7 @@ from paceline.cli.options import (
 )
 from paceline.config import find_installation, require_here
 from paceline.errors import InvalidInput
-from paceline.jobs import By, cost_of, cost_row, day_of, estimate, grouped, held_text
+from paceline.jobs import By, cost_of, cost_row, day_of, estimate, grouped, held_text, money
 from paceline.registry import Registry, require_run_prefix
 from paceline.schemas import (
     CostEstimate,
@@ -208,13 +208,6 @@ def _show_estimate(guess: CostEstimate) -> None:
 def _lines(figures: Mapping[str, str]) -> None:
     for name, value in figures.items():
         click.echo(f"{name:<14} {value}")
-
-
-def money(value: float | None, missing: str = MISSING) -> str:
-    """Return a figure with two places, or three significant digits where it is small."""
-    if value is None:
-        return missing
-    return f"{value:,.2f}" if value >= 1 or not value else f"{value:.3g}"
 
 
 def _share(value: float | None) -> str:
