@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from paceline.cluster import Node
-from paceline.config import Profile, TrainingSettings, with_job_settings
+from paceline.config import PriceSettings, Profile, TrainingSettings, with_job_settings
 from paceline.errors import InvalidInput, MissingExtra
+from paceline.jobs import cost_of, money
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
 from paceline.schemas import RankEvent, TaskSize, Trained, TrainJob, TrainResult
@@ -59,8 +61,8 @@ def train(
     profile = with_job_settings(profile, own)
     if code_ref:
         profile = _with_code(profile, code_ref)
-    able = run.trainers(nodes)
-    settings, _ = place_ranks(profile.training, able)  # raises where no admission would help
+    known = run.trainers(nodes)
+    settings, _ = place_ranks(profile.training, known)  # raises where no admission would help
     inputs = {
         "manifest": manifest.digest,
         "snapshot": snapshot["digest"],
@@ -94,7 +96,7 @@ def train(
         record_job(run.registry, run.mlflow_run, job)
         store_job(job, run.store)  # for a continuation
         hosts = None if run.job is None else run.job.admitted()
-        gang = [node for node in able if hosts is None or node.worker_id in hosts]
+        gang = [node for node in known if hosts is None or node.worker_id in hosts]
         placed, held = place_ranks(profile.training, gang)
         said = f"{settings.steps} steps on {settings.ranks} ranks"
         with (
@@ -112,9 +114,10 @@ def train(
                 cancel=cancel,
                 on_wait=run.note,
                 state_dir=run.state_dir,
+                accelerators=accelerators_of(each for each in gang if each.worker_id in held),
             )
         _report(run, result)
-        record_result(run.registry, run.mlflow_run, result)
+        record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)
         trained = result.model_dump(mode="json")
         return trained | {"training_digest": sealed.keep(run, result, "training")}
 
@@ -129,6 +132,7 @@ def train(
         describe=lambda o: (
             f"{o['steps']} steps, loss {o['final_loss'] or float('nan'):.3f}, "
             f"{o['tokens_per_second']:.0f} tokens/s, {len(o['restarts'])} restarts"
+            + _cost_text(Trained.model_validate(o), run.runtime.profile.prices)
         ),
     )
     made = Trained.model_validate(trained.output)
@@ -199,6 +203,19 @@ def place_ranks(
         wanted=f"{settings.ranks} ranks",
         do="Lower training.ranks, raise training.ranks_per_node, or start more workers.",
     )
+
+
+def accelerators_of(nodes: Iterable[Node]) -> dict[str, int]:
+    """Return the accelerators of ``nodes`` by kind; "cpu" counts the nodes without."""
+    found: Counter[str] = Counter()
+    for node in nodes:
+        found.update({each.kind: each.count for each in node.machine.accelerators} or {"cpu": 1})
+    return dict(found)
+
+
+def _cost_text(result: TrainResult, prices: PriceSettings) -> str:
+    total = cost_of(result, prices).total
+    return "" if total is None else f", {money(total)} {prices.currency}"
 
 
 def _require_training(gang: Sequence[Node], settings: TrainingSettings) -> None:

@@ -1,5 +1,6 @@
 from .client import Client as Client, FlowRun as FlowRun
 from .python_api import (
+    cost as cost,
     distribute as distribute,
     forecast as forecast,
     load as load,

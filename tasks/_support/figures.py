@@ -8,13 +8,16 @@ their own, the queue is bounded, and the oldest are lost first, with a warning.
 from __future__ import annotations
 
 import contextvars
+import json
 import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from paceline.config import PriceSettings
 from paceline.errors import PacelineError, TemporaryError
-from paceline.registry import MetricPoint, Registry, lineage
+from paceline.jobs import cost_of
+from paceline.registry import TAG_ACCELERATORS, MetricPoint, Registry, cost_metrics, lineage
 from paceline.schemas import RankEvent, TrainJob, TrainResult, digest_of
 
 logger = logging.getLogger(__name__)
@@ -133,7 +136,15 @@ def record_job(registry: Registry, mlflow_run: str, job: TrainJob) -> None:
     )
 
 
-def record_result(registry: Registry, mlflow_run: str, result: TrainResult) -> None:
-    """Log how ``result``'s training ended."""
-    registry.log_metrics(mlflow_run, lineage.training_metrics(result))
+def record_result(
+    registry: Registry,
+    mlflow_run: str,
+    result: TrainResult,
+    prices: PriceSettings = PriceSettings(),  # noqa: B008 (frozen)
+) -> None:
+    """Log how ``result``'s training ended, and what it cost."""
+    points = lineage.training_metrics(result) + cost_metrics(cost_of(result, prices))
+    registry.log_metrics(mlflow_run, points)
+    if result.accelerators:
+        registry.log_tags(mlflow_run, {TAG_ACCELERATORS: json.dumps(result.accelerators)})
     registry.log_artifact_text(mlflow_run, result.model_dump_json(), lineage.RESULT_FILE)

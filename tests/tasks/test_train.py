@@ -13,6 +13,7 @@ from paceline.schemas import Accelerator, Labels, RankEvent
 from paceline.tasks._support.figures import Figures
 from paceline.tasks.train import (
     _follow,
+    accelerators_of,
     alerts_of,
     checkpoint_alerts_of,
     place_ranks,
@@ -80,6 +81,10 @@ def test_ranks_go_to_the_nodes_with_the_most_accelerators(
         return
     decided, held = place_ranks(settings, fleet)
     assert (decided.ranks_per_node, " ".join(held)) == placed
+
+
+def test_a_job_is_charged_for_each_accelerator_of_its_nodes_and_for_nodes_without() -> None:
+    assert accelerators_of([node("a", 8), node("b", 8), node("c")]) == {"H100": 16, "cpu": 1}
 
 
 class Notes:

@@ -126,7 +126,9 @@ def test_a_driver_that_is_run_again_keeps_its_earlier_failures(tmp_path: Path) -
     with pytest.raises(TrainingFailed, match="used up its restarts"):
         run_on_nodes(job, NODES, first, DiskStore())
     again = Script((failed(), [STEPPED]), finished(job))
-    result = run_on_nodes(job, NODES, again, DiskStore())
+    result = run_on_nodes(job, NODES, again, DiskStore(), accelerators={"H100": 2})
+    assert result.accelerators == {"H100": 2}
+    assert stored_result(job, DiskStore()) == result
     assert again.numbers == [4, 5], "no attempt's number, and so nothing kept of it, is used twice"
     assert again.jobs[0].skip_batches == (7,)
     assert again.jobs[0].failures == 2

@@ -44,6 +44,7 @@ COMMANDS: dict[str, Target] = {
     ),
     "reproduce": ("training.reproduce", "reproduce", "Train a run again; compare it bit by bit."),
     "jobs": ("jobs", "jobs", "Submit training jobs; list, pause, resume, cancel them."),
+    "cost": ("training.cost", "cost", "Show what trainings cost, or what the next one would."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
     "where": ("installation", "where", "Print every link of a run: pages, logs, records."),
     "distribute": ("distribution", "distribute", "Relay a published model to every node."),
@@ -80,7 +81,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "data": ("Make the snapshots that trainings learn from.", "snapshot"),
     "training": (
         "Train here or on the nodes; checkpoints; reproduce a run.",
-        "jobs local start checkpoints reproduce",
+        "jobs local start checkpoints reproduce cost",
     ),
     "run": ("Run the whole lifecycle, and find what a run left.", "lifecycle where"),
     "deployment": (
@@ -132,6 +133,7 @@ EXAMPLES = {  # where more is typed than the command's words
     "checkpoints list": "checkpoints list ./paceline-training --verify",
     "checkpoints export": "checkpoints export ./paceline-training ./dcp --step 500",
     "reproduce": "reproduce run-20261120-153600-9f3a1c --check",
+    "cost": "cost --by model\ncost run-20261120-153600-9f3a1c --steps 5000",
     "lifecycle": "lifecycle --model org/name/1 --data s3://bucket/texts \\\n"
     "    --set training.learning_rate=3e-4 --set training.lora.r=8",
     "where": "where run-20261120-153600-9f3a1c",

@@ -59,6 +59,7 @@ from .settings import (
     ObjectSettings as ObjectSettings,
     OciSettings as OciSettings,
     Policy as Policy,
+    PriceSettings as PriceSettings,
     Profile as Profile,
     SecuritySettings as SecuritySettings,
     ServiceSettings as ServiceSettings,

@@ -627,6 +627,25 @@ class QueueSettings(Settings):
     quotas: dict[str, QuotaSettings] = {}  # by team; empty: no team is limited
 
 
+Price = Annotated[float, Field(ge=0)]
+
+
+class PriceSettings(Settings):
+    """What machines, energy and storage cost; what is left empty is unknown, never counted as 0.
+
+    A kind is the one that a node reports, such as "NVIDIA H100 80GB HBM3", or whole words of it
+    ("H100"; of several the longest counts). "cpu" is a node without accelerators.
+    """
+
+    currency: str = Field(default="EUR", min_length=1, max_length=12)
+    per_hour: dict[str, Price] = {}  # of one accelerator, by kind; its share of the node included
+    spot_factor: float = Field(default=1.0, gt=0, le=1)  # of these prices, on a fleet of spot nodes
+    watts: dict[str, Price] = {}  # of one accelerator with its share of the node, by kind
+    per_kwh: Price | None = None  # besides the prices per hour: leave it out where they include it
+    per_gb_egress: Price | None = None  # of 10**9 bytes that leave the object store
+    per_gb_month: Price | None = None  # of 10**9 bytes stored there
+
+
 class Profile(Settings):
     """A whole profile: one TOML file with all settings of an installation."""
 
@@ -647,3 +666,4 @@ class Profile(Settings):
     jobs: QueueSettings = QueueSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()
+    prices: PriceSettings = PriceSettings()

@@ -6,5 +6,25 @@ from .admission import (
     decide as decide,
     why_never as why_never,
 )
+from .cost import (
+    By as By,
+    cost_of as cost_of,
+    cost_row as cost_row,
+    day_of as day_of,
+    estimate as estimate,
+    grouped as grouped,
+    held_text as held_text,
+    money as money,
+    price_of as price_of,
+)
 from .placement import Gang as Gang, Host as Host, Placement as Placement
 from .preemption import Reservation as Reservation
+from .scheduler import (
+    FlowPort as FlowPort,
+    JobScheduler as JobScheduler,
+    gang_of as gang_of,
+    hosts_of as hosts_of,
+    parameters_of as parameters_of,
+)
+from .states import NEXT as NEXT, changed as changed, require_open as require_open
+from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable

@@ -1,11 +1,13 @@
 from .lineage import (
     MLMODEL_FILE as MLMODEL_FILE,
+    TAG_ACCELERATORS as TAG_ACCELERATORS,
     TAG_APPROVAL as TAG_APPROVAL,
     TAG_MANIFEST as TAG_MANIFEST,
     MetricPoint as MetricPoint,
     Promotion as Promotion,
     RegisteredVersion as RegisteredVersion,
     claim_digest as claim_digest,
+    cost_metrics as cost_metrics,
     evaluation_metrics as evaluation_metrics,
     evidence_path as evidence_path,
     gate_metrics as gate_metrics,

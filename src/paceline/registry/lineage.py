@@ -13,16 +13,19 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.schemas import (
     Approval,
     EvaluationReport,
     Evidence,
     GateDecision,
+    TrainingCost,
+    TrainingUsage,
     TrainJob,
     TrainResult,
     digest_of,
+    seconds_by_class,
 )
 
 CHAMPION, CANDIDATE, PREVIOUS = "champion", "candidate", "previous"
@@ -38,6 +41,7 @@ TAG_JOB = "paceline.job_id"
 TAG_CODE = "paceline.code_version"
 TAG_CONFIG = "paceline.training_config_digest"
 TAG_ENVIRONMENT = "paceline.environment_digest"
+TAG_ACCELERATORS = "paceline.accelerators"  # of a training's nodes: kind → count, as JSON
 TAG_GATE = "paceline.gate"  # "passed" | "refused"
 TAG_POLICY = "paceline.policy_digest"  # of the artifact policy/<digest>.json
 TAG_APPROVER = "paceline.approver"
@@ -241,12 +245,67 @@ def training_metrics(result: TrainResult) -> list[MetricPoint]:
         "train/restarts": len(result.restarts),
         "train/lost_steps": sum(each.lost_steps for each in result.restarts),
         "train/seconds": result.seconds,
+        "train/resumed_from_step": result.resumed_from_step,
+        "train/tokens_per_step": result.tokens_per_step,
+        "train/epoch_tokens": result.epoch_tokens,
+        "train/checkpoint_bytes": sum(each.bytes for each in result.checkpoints),
     }
     if result.ledger is not None:
         accounts = result.ledger.model_dump()
         values["train/goodput"] = accounts.pop("goodput")
         values |= {f"train/time.{name}": seconds for name, seconds in accounts.items()}
     return _points(values, step=result.steps)
+
+
+def cost_metrics(cost: TrainingCost) -> list[MetricPoint]:
+    """Return a training's cost, at its last step; [] without a price."""
+    if cost.total is None:
+        return []
+    values: dict[str, float | None] = {
+        "cost/total": cost.total,
+        "cost/energy_kwh": cost.energy_kwh,
+        "cost/per_step": cost.per_step,
+        "cost/per_1k_tokens": cost.per_1k_tokens,
+        "cost/per_epoch": cost.per_epoch,
+    }
+    values |= {f"cost/{name}": price for name, price in cost.price_by_class.items()}
+    return _points(values, step=cost.began_at_step + cost.steps)
+
+
+def training_usage(run: Mapping[str, Any]) -> TrainingUsage | None:
+    """Return what the training of one run used, from its JSON in MLflow's REST API; None where it
+    has no result."""
+    data, info = run["data"], run["info"]
+    tags = {each["key"]: each["value"] for each in data.get("tags", ())}
+    params = {each["key"]: each["value"] for each in data.get("params", ())}
+    metrics = {each["key"]: float(each["value"]) for each in data.get("metrics", ())}
+    figures = {key.removeprefix("train/"): value for key, value in metrics.items()}
+    if "train/seconds" not in metrics:
+        return None
+    (last,) = (int(each["step"]) for each in data["metrics"] if each["key"] == "train/seconds")
+    began = figures.get("resumed_from_step")
+    accounts = {key[5:]: value for key, value in figures.items() if key.startswith("time.")}
+    origin = [value for key, value in metrics.items() if key.endswith("/origin_bytes")]
+    whole = {
+        name: None if (value := figures.get(name)) is None else round(value)
+        for name in ("epoch_tokens", "checkpoint_bytes")
+    }
+    return TrainingUsage(
+        run_id=tags.get(TAG_RUN_ID, ""),
+        job_id=tags.get(TAG_JOB, ""),
+        model_id=params.get("model_id", ""),
+        started_at=int(info["start_time"]) / 1000,
+        steps=last - round(began or 0),
+        began_at_step=round(began or 0),
+        seconds=metrics["train/seconds"],
+        by_class=seconds_by_class(accounts),
+        restarts=round(figures.get("restarts", 0)),
+        accelerators=json.loads(tags.get(TAG_ACCELERATORS, "{}")),
+        tokens_per_step=figures.get("tokens_per_step"),
+        tokens_per_second=figures.get("tokens_per_second"),
+        egress_bytes=round(sum(origin)) if origin else None,
+        **whole,
+    )
 
 
 def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:

@@ -33,10 +33,13 @@ from paceline.registry.lineage import (
     EXPERIMENT_TAGS,
     LOSS,
     LOSS_BEFORE,
+    TAG_JOB,
     TAG_RUN_ID,
     MetricPoint,
     run_tags,
+    training_usage,
 )
+from paceline.schemas import TrainingUsage
 from paceline.system import Endpoint, HttpServer, basic_authorization
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
@@ -153,20 +156,35 @@ class RunLog:
         """
         require_run_prefix(prefix)
         found: dict[str, str] = {}
+        for each in self._runs(f"tags.`{TAG_RUN_ID}` LIKE '{prefix}%'"):
+            tags = {tag["key"]: tag["value"] for tag in each["data"]["tags"]}
+            info = each["info"]  # of two with one id, the older one counts
+            found[tags[TAG_RUN_ID]] = self._page(info["experiment_id"], info["run_id"])
+        return found
+
+    def trainings(self) -> tuple[list[TrainingUsage], int]:
+        """Return what each training with a result used, newest first, and how many have none (they
+        run, or failed); imports no MLflow.
+
+        A result that several runs logged is of the oldest. Raises as ``pages_of_runs``.
+        """
+        runs = self._runs(f"tags.`{TAG_JOB}` LIKE 'job-%'")
+        found = [training_usage(each) for each in runs]
+        once = {(each.job_id, each.seconds): each for each in found if each is not None}
+        return list(once.values()), found.count(None)
+
+    def _runs(self, which: str) -> list[dict[str, Any]]:
+        """Return the runs of all experiments that the filter selects, newest first."""
         experiments = self._listed("experiments", {"max_results": 1000})
         if not experiments:
-            return found
+            return []
         asked = {
             "experiment_ids": [each["experiment_id"] for each in experiments],
-            "filter": f"tags.`{TAG_RUN_ID}` LIKE '{prefix}%'",
+            "filter": which,
             "order_by": ["attributes.start_time DESC", "attributes.run_id DESC"],
             "max_results": 1000,
         }
-        for each in self._listed("runs", asked):  # of two with one id, the older one counts
-            tags = {tag["key"]: tag["value"] for tag in each["data"]["tags"]}
-            info = each["info"]
-            found[tags[TAG_RUN_ID]] = self._page(info["experiment_id"], info["run_id"])
-        return found
+        return self._listed("runs", asked)
 
     def _listed(self, what: str, asked: dict[str, Any]) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []

@@ -108,6 +108,16 @@ from .command_results import (
     StatusReport as StatusReport,
     TrainingFigures as TrainingFigures,
 )
+from .cost import (
+    TIME_CLASSES as TIME_CLASSES,
+    CostEstimate as CostEstimate,
+    CostGroup as CostGroup,
+    CostsShown as CostsShown,
+    Range as Range,
+    TrainingCost as TrainingCost,
+    TrainingUsage as TrainingUsage,
+    seconds_by_class as seconds_by_class,
+)
 from .events import (
     ChunkRun as ChunkRun,
     DeploymentMoment as DeploymentMoment,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from paceline.schemas import access, clients, command_results, events, plan, records, training
+from paceline.schemas import access, clients, command_results, cost, events, plan, records, training
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     "demo": command_results.RunSummary,
@@ -43,6 +43,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "doctor": clients.Diagnosis,
     "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,
+    "cost": cost.CostsShown,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,
 }

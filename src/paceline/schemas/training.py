@@ -155,6 +155,10 @@ class TrainResult(Record):
     snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
     base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    # of the nodes that the job held, by kind; "cpu" counts nodes without. Empty: not recorded
+    accelerators: dict[str, int] = Field(default={}, exclude_if=_empty)
+    tokens_per_step: float | None = Field(default=None, exclude_if=_unset)  # of the last attempt
+    epoch_tokens: int | None = Field(default=None, exclude_if=_unset)  # of the training split
 
     @property
     def quarantine_lines(self) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pydantic import ValidationError
@@ -52,10 +52,12 @@ def run_job(
     cancel: threading.Event | None = None,
     on_wait: Callable[[str], None] | None = None,
     state_dir: str = "",
+    accelerators: Mapping[str, int] | None = None,
 ) -> TrainResult:
     """Run ``job`` on ``workers`` (placement.py assigns ranks to them); return its stored result.
 
-    ``state_dir`` is this process's own, where the job leaves its to each node.
+    ``state_dir`` is this process's own, where the job leaves its to each node. ``accelerators``
+    are those of ``workers`` by kind, for the result.
 
     Raises TrainingFailed where the restarts are used up or the job cannot succeed, Conflict where
     the job id has other settings or other gangs hold the nodes, InvalidSnapshot where the data are
@@ -87,7 +89,7 @@ def run_job(
         gangs.watch_for_preemption(guard.preemption, guard.grace_s)
         if (finished := stored_result(job, store)) is not None:
             return finished  # by the driver that held the nodes before
-        return run_on_nodes(job, workers, gangs, store, on_event)
+        return run_on_nodes(job, workers, gangs, store, on_event, accelerators)
 
 
 def run_on_nodes(
@@ -96,10 +98,12 @@ def run_on_nodes(
     gangs: GangSupervisor,
     store: ObjectStore,
     on_event: Callable[[RankEvent], None] | None = None,
+    accelerators: Mapping[str, int] | None = None,
 ) -> TrainResult:
     """Run ``job`` on nodes already held; see ``run_job``."""
     with HistoryWriter(job, store) as notes:
         result = _JobRun(job, workers, gangs, read_history(job, store), notes, on_event).run()
+    result = result.model_copy(update={"accelerators": dict(accelerators or {})})
     store.put_bytes(_result_url(job), canonical_json(result))
     return result
 

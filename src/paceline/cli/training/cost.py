@@ -1,0 +1,226 @@
+"""`paceline cost`: what the installation's trainings cost, one by class of its time, and an
+estimate of the next one. Reads MLflow over REST; imports neither MLflow nor pandas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import click
+
+from paceline.cli.options import (
+    json_option,
+    notice,
+    one_of,
+    print_table,
+    read_profile,
+    show,
+    state_option,
+)
+from paceline.config import find_installation, require_here
+from paceline.errors import InvalidInput
+from paceline.jobs import By, cost_of, cost_row, day_of, estimate, grouped, held_text, money
+from paceline.registry import Registry, require_run_prefix
+from paceline.schemas import (
+    CostEstimate,
+    CostGroup,
+    CostsShown,
+    Range,
+    TrainingCost,
+    TrainingUsage,
+)
+from paceline.units import duration, size
+
+MISSING = "not recorded"
+CLASS_NAMES = {
+    "useful": "steps",
+    "data_wait": "waiting for data",
+    "checkpoint": "checkpoint stalls",
+    "recovery": "restarts, lost steps",
+    "idle": "start and end",
+}
+
+
+@click.command()
+@click.argument("run_id", required=False)
+@click.option("--by", type=click.Choice(["model", "job", "day"]), help="Sum up by one of these.")
+@click.option("--csv", "csv_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+              help="Write the rows there, too.")  # fmt: skip
+@click.option("--steps", type=click.IntRange(min=1),
+              help="Estimate a training of so many steps, like RUN_ID or as the next options say."
+              )  # fmt: skip
+@click.option("--tokens-per-step", type=click.FloatRange(min=0, min_open=True))
+@click.option("--tokens-per-second", type=click.FloatRange(min=0, min_open=True))
+@click.option("--on", "accelerators", multiple=True, type=(str, click.IntRange(min=1)),
+              metavar="KIND COUNT", help="Accelerators that it would hold; cpu 2: two nodes."
+              )  # fmt: skip
+@click.option("--profile", help="Take the prices of this profile, not the installation's.")
+@state_option
+@json_option
+def cost(
+    run_id: str | None,
+    by: By | None,
+    csv_file: Path | None,
+    steps: int | None,
+    accelerators: tuple[tuple[str, int], ...],
+    profile: str | None,
+    state: Path | None,
+    as_json: bool,
+    **speeds: float | None,
+) -> int:
+    """Show what the installation's trainings cost; RUN_ID: one, by class of its time.
+
+    Prices are those of [prices] in the profile, as they are now. What has none, or was not
+    recorded, is named and not counted.
+    """
+    if run_id:
+        require_run_prefix(run_id)
+    elif not steps and (accelerators or any(speeds.values())):
+        raise InvalidInput("an estimate of how much?", wanted="--steps N")
+    # With all figures and prices given no installation is needed.
+    alone = profile is not None and steps is not None and not run_id
+    runtime = None if alone else require_here(find_installation(state), "`paceline cost`")
+    prices = read_profile(profile or "embedded", ()).prices
+    if runtime is not None and not profile:
+        prices = runtime.profile.prices
+    usages: list[TrainingUsage] = []
+    without = 0
+    if runtime is not None and (run_id or not steps):
+        usages, without = Registry.from_runtime(runtime).trainings()
+    if run_id:
+        known = {each.run_id: each for each in reversed(usages)}
+        chosen = known[one_of("run with a finished training", run_id, known)]
+        usages, without = (_like(chosen, usages) if steps else [chosen]), 0
+    found = CostsShown(
+        currency=prices.currency,
+        trainings=tuple(cost_of(each, prices) for each in usages),
+        without_result=without,
+    )
+    if steps:
+        guess = estimate(prices, steps=steps, earlier=usages, accelerators=dict(accelerators),
+                         **speeds)  # fmt: skip
+        found = found.model_copy(update={"estimate": guess})
+    if by:
+        found = found.model_copy(update={"groups": tuple(grouped(found.trainings, by))})
+    if csv_file:
+        _write_csv(csv_file, found.groups or found.trainings)
+    if as_json:
+        show(found, as_json)
+    else:
+        _show(found, one=bool(run_id), by=by)
+    return 0
+
+
+def _like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:
+    """Return ``chosen`` and the trainings of its configuration, but for their steps."""
+
+    def what(each: TrainingUsage) -> tuple[object, ...]:
+        return each.model_id, each.accelerators, round(each.tokens_per_step or 0)
+
+    return [chosen, *(each for each in usages if each != chosen and what(each) == what(chosen))]
+
+
+def _write_csv(path: Path, rows: Sequence[TrainingCost | CostGroup]) -> None:
+    import csv
+
+    flat = [cost_row(each) for each in rows]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(flat[0]) if flat else ["run_id"])
+        writer.writeheader()
+        writer.writerows(flat)
+
+
+def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
+    if found.estimate is not None:
+        _show_estimate(found.estimate)
+    elif one:
+        _show_one(found.trainings[0])
+    elif by:
+        sums = (by, "trainings", "accelerator-hours", "in steps", "kWh", f"price {found.currency}")
+        print_table(sums, [_group_row(each) for each in found.groups])
+    elif found.trainings:
+        names = ("run", "model", "day", "steps", "time", "held", "in steps", "kWh",
+                 f"price {found.currency}", "per 1k tokens")  # fmt: skip
+        print_table(names, [_row(each) for each in found.trainings])
+    else:
+        click.echo("no finished training is recorded")
+    if found.without_result:
+        notice(f"{found.without_result} trainings without a result (they run, or failed) are not "
+               "counted")  # fmt: skip
+    if not one and any(each.total is None for each in found.trainings):
+        notice("some have no price: `paceline cost RUN` says why; prices stand in the profile's "
+               "[prices]")  # fmt: skip
+
+
+def _row(each: TrainingCost) -> tuple[str, ...]:
+    missing = "no price" if each.total is None else MISSING
+    return (
+        each.run_id, each.model_id, day_of(each), str(each.steps), duration(each.seconds),
+        held_text(each.accelerators), _share(each.useful_share), money(each.energy_kwh),
+        money(each.total, missing), money(each.per_1k_tokens, missing),
+    )  # fmt: skip
+
+
+def _group_row(each: CostGroup) -> tuple[str, ...]:
+    price = money(each.price, "no price")
+    if each.price is not None and each.without_price:
+        price += f" and {each.without_price} without"
+    figures = (each.accelerator_hours, each.useful_hours, each.energy_kwh)
+    return each.name, str(each.trainings), *map(money, figures), price
+
+
+def _show_one(cost: TrainingCost) -> None:
+    click.echo(f"{cost.run_id}: {cost.model_id}, {cost.job_id}, {cost.steps} steps in "
+               f"{duration(cost.seconds)} on {held_text(cost.accelerators)}")  # fmt: skip
+    rows = [
+        (CLASS_NAMES[name], f"{seconds:,.1f}", _share(seconds / (cost.seconds or 1.0)),
+         money(cost.price_by_class.get(name), "no price"))
+        for name, seconds in cost.by_class.items()
+    ]  # fmt: skip
+    rows.append(("all", f"{cost.seconds:,.1f}", _share(1.0), money(cost.total, "no price")))
+    print_table(("time", "seconds", "share", f"price {cost.currency}"), rows)
+    _lines({
+        "per step": money(cost.per_step),
+        "per 1k tokens": money(cost.per_1k_tokens),
+        "per epoch": money(cost.per_epoch),
+        "accelerators": f"{money(cost.accelerator_hours)} hours",
+        "energy": f"{money(cost.energy_kwh)} kWh",
+        "egress": _bytes(cost.egress_bytes, cost.egress),
+        "checkpoints": _bytes(cost.checkpoint_bytes, cost.storage_a_month, " a month"),
+    })  # fmt: skip
+    for each in cost.unknown:
+        notice(each)
+
+
+def _show_estimate(guess: CostEstimate) -> None:
+    _lines({
+        "steps": f"{guess.steps}, {guess.tokens:,.0f} tokens, on {held_text(guess.accelerators)}",
+        "tokens/s": _range(guess.tokens_per_second),
+        "hours": _range(guess.hours),
+        "accelerators": _range(guess.accelerator_hours, " hours"),
+        "energy": _range(guess.energy_kwh, " kWh"),
+        "price": _range(guess.price, f" {guess.currency}"),
+    })  # fmt: skip
+    _lines({f"based on {n}": each for n, each in enumerate(guess.based_on, start=1)})
+
+
+def _lines(figures: Mapping[str, str]) -> None:
+    for name, value in figures.items():
+        click.echo(f"{name:<14} {value}")
+
+
+def _share(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.0%}"
+
+
+def _bytes(count: int | None, price: float | None, more: str = "") -> str:
+    if count is None:
+        return MISSING
+    return f"{size(count)}, " + ("no price" if price is None else f"{money(price)}{more}")
+
+
+def _range(found: Range | None, unit: str = "") -> str:
+    if found is None:
+        return "not known"
+    return f"{money(found.value)} ({money(found.low)} to {money(found.high)}){unit}"

@@ -1,0 +1,141 @@
+"""Records of cost: what a training used, what that cost, and what the next one would cost.
+
+None, and an empty table, mean "not recorded" or "no price", never 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from paceline.schemas.base import Record
+from paceline.schemas.training import TrainResult
+
+# class of a training's time → the accounts of TimeLedger in it
+TIME_CLASSES: dict[str, tuple[str, ...]] = {
+    "useful": ("productive_s",),
+    "data_wait": ("data_wait_s",),
+    "checkpoint": ("checkpoint_stall_s",),
+    "recovery": ("lost_work_s", "detection_s", "restart_s"),
+    "idle": ("start_s", "finish_s"),
+}
+
+
+def seconds_by_class(accounts: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of each class; {} where they were not recorded."""
+    if "productive_s" not in accounts:
+        return {}
+    return {name: sum(accounts[each] for each in parts) for name, parts in TIME_CLASSES.items()}
+
+
+class TrainingUsage(Record):
+    """What one finished training used. Its time is that of the process that ended it: what an
+    interrupted process spent before (below ``began_at_step``) is not recorded."""
+
+    run_id: str = ""
+    job_id: str
+    model_id: str = ""
+    started_at: float | None = None  # of its run, seconds since the Unix epoch
+    steps: int  # without those before ``began_at_step``
+    began_at_step: int = 0
+    seconds: float  # of wall-clock time
+    by_class: dict[str, float] = {}  # the same by class, as rank 0 saw it
+    restarts: int = 0
+    accelerators: dict[str, int] = {}  # held all the time, by kind
+    tokens_per_step: float | None = None
+    tokens_per_second: float | None = None
+    epoch_tokens: int | None = None
+    checkpoint_bytes: int | None = None  # of the generations that were kept
+    egress_bytes: int | None = None  # that relays of the same run read from the object store
+
+    @classmethod
+    def of(cls, result: TrainResult) -> TrainingUsage:
+        """Return what ``result``'s training used."""
+        ledger = result.ledger
+        return cls(
+            job_id=result.job_id,
+            steps=result.steps - result.resumed_from_step,
+            began_at_step=result.resumed_from_step,
+            seconds=result.seconds,
+            by_class={} if ledger is None else seconds_by_class(ledger.model_dump()),
+            restarts=len(result.restarts),
+            accelerators=result.accelerators,
+            tokens_per_step=result.tokens_per_step,
+            tokens_per_second=result.tokens_per_second,
+            epoch_tokens=result.epoch_tokens,
+            checkpoint_bytes=sum(each.bytes for each in result.checkpoints),
+        )
+
+    @property
+    def tokens(self) -> float | None:
+        """Return the tokens of its steps, each counted once."""
+        return None if self.tokens_per_step is None else self.tokens_per_step * self.steps
+
+    @property
+    def useful_share(self) -> float | None:
+        """Return the share of its time in steps that are in the result."""
+        return self.by_class["useful"] / self.seconds if self.by_class and self.seconds else None
+
+
+class TrainingCost(TrainingUsage):
+    """What one training used, with prices."""
+
+    currency: str
+    accelerator_hours: float | None
+    energy_kwh: float | None
+    price_by_class: dict[str, float] = {}
+    total: float | None  # machines, and energy where it has a price of its own
+    per_step: float | None
+    per_1k_tokens: float | None
+    per_epoch: float | None
+    egress: float | None  # besides the total
+    storage_a_month: float | None  # besides the total: of the checkpoints, as long as they are kept
+    unknown: tuple[str, ...] = ()  # why a figure is missing, or is not exact
+
+
+class CostGroup(Record):
+    """Trainings of one model, job or day."""
+
+    name: str
+    trainings: int
+    accelerator_hours: float | None
+    useful_hours: float | None  # of these, in steps
+    energy_kwh: float | None
+    price: float | None  # None: no training of the group has a price
+    without_price: int  # trainings that ``price`` does not contain
+
+
+class Range(Record):
+    """A figure and the range that it may have."""
+
+    value: float
+    low: float
+    high: float
+
+
+class CostEstimate(Record):
+    """What a training would take and cost, and what that is based on."""
+
+    currency: str
+    steps: int
+    tokens: float
+    accelerators: dict[str, int]
+    tokens_per_second: Range
+    hours: Range
+    accelerator_hours: Range | None
+    energy_kwh: Range | None
+    price: Range | None
+    based_on: tuple[str, ...]
+
+
+class CostsShown(Record):
+    """Output of `paceline cost --json`."""
+
+    status: Literal["complete"] = "complete"
+    currency: str
+    trainings: tuple[TrainingCost, ...] = ()  # newest first
+    without_result: int = Field(default=0, ge=0)  # trainings that run or failed: not counted
+    groups: tuple[CostGroup, ...] = ()  # with --by
+    estimate: CostEstimate | None = None  # with --steps
