@@ -90,7 +90,8 @@ class JobLink:
             host = event.data.get("worker_id") or (known.host if known else "")
             state = _RANK_STATES.get(event.event) or (known.state if known else "starting")
             if event.event in ("result", "failed"):
-                state = "ended" if event.event == "result" else "failed"
+                good = event.event == "result" or event.data.get("code") == "Stopped"
+                state = "ended" if good else "failed"
             if host:
                 self._ranks[event.rank] = JobRank.model_validate(
                     {"rank": event.rank, "host": host, "state": state, "last_heartbeat": now}

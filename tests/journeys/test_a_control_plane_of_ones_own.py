@@ -24,12 +24,13 @@ from tests.journeys.control_plane import (
     start_stores,
 )
 from tests.journeys.guide import commands
-from tests.journeys.hosts import Ended, Host, until
+from tests.journeys.hosts import ROOT, Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
+PAGE = "docs/how-to/run-training-jobs.md"
 TINY = [*SMALL, "--set", "training.steps=20"]  # the shipped base has 2.3 M parameters
 
 
@@ -146,7 +147,7 @@ def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, live
 
 def test_a_researcher_runs_jobs_with_a_teams_token(fleet: ControlPlane, lived: Lived) -> None:
     """Types docs/how-to/run-training-jobs.md on the laptop, as another user of it."""
-    page = commands("how-to/run-training-jobs.md")
+    page = commands(PAGE.removeprefix("docs/"))
     (snapshot,) = (fleet.logs / "s3/models/data/snapshots").iterdir()
     own = {"XDG_CONFIG_HOME": "/home/user/ann", "MODEL": lived.model_id, "VERSION": "1"}
     own["SNAPSHOT"] = f"s3://models/data/snapshots/{snapshot.name}"
@@ -173,6 +174,11 @@ def test_a_researcher_runs_jobs_with_a_teams_token(fleet: ControlPlane, lived: L
     one_line(typed("submit", "--team", "vision"), 77, "another team's")
     one_line(fleet.laptop.run(*login[:2], "paceline distribute x 1", env={**fleet.env, **own}),
              77, "scope train")  # fmt: skip
+
+    text = (ROOT / PAGE).read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    said = fleet.laptop.run("python", "-c", program, env={**fleet.env, **own}, timeout_s=400)
+    assert said.ok().out.startswith("succeeded 14 ")
 
     submit = page["submit"].replace(" --follow", "")
     script = f"{submit.rstrip()} --steps 4000 --json"

@@ -26,6 +26,7 @@ from paceline.errors import (
     InvalidInput,
     PacelineError,
     TemporaryError,
+    TrainingFailed,
 )
 from paceline.schemas import (
     FLOW_RESULT,
@@ -35,7 +36,10 @@ from paceline.schemas import (
     DeploymentView,
     FlowRunView,
     InstallationView,
+    JobState,
     StartFlow,
+    SubmitJob,
+    TrainingJob,
     Worker,
     digest_of,
     flow_result_key,
@@ -288,6 +292,58 @@ class Client:
     def cancel(self, deployment_id: str) -> None:
         """Cancel a deployment; what arrived is kept."""
         self.coordinator.cancel(deployment_id)
+
+    # -- training jobs
+
+    def submit(
+        self,
+        model_id: str,
+        version: str,
+        snapshot: str,
+        *,
+        resources: Mapping[str, Any] | None = None,
+        key: str | None = None,
+        **more: Any,
+    ) -> TrainingJob:
+        """Queue a training of a published version on a snapshot (its URL), and return the job.
+
+        ``resources``: ranks, ranks_per_node, accelerator, memory_bytes, capacity, within.
+        ``more``: parameters (settings by their keys in a profile), code_ref, checkpoint_policy,
+        seed, continue_from, name, team, project, priority. The same ``key`` and job again are the
+        same job. Raises InvalidInput for what can never run here.
+        """
+        given = {"model_id": model_id, "version": version, "data_snapshot": snapshot, **more}
+        try:
+            spec = SubmitJob.model_validate(given | {"resources": resources or {}})
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise InvalidInput("no such job", got=first["msg"], where=where) from error
+        return self.coordinator.submit_job(spec, key).job
+
+    def jobs(self, *states: str, team: str = "", project: str = "") -> list[TrainingJob]:
+        """Return the newest 500 jobs of these states, this team and this project, newest first."""
+        return list(self.coordinator.jobs(states, team, project, limit=500).jobs)
+
+    def job(self, job_id: str) -> TrainingJob:
+        """Return a job: its state and why, and its last report (step, metrics, checkpoints)."""
+        return self.coordinator.job(job_id).job
+
+    def wait_for_job(self, job_id: str, on_notice: OnLine = drop) -> TrainingJob:
+        """Return the job once it has succeeded or needs a review.
+
+        Raises TrainingFailed, Cancelled, and TemporaryError as ``FlowRun.wait`` says.
+        """
+        while True:
+            job = patiently(partial(self.job, job_id), AWAY_S, on_notice)
+            if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
+                break
+            time.sleep(POLL_S)
+        if job.state is JobState.CANCELLED:
+            raise Cancelled("the job was cancelled", got=job.reason, where=job_id)
+        if job.state is JobState.FAILED:
+            raise TrainingFailed("the job failed", got=job.reason, where=job_id)
+        return job
 
     # -- flows
 
