@@ -236,7 +236,7 @@ def _add_changing(router: APIRouter, table: JobTable, shown: _Shown) -> None:
 def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:
     """Return ``job`` paused or cancelled by the caller: at once where no flow runs for it."""
     who, now = current_caller().name, time.time()
-    reason = f"{wanted} by {who}"
+    reason = f"{wanted} requested by {who}"
     if job.state.waits or job.state is JobState.PAUSED:
         return changed(job, at_once, now, reason, who)
     if job.state is JobState.ADMITTED and not job.adopted:

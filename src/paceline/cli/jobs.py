@@ -283,7 +283,9 @@ def _lines(view: JobView) -> list[str]:
     ]
     if job.placement is not None:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
-        lines.append(f"  nodes       {hosts}, within one {job.placement.level}")
+        level = job.placement.level
+        where = "in several zones" if level == "fleet" else f"in one {level}"
+        lines.append(f"  nodes       {hosts}, {where}")
     if report is not None:
         loss = report.metrics.get("loss")
         figures = f"step {report.step}/{report.steps}" + (f", loss {loss:.3f}" if loss else "")
@@ -296,7 +298,7 @@ def _lines(view: JobView) -> list[str]:
             for each in report.checkpoints[-3:]
         ]
         lines += [
-            f"  rank {each.rank:<6} {each.host}, {each.state}, heard {at(each.last_heartbeat)}"
+            f"  rank {each.rank:<6} {each.host}, {each.state}, last report {at(each.last_heartbeat)}"
             for each in report.workers
         ]
     if view.same_submission:
