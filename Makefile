@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 export PACELINE_TORCH_INDEX PYTHON
-LOCKS := $(patsubst %,requirements/%.lock,base train flows stores control hf lora eval gpu dev torch)
+LOCKS := $(patsubst %,requirements/%.lock,base train flows stores control hf lora eval sweeps gpu dev torch)
 UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE

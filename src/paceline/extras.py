@@ -30,6 +30,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "hf": ("transformers",),
     "lora": ("peft",),
     "eval": ("lm_eval",),
+    "sweeps": ("optuna", "cmaes"),
     "gpu": ("pynvml",),
 }  # fmt: skip
 
