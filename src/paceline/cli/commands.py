@@ -44,6 +44,7 @@ COMMANDS: dict[str, Target] = {
     ),
     "reproduce": ("training.reproduce", "reproduce", "Train a run again; compare it bit by bit."),
     "jobs": ("jobs", "jobs", "Submit training jobs; list, pause, resume, cancel them."),
+    "sweep": ("sweep", "sweep", "Search a training's settings; each trial is a job."),
     "cost": ("training.cost", "cost", "Show what trainings cost, or what the next one would."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
     "where": ("installation", "where", "Print every link of a run: pages, logs, records."),
@@ -81,7 +82,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "data": ("Make the snapshots that trainings learn from.", "snapshot"),
     "training": (
         "Train here or on the nodes; checkpoints; reproduce a run.",
-        "jobs local start checkpoints reproduce cost",
+        "jobs sweep local start checkpoints reproduce cost",
     ),
     "run": ("Run the whole lifecycle, and find what a run left.", "lifecycle where"),
     "deployment": (
@@ -130,6 +131,9 @@ EXAMPLES = {  # where more is typed than the command's words
     "jobs resume": "jobs resume tj-4f1c",
     "jobs cancel": "jobs cancel tj-4f1c",
     "jobs review": "jobs review tj-4f1c --reason 'two broken shards are fine'",
+    "sweep run": "sweep lr org/name 1 --snapshot s3://bucket/data/DIGEST --space space.toml \\\n"
+    "    --trials 16 --parallel 4 --pruner asha",
+    "sweep report": "sweep report lr --html lr.html",
     "checkpoints list": "checkpoints list ./paceline-training --verify",
     "checkpoints export": "checkpoints export ./paceline-training ./dcp --step 500",
     "reproduce": "reproduce run-20261120-153600-9f3a1c --check",

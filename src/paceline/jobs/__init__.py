@@ -1,4 +1,5 @@
-"""Training jobs: the queue, which gang is admitted where, and what a job's time costs.
+"""Training jobs: the queue, which gang is admitted where, sweeps of jobs, and what a
+job's time costs.
 
 Begin at ``admission``: a pure decision on hosts, waiting gangs and running ones. Prefect runs a
 job's flow and ``paceline.training`` its ranks; this package knows neither.

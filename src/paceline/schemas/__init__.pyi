@@ -153,6 +153,8 @@ from .jobs import (
     Resources as Resources,
     ReviewJob as ReviewJob,
     SubmitJob as SubmitJob,
+    SweepShown as SweepShown,
+    SweepTrial as SweepTrial,
     TrainingJob as TrainingJob,
     job_key as job_key,
 )

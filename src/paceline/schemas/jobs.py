@@ -271,3 +271,29 @@ class JobsShown(Record):
     status: Literal["complete"] = "complete"
     jobs: tuple[TrainingJob, ...]
     total: int
+
+
+class SweepTrial(Record):
+    """A trial of a sweep: the settings that it tried, its job, and what came of it."""
+
+    number: int = Field(ge=0)
+    state: Literal["running", "complete", "pruned", "failed"]
+    value: float | None = None  # of the sweep's metric; of a pruned trial the last that it reported
+    parameters: dict[str, object] = {}
+    job_id: str = ""  # "": refused
+    step: int = 0
+    steps: int = 0  # that it would make
+    reason: str = ""  # of a failed trial
+
+
+class SweepShown(Record):
+    """Output of `paceline sweep --json`."""
+
+    status: Literal["complete"] = "complete"
+    name: str
+    metric: str
+    maximize: bool
+    trials: tuple[SweepTrial, ...]
+    best: SweepTrial | None
+    importance: dict[str, float] = {}  # of each parameter, together 1; {}: too few trials
+    reproduce: str = ""  # the command that trains the best again

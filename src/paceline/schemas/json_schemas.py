@@ -12,7 +12,17 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from paceline.schemas import access, clients, command_results, cost, events, plan, records, training
+from paceline.schemas import (
+    access,
+    clients,
+    command_results,
+    cost,
+    events,
+    jobs,
+    plan,
+    records,
+    training,
+)
 
 SCHEMAS: dict[str, type[BaseModel]] = {
     "demo": command_results.RunSummary,
@@ -44,6 +54,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,
     "cost": cost.CostsShown,
+    "sweep": jobs.SweepShown,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,
 }
