@@ -17,24 +17,15 @@ from paceline.cli.options import (
     job_settings,
     json_option,
     notice,
-    parsed,
     print_table,
     show,
     state_option,
 )
 from paceline.client import Client
 from paceline.errors import Cancelled
-from paceline.jobs import (
-    Sweep,
-    read_space,
-    report_sweep,
-    run_sweep,
-    sweep_page,
-    trial_columns,
-    trial_row,
-)
+from paceline.jobs import Sweep, page_of, read_space, report_sweep, run_sweep, trial_row
+from paceline.jobs.sweep_page import COLUMNS
 from paceline.schemas import SweepShown
-from paceline.units import size_bytes
 
 storage_option = click.option(
     "--storage", default="paceline-sweeps.sqlite", show_default=True,
@@ -70,16 +61,13 @@ def sweep() -> None:
 @click.option("--sampler", type=click.Choice(["tpe", "cmaes", "random"]), default="tpe",
               show_default=True)  # fmt: skip
 @click.option("--pruner", type=click.Choice(["none", "asha", "hyperband", "median"]),
-              default="none", show_default=True, help="Cancels the jobs of bad trials.")  # fmt: skip
+              default="none", show_default=True, help="Cancels jobs of bad trials.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), help="The sampler's.")
 @click.option("--metric", default="loss", show_default=True, help="Of the job's report.")
 @click.option("--maximize", is_flag=True, help="Search the highest; else the lowest.")
 @click.option("--ranks", type=click.IntRange(min=1), help="Of each gang.")
 @click.option("--ranks-per-node", type=click.IntRange(min=1))
 @click.option("--accelerator", default="", help="Its kind, or a part of its name: a100.")
-@click.option("--memory", callback=parsed(size_bytes), metavar="SIZE", help="Of each accelerator.")
-@click.option("--capacity", type=click.Choice(["on-demand", "spot"]))
-@click.option("--within", type=click.Choice(["host", "domain", "rack", "zone"]))
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="In each trial.")
 @click.option("--team", default="", help="Whose quota it counts against.")
@@ -92,7 +80,6 @@ def run(
     space: Path,
     steps: int | None,
     overrides: tuple[str, ...],
-    memory: int | None,
     cancel_jobs: bool,
     state: Path | None,
     as_json: bool,
@@ -102,8 +89,7 @@ def run(
 
     The same command again goes on: finished trials are kept, and running jobs are followed.
     """
-    wanted = ("ranks", "ranks_per_node", "accelerator", "capacity", "within")
-    resources = {key: given.pop(key) for key in wanted} | {"memory_bytes": memory}
+    resources = {key: given.pop(key) for key in ("ranks", "ranks_per_node", "accelerator")}
     settings = job_settings(overrides) | ({} if steps is None else {"training.steps": steps})
     made = Sweep(
         space=read_space(space),
@@ -137,7 +123,7 @@ def report(name: str, html: Path | None, storage: str, as_json: bool) -> int:
     """Show the trials of the sweep NAME so far."""
     found = report_sweep(name, storage)
     if html is not None:
-        html.write_text(sweep_page(found), encoding="utf-8")
+        html.write_text(page_of(found), encoding="utf-8")
     _show(found, as_json)
     return 0
 
@@ -146,7 +132,9 @@ def _show(found: SweepShown, as_json: bool) -> None:
     if as_json:
         show(found, as_json)
         return
-    print_table(trial_columns(found), [trial_row(each) for each in found.trials])
+    print_table(
+        ("trial", "state", found.metric, *COLUMNS), [trial_row(each) for each in found.trials]
+    )
     if found.best is None:
         notice("no trial is complete")
         return

@@ -26,17 +26,8 @@ from .scheduler import (
     hosts_of as hosts_of,
     parameters_of as parameters_of,
 )
+from .search_space import read_space as read_space
 from .states import NEXT as NEXT, changed as changed, require_open as require_open
-from .sweep import (
-    Dimension as Dimension,
-    Sweep as Sweep,
-    read_space as read_space,
-    report_sweep as report_sweep,
-    run_sweep as run_sweep,
-)
-from .sweep_page import (
-    sweep_page as sweep_page,
-    trial_columns as trial_columns,
-    trial_row as trial_row,
-)
+from .sweep import Sweep as Sweep, report_sweep as report_sweep, run_sweep as run_sweep
+from .sweep_page import page_of as page_of, trial_row as trial_row
 from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable

@@ -9,12 +9,13 @@ from html import escape
 from paceline.schemas import SweepShown, SweepTrial
 
 WIDTH, HEIGHT, MARGIN = 960, 320, 60
+COLUMNS = ("parameters", "job", "steps", "reason")
 STYLE = """body{font:14px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse}
 td,th{padding:.2em .7em;text-align:left;border-bottom:1px solid #ddd}.best{font-weight:bold}
 svg{width:100%;height:auto}text{font:11px sans-serif}"""
 
 
-def sweep_page(found: SweepShown) -> str:
+def page_of(found: SweepShown) -> str:
     """Return the page: parallel coordinates, importance of the parameters, and every trial."""
     goal = "highest" if found.maximize else "lowest"
     best = f"best: trial {found.best.number}" if found.best else "no trial is complete"
@@ -36,7 +37,7 @@ def sweep_page(found: SweepShown) -> str:
 
 
 def _axis(values: Sequence[object]) -> dict[object, float]:
-    """Return where each value lies on an axis, 0 to 1; wide ranges of numbers by their logarithm."""
+    """Return where each value lies on an axis, 0 to 1; wide ranges by their logarithm."""
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) < len(values):
         names = sorted(set(map(str, values)))
@@ -99,7 +100,9 @@ def _importance(shares: Mapping[str, float]) -> str:
 
 
 def _table(found: SweepShown) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in trial_columns(found))
+    head = "".join(
+        f"<th>{escape(each)}</th>" for each in ("trial", "state", found.metric, *COLUMNS)
+    )
     rows = "".join(
         f"<tr{' class=best' if each == found.best else ''}>"
         + "".join(f"<td>{escape(cell)}</td>" for cell in trial_row(each))
@@ -109,13 +112,8 @@ def _table(found: SweepShown) -> str:
     return f"<table><tr>{head}</tr>{rows}</table>"
 
 
-def trial_columns(found: SweepShown) -> tuple[str, ...]:
-    """Return the names of the columns of a table of trials."""
-    return "trial", "state", found.metric, "parameters", "job", "steps", "reason"
-
-
 def trial_row(trial: SweepTrial) -> tuple[str, ...]:
-    """Return a trial as a row of that table."""
+    """Return a trial as a row of a table: number, state, metric, and COLUMNS."""
     return (
         str(trial.number), trial.state, _figure(trial.value),
         " ".join(f"{key}={_figure(value)}" for key, value in trial.parameters.items()),

@@ -277,7 +277,7 @@ class SweepTrial(Record):
     """A trial of a sweep: the settings that it tried, its job, and what came of it."""
 
     number: int = Field(ge=0)
-    state: Literal["running", "complete", "pruned", "failed"]
+    state: Literal["running", "waiting", "complete", "pruned", "fail"]
     value: float | None = None  # of the sweep's metric; of a pruned trial the last that it reported
     parameters: dict[str, object] = {}
     job_id: str = ""  # "": refused
