@@ -22,7 +22,7 @@ from paceline.schemas import JobReport, JobState, SubmitJob, SweepShown, Trainin
 from tests.support.command import paceline
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/sweep-hyper-parameters.md"
-STEPS, A_LOOK = 320, 15
+STEPS, A_LOOK = 320, 20
 SPACE = """
 [space."training.learning_rate"]
 kind = "float"
@@ -125,8 +125,8 @@ def run(sweep: Sweep, queue: Queue, **more: Any) -> SweepShown:
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
 def test_a_sweep_finds_the_best_settings(sweep: Sweep, sampler: Any) -> None:
     queue = Queue()
-    found = run(replace(sweep, sampler=sampler, trials=40), queue)
-    assert len(found.trials) == len(queue.jobs) == 40
+    found = run(replace(sweep, sampler=sampler, trials=24), queue)
+    assert len(found.trials) == len(queue.jobs) == 24
     assert queue.most_open == 4
     assert found.best is not None and found.best.value is not None
     assert found.best.value < 1.1
@@ -162,7 +162,7 @@ def test_pruning_cancels_jobs_and_keeps_the_winner(sweep: Sweep, pruner: Any) ->
     assert share <= (0.5 if pruner == "asha" else 0.8), share
 
 
-@pytest.mark.parametrize("looks", [0, 3, 30, 100])
+@pytest.mark.parametrize("looks", [0, 30, 100])
 def test_an_interrupted_sweep_goes_on_with_the_same_jobs(sweep: Sweep, looks: int) -> None:
     queue = Queue()
     queue.looks_left = looks

@@ -89,8 +89,9 @@ def read_space(path: Path) -> dict[str, Dimension]:
     except ValidationError as error:
         first = error.errors()[0]
         where = f"{path} {' '.join(map(str, first['loc']))}"
-        raise InvalidInput(f"not a search space: {first['msg']}", got=short_repr(first["input"], 200),
-                           wanted=WANTED, where=where, do=DO) from error  # fmt: skip
+        got = short_repr(first["input"], 200)
+        raise InvalidInput(f"not a search space: {first['msg']}", got=got, wanted=WANTED,
+                           where=where, do=DO) from error  # fmt: skip
     except (OSError, ValueError) as error:
         raise InvalidInput("the search space cannot be read", got=error, wanted=WANTED, where=path,
                            do=DO) from error  # fmt: skip

@@ -21,7 +21,7 @@ from paceline.config import Profile, with_job_settings
 from paceline.errors import Conflict, InvalidInput, InvalidProfile, PacelineError
 from paceline.extras import require_extras
 from paceline.jobs.search_space import DO, Dimension
-from paceline.jobs.sweep_study import POINTS, opened, set_strategy, shown
+from paceline.jobs.sweep_study import NOWHERE, POINTS, opened, set_strategy, shown
 from paceline.schemas import JobState, SweepShown
 
 if TYPE_CHECKING:
@@ -155,7 +155,8 @@ class _Loop:
 
     def _needs_trials(self) -> bool:
         trials = self._study.get_trials(deepcopy=False)
-        return sum(e.user_attrs.get("reason") != STOPPED for e in trials) < self._sweep.trials
+        counted = [each for each in trials if each.user_attrs.get("reason") != STOPPED]
+        return len(counted) < self._sweep.trials
 
     def _begin(self, trial: Trial) -> None:
         """Follow the trial's job, which is submitted unless it was before."""
@@ -188,10 +189,13 @@ class _Loop:
         job = patiently(partial(self._client.job, known["job_id"]), AWAY_S, self._on_line)
         step, steps = (job.report.step, job.report.steps) if job.report else (0, 0)
         value = job.report.metrics.get(metric, math.nan) if job.report else math.nan
-        if known.get("step") != step:
-            trial.set_user_attr("step", step)
-            trial.set_user_attr("steps", steps)
-        if job.state in (JobState.SUCCEEDED, JobState.NEEDS_REVIEW):
+        # After a fault the job makes earlier points again: those are not new.
+        point = step * POINTS // steps if steps else 0
+        is_new = point > known.get("at", NOWHERE)[2]
+        has_result = job.state in (JobState.SUCCEEDED, JobState.NEEDS_REVIEW)
+        if is_new or has_result or job.state.is_final:
+            trial.set_user_attr("at", (step, steps, point))
+        if has_result:
             if math.isfinite(value):
                 return self._end(trial, "COMPLETE", value)
             return self._end(trial, "FAIL", reason=f"its report has no finite {metric}")
@@ -199,11 +203,8 @@ class _Loop:
             return self._end(trial, "PRUNED")
         if job.state.is_final:
             return self._end(trial, "FAIL", reason=f"job {job.state}: {job.reason}")
-        point = step * POINTS // steps if steps else 0
-        # After a fault the job makes earlier points again.
-        if not math.isfinite(value) or not known.get("point", 0) < point < POINTS:
+        if not is_new or point == POINTS or not math.isfinite(value):
             return False
-        trial.set_user_attr("point", point)
         trial.report(value, point)
         if not trial.should_prune():
             return False
@@ -221,6 +222,6 @@ class _Loop:
             trial.set_user_attr("reason", reason[:500])
         self._study.tell(trial, value, TrialState[state])
         figure = "" if value is None else f", {self._sweep.metric} {value:.6g}"
-        at = f"{state.lower()} at step {trial.user_attrs.get('step', 0)}{figure}"
+        at = f"{state.lower()} at step {trial.user_attrs.get('at', NOWHERE)[0]}{figure}"
         self._on_line(f"{self._sweep.name} trial {trial.number}: {at}. {reason}".rstrip(". "))
         return True

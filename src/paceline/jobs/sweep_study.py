@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 POINTS, FIRST_POINT = 16, 2
 REDUCTION = 3  # of a rung's trials one in three goes on
 MEDIAN_AFTER = 4  # complete trials
-SHOWN = ("job_id", "step", "steps", "reason")  # attributes of a trial
+IMPORTANCE_AFTER = 10  # complete trials; with fewer Optuna finds all settings alike
+NOWHERE = (0, 0, 0)  # step, steps and point of a trial whose job has not begun: attribute "at"
 
 
 @contextmanager
@@ -96,16 +97,20 @@ def shown(study: Study) -> SweepShown:
     spec, name = study.user_attrs["sweep"], study.study_name
     trials = tuple(
         SweepTrial(number=each.number, state=each.state.name.lower(), value=each.value,
-                   parameters=each.params,
-                   **{key: each.user_attrs[key] for key in SHOWN if key in each.user_attrs})
+                   parameters=each.params, job_id=each.user_attrs.get("job_id", ""),
+                   step=each.user_attrs.get("at", NOWHERE)[0],
+                   steps=each.user_attrs.get("at", NOWHERE)[1],
+                   reason=each.user_attrs.get("reason", ""))
         for each in study.get_trials(deepcopy=False)
     )  # fmt: skip
     complete = [each for each in trials if each.state == "complete"]
     sign = -1 if spec["maximize"] else 1
     best = min(complete, key=lambda each: sign * (each.value or 0.0), default=None)
     shares: dict[str, float] = {}
-    with suppress(ValueError, RuntimeError):  # too few trials, or all alike
-        shares = {k: float(v) for k, v in optuna.importance.get_param_importances(study).items()}
+    if len(complete) >= IMPORTANCE_AFTER:
+        with suppress(ValueError, RuntimeError):  # all trials are alike
+            found = optuna.importance.get_param_importances(study)
+            shares = {key: float(share) for key, share in found.items()}
     return SweepShown(
         name=name, metric=spec["metric"], maximize=spec["maximize"], trials=trials, best=best,
         importance=shares if all(map(math.isfinite, shares.values())) else {},
