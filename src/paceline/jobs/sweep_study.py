@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 POINTS, FIRST_POINT = 16, 2
 REDUCTION = 3  # of a rung's trials one in three goes on
 MEDIAN_AFTER = 4  # complete trials
-IMPORTANCE_AFTER = 10  # complete trials; with fewer Optuna finds all settings alike
+IMPORTANCE_AFTER = 10  # complete trials; of fewer the shares are chance
 NOWHERE = (0, 0, 0)  # step, steps and point of a trial whose job has not begun: attribute "at"
 
 
