@@ -1,4 +1,5 @@
 from .admission import (
+    AGED_AFTER_S as AGED_AFTER_S,
     OVERTAKEN_AFTER_S as OVERTAKEN_AFTER_S,
     Decision as Decision,
     Quota as Quota,

@@ -30,6 +30,8 @@ from paceline.jobs.placement import Demand, Gang, Host, Placement, check, descri
 from paceline.jobs.preemption import Candidate, Reservation, choose_victims, cost
 
 OVERTAKEN_AFTER_S = 3_600.0  # a blocked gang that waited so long preempts those that overtook it
+OVERSIZE = False
+AGED_AFTER_S = 43_200.0  # a gang that was submitted so long ago counts as covered by a quota
 _Thing = TypeVar("_Thing")
 _NAMED = 3  # gangs named in a reason; the others are a count
 
@@ -182,7 +184,7 @@ class _Round:
             counted = {gang.job_id for gang in held}
             slots = _quota_of(team, self.quotas).slots
             self.covered |= _covered([*held, *gangs], slots, counted) - counted
-        possible.sort(key=lambda gang: (gang.job_id not in self.covered, *_order(gang)))
+        possible.sort(key=lambda gang: (not self._is_first(gang), *_order(gang)))
         for number, gang in enumerate(possible):
             reason = self._handle(gang)
             if reason:
@@ -265,7 +267,8 @@ class _Round:
         """Return the running gangs that are preempted for this one, or None where none may be."""
         quota = _quota_of(gang.team, self.quotas).slots
         reclaims = self.used[gang.team] + gang.ranks <= quota
-        search = (gang.job_id in self.covered, reclaims, gang.team, gang.priority, *_shape(gang))
+        kind = (gang.job_id in self.covered, self._is_aged(gang), reclaims)
+        search = (kind, gang.team, gang.priority, *_shape(gang))
         if gang.ranks >= self.too_many.get(search, gang.ranks + 1):
             return None
         lawful = [each for each in self.running.values() if self._yields(each, gang, reclaims)]
@@ -303,10 +306,20 @@ class _Round:
         if not running.preemptible or running.ending or other.job_id in self.preempted:
             return False
         lower = other.priority < gang.priority or self._is_overtaken(gang, other)
-        if other.job_id in self.covered:
-            # A gang that borrows would come after it again, and lose the hosts to it.
+        if other.job_id in self.covered and not self._is_aged(gang):
             return lower and same_team and gang.job_id in self.covered
+        # One that comes before the waiting gang in the queue would take the hosts back.
+        if self._is_first(other):
+            return lower and self._is_first(gang)
         return lower or (reclaims and not same_team)
+
+    def _is_aged(self, gang: Gang) -> bool:
+        return self.now - gang.queued_at >= AGED_AFTER_S and (
+            not OVERSIZE or gang.ranks > _quota_of(gang.team, self.quotas).slots)
+
+    def _is_first(self, gang: Gang) -> bool:
+        """Return whether the gang comes before those that borrow."""
+        return gang.job_id in self.covered or self._is_aged(gang)
 
     def _is_overtaken(self, gang: Gang, other: Gang) -> bool:
         """Return whether the gang has waited for long and the other one started before its turn."""
