@@ -5,7 +5,7 @@
 1. A round: 1,000 waiting gangs over 4,000 slots (500 hosts, racks of 8, two kinds), with an empty,
    a half full and a full fleet. The goal is less than 1 s.
 2. A synthetic month (``month`` is the generator; the seed is an option), event by event: ours; ours
-   without preemption by overtaken gangs; FIFO whose head blocks; first fit as with Dask's worker
+   without aging, and also without preemption by overtaken gangs; FIFO whose head blocks; first fit as with Dask's worker
    resources; and a policy as Kueue's default (best-effort FIFO in the order of priority, quotas,
    borrowing, reclaim, no reservation for the blocked head, no topology). The peers are models of
    their policies, not their programs. Every policy gives a host to one gang, so load and use count
@@ -168,8 +168,8 @@ def fleet(number: int) -> list[Host]:
 
 
 def size(order: random.Random) -> int:
-    """Return a heavy-tailed number of slots: half of the jobs need at most 4, 3 % need 256."""
-    return 2 ** order.choices(range(9), (22, 16, 14, 22, 8, 7, 5, 3, 3))[0]
+    """Return a heavy-tailed number of slots: half of the jobs need at most 4, 1 % need 256."""
+    return 1 << order.choices(range(9), (22, 16, 14, 22, 10, 8, 5, 2, 1))[0]
 
 
 def gang(order: random.Random, job: str, ranks: int, kind: str, at: float) -> Gang:
@@ -314,10 +314,14 @@ def ours(
     return {job: place.hosts for job, place in decision.admitted.items()}, decision.preempted
 
 
-def without_overtaken(*arguments: Any) -> tuple[Mapping[str, Hosts], Iterable[str]]:
-    """Decide as the leader would if a gang never preempted those that overtook it."""
-    with mock.patch("paceline.jobs.admission.OVERTAKEN_AFTER_S", math.inf):
-        return ours(*arguments)
+def without(*constants: str) -> Policy:
+    """Return the policy of the leader without what begins after these waits."""
+
+    def policy(*arguments: Any) -> tuple[Mapping[str, Hosts], Iterable[str]]:
+        with mock.patch.multiple("paceline.jobs.admission", **dict.fromkeys(constants, math.inf)):
+            return ours(*arguments)
+
+    return policy
 
 
 class Slots:
@@ -463,7 +467,8 @@ def like_kueue(
 
 POLICIES: dict[str, tuple[Policy, float]] = {  # and the time between its jobs' checkpoints
     "paceline": (ours, 0.0),
-    "paceline, none overtaken": (without_overtaken, 0.0),
+    "paceline, no aging": (without("AGED_AFTER_S"), 0.0),
+    "paceline, neither": (without("AGED_AFTER_S", "OVERTAKEN_AFTER_S"), 0.0),
     "fifo": (in_order(block=True), 0.0),
     "dask": (in_order(block=False), 0.0),
     "kueue-like": (like_kueue, CHECKPOINT_S),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -200,7 +200,7 @@ def test_small_gangs_start_beside_a_blocked_one_and_make_way_once_it_is_old() ->
     }
 
 
-def test_an_old_gang_of_any_size_gets_its_turn_before_the_quotas_of_other_teams() -> None:
+def test_an_old_gang_larger_than_its_quota_gets_its_turn_before_the_quotas_of_other_teams() -> None:
     fleet = rack_of_hosts("a", 2)
     running = [held(gang(f"own-{n}", 8, team="vision", queued_at=9.0), f"a-{n}") for n in (0, 1)]
     big, quotas = gang("big", 16), {"vision": Quota(slots=16)}
@@ -483,7 +483,7 @@ def other_team_after_a_preemption() -> tuple[World, list[Gang], list[Gang]]:
 
 def gang_before_takes_the_hosts() -> tuple[World, list[Gang], list[Gang]]:
     """The first gang, of any kind, may start on the host that a later one waits for."""
-    hosts = [*rack_of_hosts("a", 1, slots=4), *rack_of_hosts("b", 1, slots=4, rack="r")]
+    hosts = [*rack_of_hosts("", 1, slots=4), *rack_of_hosts("b", 1, slots=4)]
     queue = [gang("job-0", 4), gang("job-1", 4)]
     urgent = [gang("job-0", 4, priority=1), gang("job-1", 4, within="rack")]
     return World(hosts, {}, {}, leave=2), queue, urgent

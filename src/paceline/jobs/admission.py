@@ -11,9 +11,11 @@ The rules:
   quota covers come before those that borrow. Among each of them the higher priority is first, then
   the one that was submitted first.
 * Smaller gangs start beside a blocked one (backfill): no host is kept idle.
-* A gang preempts those of lower priority, and, once it has waited for ``OVERTAKEN_AFTER_S``, those
-  of its own priority that were submitted after it. A team that is below its quota takes hosts back
-  from borrowers of any priority. A gang that a quota covers makes way for its own team alone.
+* A gang preempts those of lower priority, and, once it has waited for an hour, those of its own
+  priority that were submitted after it. A team that is below its quota takes hosts back from
+  borrowers of any priority. A gang that a quota covers makes way for its own team alone.
+* A gang larger than its team's quota would starve on a full fleet: a day after its submission it
+  counts as covered, preempts covered gangs that come after it, and is not taken back by a quota.
 * The hosts of ending gangs are promised in the order of the queue, so that a gang for which others
   were preempted preempts no more of them while they save and leave.
 """
@@ -30,8 +32,7 @@ from paceline.jobs.placement import Demand, Gang, Host, Placement, check, descri
 from paceline.jobs.preemption import Candidate, Reservation, choose_victims, cost
 
 OVERTAKEN_AFTER_S = 3_600.0  # a blocked gang that waited so long preempts those that overtook it
-OVERSIZE = False
-AGED_AFTER_S = 43_200.0  # a gang that was submitted so long ago counts as covered by a quota
+AGED_AFTER_S = 86_400.0  # a gang larger than its quota that is so old counts as covered by it
 _Thing = TypeVar("_Thing")
 _NAMED = 3  # gangs named in a reason; the others are a count
 
@@ -91,15 +92,15 @@ def _by_id(things: Iterable[_Thing], key: Callable[[_Thing], str], what: str) ->
     return found
 
 
-def why_never(hosts: Iterable[Host], gang: Gang, quotas: Mapping[str, Quota]) -> str:
+def why_never(
+    hosts: Iterable[Host],
+    gang: Gang,
+    quotas: Mapping[str, Quota],
+    demand: Demand | None = None,
+) -> str:
     """Return why no state of these hosts could ever hold the gang, or "" where one could."""
     hosts = tuple(hosts)
-    return _why_never(hosts, gang, quotas, Demand(hosts, gang))
-
-
-def _why_never(
-    hosts: Sequence[Host], gang: Gang, quotas: Mapping[str, Quota], demand: Demand
-) -> str:
+    demand = demand or Demand(hosts, gang)
     quota = _quota_of(gang.team, quotas)
     if gang.ranks > quota.most:
         return (
@@ -201,7 +202,7 @@ class _Round:
         if gang.job_id in self.running:
             reason = "its earlier run still holds slots"
         else:
-            never = _why_never(self.hosts, gang, self.quotas, self._demand(gang))
+            never = why_never(self.hosts, gang, self.quotas, self._demand(gang))
             reason = never and f"it can never start: {never}"
         if reason:
             self.reasons[gang.job_id] = reason
@@ -273,22 +274,20 @@ class _Round:
             return None
         lawful = [each for each in self.running.values() if self._yields(each, gang, reclaims)]
         here = {name: each for each in lawful for name in each.hosts if name in demand.hosts}
-        own = [each for each in lawful if over > 0 and each.gang.team == gang.team]
+        own = {
+            each.gang.job_id: each.gang.ranks
+            for each in lawful
+            if over > 0 and each.gang.team == gang.team
+        }
         found = []
         for unit in demand.widest():
-            gain = {each.gang.job_id: 0 for each in own}
-            for name in unit:
-                if name in here:
-                    job = here[name].gang.job_id
-                    more = demand.capacity((name,), gang.ranks, self.slots)
-                    gain[job] = gain.get(job, 0) + more
+            gain = dict.fromkeys(own, 0)
+            for name in here.keys() & unit:
+                job = here[name].gang.job_id
+                more = demand.capacity((name,), gang.ranks, self.slots)
+                gain[job] = gain.get(job, 0) + more
             candidates = [
-                Candidate(
-                    self.running[job],
-                    job in self.covered,
-                    gained,
-                    self.running[job].gang.ranks * (self.running[job].gang.team == gang.team),
-                )
+                Candidate(self.running[job], job in self.covered, gained, own.get(job, 0))
                 for job, gained in gain.items()
             ]
             need = gang.ranks - demand.capacity(unit, gang.ranks, self.soon)
@@ -314,8 +313,9 @@ class _Round:
         return lower or (reclaims and not same_team)
 
     def _is_aged(self, gang: Gang) -> bool:
-        return self.now - gang.queued_at >= AGED_AFTER_S and (
-            not OVERSIZE or gang.ranks > _quota_of(gang.team, self.quotas).slots)
+        """Return whether the gang, too large for its team's quota, has its turn before quotas."""
+        old = self.now - gang.queued_at >= AGED_AFTER_S
+        return old and gang.ranks > _quota_of(gang.team, self.quotas).slots
 
     def _is_first(self, gang: Gang) -> bool:
         """Return whether the gang comes before those that borrow."""
