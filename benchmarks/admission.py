@@ -5,11 +5,11 @@
 1. A round: 1,000 waiting gangs over 4,000 slots (500 hosts, racks of 8, two kinds), with an empty,
    a half full and a full fleet. The goal is less than 1 s.
 2. A synthetic month (``month`` is the generator; the seed is an option), event by event: ours; ours
-   without aging, and also without preemption by overtaken gangs; FIFO whose head blocks; first fit as with Dask's worker
-   resources; and a policy as Kueue's default (best-effort FIFO in the order of priority, quotas,
-   borrowing, reclaim, no reservation for the blocked head, no topology). The peers are models of
-   their policies, not their programs. Every policy gives a host to one gang, so load and use count
-   whole hosts.
+   without aging, and also without preemption by overtaken gangs; FIFO whose head blocks; first fit
+   as with Dask's worker resources; and a policy as Kueue's default (best-effort FIFO in the order
+   of priority, quotas, borrowing, reclaim, no reservation for the blocked head, no topology). The
+   peers are models of their policies, not their programs. Every policy gives a host to one gang,
+   so load and use count whole hosts.
 
 A preempted job leaves after a minute and needs a minute to start again. A Paceline job saves an
 emergency checkpoint before it leaves; a job of the Kueue-like policy loses what it computed since
@@ -21,6 +21,7 @@ Prints a table and one JSON line; ``--tiny`` is the version for tests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import json
 import math
@@ -318,7 +319,9 @@ def without(*constants: str) -> Policy:
     """Return the policy of the leader without what begins after these waits."""
 
     def policy(*arguments: Any) -> tuple[Mapping[str, Hosts], Iterable[str]]:
-        with mock.patch.multiple("paceline.jobs.admission", **dict.fromkeys(constants, math.inf)):
+        with contextlib.ExitStack() as stack:
+            for name in constants:
+                stack.enter_context(mock.patch(f"paceline.jobs.admission.{name}", math.inf))
             return ours(*arguments)
 
     return policy
