@@ -35,7 +35,11 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start this process's reaper (each process of the run comes here)."""
+    """Start this process's reaper (each process of the run comes here).
+
+    Matrices of tests are tiny: threads that wait for each other cost twenty times the CPU time.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is not imported yet
     reaper.start()
     config.option.loadscopereorder = False  # xdist keeps the order of the groups below
 
