@@ -21,6 +21,10 @@ from tests.support.shared import (  # noqa: F401 - fixtures
     stack,
 )
 
+# Matrices of tests are tiny: threads that spin for each other take ten times the CPU time. This
+# is before torch is imported, and before the conftest.py of any package.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[RcloneS3]:
@@ -35,11 +39,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start this process's reaper (each process of the run comes here).
-
-    Matrices of tests are tiny: threads that wait for each other cost twenty times the CPU time.
-    """
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # torch is not imported yet
+    """Start this process's reaper (each process of the run comes here)."""
     reaper.start()
     config.option.loadscopereorder = False  # xdist keeps the order of the groups below
 

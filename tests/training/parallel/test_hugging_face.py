@@ -35,7 +35,7 @@ def answers(request, tmp_path_factory) -> Answers:
             *(str(root), *request.param),
         ],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=380,
