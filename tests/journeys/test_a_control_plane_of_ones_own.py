@@ -173,7 +173,7 @@ def test_a_researcher_runs_jobs_with_a_teams_token(fleet: ControlPlane, lived: L
     one_line(typed("submit", "--ranks", "64"), 2, "64", "`paceline workers`")
     one_line(typed("submit", "--team", "vision"), 77, "another team's")
     one_line(fleet.laptop.run(*login[:2], "paceline distribute x 1", env={**fleet.env, **own}),
-             77, "scope train")  # fmt: skip
+             77, "scope read, train", "scope deploy")  # fmt: skip
 
     text = (ROOT / PAGE).read_text()
     (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
