@@ -1,13 +1,19 @@
-"""What a round of the admission costs, and a month of jobs under four admission policies.
+"""What a round of the admission costs, and a month of jobs under several admission policies.
 
     python benchmarks/admission.py --out benchmarks/results
 
 1. A round: 1,000 waiting gangs over 4,000 slots (500 hosts, racks of 8, two kinds), with an empty,
    a half full and a full fleet. The goal is less than 1 s.
-2. A synthetic month (``month`` is the generator; the seed is an option), event by event: ours; FIFO
-   whose head blocks; first fit as with Dask's worker resources; and a policy as Kueue's default
-   (best-effort FIFO in the order of priority, quotas, borrowing, reclaim, no reservation for the
-   blocked head, no topology). The peers are models of their policies, not their programs.
+2. A synthetic month (``month`` is the generator; the seed is an option), event by event: ours; ours
+   without aging, and also without preemption by overtaken gangs; FIFO whose head blocks; first fit
+   as with Dask's worker resources; and a policy as Kueue's default (best-effort FIFO in the order
+   of priority, quotas, borrowing, reclaim, no reservation for the blocked head, no topology). The
+   peers are models of their policies, not their programs. Every policy gives a host to one gang,
+   so load and use count whole hosts.
+
+A preempted job leaves after a minute and needs a minute to start again. A Paceline job saves an
+emergency checkpoint before it leaves; a job of the Kueue-like policy loses what it computed since
+its last checkpoint, one every 15 minutes ("saves": the same policy with emergency checkpoints).
 
 Prints a table and one JSON line; ``--tiny`` is the version for tests.
 """
@@ -15,6 +21,7 @@ Prints a table and one JSON line; ``--tiny`` is the version for tests.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import heapq
 import json
 import math
@@ -24,17 +31,18 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from paceline.jobs import Gang, Host, Quota, Reservation, decide, why_never
 
 DAY_S = 86_400.0
-CHECKPOINT_S = 1_800.0  # a preemption loses what was computed since the last one
+CHECKPOINT_S = 900.0  # without an emergency checkpoint a preemption loses what came after it
 LEAVE_S = 60.0  # to save and leave
+RESTART_S = 60.0  # to start again after a preemption
 TEAMS = {"research": 0.40, "product": 0.30, "vision": 0.20, "interns": 0.10}  # shares of the quota
 SIZES = (("1-8", 8), ("9-64", 64), ("65-256", 256))
 
@@ -58,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=64, help="of the month, 8 slots each")
     parser.add_argument("--days", type=float, default=30.0)
-    parser.add_argument("--load", type=float, default=0.9, help="slots asked for / slots")
+    parser.add_argument("--load", type=float, default=0.82, help="slots of hosts asked for / slots")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--out", type=Path)
@@ -67,12 +75,10 @@ def main(arguments: list[str] | None = None) -> int:
     waiting = 1_000
     if given.tiny:
         given.hosts, given.days, waiting = 16, 1.0, 40
-    rounds = [measure_round(waiting, busy, whole) for busy in (0.0, 0.5, 1.0)
-              for whole in (True, False)]  # fmt: skip
+    rounds = [measure_round(waiting, busy) for busy in (0.0, 0.5, 1.0)]
     for row in rounds:
         sys.stderr.write(
-            f"round: {row['waiting']} gangs, {row['busy']:.0%} busy, "
-            f"{'whole hosts' if row['whole_hosts'] else 'shared hosts'}: {row['wall_s']} s, "
+            f"round: {row['waiting']} gangs, {row['busy']:.0%} busy: {row['wall_s']} s, "
             f"cpu {row['cpu_s']} s, {row['admitted']} admitted, {row['preempted']} preempted\n"
         )
     hosts = fleet(given.hosts)
@@ -110,7 +116,7 @@ def cpu_model() -> str:
 # -- a round ------------------------------------------------------------------------------------
 
 
-def measure_round(waiting: int, busy: float, whole_hosts: bool) -> dict[str, Any]:
+def measure_round(waiting: int, busy: float) -> dict[str, Any]:
     """Return what one decision over 500 hosts of 8 slots costs."""
     order = random.Random(1)
     hosts = fleet(500)
@@ -131,12 +137,11 @@ def measure_round(waiting: int, busy: float, whole_hosts: bool) -> dict[str, Any
     times = []
     for _ in range(3):
         wall_s, cpu_s = time.perf_counter(), time.process_time()
-        decision = decide(hosts, queue, running, quotas, DAY_S, whole_hosts=whole_hosts)
+        decision = decide(hosts, queue, running, quotas, DAY_S)
         times.append((time.process_time() - cpu_s, time.perf_counter() - wall_s))
     return {
         "waiting": waiting,
         "busy": busy,
-        "whole_hosts": whole_hosts,
         "cpu_s": round(statistics.median(cpu_s for cpu_s, _ in times), 3),
         "wall_s": round(statistics.median(wall_s for _, wall_s in times), 3),
         "admitted": len(decision.admitted),
@@ -164,8 +169,8 @@ def fleet(number: int) -> list[Host]:
 
 
 def size(order: random.Random) -> int:
-    """Return a heavy-tailed number of slots: half of the jobs need at most 4, 3 % need 256."""
-    return 2 ** order.choices(range(9), (22, 16, 14, 22, 8, 7, 5, 3, 3))[0]
+    """Return a heavy-tailed number of slots: half of the jobs need at most 4, 1 % need 256."""
+    return 1 << order.choices(range(9), (22, 16, 14, 22, 10, 8, 5, 2, 1))[0]
 
 
 def gang(order: random.Random, job: str, ranks: int, kind: str, at: float) -> Gang:
@@ -199,8 +204,13 @@ def month(hosts: Sequence[Host], days: float, load: float, seed: int) -> list[Jo
             wanted = replace(wanted, ranks=wanted.ranks // 2)
         length_s = min(2 * DAY_S, order.lognormvariate(math.log(2_400), 1.3) * wanted.ranks**0.25)
         jobs.append(Job(wanted, length_s))
-        asked += wanted.ranks * length_s
+        asked += held_slots(wanted) * length_s
     return sorted(jobs, key=lambda job: job.gang.queued_at)
+
+
+def held_slots(gang: Gang) -> int:
+    """Return the slots of the hosts that the gang holds, 8 a host."""
+    return math.ceil(gang.ranks / 8) * 8
 
 
 Hosts = Mapping[str, int]
@@ -213,8 +223,9 @@ Policy = Callable[
 class Month:
     """The events of one month under one policy, in rounds of a minute."""
 
-    def __init__(self, hosts: Sequence[Host], jobs: Iterable[Job], policy: Policy) -> None:
-        self.hosts, self.policy = hosts, policy
+    def __init__(self, hosts: Sequence[Host], jobs: Iterable[Job], policy: Policy,
+                 checkpoint_s: float) -> None:  # fmt: skip
+        self.hosts, self.policy, self.checkpoint_s = hosts, policy, checkpoint_s
         slots = sum(host.slots for host in hosts)
         self.quotas = {team: Quota(slots=round(slots * share)) for team, share in TEAMS.items()}
         self.racks = {host.name: host.rack for host in hosts}
@@ -247,7 +258,7 @@ class Month:
         elif self.stops.get(name) == at:
             reservation = self.running.pop(name)
             del self.stops[name]
-            self.busy.append((self.started[name], at, job.gang.ranks))
+            self.busy.append((self.started[name], at, held_slots(job.gang)))
             if reservation.ending:
                 self.waiting[name] = job.gang
             else:
@@ -256,8 +267,7 @@ class Month:
     def decide(self) -> None:
         """Do what the policy decides now."""
         running = [
-            replace(each, lost_work_s=(self.now - self.started[name]) % CHECKPOINT_S)
-            for name, each in self.running.items()
+            replace(each, lost_work_s=self.unsaved_s(name)) for name, each in self.running.items()
         ]
         cpu_s = time.process_time()
         admitted, preempted = self.policy(
@@ -266,9 +276,10 @@ class Month:
         self.round_s.append(time.process_time() - cpu_s)
         for name in preempted:
             job, ran_s = self.jobs[name], self.now - self.started[name]
-            lost_s = ran_s % CHECKPOINT_S
-            job.left_s -= ran_s - lost_s
-            job.lost_s += lost_s + LEAVE_S
+            unsaved_s = self.unsaved_s(name)
+            # An end before the restart was through saves nothing.
+            job.left_s = min(job.left_s, job.left_s - ran_s + unsaved_s + RESTART_S)
+            job.lost_s += unsaved_s + LEAVE_S + RESTART_S
             job.preemptions += 1
             self.running[name] = replace(self.running[name], ending=True)
             self.stop(name, self.now + LEAVE_S)
@@ -280,6 +291,11 @@ class Month:
                 job.first_start = self.now
                 job.racks = len({self.racks[host] for host in hosts})
             self.stop(name, self.now + job.left_s)
+
+    def unsaved_s(self, name: str) -> float:
+        """Return the work that the job would lose if it left now."""
+        ran_s = self.now - self.started[name]
+        return ran_s % self.checkpoint_s if self.checkpoint_s else 0.0
 
     def stop(self, name: str, at: float) -> None:
         """Let the job leave its slots ``at`` a time."""
@@ -293,51 +309,55 @@ def ours(
     running: Sequence[Reservation],
     quotas: Mapping[str, Quota],
     now: float,
-    *,
-    whole_hosts: bool = False,
 ) -> tuple[Mapping[str, Hosts], Iterable[str]]:
     """Decide as the leader does."""
-    decision = decide(hosts, waiting, running, quotas, now, whole_hosts=whole_hosts)
+    decision = decide(hosts, waiting, running, quotas, now)
     return {job: place.hosts for job, place in decision.admitted.items()}, decision.preempted
 
 
+def without(*constants: str) -> Policy:
+    """Return the policy of the leader without what begins after these waits."""
+
+    def policy(*arguments: Any) -> tuple[Mapping[str, Hosts], Iterable[str]]:
+        with contextlib.ExitStack() as stack:
+            for name in constants:
+                stack.enter_context(mock.patch(f"paceline.jobs.admission.{name}", math.inf))
+            return ours(*arguments)
+
+    return policy
+
+
 class Slots:
-    """Free slots, taken by first fit: the first hosts by name, of one kind."""
+    """Free hosts, taken by first fit: the first by name, of one kind; 0 slots where a gang is."""
 
     def __init__(self, hosts: Sequence[Host], running: Iterable[Reservation]) -> None:
         self.hosts = hosts
         self.free = {host.name: host.slots for host in hosts}
         for each in running:
-            for name, ranks in each.hosts.items():
-                self.free[name] -= ranks
+            self.take(each.hosts)
 
-    def find(self, gang: Gang, more: Mapping[str, int] | None = None) -> Hosts | None:
-        """Return where the gang fits, were there ``more`` free slots."""
-        more = more or {}
+    def find(self, gang: Gang, more: Collection[str] = ()) -> Hosts | None:
+        """Return where the gang fits, were ``more`` hosts free."""
         for kind in ("a100", "h100"):
             found, left = {}, gang.ranks
             for host in self.hosts:
-                free = self.free[host.name] + more.get(host.name, 0)
+                free = self.free[host.name] or host.name in more
                 fits = gang.kind in ("", kind) and gang.pool in ("", host.pool)
                 if fits and free and host.kind == kind and left:
-                    found[host.name] = min(free, left)
+                    found[host.name] = min(host.slots, left)
                     left -= found[host.name]
             if not left:
                 return found
         return None
 
     def take(self, hosts: Hosts) -> Hosts:
-        """Give the slots away."""
-        for name, ranks in hosts.items():
-            self.free[name] -= ranks
+        """Give the hosts away."""
+        self.free |= dict.fromkeys(hosts, 0)
         return hosts
 
-    def promise(self, hosts: Hosts, soon: dict[str, int]) -> None:
-        """Keep slots for a gang: those that become free ``soon``, then free ones."""
-        for name, ranks in hosts.items():
-            leaving = min(ranks, soon.get(name, 0))
-            soon[name] = soon.get(name, 0) - leaving
-            self.free[name] -= ranks - leaving
+    def promise(self, hosts: Hosts, soon: set[str]) -> None:
+        """Keep hosts for a gang, those that become free ``soon`` and free ones."""
+        soon.difference_update(self.take(hosts))
 
 
 def in_order(block: bool) -> Policy:
@@ -381,11 +401,10 @@ def like_kueue(
     slots, admitted = Slots(hosts, running), {}
     preempted: dict[str, Reservation] = {}
     used: dict[str, int] = defaultdict(int)
-    soon: dict[str, int] = defaultdict(int)  # slots of ending gangs
+    soon: set[str] = set()  # hosts of ending gangs
     for each in running:
         if each.ending:
-            for name, ranks in each.hosts.items():
-                soon[name] += ranks
+            soon.update(each.hosts)
         else:
             used[each.gang.team] += each.gang.ranks
     before = dict(used)
@@ -420,7 +439,7 @@ def like_kueue(
                 each.gang.job_id,
             ),
         )
-        more = dict(soon)
+        more = set(soon)
         for each in candidates:
             team = each.gang.team
             borrows = team != gang.team and held[team] > quotas[team].slots
@@ -428,14 +447,13 @@ def like_kueue(
                 continue
             victims.append(each)
             held[team] -= each.gang.ranks
-            for name, ranks in each.hosts.items():
-                more[name] = more.get(name, 0) + ranks
+            more.update(each.hosts)
             if slots.find(gang, more):
                 break
         else:
             continue
         for each in victims[::-1]:  # those that are not needed stay
-            less = {name: more[name] - each.hosts.get(name, 0) for name in more}
+            less = more.difference(each.hosts)
             if slots.find(gang, less):
                 more = less
                 victims.remove(each)
@@ -450,12 +468,14 @@ def like_kueue(
     return admitted, preempted
 
 
-POLICIES: dict[str, Policy] = {
-    "paceline": ours,
-    "fifo": in_order(block=True),
-    "dask": in_order(block=False),
-    "kueue-like": like_kueue,
-    "paceline, whole hosts": partial(ours, whole_hosts=True),
+POLICIES: dict[str, tuple[Policy, float]] = {  # and the time between its jobs' checkpoints
+    "paceline": (ours, 0.0),
+    "paceline, no aging": (without("AGED_AFTER_S"), 0.0),
+    "paceline, neither": (without("AGED_AFTER_S", "OVERTAKEN_AFTER_S"), 0.0),
+    "fifo": (in_order(block=True), 0.0),
+    "dask": (in_order(block=False), 0.0),
+    "kueue-like": (like_kueue, CHECKPOINT_S),
+    "kueue-like, saves": (like_kueue, 0.0),
 }
 
 
@@ -464,14 +484,14 @@ def measure_month(
 ) -> dict[str, Any]:
     """Return what one policy makes of the month."""
     cpu_s = time.process_time()
-    run = Month(hosts, jobs, POLICIES[name])
+    run = Month(hosts, jobs, *POLICIES[name])
     run.run()
     done = list(run.jobs.values())
     slots = sum(host.slots for host in hosts)
     busy = sum(
         ranks * (min(until, month_s) - start) for start, until, ranks in run.busy if start < month_s
     )
-    lost = sum(job.lost_s * job.gang.ranks for job in done)
+    lost = sum(job.lost_s * held_slots(job.gang) for job in done)
     racks = [job.racks == 1 for job in done if 8 < job.gang.ranks <= 64]
     return {
         "policy": name,
@@ -514,8 +534,10 @@ def waits(jobs: Sequence[Job]) -> dict[str, float]:
         "jobs": len(jobs),
         "wait_p50_min": round(quantile(wait, 0.5) / 60, 1),
         "wait_p95_min": round(quantile(wait, 0.95) / 60, 1),
+        "wait_worst_h": round(max(wait, default=0) / 3600, 1),
         "delay_p50_min": round(quantile(delay, 0.5) / 60, 1),
         "delay_p95_min": round(quantile(delay, 0.95) / 60, 1),
+        "delay_worst_h": round(max(delay, default=0) / 3600, 1),
     }
 
 
@@ -525,12 +547,16 @@ def quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row of the table: waits as p50/p95 in minutes."""
+    """Return a row of the table: waits as p50/p95/worst|delay p95/worst, minutes and hours."""
 
     def shown(waited: Mapping[str, float]) -> str:
-        return f"{waited['wait_p50_min']:.0f}/{waited['wait_p95_min']:.0f}"
+        return (
+            f"{waited['wait_p50_min']:.0f}/{waited['wait_p95_min']:.0f}/"
+            f"{waited['wait_worst_h']:.0f}h|{waited['delay_p95_min']:.0f}/"
+            f"{waited['delay_worst_h']:.0f}h"
+        )
 
-    parts = {**row["by_size"], **row["by_team"]}
+    parts = {**row["by_priority"], **row["by_size"], **row["by_team"]}
     return (
         f"{row['policy']:<22} used {row['utilisation']:.3f}  lost {row['lost_slot_hours']:.0f} h  "
         f"preemptions {row['preemptions']}  one rack {row['in_one_rack']}  "

@@ -44,7 +44,7 @@ from paceline.training.loop import TransformerWorkload
 from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 
 LIMITS = {"float64": (1e-10, 1e-10), "float32": (1e-5, 1e-4)}  # first 10 steps, all
-QUICK = ("dp2", "shard2", "tp2", "pp2", "shard2 x pp2", "local SGD, step 1")
+QUICK = ("dp2", "dp2 x tp2 x pp2", "local SGD, step 1", "pp2", "shard2", "shard2 x pp2", "tp2")
 
 
 def layout_job(layout: Layout, precision: str, steps: int) -> Job:

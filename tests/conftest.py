@@ -21,6 +21,10 @@ from tests.support.shared import (  # noqa: F401 - fixtures
     stack,
 )
 
+# Matrices of tests are tiny: threads that spin for each other take ten times the CPU time. This
+# is before torch is imported, and before the conftest.py of any package.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 @pytest.fixture(scope="session")
 def s3() -> Iterator[RcloneS3]:

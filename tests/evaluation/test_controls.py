@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -58,15 +57,6 @@ def train(start: Path, out: Path, data: bytes, *, steps: int, shuffled: bool = F
         optimiser.step()
     save_model(model, config, out)
     return out
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny models on a busy machine: threads that wait for one another cost 20 times the work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -19,7 +22,7 @@ from paceline.config import (
     save_runtime,
 )
 from paceline.data import build_snapshot, in_held_out
-from paceline.evaluation import as_markdown
+from paceline.evaluation import as_markdown, run
 from paceline.models import (
     config_for,
     local_model_digest,
@@ -69,18 +72,26 @@ def spec(s3: RcloneS3, tmp_path: Path) -> EvaluationSpec:
 
 
 def evaluate(stdin: str) -> tuple[int, list[dict[str, object]], str]:
-    done = subprocess.run(
-        [sys.executable, "-m", "paceline.evaluation.run"],
-        input=stdin, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+    """What the process does, in this one."""
+    asked, out, err = io.TextIOWrapper(io.BytesIO(stdin.encode())), io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "stdin", asked),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        code = run.main()
+    return code, [json.loads(line) for line in out.getvalue().splitlines()], err.getvalue()
 
 
 def test_the_process_reports_on_models_from_disk_and_s3(
     spec: EvaluationSpec, tmp_path: Path
 ) -> None:
-    code, lines, stderr = evaluate(spec.model_dump_json())
-    assert code == 0, stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "paceline.evaluation.run"],
+        input=spec.model_dump_json(), capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert {line["event"] for line in lines[:-1]} == {"progress"}
     assert lines[-1]["event"] == "result"
     report = EvaluationReport.model_validate(lines[-1]["data"])

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from paceline.errors import InvalidInput
 from paceline.jobs import (
-    HOLD_AFTER_S,
-    OVERDUE_AFTER_S,
+    AGED_AFTER_S,
+    OVERTAKEN_AFTER_S,
     Decision,
     Gang,
     Host,
@@ -177,33 +177,44 @@ def test_a_quota_without_borrowing_is_a_limit_until_own_work_makes_way() -> None
     assert list(above.preempted) == ["first"], "the team's own gang makes way for a higher priority"
 
 
-def test_teams_furthest_below_their_share_come_first() -> None:
+def test_gangs_that_a_quota_covers_come_before_those_that_borrow() -> None:
     fleet = rack_of_hosts("a", 3)
-    running = [held(gang("runs", 8), "a-0")]
+    running = [held(gang("runs", 8, priority=2, queued_at=-1.0), "a-0")]
     quotas = {"nlp": Quota(slots=16), "vision": Quota(slots=16)}
-    waiting = [gang("early", 16, queued_at=0.0), gang("late", 16, team="vision", queued_at=9.0)]
+    waiting = [gang("early", 16, priority=2), gang("late", 16, team="vision", queued_at=9.0)]
     assert list(decide(fleet, waiting, running, quotas, 10.0).admitted) == ["late"]
-    wait = OVERDUE_AFTER_S  # after a day the wait comes first, within one priority and class
-    waiting = [gang("early", 8, queued_at=0.0), gang("late", 16, team="vision", queued_at=9.0)]
-    order = decide(fleet[:2], waiting, running, quotas, wait)
-    assert list(order.admitted) == ["early"]
 
 
-def test_small_gangs_start_beside_a_blocked_one_until_it_is_old() -> None:
+def test_small_gangs_start_beside_a_blocked_one_and_make_way_once_it_is_old() -> None:
     fleet = rack_of_hosts("a", 2)
-    running = [held(gang("runs", 8), "a-0")]
-    waiting = [gang("big", 16), gang("small", 8, queued_at=1.0)]
-    assert list(decide(fleet, waiting, running, {}, HOLD_AFTER_S - 1).admitted) == ["small"]
-    later = decide(fleet, waiting, running, {}, HOLD_AFTER_S)
-    assert not later.admitted
-    assert later.reasons["big"] == ("waiting for 16 x any kind; 8 free; hosts are kept free for it")
+    running = [held(gang("runs", 8, queued_at=-1.0), "a-0")]
+    big, small = gang("big", 16), gang("small", 8, queued_at=1.0)
+    old_s = OVERTAKEN_AFTER_S
+    assert list(decide(fleet, [big, small], running, {}, old_s).admitted) == ["small"]
+    both = [*running, held(small, "a-1")]
+    assert not decide(fleet, [big], both, {}, old_s).preempted, "the first one does not make way"
+    both[0] = replace(both[0], ending=True)
+    assert not decide(fleet, [big], both, {}, old_s - 1).preempted
+    assert decide(fleet, [big], both, {}, old_s).preempted == {
+        "small": f"preempted for big: it was submitted earlier and has waited for {old_s / 3600} h"
+    }
 
 
-def test_a_host_is_shared_only_where_whole_hosts_is_off() -> None:
-    fleet = rack_of_hosts("a", 1)
+def test_an_old_gang_larger_than_its_quota_gets_its_turn_before_the_quotas_of_other_teams() -> None:
+    fleet = rack_of_hosts("a", 2)
+    running = [held(gang(f"own-{n}", 8, team="vision", queued_at=9.0), f"a-{n}") for n in (0, 1)]
+    big, quotas = gang("big", 16), {"vision": Quota(slots=16)}
+    assert not decide(fleet, [big], running, quotas, AGED_AFTER_S - 1).preempted
+    decision = decide(fleet, [big], running, quotas, AGED_AFTER_S)
+    assert decision.preempted.keys() == {"own-0", "own-1"}
+    waiting = [each.gang for each in running]
+    again = decide(fleet, waiting, [held(big, "a-0", "a-1")], quotas, AGED_AFTER_S)
+    assert not again.preempted, "its hosts are not taken back"
+
+
+def test_a_host_holds_one_gang() -> None:
     waiting = [gang("one", 2), gang("two", 4)]
-    assert len(decide(fleet, waiting, [], {}, 0.0).admitted) == 1
-    assert len(decide(fleet, waiting, [], {}, 0.0, whole_hosts=False).admitted) == 2
+    assert len(decide(rack_of_hosts("a", 1), waiting, [], {}, 0.0).admitted) == 1
 
 
 @pytest.mark.parametrize(
@@ -302,7 +313,6 @@ class World:
 
     hosts: list[Host]
     quotas: Mapping[str, Quota]
-    whole_hosts: bool
     lengths: Mapping[str, int]
     leave: int = 1
     now: float = 1200.0
@@ -315,10 +325,7 @@ class World:
         """Decide, check the decision, and do what it says."""
         before = self.running.copy()
         queue = list(self.waiting)
-        decision = decide(
-            self.hosts, queue, before.values(), self.quotas, self.now,
-            whole_hosts=self.whole_hosts,
-        )  # fmt: skip
+        decision = decide(self.hosts, queue, before.values(), self.quotas, self.now)
         check_round(self, queue, before, decision)
         for job, placement in decision.admitted.items():
             admitted = next(each for each in queue if each.job_id == job)
@@ -385,13 +392,18 @@ def check_round(
         quota = world.quotas.get(wanted.team, Quota(slots=0))
         assert quota.borrow is None or teams[wanted.team] <= quota.slots + quota.borrow
     assert all(ranks <= by_name[name].slots for name, ranks in used.items())
-    assert not world.whole_hosts or all(number == 1 for number in tenants.values())
+    assert all(number == 1 for number in tenants.values()), "a host holds one gang"
     for job, reason in decision.preempted.items():
         victim, winner = running[job], jobs[winner_of(reason)]
         assert victim.preemptible
         assert not victim.ending
         assert winner.job_id in decision.reasons, "it waits until the victim has left"
-        if victim.gang.priority >= winner.priority:  # only a reclaim explains it
+        overtaken = world.now - winner.queued_at >= OVERTAKEN_AFTER_S and (
+            victim.gang.queued_at >= winner.queued_at
+        )
+        if victim.gang.priority > winner.priority or (
+            victim.gang.priority == winner.priority and not overtaken
+        ):  # only a reclaim explains it
             held = Counter[str]()
             for each in running.values():
                 held[each.gang.team] += each.gang.ranks * (not each.ending)
@@ -414,13 +426,12 @@ worlds = st.builds(
     World,
     hosts=fleets(),
     quotas=quota_tables,
-    whole_hosts=st.booleans(),
     lengths=st.dictionaries(st.sampled_from([f"job-{n}" for n in range(12)]), st.integers(1, 6)),
     leave=st.integers(1, 3),
 )
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs())
 def test_every_possible_gang_ends_and_each_round_keeps_the_rules(
     world: World, queue: list[Gang]
@@ -436,7 +447,7 @@ def test_every_possible_gang_ends_and_each_round_keeps_the_rules(
     assert world.ended == possible
 
 
-@settings(max_examples=70, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs(3), st.randoms(use_true_random=False))
 def test_the_order_of_the_inputs_changes_nothing(
     world: World, queue: list[Gang], later: list[Gang], order: random.Random
@@ -456,7 +467,6 @@ def test_the_order_of_the_inputs_changes_nothing(
             shuffled(running),
             dict(shuffled(list(world.quotas.items()))),
             world.now,
-            whole_hosts=world.whole_hosts,
         )
         for _ in range(2)
     )
@@ -464,11 +474,29 @@ def test_the_order_of_the_inputs_changes_nothing(
     assert list(first.reasons) == list(second.reasons)
 
 
-@settings(max_examples=80, deadline=None)
-@given(worlds, gangs(), gangs(4), st.booleans())
-def test_a_preemption_is_followed_by_the_admission_of_the_gang_that_it_was_for(
-    world: World, queue: list[Gang], urgent: list[Gang], plain: bool
+def other_team_after_a_preemption() -> tuple[World, list[Gang], list[Gang]]:
+    """A queue in the order of the teams' shares failed here: vision's fell by the preemption."""
+    queue = [gang("job-0", 1, team="vision"), gang("job-1", 1, team="nlp", priority=1)]
+    urgent = [gang("job-0", 1, team="nlp"), gang("job-1", 1, team="vision")]
+    return World(rack_of_hosts("h", 2, slots=4), {}, {}), queue, urgent
+
+
+def gang_before_takes_the_hosts() -> tuple[World, list[Gang], list[Gang]]:
+    """The first gang, of any kind, may start on the host that a later one waits for."""
+    hosts = [*rack_of_hosts("", 1, slots=4), *rack_of_hosts("b", 1, slots=4)]
+    queue = [gang("job-0", 4), gang("job-1", 4)]
+    urgent = [gang("job-0", 4, priority=1), gang("job-1", 4, within="rack")]
+    return World(hosts, {}, {}, leave=2), queue, urgent
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@example(other_team_after_a_preemption())
+@example(gang_before_takes_the_hosts())
+@given(st.tuples(worlds, gangs(), gangs(4)))
+def test_a_preemption_is_followed_by_the_start_of_its_gang_or_of_one_before_it(
+    given: tuple[World, list[Gang], list[Gang]],
 ) -> None:
+    world, queue, urgent = given
     world.waiting = list(queue)
     world.round()
     world.pass_time(ends=False)
@@ -478,14 +506,20 @@ def test_a_preemption_is_followed_by_the_admission_of_the_gang_that_it_was_for(
     # Where a team's borrower leaves, a smaller gang of that team may become covered by its quota
     # and go first: with quotas the promise is that preemption comes to rest.
     strict = not world.quotas
-    due: dict[str, int] = {}  # the gang that others were preempted for → rounds ago
+    due: dict[str, tuple[int, Gang]] = {}  # who others were preempted for → rounds ago
     for _ in range(60):
+        jobs = {each.job_id: each for each in world.waiting}
         decision = world.round()
-        due = {job: rounds + 1 for job, rounds in due.items() if job not in decision.admitted}
+        started = [place_in_queue(jobs[job]) for job in decision.admitted]
+        due = {
+            job: (rounds + 1, each)
+            for job, (rounds, each) in due.items()
+            if not any(first <= place_in_queue(each) for first in started)
+        }
         for winner in {winner_of(reason) for reason in decision.preempted.values()}:
             assert not strict or winner not in due, "nothing is preempted twice for the same need"
-            due[winner] = 0
-        assert not strict or all(rounds <= world.leave for rounds in due.values())
+            due[winner] = (0, jobs[winner])
+        assert not strict or all(rounds <= world.leave for rounds, _ in due.values())
         if not (
             decision.admitted
             or decision.preempted
@@ -498,25 +532,33 @@ def test_a_preemption_is_followed_by_the_admission_of_the_gang_that_it_was_for(
         raise AssertionError("preemption does not come to rest")
 
 
-@settings(max_examples=50, deadline=None)
+def place_in_queue(each: Gang) -> tuple[int, float, str]:
+    return (-each.priority, each.queued_at, each.job_id)
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs(), gangs())
-def test_a_reclaim_is_followed_by_the_admission_of_the_gang_that_it_was_for(
+def test_a_reclaim_is_followed_by_the_start_of_its_gang_or_of_one_before_it(
     world: World, borrowers: list[Gang], owners: list[Gang]
 ) -> None:
     world.quotas = {"nlp": Quota(slots=12)}
     world.waiting = [replace(each, team="vision", priority=1) for each in borrowers]
     world.round()
-    world.waiting = [
+    world.waiting = owning = [
         replace(each, job_id=f"own-{each.job_id}", team="nlp", priority=1) for each in owners
     ]
+    owning = list(owning)
     winners = {winner_of(reason) for reason in world.round().preempted.values()}
+    started: set[str] = set()
     for _ in range(world.leave):
         world.pass_time(ends=False)
-        assert not world.round().preempted
-    assert winners <= world.running.keys()
+        started |= world.round().admitted.keys()
+    for winner in winners:
+        last = next(place_in_queue(each) for each in owning if each.job_id == winner)
+        assert any(each.job_id in started and place_in_queue(each) <= last for each in owning)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(worlds, gangs())
 def test_victims_are_needed_each_of_them(world: World, queue: list[Gang]) -> None:
     world.waiting = [replace(each, priority=0) for each in queue]
@@ -534,37 +576,35 @@ def test_victims_are_needed_each_of_them(world: World, queue: list[Gang]) -> Non
         urgent = gang("urgent", 6, team="speech", priority=5, queued_at=world.now)
         for reservations, starts in ((running, True), (without, False)):
             reason = decide(
-                world.hosts, [urgent], reservations, world.quotas, world.now,
-                whole_hosts=world.whole_hosts,
+                world.hosts, [urgent], reservations, world.quotas, world.now
             ).reasons["urgent"]  # fmt: skip
             assert ("it starts when ending jobs have left" in reason) == starts
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 @given(
     st.integers(2, 6),
-    st.booleans(),
     st.sampled_from((0, 1)),
     st.sampled_from(("rack", "fleet")),
     st.randoms(use_true_random=False),
 )
 def test_a_big_gang_starts_under_an_endless_stream_of_small_ones(
-    number: int, whole_hosts: bool, same_team: int, within: Any, order: random.Random
+    number: int, same_team: int, within: Any, order: random.Random
 ) -> None:
-    hosts = rack_of_hosts("a", number, slots=2)
-    world = World(hosts, {}, whole_hosts, {})
+    world = World(rack_of_hosts("a", number, slots=2), {}, {})
     big = gang("big", 2 * number, within=within, queued_at=world.now)
+    world.waiting = [gang(f"first-{at}", 1, queued_at=0.0) for at in range(number)]
+    world.lengths = {each.job_id: order.randint(1, 5) for each in world.waiting}
+    world.round()
     world.waiting = [big]
-
-    def small() -> Iterator[Gang]:
-        for at in range(10_000):
-            yield gang(f"s{at}", 1, team=("vision", "nlp")[same_team], queued_at=world.now)
-
-    stream = small()
-    for _ in range(60):
-        world.waiting += [next(stream) for _ in range(2 * number)]
-        world.lengths = {each.job_id: order.randint(1, 5) for each in world.waiting}
+    for at in range(100):
+        new = [
+            gang(f"s{at}-{each}", 1, team=("vision", "nlp")[same_team], queued_at=world.now)
+            for each in range(2 * number)
+        ]
+        world.waiting += new
+        world.lengths |= {each.job_id: order.randint(1, 5) for each in new}
         if "big" in world.round().admitted:
             break
         world.pass_time()
-    assert world.now - big.queued_at <= HOLD_AFTER_S + 6 * 60
+    assert world.now - big.queued_at <= OVERTAKEN_AFTER_S + 6 * 60

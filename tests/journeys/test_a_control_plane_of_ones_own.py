@@ -7,8 +7,6 @@ on one fleet, whose hosts share nothing: a coordinator, a host with the Prefect 
 from __future__ import annotations
 
 import json
-import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,14 +21,12 @@ from tests.journeys.control_plane import (
     control_plane,
     start_stores,
 )
-from tests.journeys.guide import commands
-from tests.journeys.hosts import ROOT, Ended, Host, until
+from tests.journeys.hosts import Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
-PAGE = "docs/how-to/run-training-jobs.md"
 TINY = [*SMALL, "--set", "training.steps=20"]  # the shipped base has 2.3 M parameters
 
 
@@ -143,56 +139,6 @@ def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, live
         assert not [each for each in SECRETS.values() if each in shown]
         assert host.run("grep", "-rlE", "|".join(SECRETS.values()), ".paceline").code == 1
     assert list((fleet.logs / "s3/models/mlflow").rglob("*evidence*")), "artefacts lie in S3"
-
-
-def test_a_researcher_runs_jobs_with_a_teams_token(fleet: ControlPlane, lived: Lived) -> None:
-    """Types docs/how-to/run-training-jobs.md on the laptop, as another user of it."""
-    page = commands(PAGE.removeprefix("docs/"))
-    (snapshot,) = (fleet.logs / "s3/models/data/snapshots").iterdir()
-    own = {"XDG_CONFIG_HOME": "/home/user/ann", "MODEL": lived.model_id, "VERSION": "1"}
-    own["SNAPSHOT"] = f"s3://models/data/snapshots/{snapshot.name}"
-
-    def typed(name: str, *more: str, **env: str) -> Ended:
-        line = f"{page[name].rstrip()} {shlex.join(more)}"
-        given = {**fleet.env, **own, **env}
-        return fleet.laptop.run("bash", "-euc", line, env=given, timeout_s=400)
-
-    def state(job_id: str) -> str:
-        shown = typed("look", JOB=job_id).ok().out
-        return str(re.search(rf"^{job_id}.*?: (\w+)", shown, re.MULTILINE)[1])  # type: ignore[index]
-
-    token = fleet.control.run("bash", "-euc", page["token"], env=fleet.env).ok()
-    pin = re.search(r"paceline login (\S+ --authority \S+)", token.err)
-    assert pin, token.err
-    login = ["bash", "-euc", f"paceline login {pin[1]}"]
-    fleet.laptop.run(*login, env={**fleet.env, **own, "PACELINE_TOKEN": token.out.strip()}).ok()
-
-    done = typed("submit", "--steps", "12").ok()
-    first = str(re.search(r"^(tj-\w+) \(first\): succeeded", done.out, re.MULTILINE)[1])  # type: ignore[index]
-    assert "team        nlp" in done.out and "submitted by ann" in done.out
-    one_line(typed("submit", "--ranks", "64"), 2, "64", "`paceline workers`")
-    one_line(typed("submit", "--team", "vision"), 77, "another team's")
-    one_line(fleet.laptop.run(*login[:2], "paceline distribute x 1", env={**fleet.env, **own}),
-             77, "scope train")  # fmt: skip
-
-    text = (ROOT / PAGE).read_text()
-    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    said = fleet.laptop.run("python", "-c", program, env={**fleet.env, **own}, timeout_s=400)
-    assert said.ok().out.startswith("succeeded 14 ")
-
-    submit = page["submit"].replace(" --follow", "")
-    script = f"{submit.rstrip()} --steps 4000 --json"
-    made = fleet.laptop.run("bash", "-euc", script, env={**fleet.env, **own}).ok()
-    job_id = json.loads(made.out)["job"]["job_id"]
-    until(lambda: state(job_id) == "running", "it makes steps", 240)
-    typed("pause", JOB=job_id).ok()
-    until(lambda: state(job_id) == "paused", "every rank has saved", 120)
-    typed("resume", JOB=job_id).ok()
-    until(lambda: state(job_id) == "running", "it goes on", 240)
-    shown = typed("look", JOB=job_id).ok().out
-    assert "flow run 2" in shown and first in shown
-    typed("cancel", JOB=job_id).ok()
-    until(lambda: state(job_id) == "cancelled", "it is cancelled", 120)
 
 
 def test_each_bad_setting_is_one_line_before_a_server_starts(fleet: ControlPlane) -> None:

@@ -1,5 +1,5 @@
 """SIGKILL at the system calls of a publish: the version is there whole or not at all, and the same
-command goes on. A seeded sample in `make test`; all of them in `make chaos`.
+command goes on. A few in `make test`, more in `make test-nightly`, all in `make chaos`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ PROGRAM = Path(publish_work.__file__)
 CALLS = f"{kills.NETWORK_CALLS},{kills.DISK_CALLS}"
 BUCKET = "publish-kills"
 SEED = 20
-SAMPLE = 3
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +71,11 @@ def check_files(url: str, store: ObjectStore, model: Path) -> None:
         assert store.get_bytes(join_url(url, path.name)) == path.read_bytes()
 
 
+@kills.SAMPLED
 def test_a_kill_at_sampled_calls_of_a_publish_leaves_it_whole_or_absent(
-    s3: RcloneS3, store: ObjectStore, model: Path, tmp_path: Path
+    s3: RcloneS3, store: ObjectStore, model: Path, tmp_path: Path, count: int
 ) -> None:
-    for point in kills.sample(found(s3, model, tmp_path), SAMPLE, SEED):
+    for point in kills.sample(found(s3, model, tmp_path), count, SEED):
         try:
             check_kill(point, s3, store, model)
         except BaseException as error:

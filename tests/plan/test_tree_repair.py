@@ -162,7 +162,7 @@ def test_a_slowed_worker_gives_up_its_children_and_the_rest_stay_in_place(
     assert children(second, name) == set()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=4)
 @example(topology=Topology.MESH, seed=11, share=5)  # every free slot is below the last orphan
 @example(topology=Topology.MESH, seed=20, share=3)
 @example(topology=Topology.MESH, seed=20, share=5)
@@ -228,9 +228,8 @@ def fullest(trees: Trees) -> int:
     return max(Counter(above for up in trees.up for above in up if above >= 0).values(), default=0)
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_in_trees_of_any_shape_no_worker_feeds_more_than_its_slots(seed: int) -> None:
-    chance = random.Random(seed)
+def test_in_trees_of_any_shape_no_worker_feeds_more_than_its_slots() -> None:
+    chance = random.Random(0)
     for number in range(500):
         line, trees = any_forest(chance)
         count = line.length

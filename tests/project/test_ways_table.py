@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.support.hugging_face import FAMILIES
 from tests.training import test_supervised
 from tests.training.parallel import test_hugging_face
-from tests.training.parallel.hugging_face_ranks import ADAPTERS, WAYS, ways_of
+from tests.training.parallel.hugging_face_ranks import ADAPTERS, FEW_WAYS, FOUR, WAYS, ways_of
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/train-your-hugging-face-model.md"
 MESHES = {
@@ -29,8 +29,10 @@ def proven() -> dict[Cell, str]:
         for family in FAMILIES:
             when = "every run" if family in test_hugging_face.EVERY_TIME else "nightly"
             run = ways_of(family, way if way in ADAPTERS else "")
+            few = FEW_WAYS[FOUR] if when == "every run" and way != "DoRA" else []
             for mesh, name in MESHES.items():
                 absent = "[refused][refused]" if way == "DoRA" and "TP" in mesh else "–"
+                absent = f"[nightly][{link}]" if name in few else absent
                 cells[way, family, mesh] = f"[{when}][{link}]" if name in run else absent
     cells |= {("SFT", family, mesh): "–" for family in FAMILIES for mesh in MESHES}
     by_setting = {"shard=2": "FSDP2", "tp=2": "TP"}

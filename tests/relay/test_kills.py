@@ -1,6 +1,6 @@
 """SIGKILL at the system calls of the store: all or nothing is shown, and what is marked is there.
 
-A seeded sample in `make test`; all of them in `make chaos`.
+A few in `make test`, more in `make test-nightly`, all in `make chaos`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tests.support.kills import Point
 
 PROGRAM = Path(__file__).with_name("store_work.py")
 SEED = 20
-SAMPLE = 15
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +86,11 @@ def check_kill(point: Point, root: Path, models: Path) -> None:
     shutil.rmtree(root)
 
 
+@kills.SAMPLED
 def test_a_kill_at_sampled_calls_of_the_store_shows_all_or_nothing(
-    found: list[Point], models: Path, tmp_path: Path
+    found: list[Point], models: Path, tmp_path: Path, count: int
 ) -> None:
-    for point in kills.sample(found, SAMPLE, SEED):
+    for point in kills.sample(found, count, SEED):
         try:
             check_kill(point, tmp_path / "store", models)
         except BaseException as error:

@@ -14,6 +14,14 @@ from tests.api.conftest import BASE, TestClient, make_runtime
 
 DIGEST = "0" * 64
 PEM = new_request("w")[1].decode()
+JOB = {
+    "model_id": "m",
+    "version": "v",
+    "dataSnapshot": "s3://paceline/x",
+    "resources": {"ranks": 2, "within": "rack"},
+    "checkpointPolicy": {"every_steps": 5},
+    "parameters": {"training.steps": 5},
+}
 RECORDS: dict[str, dict[str, Any]] = {
     "/deployments": {
         "model_id": "m",
@@ -43,6 +51,14 @@ RECORDS: dict[str, dict[str, Any]] = {
         "flow": "build-snapshot",
         "run_id": "run-20260101-000000-abcdef",
         "parameters": {"data": "s3://paceline/x", "reading": {"features": ["s3://paceline/y"]}},
+    },
+    "/v1/training-jobs": JOB,
+    "/v1/training-jobs/adopt": {"spec": JOB, "run_id": "run-20260101-000000-abcdef"},
+    "/v1/training-jobs/{job_id}/review": {"accepted": True},
+    "/v1/training-jobs/{job_id}/report": {
+        "at": 1.0,
+        "checkpoints": [{"step": 1, "object_ref": "s3://paceline/c", "created_at": 1.0}],
+        "workers": [{"rank": 0, "host": "w", "state": "running", "last_heartbeat": 1.0}],
     },
     "/approvals/{run_id}": {"evidence_digest": DIGEST, "approved": True},
     "/tokens": {"name": "n", "scopes": ["read"]},

@@ -46,7 +46,7 @@ def chaos(seed: int, workers: int = 16, pieces: int = 64, **options: Any) -> Sce
 
 
 # In world 760 a worker is frozen before it has lanes: it thaws without a session.
-@pytest.mark.parametrize("seed", [*range(5), 760])
+@pytest.mark.parametrize("seed", [0, 1, 4, 760])
 def test_survivors_finish_whatever_happens(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"
@@ -91,7 +91,7 @@ def test_sessions_that_forget_the_origins_budget_are_caught(
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize("seed", range(5, 1000))
+@pytest.mark.parametrize("seed", range(1000))
 def test_survivors_finish_over_many_seeds(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"

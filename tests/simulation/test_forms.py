@@ -9,7 +9,7 @@ from paceline.simulation import simulate
 from tests.simulation.kit import LINK, PIECE, assert_well, scenario, seconds, timeless
 
 
-@pytest.mark.parametrize(("workers", "pieces"), [(1, 40), (2, 100), (8, 200), (20, 400)])
+@pytest.mark.parametrize(("workers", "pieces"), [(1, 40), (8, 200)])
 def test_a_chain_takes_the_model_and_one_piece_a_hop(workers: int, pieces: int) -> None:
     report = timeless(workers, pieces, Topology.CHAIN)
     assert report.seconds == pytest.approx(seconds(pieces + workers - 1), rel=0.005)
@@ -58,7 +58,7 @@ def test_a_slow_disk_is_the_bound() -> None:
 
 @pytest.mark.parametrize("topology", [Topology.TREE_OF_CHAINS, Topology.MESH, Topology.AUTO])
 def test_stripes_take_about_what_their_plan_says(topology: Topology) -> None:
-    report = timeless(16, 400, topology, racks=4)
+    report = timeless(16, 200, topology, racks=4)
     assert report.seconds == pytest.approx(report.predicted_seconds, rel=0.03)
     assert report.violations == ()
 

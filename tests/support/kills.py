@@ -21,6 +21,8 @@ DISK_CALLS = (
 )
 NETWORK_CALLS = "sendto,connect"
 
+SAMPLED = pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.nightly)])
+
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 
 
@@ -89,7 +91,5 @@ def kill(program: Sequence[str | Path], point: Point, env: dict[str, str] | None
 
 
 def sample(found: list[Point], count: int, seed: int) -> list[Point]:
-    """Return ``count`` points: the first of every call, and others by chance."""
-    first = [point for point in found if point.number == 1]
-    rest = [point for point in found if point.number > 1]
-    return first + Random(seed).sample(rest, max(0, min(len(rest), count - len(first))))
+    """Return ``count`` points by chance."""
+    return Random(seed).sample(found, min(count, len(found)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,15 +83,6 @@ def saver_of(generations: Generations, state: TrainState, **changes: object) -> 
         code_version="test",
         environment={"torch": "2.13.0"},
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tiny matrices: a second thread would only wait for a core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 ON_BOTH = pytest.mark.parametrize("generations", ["disk", "s3"], indirect=True)

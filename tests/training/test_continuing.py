@@ -44,32 +44,38 @@ def losses(output: Path, job: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
+FSDP = ("--ranks", "2", "--set", "training.mesh.shard=2")
+Short = tuple[dict[str, Any], Path]
+
+
+@pytest.fixture(scope="module")
+def eight(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Short:
+    """A training of eight steps on one rank, and where it is; the tests go on from it."""
+    output = tmp_path_factory.mktemp("eight")
+    return train(text, output, "--steps", "8")[0], output
+
+
 @pytest.mark.parametrize(
-    "way",
-    [
-        (),
-        pytest.param(("--ranks", "2", "--set", "training.mesh.shard=2"), marks=pytest.mark.nightly),
-    ],
-    ids=["one-rank", "fsdp"],
+    "way", [(), pytest.param(FSDP, marks=pytest.mark.nightly)], ids=["one-rank", "fsdp"]
 )
 def test_a_continuation_has_the_bits_of_one_long_training(
-    text: Path, tmp_path: Path, way: tuple[str, ...]
+    text: Path, tmp_path: Path, way: tuple[str, ...], eight: Short
 ) -> None:
     long, _ = train(text, tmp_path / "long", "--steps", "14", *way)
-    short, _ = train(text, tmp_path / "short", "--steps", "8", *way)
+    short, output = eight
+    if way:
+        output = tmp_path / "short"
+        short, _ = train(text, output, "--steps", "8", *way)
     more = ("--steps", "14", "--continue-from", short["job_id"])
-    went_on, _ = train(text, tmp_path / "short", *more, *way)
+    went_on, _ = train(text, output, *more, *way)
     assert went_on["job_id"] != short["job_id"]
     assert (went_on["resumed_from_step"], went_on["steps"]) == (8, 14)
-    ours, whole = (
-        losses(tmp_path / where, job["job_id"])
-        for where, job in (("short", went_on), ("long", long))
-    )
+    ours, whole = losses(output, went_on["job_id"]), losses(tmp_path / "long", long["job_id"])
     assert ours == {step: whole[step] for step in range(9, 15)}
     assert went_on["weights_digest"] == long["weights_digest"] != short["weights_digest"]
-    again, _ = train(text, tmp_path / "short", *more, *way)
+    again, _ = train(text, output, *more, *way)
     assert again["job_id"] == went_on["job_id"]
-    assert losses(tmp_path / "short", again["job_id"]) == ours, "nothing is trained again"
+    assert losses(output, again["job_id"]) == ours, "nothing is trained again"
 
 
 def test_a_training_that_ended_early_is_done_and_may_be_continued(
@@ -92,21 +98,20 @@ def test_a_training_that_ended_early_is_done_and_may_be_continued(
 
 
 def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
-    text: Path, tmp_path: Path
+    text: Path, eight: Short
 ) -> None:
-    output = tmp_path / "out"
-    first, _ = train(text, output, "--steps", "6")
+    first, output = eight
     more = ("--steps", "10", "--continue-from", first["job_id"])
     slower = ("--set", "training.learning_rate=1e-5", "--set", "training.schedule=cosine")
     went_on, _ = train(text, output, *more, *slower)
-    assert went_on["resumed_from_step"] == 6
+    assert went_on["resumed_from_step"] == 8
     then = ("--steps", "12", "--continue-from", went_on["job_id"])
     twice, _ = train(text, output, *then, *slower)
     assert twice["resumed_from_step"] == 10, "a continuation is continued"
 
     before = sorted(each.name for each in (output / "checkpoints").iterdir())
     for words, named in (
-        (("--steps", "6", "--continue-from", first["job_id"]), "nothing is left to train"),
+        (("--steps", "8", "--continue-from", first["job_id"]), "nothing is left to train"),
         ((*more, "--set", "training.batch_sequences=8"), "settings.batch_sequences 8, then 4"),
         ((*more, "--set", "training.optimizer=sgd"), "settings.optimizer 'sgd', then 'adamw'"),
         (("--steps", "9", "--continue-from", "job-000000000000"), "job-000000000000"),
@@ -129,9 +134,9 @@ def test_a_setting_of_a_later_release_changes_no_earlier_job() -> None:
     assert {each["betas"] for each in groups} == {(0.8, 0.99)}
 
 
-def test_a_checkpoint_that_is_gone_is_named(text: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    first, _ = train(text, output, "--steps", "6")
+def test_a_checkpoint_that_is_gone_is_named(text: Path, tmp_path: Path, eight: Short) -> None:
+    first, output = eight[0], tmp_path / "out"
+    shutil.copytree(eight[1], output)
     for each in (output / "checkpoints" / first["job_id"]).glob("step-*"):
         shutil.rmtree(each)
     _, said = train(text, output, "--steps", "9", "--continue-from", first["job_id"], code=1)

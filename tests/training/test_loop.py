@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,15 +54,6 @@ SETTINGS = TrainingSettings(
     warmup_steps=2,
     guard=GuardSettings(on_bad_step="roll-back", max_bad_steps=2),
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Threads that spin for each other on a busy machine take seconds for what is tiny."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def batch_of(step: int) -> Batch:

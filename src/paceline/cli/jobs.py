@@ -298,7 +298,7 @@ def _lines(view: JobView) -> list[str]:
             for each in report.checkpoints[-3:]
         ]
         lines += [
-            f"  rank {each.rank:<6} {each.host}, {each.state}, last report {at(each.last_heartbeat)}"
+            f"  rank {each.rank:<6} {each.host}, {each.state}, at {at(each.last_heartbeat)}"
             for each in report.workers
         ]
     if view.same_submission:

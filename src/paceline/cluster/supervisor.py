@@ -119,8 +119,6 @@ class Supervisor:
     def _start(self, launch: Launch) -> None:
         profile = Profile.model_validate(launch.profile)
         endpoints = self._reserve(profile)
-        if launch.only is not None and "coordinator" not in launch.only:  # then there is none
-            endpoints = endpoints.model_copy(update={"coordinator_url": "", "coordinator_urls": ()})
         secrets = ensure_secrets(self.state_dir)
         if profile.objects.is_named:  # another's S3 server: boto3 finds the credentials
             secrets = secrets.model_copy(update={"s3_access_key": "", "s3_secret_key": ""})
@@ -132,6 +130,9 @@ class Supervisor:
             for each in embedded_services(runtime)
             if launch.only is None or each.name in launch.only
         ]
+        if launch.only is not None and "coordinator" not in launch.only:  # then there is none
+            without = endpoints.model_copy(update={"coordinator_url": "", "coordinator_urls": ()})
+            runtime = runtime.model_copy(update={"endpoints": without})
         logs = self.state_dir / "logs"
         checks = ThreadPoolExecutor(max_workers=8, thread_name_prefix="check")
         for spec in (*specs, *launch.extra_services):

@@ -1,6 +1,6 @@
 from .admission import (
-    HOLD_AFTER_S as HOLD_AFTER_S,
-    OVERDUE_AFTER_S as OVERDUE_AFTER_S,
+    AGED_AFTER_S as AGED_AFTER_S,
+    OVERTAKEN_AFTER_S as OVERTAKEN_AFTER_S,
     Decision as Decision,
     Quota as Quota,
     decide as decide,

@@ -6,44 +6,33 @@ rounds, reads no clock and does not depend on the order of its inputs; the leade
 
 The rules:
 
-* All or nothing: a gang gets all of its ranks or none (``placement``: where).
-* A team is guaranteed its quota, and may borrow what others do not use. Gangs that the guarantee
-  covers come before those that borrow: else a borrower of high priority would start on slots that
-  the covered gang reclaims in the next round. In each class the order is priority, then the team
-  that has least of its quota in use, then the time queued; after a day the wait comes before the
-  share of the team.
-* A covered gang may preempt borrowers of any priority. Every other preemption is of strictly lower
-  priority, and a borrower preempts no other team's gang that is within its quota.
-* Smaller gangs start beside a blocked one (backfill). Running times are unknown, so no reservation
-  has a date: a gang that has waited for ten minutes keeps the hosts that it could use free until
-  it fits. One gang does so at a time on the same hosts, the first of the queue.
-* The slots of ending gangs are promised in the order of the queue, so that a gang for which others
+* All or nothing: a gang gets all of its ranks or none (``placement``: where), on whole hosts.
+* A team is guaranteed its quota, and may borrow what others do not use. Gangs that their team's
+  quota covers come before those that borrow. Among each of them the higher priority is first, then
+  the one that was submitted first.
+* Smaller gangs start beside a blocked one (backfill): no host is kept idle.
+* A gang preempts those of lower priority, and, once it has waited for an hour, those of its own
+  priority that were submitted after it. A team that is below its quota takes hosts back from
+  borrowers of any priority. A gang that a quota covers makes way for its own team alone.
+* A gang larger than its team's quota would starve on a full fleet: a day after its submission it
+  counts as covered, preempts covered gangs that come after it, and is not taken back by a quota.
+* The hosts of ending gangs are promised in the order of the queue, so that a gang for which others
   were preempted preempts no more of them while they save and leave.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline.jobs.placement import (
-    Demand,
-    Gang,
-    Host,
-    Names,
-    Placement,
-    check,
-    describe,
-    group,
-)
+from paceline.jobs.placement import Demand, Gang, Host, Placement, check, describe, group
 from paceline.jobs.preemption import Candidate, Reservation, choose_victims, cost
 
-HOLD_AFTER_S = 600.0  # a blocked gang that waited so long keeps hosts free
-OVERDUE_AFTER_S = 86_400.0  # a gang that waited so long goes before the share of its team
+OVERTAKEN_AFTER_S = 3_600.0  # a blocked gang that waited so long preempts those that overtook it
+AGED_AFTER_S = 86_400.0  # a gang larger than its quota that is so old counts as covered by it
 _Thing = TypeVar("_Thing")
 _NAMED = 3  # gangs named in a reason; the others are a count
 
@@ -81,19 +70,17 @@ def decide(
     running: Iterable[Reservation],
     quotas: Mapping[str, Quota],
     now: float,
-    *,
-    whole_hosts: bool = True,
 ) -> Decision:
     """Return which gangs start and which are preempted now, and why the others wait.
 
-    With ``whole_hosts`` a host holds ranks of at most one gang. A quota counts ranks, also where a
-    gang leaves slots of its hosts unused. Reservations on hosts that are not in ``hosts`` (lost
-    nodes) count in the quota alone. Raises InvalidInput for a host or a job that is there twice.
+    A host holds one gang: the slots that it leaves there stay unused, and count in no quota.
+    Reservations on hosts that are not in ``hosts`` (lost nodes) count in the quota alone. Raises
+    InvalidInput for a host or a job that is there twice.
     """
     fleet = _by_id(hosts, lambda host: host.name, "host")
     jobs = _by_id(waiting, lambda gang: gang.job_id, "waiting job")
     held = _by_id(running, lambda each: each.gang.job_id, "running job")
-    return _Round(fleet, held, quotas, now, whole_hosts).run(tuple(jobs.values()))
+    return _Round(fleet, held, quotas, now).run(tuple(jobs.values()))
 
 
 def _by_id(things: Iterable[_Thing], key: Callable[[_Thing], str], what: str) -> dict[str, _Thing]:
@@ -105,15 +92,15 @@ def _by_id(things: Iterable[_Thing], key: Callable[[_Thing], str], what: str) ->
     return found
 
 
-def why_never(hosts: Iterable[Host], gang: Gang, quotas: Mapping[str, Quota]) -> str:
+def why_never(
+    hosts: Iterable[Host],
+    gang: Gang,
+    quotas: Mapping[str, Quota],
+    demand: Demand | None = None,
+) -> str:
     """Return why no state of these hosts could ever hold the gang, or "" where one could."""
     hosts = tuple(hosts)
-    return _why_never(hosts, gang, quotas, Demand(hosts, gang))
-
-
-def _why_never(
-    hosts: Sequence[Host], gang: Gang, quotas: Mapping[str, Quota], demand: Demand
-) -> str:
+    demand = demand or Demand(hosts, gang)
     quota = _quota_of(gang.team, quotas)
     if gang.ranks > quota.most:
         return (
@@ -133,22 +120,29 @@ def _quota_of(team: str, quotas: Mapping[str, Quota]) -> Quota:
     return quotas.get(team) or Quota(slots=0)
 
 
-def _covered(gangs: Iterable[Gang], slots: int) -> set[str]:
-    """Return the jobs that ``slots`` of a quota cover: the first of the team's order that fit."""
+def _covered(gangs: Iterable[Gang], slots: int, counted: Collection[str] = ()) -> set[str]:
+    """Return the jobs that ``slots`` of a quota cover: the first in the queue's order that fit.
+
+    Those ``counted`` take their part whether it is there or not.
+    """
     covered = set()
-    for gang in sorted(gangs, key=_team_order):
-        if gang.ranks <= slots:
+    for gang in sorted(gangs, key=_order):
+        if gang.ranks <= slots or gang.job_id in counted:
             slots -= gang.ranks
             covered.add(gang.job_id)
     return covered
 
 
-def _team_order(gang: Gang) -> tuple[int, float, str]:
+def _order(gang: Gang) -> tuple[int, float, str]:
     return (-gang.priority, gang.queued_at, gang.job_id)
 
 
+def _shape(gang: Gang) -> tuple[object, ...]:
+    return (gang.kind, gang.min_memory_bytes, gang.pool, gang.within, gang.ranks_per_host)
+
+
 class _Round:
-    """The state of one round: the free slots, the use of quotas, and what is decided so far."""
+    """The state of one round: the free hosts, the use of quotas, and what is decided so far."""
 
     def __init__(
         self,
@@ -156,20 +150,14 @@ class _Round:
         running: Mapping[str, Reservation],
         quotas: Mapping[str, Quota],
         now: float,
-        whole_hosts: bool,
     ) -> None:
-        self.fleet, self.quotas, self.now, self.whole_hosts = fleet, quotas, now, whole_hosts
-        self.hosts = tuple(fleet.values())
+        self.hosts, self.quotas, self.now = tuple(fleet.values()), quotas, now
         self.slots = {name: host.slots for name, host in fleet.items()}
-        self.free = dict(self.slots)  # usable now
+        self.free = dict(self.slots)  # usable now; 0 where a gang is
         self.soon = dict(self.slots)  # usable once the ending gangs have left
-        self.stays: dict[str, set[str]] = defaultdict(set)  # host → running jobs that stay there
         self.used: dict[str, int] = defaultdict(int)  # team → slots, and those promised to it
         self.leaving: dict[str, int] = defaultdict(int)  # team → slots that become free soon
         self.running = running
-        self.holding: set[str] = set()  # hosts that a gang keeps free until it fits
-        self.waiting_for: set[str] = set()  # hosts that such gangs can use
-        self.owed: set[str] = set()  # teams with a covered gang that starts soon
         self.demands: dict[tuple[object, ...], Demand] = {}
         self.too_many: dict[tuple[object, ...], int] = {}  # a search → ranks that did not fit
         self.most_free: dict[tuple[object, ...], int] = {}  # a search → ranks that fit now
@@ -179,41 +167,30 @@ class _Round:
         self.blocked: dict[str, list[tuple[int, str]]] = defaultdict(list)  # kind → earlier gangs
         for each in running.values():
             (self.leaving if each.ending else self.used)[each.gang.team] += each.gang.ranks
-            for name, ranks in each.hosts.items():
-                if name not in fleet:
-                    continue
-                self.free[name] = 0 if whole_hosts else max(0, self.free[name] - ranks)
-                if not each.ending:
-                    self.stays[name].add(each.gang.job_id)
-                    self.soon[name] = 0 if whole_hosts else max(0, self.soon[name] - ranks)
-        staying = [each.gang for each in running.values() if not each.ending]
-        self.within_quota: set[str] = set()
-        for team, gangs in group(staying, lambda gang: gang.team).items():
-            self.within_quota |= _covered(gangs, _quota_of(team, quotas).slots)
+            for name in fleet.keys() & each.hosts.keys():
+                self.free[name] = 0
+                self.soon[name] *= each.ending
+        self.staying = group(
+            (each.gang for each in running.values() if not each.ending), lambda gang: gang.team
+        )
+        self.covered: set[str] = set()  # running and waiting jobs that a quota covers
+        for team, gangs in self.staying.items():
+            self.covered |= _covered(gangs, _quota_of(team, quotas).slots)
 
     def run(self, waiting: Sequence[Gang]) -> Decision:
         """Handle every gang once, in the order of the queue."""
-        queues: dict[str, list[Gang]] = {}
-        covered: set[str] = set()
         possible = [gang for gang in waiting if self._is_possible(gang)]
         for team, gangs in group(possible, lambda gang: gang.team).items():
-            covered |= _covered(gangs, _quota_of(team, self.quotas).slots - self.used[team])
-            queues[team] = sorted(
-                gangs, key=lambda gang: (gang.job_id not in covered, *_team_order(gang))
-            )
-        heads = [self._head(queue, covered) for queue in queues.values()]
-        heapq.heapify(heads)
-        number = 0
-        while heads:
-            _, team = heapq.heappop(heads)
-            gang = queues[team].pop(0)
-            reason = self._handle(gang, gang.job_id in covered)
+            held = self.staying.get(team, [])
+            counted = {gang.job_id for gang in held}
+            slots = _quota_of(team, self.quotas).slots
+            self.covered |= _covered([*held, *gangs], slots, counted) - counted
+        possible.sort(key=lambda gang: (not self._is_first(gang), *_order(gang)))
+        for number, gang in enumerate(possible):
+            reason = self._handle(gang)
             if reason:
                 self.reasons[gang.job_id] = reason + self._ahead(gang)
                 self.blocked[gang.kind].append((number, gang.job_id))
-            number += 1
-            if queues[team]:
-                heapq.heappush(heads, self._head(queues[team], covered))
         return Decision(
             admitted=dict(sorted(self.admitted.items())),
             preempted=dict(sorted(self.preempted.items())),
@@ -225,63 +202,44 @@ class _Round:
         if gang.job_id in self.running:
             reason = "its earlier run still holds slots"
         else:
-            never = _why_never(self.hosts, gang, self.quotas, self._demand(gang))
+            never = why_never(self.hosts, gang, self.quotas, self._demand(gang))
             reason = never and f"it can never start: {never}"
         if reason:
             self.reasons[gang.job_id] = reason
         return not reason
 
-    def _head(self, queue: Sequence[Gang], covered: set[str]) -> tuple[tuple[object, ...], str]:
-        """Return the place in the whole queue of the first gang of a team; the lowest is next."""
-        gang = queue[0]
-        overdue = self.now - gang.queued_at >= OVERDUE_AFTER_S
-        quota = _quota_of(gang.team, self.quotas).slots
-        share = -1.0 if overdue else self.used[gang.team] / max(1, quota)
-        borrows = gang.job_id not in covered
-        return (borrows, -gang.priority, share, gang.queued_at, gang.job_id), gang.team
-
-    def _handle(self, gang: Gang, covered: bool) -> str:
-        """Admit the gang, promise it slots that become free, or return why it is blocked."""
+    def _handle(self, gang: Gang) -> str:
+        """Admit the gang, promise it hosts that become free, or return why it is blocked."""
         demand, quota = self._demand(gang), _quota_of(gang.team, self.quotas)
         over = self.used[gang.team] + gang.ranks - quota.most  # > 0: more than the team may hold
-        if not covered and gang.team in self.owed:
-            # Started now, it would use up the quota that covers the gang of its team.
-            return f"{self._missing(demand, gang)}; the quota is promised to a gang of its team"
-        if over <= 0:
-            placement = None
-            if over + self.leaving[gang.team] <= 0:
-                placement = self._place(demand, gang, self.free)
+        if over + self.leaving[gang.team] <= 0:
+            placement = self._place(demand, gang, self.free)
             if placement is not None:
-                for name, ranks in placement.hosts.items():
-                    self.free[name] -= ranks
                 self._take(gang, placement)
                 self.admitted[gang.job_id] = placement
                 return ""
+        missing = self._missing(demand, gang)
+        if over <= 0:
             placement = self._place(demand, gang, self.soon)
             if placement is not None:
                 self._take(gang, placement)
-                self.owed |= {gang.team} if covered else set()
-                return f"{self._missing(demand, gang)}; it starts when ending jobs have left"
-        victims = self._victims(demand, gang, covered, over)
+                return f"{missing}; it starts when ending jobs have left"
+        victims = self._victims(demand, gang, over)
         if victims is not None:
-            missing = self._missing(demand, gang)
             self._preempt(gang, victims)
             placement = demand.place(gang.ranks, self.soon)
             assert placement is not None, "the victims are not enough"
             self._take(gang, placement)
-            self.owed |= {gang.team} if covered else set()
             names = _named([victim.gang.job_id for victim in victims], len(victims))
-            return f"{missing}; it starts when {names} {_have(victims)} saved and left"
+            have = "has" if len(victims) == 1 else "have"
+            return f"{missing}; it starts when {names} {have} saved and left"
         if over > 0:
             held = self.used[gang.team] + self.leaving[gang.team]
-            if self.now - gang.queued_at >= HOLD_AFTER_S:
-                self.used[gang.team] += gang.ranks  # later gangs of the team leave it its quota
             return (
                 f"waiting for {gang.ranks} slots of team {gang.team}'s quota; "
                 f"{held} of {quota.most:.0f} are held or promised"
             )
-        missing = self._missing(demand, gang)
-        return missing + ("; hosts are kept free for it" if self._hold(demand, gang) else "")
+        return missing
 
     def _demand(self, gang: Gang) -> Demand:
         shape = _shape(gang)
@@ -300,156 +258,89 @@ class _Round:
         return found
 
     def _take(self, gang: Gang, placement: Placement) -> None:
-        """Give the slots to the gang, now or once they are free."""
+        """Give the hosts to the gang, now or once they are free."""
         self.used[gang.team] += gang.ranks
         self.most_free.clear()
-        for name, ranks in placement.hosts.items():
-            self.soon[name] = 0 if self.whole_hosts else self.soon[name] - ranks
-            self.free[name] = min(self.free[name], self.soon[name])
+        for name in placement.hosts:
+            self.soon[name] = self.free[name] = 0
 
-    def _victims(
-        self, demand: Demand, gang: Gang, covered: bool, over: float
-    ) -> list[Reservation] | None:
+    def _victims(self, demand: Demand, gang: Gang, over: float) -> list[Reservation] | None:
         """Return the running gangs that are preempted for this one, or None where none may be."""
-        search = (covered, gang.team, gang.priority, *_shape(gang))
+        quota = _quota_of(gang.team, self.quotas).slots
+        reclaims = self.used[gang.team] + gang.ranks <= quota
+        kind = (gang.job_id in self.covered, self._is_aged(gang), reclaims)
+        search = (kind, gang.team, gang.priority, *_shape(gang))
         if gang.ranks >= self.too_many.get(search, gang.ranks + 1):
             return None
-        lawful = [
-            Candidate(each, each.gang.job_id not in self.within_quota)
-            for each in self.running.values()
-            if self._may_preempt(gang, covered, each)
-        ]
-        searches = [(lawful, over)]
-        if not covered:
-            # A borrower preempts its team's gangs within the quota only if the quota then covers
-            # it: else they would come before it again and take the slots back.
-            quota = _quota_of(gang.team, self.quotas).slots
-            searches = [
-                ([each for each in lawful if each.borrowing], over),
-                (lawful, max(over, self.used[gang.team] + gang.ranks - quota)),
+        lawful = [each for each in self.running.values() if self._yields(each, gang, reclaims)]
+        here = {name: each for each in lawful for name in each.hosts if name in demand.hosts}
+        own = {
+            each.gang.job_id: each.gang.ranks
+            for each in lawful
+            if over > 0 and each.gang.team == gang.team
+        }
+        found = []
+        for unit in demand.widest():
+            gain = dict.fromkeys(own, 0)
+            for name in here.keys() & unit:
+                job = here[name].gang.job_id
+                more = demand.capacity((name,), gang.ranks, self.slots)
+                gain[job] = gain.get(job, 0) + more
+            candidates = [
+                Candidate(self.running[job], job in self.covered, gained, own.get(job, 0))
+                for job, gained in gain.items()
             ]
-        for candidates, release in searches:
-            here: dict[str, list[Candidate]] = defaultdict(list)  # host → candidates there
-            for candidate in candidates:
-                for name in candidate.reservation.hosts:
-                    if name in demand.hosts and name not in self.holding:
-                        here[name].append(candidate)
-            own = [each for each in candidates if each.reservation.gang.team == gang.team]
-            found = [
-                self._victims_inside(demand, gang, names, here, own if release > 0 else [], release)
-                for levels in demand.units.values()
-                for names in levels[-1].values()
-                if candidates
-            ]
-            best = min((victims for victims in found if victims), key=cost, default=None)
-            if best is not None:
-                return [candidate.reservation for candidate in best]
+            need = gang.ranks - demand.capacity(unit, gang.ranks, self.soon)
+            victims = choose_victims(candidates, need, over)
+            if victims:
+                found.append(victims)
+        if found:
+            return [victim.running for victim in min(found, key=cost)]
         self.too_many[search] = gang.ranks
         return None
 
-    def _may_preempt(self, gang: Gang, covered: bool, other: Reservation) -> bool:
-        if not other.preemptible or other.ending or other.gang.job_id in self.preempted:
+    def _yields(self, running: Reservation, gang: Gang, reclaims: bool) -> bool:
+        """Return whether a running gang may be preempted for the waiting one."""
+        other, same_team = running.gang, running.gang.team == gang.team
+        if not running.preemptible or running.ending or other.job_id in self.preempted:
             return False
-        within = other.gang.job_id in self.within_quota
-        if covered and not within and other.gang.team != gang.team:
-            return True  # a reclaim
-        foreign = other.gang.team != gang.team
-        return other.gang.priority < gang.priority and (covered or not within or not foreign)
+        lower = other.priority < gang.priority or self._is_overtaken(gang, other)
+        if other.job_id in self.covered and not self._is_aged(gang):
+            return lower and same_team and gang.job_id in self.covered
+        # One that comes before the waiting gang in the queue would take the hosts back.
+        if self._is_first(other):
+            return lower and self._is_first(gang)
+        return lower or (reclaims and not same_team)
 
-    def _victims_inside(
-        self,
-        demand: Demand,
-        gang: Gang,
-        unit: Names,
-        here: Mapping[str, list[Candidate]],
-        own: Sequence[Candidate],
-        release: float,
-    ) -> list[Candidate] | None:
-        """Return victims with which the gang fits in ``unit``, and ``release`` own slots leave."""
-        names = set(here).intersection(unit)
-        candidates = {each.order: each for name in names for each in here[name]}
-        candidates |= {each.order: each for each in own}
-        free = demand.capacity(unit, gang.ranks, self.soon)
+    def _is_aged(self, gang: Gang) -> bool:
+        """Return whether the gang, too large for its team's quota, has its turn before quotas."""
+        old = self.now - gang.queued_at >= AGED_AFTER_S
+        return old and gang.ranks > _quota_of(gang.team, self.quotas).slots
 
-        def gained(victims: Sequence[Candidate]) -> int:
-            leaving: dict[str, int] = defaultdict(int)
-            counts: dict[str, int] = defaultdict(int)
-            for victim in victims:
-                for name, ranks in victim.reservation.hosts.items():
-                    if name in names:
-                        leaving[name] += ranks
-                        counts[name] += 1
-            gain = 0
-            for name, ranks in leaving.items():
-                host, soon = self.fleet[name], self.soon[name]
-                if not self.whole_hosts:
-                    after = min(host.slots, soon + ranks)
-                else:
-                    after = host.slots if counts[name] == len(self.stays[name]) else soon
-                gain += demand.capacity((name,), gang.ranks, {name: after})
-                gain -= demand.capacity((name,), gang.ranks, {name: soon})
-            return gain
+    def _is_first(self, gang: Gang) -> bool:
+        """Return whether the gang comes before those that borrow."""
+        return gang.job_id in self.covered or self._is_aged(gang)
 
-        def enough(victims: Sequence[Candidate]) -> bool:
-            released = sum(
-                each.reservation.gang.ranks
-                for each in victims
-                if each.reservation.gang.team == gang.team
-            )
-            return release <= released and free + gained(victims) >= gang.ranks
-
-        return choose_victims(list(candidates.values()), lambda each: gained([each]), enough)
+    def _is_overtaken(self, gang: Gang, other: Gang) -> bool:
+        """Return whether the gang has waited for long and the other one started before its turn."""
+        return self.now - gang.queued_at >= OVERTAKEN_AFTER_S and _order(gang) < _order(other)
 
     def _preempt(self, gang: Gang, victims: Sequence[Reservation]) -> None:
         for victim in victims:
             other = victim.gang
             if other.priority < gang.priority:
                 why = f"priority {gang.priority} is above {other.priority}"
+            elif self._is_overtaken(gang, other):
+                hours = (self.now - gang.queued_at) / 3600
+                why = f"it was submitted earlier and has waited for {hours:.1f} h"
             else:
                 why = f"team {gang.team} reclaims its quota, team {other.team} borrows"
             self.preempted[other.job_id] = f"preempted for {gang.job_id}: {why}"
             self.used[other.team] -= other.ranks
             self.leaving[other.team] += other.ranks
-            for name, ranks in victim.hosts.items():
-                if name not in self.fleet:
-                    continue
-                self.stays[name].discard(other.job_id)
-                if not self.whole_hosts:
-                    self.soon[name] += ranks
-                elif not self.stays[name]:
-                    self.soon[name] = self.slots[name]
+            for name in self.slots.keys() & victim.hosts.keys():
+                self.soon[name] = self.slots[name]
         self.too_many = {key: most for key, most in self.too_many.items() if key[0] == "free"}
-
-    def _hold(self, demand: Demand, gang: Gang) -> bool:
-        """Keep hosts free for a gang that waited long enough; return whether it does so.
-
-        The unit is the one with most of the gang's slots free: that number only grows while
-        nothing else starts there. Hosts that are busy now are kept when they become free.
-        """
-        if self.now - gang.queued_at < HOLD_AFTER_S:
-            return False
-        best: tuple[int, str, Names] | None = None
-        for kind, levels in demand.units.items():
-            if not self.waiting_for.isdisjoint(demand.kinds[kind]):
-                continue
-            for names in levels[-1].values():
-                if demand.capacity(names, gang.ranks, self.slots) < gang.ranks:
-                    continue
-                wanted = _enough_hosts(
-                    demand, gang, sorted(names, key=lambda name: (-self.soon[name], name))
-                )
-                free = sum(self.soon[name] for name in wanted)
-                if best is None or free > best[0]:
-                    best = (free, kind, wanted)
-        if best is None:
-            return False
-        for name in best[2]:
-            self.holding.add(name)
-            self.free[name] = self.soon[name] = 0
-        self.waiting_for.update(demand.kinds[best[1]])
-        self.used[gang.team] += gang.ranks
-        self.most_free.clear()
-        return True
 
     def _missing(self, demand: Demand, gang: Gang) -> str:
         search = (demand.per_host(gang.ranks), *_shape(gang))
@@ -468,27 +359,7 @@ class _Round:
         return "; ahead of you: " + _named([job for _, job in first], sum(map(len, lists)))
 
 
-def _shape(gang: Gang) -> tuple[object, ...]:
-    return (gang.kind, gang.min_memory_bytes, gang.pool, gang.within, gang.ranks_per_host)
-
-
-def _enough_hosts(demand: Demand, gang: Gang, ordered: Names) -> Names:
-    """Return the first hosts that hold the gang once they are empty."""
-    found, ranks = [], gang.ranks
-    per_host = demand.per_host(gang.ranks)
-    for name in ordered:
-        slots = demand.hosts[name].slots
-        if ranks > 0 and slots >= per_host:
-            found.append(name)
-            ranks -= per_host or slots
-    return found
-
-
 def _named(jobs: Sequence[str], total: int) -> str:
     """Return at most three jobs by name and the number of the others."""
     more = f" and {total - _NAMED} more" if total > _NAMED else ""
     return ", ".join(jobs[:_NAMED]) + more
-
-
-def _have(victims: Sequence[Reservation]) -> str:
-    return "has" if len(victims) == 1 else "have"

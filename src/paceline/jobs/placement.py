@@ -2,8 +2,7 @@
 
 A gang runs on hosts of one kind, all of its ranks or none. The placement is the smallest unit that
 holds it: one host, else one domain, one rack, one zone, the fleet; among equal units the one with
-the fewest slots left over. Pure functions on numbers of free slots: which slots a gang may take,
-and when, is decided in ``admission``.
+the fewest slots left over. Which hosts are free for a gang, and when, is decided in ``admission``.
 """
 
 from __future__ import annotations
@@ -59,20 +58,9 @@ class Gang:
         where = f"job {self.job_id}"
         check(bool(self.job_id), "a gang has no job id", "", "an id", "gang")
         check(self.ranks >= 1, "a gang needs ranks", self.ranks, "ranks >= 1", where)
-        check(
-            self.within in LEVELS,
-            "a gang's limit of distance is unknown",
-            self.within,
-            f"within = {', '.join(LEVELS)}",
-            where,
-        )
-        check(
-            self.ranks_per_host >= 0,
-            "a gang's ranks per host are negative",
-            self.ranks_per_host,
-            "ranks_per_host >= 0",
-            where,
-        )
+        levels, per_host = f"within = {', '.join(LEVELS)}", self.ranks_per_host
+        check(self.within in LEVELS, "a gang's limit is unknown", self.within, levels, where)
+        check(per_host >= 0, "ranks per host are negative", per_host, "ranks_per_host >= 0", where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +97,9 @@ Unit = tuple[str, ...]  # a host, domain, rack, zone or the fleet; () where a ho
 
 def unit_of(host: Host, level: str) -> Unit:
     """Return the unit of ``level`` that ``host`` is in; equal labels in two zones are two units."""
-    if level == "host":
-        return (host.name,)
-    if level == "fleet":
-        return ("fleet",)
-    if level == "zone":
-        return (host.zone,) if host.zone else ()
-    label = host.domain if level == "domain" else host.rack
+    if level in ("host", "fleet"):
+        return (host.name if level == "host" else level,)
+    label: str = getattr(host, level)
     return (host.zone, label) if label else ()
 
 
@@ -126,7 +110,6 @@ class Demand:
     """
 
     def __init__(self, hosts: Iterable[Host], gang: Gang) -> None:
-        self.within = LEVELS.index(gang.within)
         self.ranks_per_host = gang.ranks_per_host
         usable = [
             host
@@ -138,15 +121,19 @@ class Demand:
             and unit_of(host, gang.within)
         ]
         self.hosts = {host.name: host for host in usable}
+        self.slots = {host.name: host.slots for host in usable}
         self._most: dict[int, int] = {}  # slots that a host must have → ranks of the best unit
         by_kind = group(usable, lambda host: host.kind)
-        self.kinds = {kind: _names(by_kind[kind]) for kind in sorted(by_kind)}
-        levels = LEVELS[: self.within + 1]
+        levels = LEVELS[: LEVELS.index(gang.within) + 1]
         # Per kind and level up to ``within``: the names of every unit's hosts.
         self.units = {
             kind: [_units(by_kind[kind], level, gang.within) for level in levels]
-            for kind in self.kinds
+            for kind in sorted(by_kind)
         }
+
+    def widest(self) -> list[Names]:
+        """Return the hosts of every unit that the gang must fit inside."""
+        return [names for levels in self.units.values() for names in levels[-1].values()]
 
     def per_host(self, ranks: int) -> int:
         """Return how many slots a host must have for ``ranks`` of a gang; 0: any number."""
@@ -161,49 +148,32 @@ class Demand:
 
     def most(self, ranks: int, slots: Mapping[str, int]) -> int:
         """Return how many ranks the best unit holds at the level that the gang must fit inside."""
-        return max(
-            (
-                self.capacity(names, ranks, slots)
-                for levels in self.units.values()
-                for names in levels[-1].values()
-            ),
-            default=0,
-        )
+        return max((self.capacity(names, ranks, slots) for names in self.widest()), default=0)
 
     def most_of_all(self, ranks: int) -> int:
         """Return how many ranks the best unit would hold if it were empty."""
         per_host = self.per_host(ranks)
         if per_host not in self._most:
-            slots = {name: host.slots for name, host in self.hosts.items()}
-            self._most[per_host] = self.most(ranks, slots)
+            self._most[per_host] = self.most(ranks, self.slots)
         return self._most[per_host]
 
     def place(self, ranks: int, slots: Mapping[str, int]) -> Placement | None:
         """Return where ``ranks`` fit in the free ``slots`` of each host, or None."""
-        best: tuple[int, int, str, Unit] | None = None  # level, left over, kind, unit
-        for kind, levels in self.units.items():
-            if self.capacity(self.kinds[kind], ranks, slots) < ranks:
-                continue
-            for number, units in enumerate(levels):
-                if best is not None and number > best[0]:
-                    break
-                fits = [
-                    (number, sum(map(slots.__getitem__, names)) - ranks, kind, unit)
-                    for unit, names in units.items()
-                    if self.capacity(names, ranks, slots) >= ranks
-                ]
-                if fits:
-                    best = min(fits) if best is None else min(best, *fits)
-                    break
-        if best is None:
+        if self.most(ranks, slots) < ranks:
             return None
-        number, over, kind, unit = best
-        held = self._fill(self.units[kind][number][unit], number, ranks, slots)
-        return Placement(
-            hosts=dict(sorted(held.items())),
-            level=LEVELS[number],
-            score=round(ranks / (ranks + over), 3),
-        )
+        for number, level in enumerate(LEVELS):
+            fits = [
+                (sum(map(slots.__getitem__, names)), kind, unit)
+                for kind, levels in self.units.items()
+                for unit, names in levels[number].items()
+                if self.capacity(names, ranks, slots) >= ranks
+            ]
+            if fits:
+                free, kind, unit = min(fits)
+                held = self._fill(self.units[kind][number][unit], number, ranks, slots)
+                score = round(ranks / free, 3)
+                return Placement(hosts=dict(sorted(held.items())), level=level, score=score)
+        raise AssertionError("a unit without enough slots was chosen")
 
     def _fill(
         self, names: Names, number: int, ranks: int, slots: Mapping[str, int]
@@ -230,10 +200,6 @@ class Demand:
         raise AssertionError("a unit without enough slots was chosen")
 
 
-def _names(hosts: Iterable[Host]) -> Names:
-    return tuple(host.name for host in hosts)
-
-
 def _units(hosts: Iterable[Host], level: str, within: str) -> dict[Unit, Names]:
     """Return the hosts of every unit of ``level``; those without such a label are left out.
 
@@ -241,7 +207,7 @@ def _units(hosts: Iterable[Host], level: str, within: str) -> dict[Unit, Names]:
     """
     labelled = [host for host in hosts if unit_of(host, level)]
     units = group(labelled, lambda host: (*unit_of(host, level), *unit_of(host, within)))
-    return {unit: _names(units[unit]) for unit in sorted(units)}
+    return {unit: tuple(host.name for host in units[unit]) for unit in sorted(units)}
 
 
 def group(things: Iterable[_Thing], key: Callable[[_Thing], _Key]) -> dict[_Key, list[_Thing]]:

@@ -1,97 +1,76 @@
 """Chooses which running gangs are preempted so that one waiting gang fits.
 
-It knows no queue and no quotas: ``admission`` passes the running gangs that may be preempted, and a
-test whether a set of them is enough.
+It knows no queue and no quotas: ``admission`` passes the running gangs that may be preempted.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from paceline.jobs.placement import Gang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
-    """A gang that holds slots."""
+    """A gang that holds its hosts."""
 
     gang: Gang
     hosts: Mapping[str, int]  # host → ranks
     lost_work_s: float = 0.0  # what a preemption now would lose: seconds that all ranks do again
     preemptible: bool = True
-    ending: bool = False  # it was asked to save and leave; its slots become free soon
+    ending: bool = False  # it was asked to save and leave; its hosts become free soon
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A running gang that may be preempted."""
+    """A running gang that may be preempted, and what its end gives to the waiting one."""
 
-    reservation: Reservation
-    borrowing: bool  # its team holds more than its quota without it
+    running: Reservation
+    covered: bool  # by its team's quota
+    gain: int  # ranks of the waiting gang that its hosts hold
+    release: int  # slots of the waiting gang's team
 
     @property
     def lost_slot_s(self) -> float:
         """Return the work that a preemption loses, of all ranks."""
-        return self.reservation.lost_work_s * self.reservation.gang.ranks
-
-    @property
-    def order(self) -> tuple[int, float, bool, str]:
-        """Return the key by which gangs are preempted: the first one first."""
-        running = self.reservation
-        return (
-            running.gang.priority,
-            self.lost_slot_s,
-            not self.borrowing,
-            running.gang.job_id,
-        )
+        return self.running.lost_work_s * self.running.gang.ranks
 
 
-Enough = Callable[[Sequence[Candidate]], bool]
-Cost = tuple[int, float, int, int, tuple[str, ...]]
-
-
-def cost(victims: Collection[Candidate]) -> Cost:
-    """Return what two sets of victims are compared by; the lower one is preempted.
-
-    The highest priority in it, the work lost, how many are within their quota, how many there are.
-    """
+def cost(victims: Sequence[Candidate]) -> tuple[object, ...]:
+    """Return what sets of victims are compared by: the highest priority, the work lost, ..."""
     return (
-        max(victim.reservation.gang.priority for victim in victims),
+        max(victim.running.gang.priority for victim in victims),
         sum(victim.lost_slot_s for victim in victims),
-        sum(not victim.borrowing for victim in victims),
+        sum(victim.covered for victim in victims),
         len(victims),
-        tuple(sorted(victim.reservation.gang.job_id for victim in victims)),
+        sorted(victim.running.gang.job_id for victim in victims),
     )
 
 
 def choose_victims(
-    candidates: Sequence[Candidate], gain: Callable[[Candidate], int], enough: Enough
+    candidates: Iterable[Candidate], need: int, release: float
 ) -> list[Candidate] | None:
-    """Return a set that is ``enough`` and none of whose members can be left out, or None.
+    """Return a set that gains ``need`` and releases ``release``, each member needed, or None.
 
-    ``enough`` is monotone: what is enough stays so with one more. Two greedy searches are compared
-    by ``cost``: in the order of preemption, and the largest ``gain`` first among the priorities
-    that the first search needed. The cheapest set of all is a knapsack problem, and is not sought.
+    Taken in this order: the lowest priority, the least work lost, those that borrow, the fewest,
+    the tightest. The cheapest set of all is a knapsack problem, and is not sought.
     """
-    ordered = sorted(candidates, key=lambda candidate: candidate.order)
-    if not ordered or not enough(ordered):
+
+    def order(each: Candidate) -> tuple[object, ...]:
+        gang = each.running.gang
+        useful = (-min(each.gain, need), each.gain)
+        return (gang.priority, each.lost_slot_s, each.covered, *useful, gang.job_id)
+
+    taken = []
+    for each in sorted(candidates, key=order):
+        if (need > 0 and each.gain) or (release > 0 and each.release):
+            taken.append(each)
+            need, release = need - each.gain, release - each.release
+    if need > 0 or release > 0:
         return None
-    first = _pruned(ordered, enough)
-    highest = first[-1].reservation.gang.priority
-    lower = takewhile(lambda each: each.reservation.gang.priority <= highest, ordered)
-    by_gain = sorted(lower, key=lambda each: -gain(each))  # stable: equal gains keep the order
-    return min(first, _pruned(by_gain, enough), key=cost)
-
-
-def _pruned(ordered: Sequence[Candidate], enough: Enough) -> list[Candidate]:
-    """Return the shortest prefix that is enough, without the members that it does not need."""
-    size = bisect_left(range(len(ordered) + 1), True, key=lambda size: enough(ordered[:size]))
-    taken = sorted(ordered[:size], key=lambda candidate: candidate.order)
-    for victim in reversed(taken):
-        rest = [each for each in taken if each is not victim]
-        if enough(rest):
-            taken = rest
+    for each in taken[::-1]:
+        if need + each.gain <= 0 and release + each.release <= 0:
+            taken.remove(each)
+            need, release = need + each.gain, release + each.release
     return taken

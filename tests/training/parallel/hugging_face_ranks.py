@@ -45,13 +45,15 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "DDP x TP": (4, {"mesh": {"dp": 2, "tp": 2}}),
     "FSDP2 x TP": (4, {"mesh": {"shard": 2, "tp": 2}}),
 }
-EVERY_WAY = "llama"  # also recomputed, and exported from several meshes
+EVERY_WAY = "llama"  # also recomputed, and exported from each mesh
 RECOMPUTED = {
     "": ("recomputed", "FSDP2, recomputed", "TP, recomputed"),
     "LoRA": ("FSDP2, recomputed",),
 }
-FOUR_RANKS = ("llama", "qwen2", "gpt_neox")  # the families that four ranks train, too
+FOUR_RANKS = ("qwen2", "gpt_neox")  # the families that four ranks train, too
 BF16 = "llama-bf16"
+FOUR = "llama-four"  # llama on four ranks
+FEW_WAYS = {BF16: ["FSDP2"], FOUR: ["DDP x TP", "FSDP2 x TP"]}  # and no DoRA
 SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
 
 
@@ -63,12 +65,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def ways_of(family: str, adapters: str = "") -> list[str]:
-    """Return the ways in which ``family`` is trained here; DoRA needs whole matrices.
+    """Return the ways in which ``family`` is trained; DoRA needs whole matrices.
 
     Blocks are recomputed for one family: nothing in it depends on the family.
     """
-    if family == BF16:
-        return ["FSDP2 x TP"]
+    if family in FEW_WAYS:
+        return FEW_WAYS[family]
     recomputed = RECOMPUTED.get(adapters, ()) if family == EVERY_WAY else ()
     return [
         way
@@ -77,6 +79,11 @@ def ways_of(family: str, adapters: str = "") -> list[str]:
         and not (adapters == "DoRA" and "TP" in way)
         and ("recomputed" not in way or way in recomputed)
     ]
+
+
+def kinds_of(family: str) -> tuple[str, ...]:
+    """Return the adapters of ``family``; "" trains all weights."""
+    return ("", "LoRA") if family in FEW_WAYS else ("", *ADAPTERS)
 
 
 def exported_of(family: str, adapters: str = "") -> list[str]:
@@ -256,7 +263,7 @@ def main(root: Path, families: list[str]) -> dict[str, Any]:
             dtype=torch.bfloat16 if family == BF16 else torch.float32,
         )
         loads[family] = path
-        for kind in ("", *ADAPTERS)[: 2 if family == BF16 else None]:
+        for kind in kinds_of(family):
             name = f"{family} {kind}".strip()
             jobs.append(Job(f"{name}: plain", 1, lambda p=path, k=kind: plain(p, k)))
             for way in ways_of(family, kind):

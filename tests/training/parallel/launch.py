@@ -43,7 +43,6 @@ RIGHT = (
     "pp2, GPipe",
     "pp4, 5 microbatches of 8 rows",
     "shard2 x pp2",
-    "dp2 x shard2",
     "local SGD, step 1",
     "shard3, uneven shares, accumulation 2",
     "dp2, accumulation 3",
@@ -70,7 +69,7 @@ def apart(layout: str) -> Job:
     )
 
 
-APART = ("single", "shard2 x tp2, recomputed", "dp2 x tp2 x pp2", "pp4, 5 microbatches of 8 rows")
+APART = ("single", "shard2 x tp2, recomputed", "pp4, 5 microbatches of 8 rows")
 PLANTED = (
     planted(
         "the tied embedding is not added up",

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.support.hugging_face import FAMILIES
-from tests.training.parallel.hugging_face_ranks import ADAPTERS, STEPS, ways_of
+from tests.training.parallel.hugging_face_ranks import ADAPTERS, FOUR, STEPS, kinds_of, ways_of
 
 ROOT = Path(__file__).parents[3]
 EVERY_TIME = ("llama",)  # the others are shown again nightly
-NIGHTLY = tuple(each for each in FAMILIES if each not in EVERY_TIME)
+NIGHTLY = (*(each for each in FAMILIES if each not in EVERY_TIME), FOUR)
 
 pytestmark = pytest.mark.timeout(400)
 Answers = dict[str, dict[str, Any]]
@@ -35,7 +35,7 @@ def answers(request, tmp_path_factory) -> Answers:
             *(str(root), *request.param),
         ],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
         timeout=380,
@@ -46,7 +46,7 @@ def answers(request, tmp_path_factory) -> Answers:
     wanted = {
         f"{family} {kind}".strip() + f": {way}"
         for family in request.param
-        for kind in ("", *ADAPTERS)
+        for kind in kinds_of(family)
         for way in ("plain", *ways_of(family, kind))
     }
     assert wanted <= found["ranks"].keys()

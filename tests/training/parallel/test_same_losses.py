@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,6 @@ def answers() -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", "tests.training.parallel.launch"],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=220,

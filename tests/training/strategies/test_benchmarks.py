@@ -34,6 +34,7 @@ def said(name: str, *words: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.nightly
 def test_synchrony_compares_every_method_on_the_same_tokens() -> None:
     rows = {each["method"]: each for each in said("synchrony", "--quick")["rows"]}
     assert len(rows) == 8
@@ -57,6 +58,7 @@ def module() -> Iterator[ModuleType]:
     del sys.modules["real_learning"]
 
 
+@pytest.mark.nightly
 def test_real_learning_resumes_and_scores_whole_files(module: Any, tmp_path: Path) -> None:
     words = [
         "--quick",
@@ -109,6 +111,7 @@ def test_real_learning_sees_nothing_that_comes_later(module: Any) -> None:
     assert not torch.equal(one[:, 20:], other[:, 20:])
 
 
+@pytest.mark.nightly
 def test_what_train_learns_is_scored_on_the_same_held_out_files(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

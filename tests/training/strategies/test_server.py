@@ -60,7 +60,6 @@ class Forker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
 
     def ask(self, what: Any) -> Any:
