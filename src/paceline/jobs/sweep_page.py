@@ -12,7 +12,8 @@ WIDTH, HEIGHT, MARGIN = 960, 320, 60
 COLUMNS = ("parameters", "job", "steps", "reason")
 STYLE = """body{font:14px sans-serif;margin:2em;max-width:60em}table{border-collapse:collapse}
 td,th{padding:.2em .7em;text-align:left;border-bottom:1px solid #ddd}.best{font-weight:bold}
-svg{width:100%;height:auto}text{font:11px sans-serif}"""
+svg{width:100%;height:auto}text{font:11px sans-serif}
+pre{white-space:pre-wrap;overflow-wrap:anywhere}"""
 
 
 def page_of(found: SweepShown) -> str:
