@@ -8,7 +8,7 @@ from pydantic import Field
 
 from paceline.config import with_job_settings
 from paceline.flows.distribute import distribute_model
-from paceline.schemas import Resources, SubmitJob, Trained
+from paceline.schemas import SubmitJob, Trained
 from paceline.tasks import distribute
 from paceline.tasks._support import sealed
 from paceline.tasks._support.declaring import (
@@ -74,10 +74,11 @@ def train_model(
     """Validate the snapshot, then fine-tune the version that the nodes hold on it.
 
     The nodes must hold the version (run distribute-model first); each rank starts from the weights
-    on its own node's disk. The queue of jobs starts it with its ``job_id`` and the ``nodes`` of its
-    gang, which then get the version first; started otherwise, it waits until the queue admits it.
-    With ``continue_from`` (the id of a finished job) they go on from its
+    on its own node's disk. With ``continue_from`` (the id of a finished job) they go on from its
     last checkpoint instead, with its settings but for what is given here.
+
+    The queue of jobs starts it with its ``job_id`` and the ``nodes`` of its gang, which then get
+    the version first; started otherwise, it waits until the queue admits it.
 
     ``settings`` are settings of the profile for this training alone, such as
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
@@ -96,7 +97,6 @@ def train_model(
         version=version,
         data_snapshot=snapshot_url,
         code_ref=code_ref,
-        resources=Resources(),
         parameters=given,
         labels=labels,
         continue_from=continue_from or "",

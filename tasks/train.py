@@ -137,7 +137,7 @@ def train(
     )
     made = Trained.model_validate(trained.output)
     if run.job is not None:
-        run.job.finished(made, made.job_id)
+        run.job.finished(made)
     return made
 
 

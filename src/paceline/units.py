@@ -7,6 +7,7 @@ is bytes, with a small b bits, as on disks and switches.
 from __future__ import annotations
 
 import re
+import time
 
 from paceline.errors import InvalidInput
 
@@ -76,3 +77,8 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}:{rest:02} min"
     return f"{minutes // 60}:{minutes % 60:02} h"
+
+
+def moment(seconds: float) -> str:
+    """Return a time in seconds since the Unix epoch as a date and time of day in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))

@@ -51,7 +51,6 @@ class JobLink:
         self._facts: dict[str, Any] = {}
         self._ranks: dict[int, JobRank] = {}
         self._checkpoints: list[JobCheckpoint] = []
-        self._review = ""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
 
@@ -112,7 +111,7 @@ class JobLink:
                 )
                 self._checkpoints = [*self._checkpoints, made][-8:]
 
-    def finished(self, result: TrainResult, training_id: str) -> None:
+    def finished(self, result: TrainResult) -> None:
         """Take in the training's result, found or made."""
         counts = [
             f"{len(found)} {word}"
@@ -123,12 +122,12 @@ class JobLink:
             if found
         ]
         with self._lock:
-            self._review = f"passed over: {', '.join(counts)}" if counts else ""
             figures = {"tokens_per_second": result.tokens_per_second} | result.held_out
             if result.final_loss is not None:
                 figures["loss"] = result.final_loss
             self._facts |= {
-                "training_id": training_id,
+                "training_id": result.job_id,
+                "review": f"passed over: {', '.join(counts)}" if counts else "",
                 "step": result.steps,
                 "steps": result.steps,
                 "metrics": self._facts.get("metrics", {}) | figures,
@@ -171,7 +170,6 @@ class JobLink:
                     "notes": tuple(each[:1000] for each in self._run.summary.notes[-KEPT_NOTES:]),
                     "outcome": outcome,
                     "error": error[:2000],
-                    "review": self._review,
                     **self._facts,
                 }
             )

@@ -13,7 +13,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query
 
-from paceline.api.flow_starter import PrefectStarter
+from paceline.api.flow_starter import ENDED, PrefectStarter
+from paceline.api.routes import JOBS
 from paceline.config import Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
 from paceline.errors import (
@@ -24,7 +25,15 @@ from paceline.errors import (
     SourceMissing,
     short_repr,
 )
-from paceline.jobs import JobTable, Quota, changed, gang_of, hosts_of, require_open, why_never
+from paceline.jobs import (
+    JobTable,
+    changed,
+    gang_of,
+    hosts_of,
+    quotas_of,
+    require_open,
+    why_never,
+)
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import (
     QUEUED_JOB_ID,
@@ -45,8 +54,6 @@ from paceline.schemas import (
 JobId = Annotated[str, PathParameter(pattern=QUEUED_JOB_ID)]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 LONGEST_PAGE = 500
-JOBS = "/v1/training-jobs"
-ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 
 
 def make_job_router(
@@ -309,7 +316,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
     workers = coordinator.read(lambda state: state.fleet.workers())
     hosts = hosts_of(workers, profile.training)
     gang = gang_of(spec, profile, hosts, job.job_id, job.created_at)
-    if never := why_never(hosts, gang, _quotas(runtime)):
+    if never := why_never(hosts, gang, quotas_of(profile)):
         raise InvalidInput(
             "no state of this fleet can hold this gang",
             got=f"{gang.ranks} ranks",
@@ -320,11 +327,6 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
     continued = spec.continue_from
     if continued and not continued.startswith("job-"):
         raise InvalidInput("not a training's id", got=continued, wanted="job-…")
-
-
-def _quotas(runtime: Runtime) -> dict[str, Quota]:
-    table = runtime.profile.jobs.quotas
-    return {team: Quota(slots=each.slots, borrow=each.borrow) for team, each in table.items()}
 
 
 def _require_snapshot(url: str, runtime: Runtime) -> None:

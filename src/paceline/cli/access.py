@@ -106,8 +106,13 @@ def create(
     as_json: bool,
 ) -> int:
     """Make a bearer token and print it, this once; only its hash is kept."""
-    given = {"name": name, "scopes": scopes, "ttl_seconds": ttl, "worker_id": worker_id}
-    given["team"] = team
+    given = {
+        "name": name,
+        "scopes": scopes,
+        "ttl_seconds": ttl,
+        "worker_id": worker_id,
+        "team": team,
+    }
     client = _client(state)
     made = client.create_token(_checked(CreateToken, given))
     _say_made(made, as_json)

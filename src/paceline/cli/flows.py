@@ -49,6 +49,7 @@ from paceline.schemas import (
     require_run_id,
 )
 from paceline.storage import ObjectStore, is_remote
+from paceline.units import moment
 
 run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -408,9 +409,6 @@ def approve(
 
 
 def _approval_lines(shown: ApprovalShown) -> list[str]:
-    def at(seconds: float) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
-
     request, approval = shown.request, shown.approval
     lines = [
         f"{request.model_id} {request.version}, {request.run_id}: {shown.status}",
@@ -420,9 +418,9 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
         f"  page      {request.page}",
     ]
     if approval is None:
-        return [*lines, f"  until     {at(request.expires_at)}"]
+        return [*lines, f"  until     {moment(request.expires_at)}"]
     why = f": {approval.reason}" if approval.reason else ""
-    who = f"{approval.approver} (token {approval.token_id}), {at(approval.at)}{why}"
+    who = f"{approval.approver} (token {approval.token_id}), {moment(approval.at)}{why}"
     return [*lines, f"  by        {who}", f"  submitted {', '.join(approval.submitters)}"]
 
 

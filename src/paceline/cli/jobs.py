@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from pydantic import ValidationError
 
 from paceline.cli.options import (
     job_settings,
@@ -22,21 +21,22 @@ from paceline.cli.options import (
     show,
     state_option,
 )
-from paceline.client import CoordinatorClient, patiently
+from paceline.client import (
+    AWAY_S,
+    POLL_S,
+    CoordinatorClient,
+    job_spec,
+    patiently,
+    require_success,
+)
 from paceline.config import find_installation
-from paceline.errors import Cancelled, InvalidInput, TrainingFailed
 from paceline.schemas import (
     JobsShown,
     JobState,
     JobView,
     ReviewJob,
-    SubmitJob,
 )
-from paceline.units import duration, size_bytes
-
-POLL_S = 1.0
-AWAY_S = 60.0  # how long no coordinator may answer while a job is followed
-BEGINNING = 13  # characters of an id that a table shows
+from paceline.units import duration, moment, size_bytes
 
 
 @click.group()
@@ -104,21 +104,16 @@ def submit(
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
-    try:
-        spec = SubmitJob.model_validate(
-            {
-                "model_id": model_id,
-                "version": version,
-                "data_snapshot": snapshot,
-                "resources": resources,
-                "parameters": parameters,
-                **fields,
-            }
-        )
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidInput("this job cannot be submitted", got=first["msg"], where=where) from error
+    spec = job_spec(
+        {
+            "model_id": model_id,
+            "version": version,
+            "data_snapshot": snapshot,
+            "resources": resources,
+            "parameters": parameters,
+            **fields,
+        }
+    )
     client = _client(state)
     made = client.submit_job(spec, idempotency_key)
     if not follow:
@@ -259,19 +254,13 @@ def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:
             break
         if not found.lines:
             time.sleep(POLL_S)
-    if job.state is JobState.CANCELLED:
-        raise Cancelled("the job was cancelled", got=job.reason, where=job_id)
-    if job.state is JobState.FAILED:
-        raise TrainingFailed("the job failed", got=job.reason, where=job_id)
+    require_success(job)
     show(view, as_json, *_lines(view))
     return 0
 
 
 def _lines(view: JobView) -> list[str]:
     job, report = view.job, view.job.report
-
-    def at(seconds: float) -> str:
-        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
 
     spec = job.spec
     lines = [
@@ -294,18 +283,18 @@ def _lines(view: JobView) -> list[str]:
         if report.training_id:
             lines.append(f"  training    {report.training_id}")
         lines += [
-            f"  checkpoint  step {each.step}, {at(each.created_at)}, {each.object_ref}"
+            f"  checkpoint  step {each.step}, {moment(each.created_at)}, {each.object_ref}"
             for each in report.checkpoints[-3:]
         ]
         lines += [
-            f"  rank {each.rank:<6} {each.host}, {each.state}, at {at(each.last_heartbeat)}"
+            f"  rank {each.rank:<6} {each.host}, {each.state}, at {moment(each.last_heartbeat)}"
             for each in report.workers
         ]
     if view.same_submission:
         lines.append(f"  same as     {', '.join(view.same_submission)}: they share one training")
     lines += [f"  {name:<11} {url}" for name, url in view.pages.items()]
     lines += [
-        f"  {at(each.at)}  {each.state}{f': {each.reason}' if each.reason else ''}"
+        f"  {moment(each.at)}  {each.state}{f': {each.reason}' if each.reason else ''}"
         for each in job.history
     ]
     return lines

@@ -313,12 +313,7 @@ class Client:
         same job. Raises InvalidInput for what can never run here.
         """
         given = {"model_id": model_id, "version": version, "data_snapshot": snapshot, **more}
-        try:
-            spec = SubmitJob.model_validate(given | {"resources": resources or {}})
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            raise InvalidInput("no such job", got=first["msg"], where=where) from error
+        spec = job_spec(given | {"resources": resources or {}})
         return self.coordinator.submit_job(spec, key).job
 
     def jobs(self, *states: str, team: str = "", project: str = "") -> list[TrainingJob]:
@@ -337,13 +332,9 @@ class Client:
         while True:
             job = patiently(partial(self.job, job_id), AWAY_S, on_notice)
             if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
-                break
+                require_success(job)
+                return job
             time.sleep(POLL_S)
-        if job.state is JobState.CANCELLED:
-            raise Cancelled("the job was cancelled", got=job.reason, where=job_id)
-        if job.state is JobState.FAILED:
-            raise TrainingFailed("the job failed", got=job.reason, where=job_id)
-        return job
 
     # -- flows
 
@@ -499,15 +490,42 @@ def _runtime_at(
     return Login(coordinators=tuple(each.url for each in endpoints), ca=pem, token=token).runtime()
 
 
+def raised(message: str) -> tuple[type[PacelineError] | None, str]:
+    """Return the kind of our error that a flow run's message names (None: it names none), and what
+    that error says."""
+    found = RAISED.search(message)
+    kind = getattr(errors, found[1], None) if found else None
+    if found and isinstance(kind, type) and issubclass(kind, PacelineError):
+        return kind, found[2].strip()
+    return None, message
+
+
+def job_spec(given: Mapping[str, Any]) -> SubmitJob:
+    """Return the job that ``given`` describes; raises InvalidInput."""
+    try:
+        return SubmitJob.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise InvalidInput("this job cannot be submitted", got=first["msg"], where=where) from error
+
+
+def require_success(job: TrainingJob) -> None:
+    """Raise Cancelled or TrainingFailed where the job ended so."""
+    if job.state is JobState.CANCELLED:
+        raise Cancelled("the job was cancelled", got=job.reason, where=job.job_id)
+    if job.state is JobState.FAILED:
+        raise TrainingFailed("the job failed", got=job.reason, where=job.job_id)
+
+
 def _failure(view: FlowRunView) -> PacelineError:
     """Return the error that the flow ended with, of its own kind where the message names one."""
     where = f"flow run {view.page}"
-    found = RAISED.search(view.message)
-    kind = getattr(errors, found[1], None) if found else None
+    kind, said = raised(view.message)
     if view.state == "CANCELLED" and kind is not errors.AwaitingApproval:
         return Cancelled("the flow run was cancelled", where=where)
-    if found and isinstance(kind, type) and issubclass(kind, PacelineError):
-        return kind(found[2].strip(), where=where)
+    if kind is not None:
+        return kind(said, where=where)
     return PacelineError(
         f"the flow run ended as {view.state}", got=view.message or None, where=where
     )

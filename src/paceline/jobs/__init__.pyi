@@ -25,6 +25,7 @@ from .scheduler import (
     gang_of as gang_of,
     hosts_of as hosts_of,
     parameters_of as parameters_of,
+    quotas_of as quotas_of,
 )
 from .search_space import read_space as read_space
 from .states import NEXT as NEXT, changed as changed, require_open as require_open

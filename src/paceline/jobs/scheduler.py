@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from paceline import errors
+from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.coordinator import Coordinator
 from paceline.errors import InvalidInput, PacelineError, TemporaryError
@@ -78,10 +78,7 @@ class JobScheduler:
         """
         self._coordinator, self._table, self._flows = coordinator, table, flows
         self._profile, self._wall = profile, wall
-        self._quotas = {
-            team: Quota(slots=each.slots, borrow=each.borrow)
-            for team, each in profile.jobs.quotas.items()
-        }
+        self._quotas = quotas_of(profile)
         self._began_s = wall()
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
         self._stop = threading.Event()
@@ -211,8 +208,13 @@ class JobScheduler:
                     self._table.note(job.job_id, f"waiting for {other}, which trains the same")
         if not waiting:
             return
-        hosts = self._hosts()
-        gangs = {each.job_id: self.gang_of(each, hosts) for each in jobs if not each.state.is_final}
+        workers = self._coordinator.read(lambda state: state.fleet.workers())
+        hosts = hosts_of(workers, self._profile.training)
+        gangs = {
+            each.job_id: gang_of(each.spec, self._profile, hosts, each.job_id, each.created_at)
+            for each in jobs
+            if not each.state.is_final
+        }
         running = [
             self._reservation(each, gangs[each.job_id])
             for each in jobs
@@ -231,14 +233,6 @@ class JobScheduler:
             elif (why := made.reasons.get(job.job_id, "")) and why[:500] != job.reason:
                 # The reason changes more often than the state: it is kept without an event.
                 self._table.note(job.job_id, why[:500])
-
-    def _hosts(self) -> list[Host]:
-        workers = self._coordinator.read(lambda state: state.fleet.workers())
-        return hosts_of(workers, self._profile.training)
-
-    def gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang:
-        """Return what the job asks admission for."""
-        return gang_of(job.spec, self._profile, hosts, job.job_id, job.created_at)
 
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None
@@ -278,7 +272,7 @@ class JobScheduler:
 
     def _end(self, job: TrainingJob) -> None:
         if self._flows is None or not job.flow_run_id or self._waits(job):
-            return  # a flow of no server reads what is wanted in the answer to its report
+            return  # without Prefect a flow that runs ends by itself or by a signal
         self._due[job.job_id] = self._wall() + CANCEL_RETRY_S
         try:
             if self._flows.states([job.flow_run_id]).get(job.flow_run_id) not in ENDING:
@@ -334,8 +328,8 @@ def gang_of(
     """Return what a job of ``spec`` asks admission for; spares are hosts of the gang, too."""
     settings = with_job_settings(profile, spec.settings).training
     asked = spec.resources
-    each = settings.ranks_per_node or max((host.slots for host in hosts), default=1)
-    spares = settings.guard.spares * (settings.ranks_per_node or 1) if each == 1 else 0
+    per_host = settings.ranks_per_node or max((host.slots for host in hosts), default=1)
+    spares = settings.guard.spares if per_host == 1 else 0
     kinds = sorted({host.kind for host in hosts})
     named = [kind for kind in kinds if asked.accelerator.lower() in kind.lower()]
     return Gang(
@@ -373,10 +367,13 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
     return given
 
 
+def quotas_of(profile: Profile) -> dict[str, Quota]:
+    """Return the quotas of ``profile``'s teams."""
+    quotas = profile.jobs.quotas
+    return {team: Quota(slots=each.slots, borrow=each.borrow) for team, each in quotas.items()}
+
+
 def _is_passing(message: str) -> bool:
     """Return whether a flow's failure is of a kind that may pass (``TemporaryError``)."""
-    for word in message.replace(":", " ").split()[:12]:
-        kind = getattr(errors, word.rpartition(".")[2], None)
-        if isinstance(kind, type) and issubclass(kind, PacelineError):
-            return issubclass(kind, TemporaryError)
-    return False
+    kind, _ = raised(message)
+    return kind is not None and issubclass(kind, TemporaryError)

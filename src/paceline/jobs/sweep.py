@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.client import Client, patiently
+from paceline.client import AWAY_S, Client, patiently
 from paceline.config import Profile, with_job_settings
 from paceline.errors import Conflict, InvalidInput, InvalidProfile, PacelineError
 from paceline.extras import require_extras
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from optuna import Study, Trial
 
 POLL_S = 2.0
-AWAY_S = 60.0  # how long no coordinator may answer
 STOPPED = "the sweep was cancelled"  # the reason of a trial that another one replaces
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 

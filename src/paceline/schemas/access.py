@@ -18,6 +18,9 @@ from paceline.schemas.events import Event
 Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
 
+Team = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
 def _is_none(value: object) -> bool:
     """Return whether a field is left out: the release before does not take it."""
     return value is None
@@ -116,7 +119,7 @@ class CreateToken(Record):
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
     # Whose jobs it submits and controls, with the scope train; None: any team's.
-    team: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
+    team: Team | None = None
 
 
 class CreateJoinToken(Record):

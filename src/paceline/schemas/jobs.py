@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, Field, StringConstraints, model_validator
 
 from paceline.config import CheckpointSettings
+from paceline.schemas.access import Team
 from paceline.schemas.base import (
     RUN_ID,
     ModelId,
@@ -30,7 +31,6 @@ MOST_PARAMETER_BYTES = 16 * 1024
 KEPT_CHANGES = 100  # of a job's states
 
 QueuedJobId = Annotated[str, StringConstraints(pattern=QUEUED_JOB_ID)]
-Team = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
 class JobState(StrEnum):
