@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing import Any
 from urllib.parse import quote
 
 from paceline.config import Runtime
-from paceline.coordinator import Coordinator
+from paceline.coordinator import Coordinator, RepeatedTask
 from paceline.coordinator.state import Cancel, FlowReported
 from paceline.errors import (
     AccessDenied,
@@ -239,7 +238,7 @@ class PrefectStarter:
             ) from error
 
 
-class FlowRunSupervisor:
+class FlowRunSupervisor(RepeatedTask):
     """Starts, follows and cancels flow runs on its own thread, for one term of a leader."""
 
     def __init__(
@@ -249,23 +248,12 @@ class FlowRunSupervisor:
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("flow-keeper", CHECK_INTERVAL_S, 2 * CALL_TIMEOUT_S)
         self._coordinator, self._starter = coordinator, starter
         self._monotonic = monotonic
         self._retry_s: dict[str, float] = {}  # deployment whose start failed → when to try again
         self._reported: dict[str, str] = {}  # flow run → its failed state that was reported
         self._states_s = -STATES_S
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="flow-keeper", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread after the call in progress."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=2 * CALL_TIMEOUT_S)
 
     def look(self) -> None:
         """Start due flow runs, and reconcile states every STATES_S."""
@@ -286,16 +274,6 @@ class FlowRunSupervisor:
         if self._monotonic() - self._states_s >= STATES_S:
             self._states_s = self._monotonic()
             self._reconcile([each for each in deployments if each.flow_run_id is not None])
-
-    def _keep(self) -> None:
-        while not self._stop.wait(CHECK_INTERVAL_S):
-            try:
-                self.look()
-            except PacelineError as error:
-                log.warning("flow runs cannot be looked after: %s", error)
-            except Exception:
-                # A bug must not end the thread: log it and try again.
-                log.exception("the flow keeper failed")
 
     def _start(self, deployment: Deployment) -> None:
         try:

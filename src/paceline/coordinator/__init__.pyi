@@ -9,6 +9,7 @@ from .callers import (
 from .coordinator import Coordinator as Coordinator
 from .leadership import (
     STEP_DOWN_DELAY_S as STEP_DOWN_DELAY_S,
+    RepeatedTask as RepeatedTask,
     Replica as Replica,
     TermTask as TermTask,
 )

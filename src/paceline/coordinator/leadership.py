@@ -45,6 +45,40 @@ class TermTask(Protocol):
     def stop(self) -> None: ...
 
 
+class RepeatedTask:
+    """A ``TermTask`` that calls ``look`` every so often, on a thread of its own."""
+
+    def __init__(self, name: str, every_s: float, last_call_s: float) -> None:
+        """``last_call_s`` is how long ``stop`` waits for a call in progress."""
+        self._every_s, self._last_call_s = every_s, last_call_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread after the call in progress."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=self._last_call_s)
+
+    def look(self) -> None:
+        """Do what is due."""
+        raise NotImplementedError
+
+    def _repeat(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                self.look()
+            except PacelineError as error:
+                log.warning("%s: not now: %s", self._thread.name, error)
+            except Exception:
+                # A bug must not end the thread: log it and try again.
+                log.exception("%s failed", self._thread.name)
+
+
 class Replica:
     """Keeps one ``Coordinator`` in its role; call ``start`` and ``stop`` once each."""
 

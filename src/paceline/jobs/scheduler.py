@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
-from paceline.coordinator import Coordinator
+from paceline.coordinator import Coordinator, RepeatedTask
 from paceline.errors import InvalidInput, PacelineError, TemporaryError
 from paceline.jobs.admission import Quota, decide
 from paceline.jobs.placement import Gang, Host
@@ -39,6 +38,7 @@ log = logging.getLogger(__name__)
 
 FLOW = "train-model"
 LOOK_S = 1.0
+LAST_CALL_S = 15.0
 RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
 LOST_S = 30.0  # without a report of a flow that has reported
@@ -61,7 +61,7 @@ class FlowPort(Protocol):
     def cancel(self, flow_run_id: str) -> None: ...
 
 
-class JobScheduler:
+class JobScheduler(RepeatedTask):
     """Admits, starts, follows and ends training jobs while one replica leads."""
 
     def __init__(
@@ -76,33 +76,12 @@ class JobScheduler:
         """``flows`` is None where the installation has no Prefect server: then only flows that
         others start are admitted.
         """
+        super().__init__("job-scheduler", LOOK_S, LAST_CALL_S)
         self._coordinator, self._table, self._flows = coordinator, table, flows
         self._profile, self._wall = profile, wall
         self._quotas = quotas_of(profile)
         self._began_s = wall()
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="job-scheduler", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread after the round in progress."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=15.0)
-
-    def _keep(self) -> None:
-        while not self._stop.wait(LOOK_S):
-            try:
-                self.look()
-            except PacelineError as error:
-                log.warning("jobs cannot be scheduled now: %s", error)
-            except Exception:
-                # A bug must not end the thread: log it and try again.
-                log.exception("the job scheduler failed")
 
     def look(self) -> None:
         """Make one round: follow, admit, start, end."""
