@@ -488,3 +488,19 @@ def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> No
     assert queue.table.add(job) == job
     with pytest.raises(Conflict, match="idempotency"):
         queue.table.add(job.model_copy(update={"submission_id": "0" * 64}))
+
+
+def test_a_job_whose_settings_the_profile_no_longer_takes_stops_no_other(queue: Queue) -> None:
+    """The profile may have changed since the job was submitted, and refuses it then."""
+    running = queue.submit(2)
+    queue.look()
+    stale = {"parameters": {"training.of_an_older_release": 1}}
+    queue.table.change(
+        running, lambda job: job.model_copy(update={"spec": job.spec.model_copy(update=stale)})
+    )
+    queue.lead()
+    refused, other = queue.submit(1, priority=9, **stale), queue.submit(2)
+    queue.look(2)
+    assert queue.state(refused) is S.FAILED
+    assert "training.of_an_older_release" in queue.job(refused).reason
+    assert [queue.state(each) for each in (running, other)] == [S.STARTING, S.STARTING]

@@ -289,7 +289,7 @@ def _require_team(team: str) -> None:
 def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:
     """Raise for a job that could never run here: settings, code, data, model, or its gang."""
     spec, profile = job.spec, runtime.profile
-    with_job_settings(profile, spec.settings)
+    settings = with_job_settings(profile, spec.settings).training
     if spec.code_ref:
         from paceline.training.user_code import parse, require_allowed
 
@@ -315,7 +315,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
         ) from error
     workers = coordinator.read(lambda state: state.fleet.workers())
     hosts = hosts_of(workers, profile.training)
-    gang = gang_of(spec, profile, hosts, job.job_id, job.created_at)
+    gang = gang_of(spec, settings, hosts, job.job_id, job.created_at)
     if never := why_never(hosts, gang, quotas_of(profile)):
         raise InvalidInput(
             "no state of this fleet can hold this gang",

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.coordinator import Coordinator, RepeatedTask
-from paceline.errors import InvalidInput, PacelineError, TemporaryError
+from paceline.errors import InvalidInput, InvalidProfile, PacelineError, TemporaryError
 from paceline.jobs.admission import Quota, decide
 from paceline.jobs.placement import Gang, Host
 from paceline.jobs.preemption import Reservation
@@ -81,6 +81,7 @@ class JobScheduler(RepeatedTask):
         self._profile, self._wall = profile, wall
         self._quotas = quotas_of(profile)
         self._began_s = wall()
+        self._settings: dict[str, TrainingSettings] = {}  # of each open job
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
 
     def look(self) -> None:
@@ -189,18 +190,16 @@ class JobScheduler(RepeatedTask):
             return
         workers = self._coordinator.read(lambda state: state.fleet.workers())
         hosts = hosts_of(workers, self._profile.training)
-        gangs = {
-            each.job_id: gang_of(each.spec, self._profile, hosts, each.job_id, each.created_at)
-            for each in jobs
-            if not each.state.is_final
-        }
+        kept = {each.job_id for each in jobs if not each.state.is_final}
+        self._settings = {key: value for key, value in self._settings.items() if key in kept}
+        gangs = [gang for each in waiting if (gang := self._gang_of(each, hosts)) is not None]
         running = [
-            self._reservation(each, gangs[each.job_id])
+            self._reservation(each, gang)
             for each in jobs
             if each.state.holds_hosts and each.placement is not None
+            if (gang := self._gang_of(each, hosts)) is not None
         ]
-        now = self._wall()
-        made = decide(hosts, [gangs[e.job_id] for e in waiting], running, self._quotas, now)
+        made = decide(hosts, gangs, running, self._quotas, self._wall())
         for job in jobs:
             if (placed := made.admitted.get(job.job_id)) is not None:
                 placement = JobPlacement(
@@ -212,6 +211,22 @@ class JobScheduler(RepeatedTask):
             elif (why := made.reasons.get(job.job_id, "")) and why[:500] != job.reason:
                 # The reason changes more often than the state: it is kept without an event.
                 self._table.note(job.job_id, why[:500])
+
+    def _gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang | None:
+        """Return what the job asks admission for. A waiting job whose settings the profile no
+        longer takes fails, and is None; one that runs counts with the profile's own.
+        """
+        settings = self._settings.get(job.job_id)
+        if settings is None:  # read once: a job's spec never changes
+            try:
+                settings = with_job_settings(self._profile, job.spec.settings).training
+            except InvalidProfile as error:
+                if job.state.waits:
+                    self._change(job, JobState.FAILED, error.one_line())
+                    return None
+                settings = self._profile.training
+            self._settings[job.job_id] = settings
+        return gang_of(job.spec, settings, hosts, job.job_id, job.created_at)
 
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None
@@ -302,23 +317,29 @@ def hosts_of(workers: Sequence[Worker], settings: TrainingSettings) -> list[Host
 
 
 def gang_of(
-    spec: SubmitJob, profile: Profile, hosts: Sequence[Host], job_id: str, queued_at: float
+    spec: SubmitJob,
+    settings: TrainingSettings,
+    hosts: Sequence[Host],
+    job_id: str,
+    queued_at: float,
 ) -> Gang:
-    """Return what a job of ``spec`` asks admission for; spares are hosts of the gang, too."""
-    settings = with_job_settings(profile, spec.settings).training
+    """Return what a job of ``spec`` with these settings asks admission for; spares are hosts of the
+    gang, too."""
     asked = spec.resources
-    per_host = settings.ranks_per_node or max((host.slots for host in hosts), default=1)
-    spares = settings.guard.spares if per_host == 1 else 0
-    kinds = sorted({host.kind for host in hosts})
-    named = [kind for kind in kinds if asked.accelerator.lower() in kind.lower()]
+    spares, kind = settings.guard.spares, asked.accelerator
+    if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
+        spares = 0
+    if kind:
+        named = {host.kind for host in hosts if kind.lower() in host.kind.lower()}
+        # A part of one kind's name means that kind; of several, the reason names what was asked.
+        kind = named.pop() if len(named) == 1 else kind
     return Gang(
         job_id=job_id,
         team=spec.team,
         priority=spec.priority,
         queued_at=queued_at,
         ranks=settings.ranks + spares,
-        # A part of one kind's name means that kind; of several, the reason names what was asked.
-        kind=named[0] if asked.accelerator and len(named) == 1 else asked.accelerator,
+        kind=kind,
         min_memory_bytes=asked.memory_bytes,
         pool=asked.capacity,
         within=asked.within,
