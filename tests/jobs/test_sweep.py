@@ -324,7 +324,7 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = Queue()
-    monkeypatch.setattr("paceline.cli.sweep.Client", lambda **_: queue)
+    monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: queue)
     monkeypatch.setattr("paceline.jobs.sweep.POLL_S", 0)
     words = ["sweep", "lr", "org/m", "1", "--snapshot", "s3://b/d", "--space",
              str(tmp_path / "space.toml"), "--trials", "6", "--ranks", "2", "--steps", str(STEPS),
