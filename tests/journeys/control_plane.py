@@ -67,21 +67,25 @@ class ControlPlane(Trainers):
         self.type("register", host)
         self.stays("worker-of-prefect", host)
 
-    def log_in(self, *options: str) -> None:
-        """Log in on the laptop with a new token of scope ``deploy``, as the guide says."""
+    def log_in(self, *options: str, token: str | None = None, **env: str) -> None:
+        """Log in on the laptop with a new token, as the guide says.
+
+        ``token`` is the line that makes it (the guide's of scope ``deploy``); ``env`` is the
+        laptop's.
+        """
         (line,) = commands_under("how-to/use-from-a-laptop.md", "A token, and the authority")
-        made = self.control.run("sh", "-c", line).ok()
+        made = self.control.run("sh", "-c", token or line).ok()
         authority = re.search(r"--authority ([0-9a-f]{64})", made.err)
         assert authority, made.err
         url = f"https://{self.control.address}:7400"
         self.laptop.run(
             *("paceline", "login", url, "--authority", authority[1], *options),
-            env={"PACELINE_TOKEN": made.out.strip()},
+            env={"PACELINE_TOKEN": made.out.strip(), **env},
         ).ok()
 
-    def on_laptop(self, line: str, timeout_s: float = 400) -> Ended:
+    def on_laptop(self, line: str, timeout_s: float = 400, **env: str) -> Ended:
         """Type a line on the laptop, which knows a URL and a token."""
-        return self.laptop.run("bash", "-euc", line, env=self.env, timeout_s=timeout_s)
+        return self.laptop.run("bash", "-euc", line, env={**self.env, **env}, timeout_s=timeout_s)
 
 
 def page_blocks() -> dict[str, str]:

@@ -1,15 +1,18 @@
-"""Prefect and MLflow on servers of others; a laptop runs the lifecycle; the control host is lost.
+"""Prefect and MLflow on servers of others; laptops run the lifecycle and jobs; the host is lost.
 
-Types docs/how-to/run-the-control-plane.md and back-up-and-restore.md. The tests follow each other
-on one fleet, whose hosts share nothing: a coordinator, a host with the Prefect worker, nodes.
+Types docs/how-to/run-the-control-plane.md, run-training-jobs.md and back-up-and-restore.md. The
+tests follow each other on one fleet, whose hosts share nothing: a coordinator, a host with the
+Prefect worker, nodes, a laptop.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +24,14 @@ from tests.journeys.control_plane import (
     control_plane,
     start_stores,
 )
-from tests.journeys.hosts import Ended, Host, until
+from tests.journeys.guide import commands
+from tests.journeys.hosts import ROOT, Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
 
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
+JOBS_PAGE = "how-to/run-training-jobs.md"
 TINY = [*SMALL, "--set", "training.steps=20"]  # the shipped base has 2.3 M parameters
 
 
@@ -101,6 +106,42 @@ def run_lifecycle(fleet: ControlPlane) -> Lived:
     return Lived(answer["model"]["model_id"], answer["model"]["version"], done.err)
 
 
+@dataclass(frozen=True)
+class Researcher:
+    """Someone of team nlp at the laptop, with a login of their own and the words that they type."""
+
+    fleet: ControlPlane
+    words: dict[str, str]
+    blocks: dict[str, str]
+
+    def types(self, line: str, **words: str) -> Ended:
+        return self.fleet.on_laptop(line, **{**self.words, **words})
+
+    def job(self, job_id: str) -> Any:
+        return json.loads(self.types(f"paceline jobs show {job_id} --json").ok().out)["job"]
+
+    def submits(self, options: str) -> str:
+        """Submit the page's job with ``options``; return its id."""
+        line = self.blocks["submit"].replace("--follow", f"{options} --json")
+        return str(json.loads(self.types(line).ok().out)["job"]["job_id"])
+
+    def sees(self, job_id: str, state: str) -> Any:
+        until(lambda: self.job(job_id)["state"] == state, f"{job_id} is {state}", 120)
+        return self.job(job_id)
+
+
+@pytest.fixture(scope="module")
+def ann(fleet: ControlPlane, lived: Lived) -> Researcher:
+    blocks = commands(JOBS_PAGE)
+    login = {"XDG_CONFIG_HOME": "/home/user/ann"}
+    fleet.log_in(token=blocks["token"], **login)
+    (snapshot,) = (fleet.logs / "s3/models/data/snapshots").iterdir()
+    url = f"s3://models/data/snapshots/{snapshot.name}"
+    return Researcher(
+        fleet, {**login, "MODEL": lived.model_id, "VERSION": "1", "SNAPSHOT": url}, blocks
+    )
+
+
 OLDER_SCHEMA = """
 set -a; . "$ETC/mlflow.env"; set +a
 export MLFLOW_BACKEND_STORE_URI="${MLFLOW_BACKEND_STORE_URI/\\/mlflow\\?//older?}"
@@ -139,6 +180,50 @@ def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, live
         assert not [each for each in SECRETS.values() if each in shown]
         assert host.run("grep", "-rlE", "|".join(SECRETS.values()), ".paceline").code == 1
     assert list((fleet.logs / "s3/models/mlflow").rglob("*evidence*")), "artefacts lie in S3"
+
+
+def test_a_researcher_of_a_team_runs_jobs_from_a_laptop(ann: Researcher) -> None:
+    done = ann.types(ann.blocks["submit"]).ok()
+    (found,) = json.loads(ann.types("paceline jobs list --team nlp --json").ok().out)["jobs"]
+    job = ann.job(found["job_id"])
+    assert (job["state"], job["spec"]["team"], job["report"]["step"]) == ("succeeded", "nlp", 20)
+    assert "succeeded" in done.out + done.err
+    shown = ann.types(ann.blocks["look"], JOB=job["job_id"]).ok().out
+    assert not [each for each in ("first", "team        nlp", "step 20") if each not in shown], (
+        shown
+    )
+
+    long = ann.submits("--steps 100000 --set training.checkpoints.every_steps=20")
+    gang = ann.sees(long, "running")["report"]["workers"]
+    assert {each["host"] for each in gang} == {name_of(each) for each in ann.fleet.nodes}
+    ann.types(ann.blocks["pause"], JOB=long).ok()
+    paused = ann.sees(long, "paused")["report"]["step"]
+    assert paused > 0
+    ann.types(ann.blocks["resume"], JOB=long).ok()
+    until(lambda: ann.job(long)["report"]["step"] > paused, "it goes on", 120)
+    notes = ann.job(long)["report"]["notes"]
+    assert any(f"resumed at step {paused}" in each for each in notes), notes
+    ann.types(ann.blocks["cancel"], JOB=long).ok()
+    ann.sees(long, "cancelled")
+    (program,) = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "docs" / JOBS_PAGE).read_text(), re.MULTILINE | re.DOTALL
+    )
+    said = ann.fleet.laptop.run("python", "-c", program, env={**ann.fleet.env, **ann.words})
+    assert said.ok().out.startswith("succeeded 14 "), said
+
+
+def test_a_job_that_can_never_run_or_is_not_theirs_is_one_line(ann: Researcher) -> None:
+    submit = ann.blocks["submit"].rstrip()
+    one_line(ann.types(submit.replace("--ranks 2", "--ranks 64")), 2, "64", "2")
+    one_line(ann.types(f"{submit} --team vision"), 77, "another team")
+    one_line(ann.types(submit, SNAPSHOT="s3://models/data/snapshots/none"), 1, "no such data")
+    one_line(ann.types("paceline distribute $MODEL 1"), 77, "scope read, train", "scope deploy")
+    theirs = json.loads(ann.fleet.on_laptop("paceline jobs list --json").ok().out)["jobs"]
+    others = [each["job_id"] for each in theirs if each["spec"]["team"] != "nlp"]
+    assert others, "the lifecycle's training is one"
+    one_line(ann.types(f"paceline jobs cancel {others[0]}"), 77, "another team")
+    found = ann.fleet.laptop.run("find", "ann", "-type", "f", "-printf", "%m %f\n").ok().out
+    assert found == "600 login.json\n"
 
 
 def test_each_bad_setting_is_one_line_before_a_server_starts(fleet: ControlPlane) -> None:
