@@ -69,7 +69,6 @@ def train_model(
     state_dir: str | None = None,
     run_id: str | None = None,
     job_id: str | None = None,
-    nodes: list[str] | None = None,
 ) -> Trained:
     """Validate the snapshot, then fine-tune the version that the nodes hold on it.
 
@@ -77,8 +76,8 @@ def train_model(
     on its own node's disk. With ``continue_from`` (the id of a finished job) they go on from its
     last checkpoint instead, with its settings but for what is given here.
 
-    The queue of jobs starts it with its ``job_id`` and the ``nodes`` of its gang, which then get
-    the version first; started otherwise, it waits until the queue admits it.
+    The queue of jobs starts it with its ``job_id``: then the nodes of its gang get the version
+    first. Started otherwise, it waits until the queue admits it.
 
     ``settings`` are settings of the profile for this training alone, such as
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
@@ -101,13 +100,13 @@ def train_model(
         labels=labels,
         continue_from=continue_from or "",
     )
-    with recorded(run, "train-model"), linked(run, spec, job_id):
-        if nodes:
+    with recorded(run, "train-model"), linked(run, spec, job_id) as link:
+        if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
-            distribute_model(model_id, version, target_workers=nodes, activate=False, **here)
+            distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
         snapshot = snapshot_reference(run, snapshot_url)
-        agents = distribute.start_agents.submit(run, nodes)  # meanwhile
+        agents = distribute.start_agents.submit(run, link.hosts or None)  # meanwhile
         valid = validate_data(run, snapshot)
         trained = train(
             run,

@@ -102,7 +102,7 @@ def train(
         with (
             artifacts.Progress("training", said) as page,
             run.fleet() as fleet,
-            cancelling.noticed() as cancel,
+            cancelling.noticed(run.job.superseded if run.job else None) as cancel,
             Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
         ):
             result = run_job(

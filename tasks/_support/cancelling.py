@@ -163,9 +163,9 @@ def held_back(
 
 
 @contextlib.contextmanager
-def noticed() -> Iterator[threading.Event]:
+def noticed(superseded: threading.Event | None = None) -> Iterator[threading.Event]:
     """Give an event that is set within seconds of a cancel in Prefect, for as long as the ``with``,
-    and at once when a signal asks this process to end.
+    at once when a signal asks this process to end, and soon after ``superseded`` is set.
 
     For work that goes on for hours: asking once it is done would be too late. A server that does
     not answer for a while cancels nothing.
@@ -184,7 +184,7 @@ def noticed() -> Iterator[threading.Event]:
     def ask() -> None:
         while not over.wait(ASK_EVERY_S):
             try:
-                if _cancelled_of(ids):
+                if (superseded is not None and superseded.is_set()) or _cancelled_of(ids):
                     cancelled.set()
                     return
             except Exception as error:  # noqa: BLE001 - httpx's many; we ask again

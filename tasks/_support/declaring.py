@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # What one part of Paceline gives another: the installation, the run, the deployment to drive.
-INTERNAL = frozenset({"state_dir", "run_id", "deployment_id", "stage_prefix", "job_id", "nodes"})
+INTERNAL = frozenset({"state_dir", "run_id", "deployment_id", "stage_prefix", "job_id"})
 NAME_CHARS = 120
 
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 REPORT_S = 5.0
 WAIT_S = 2.0
+RESERVED_S = 60.0  # for the queue to record which flow run it started
+SHOWN_RANKS = 4096
 KEPT_NOTES = 50
 _RANK_STATES = {"started": "starting", "resumed": "running", "step": "running"}
 
@@ -46,21 +48,22 @@ class JobLink:
         """``job_id`` is the queue's, None where the flow was started otherwise."""
         self._run, self._spec = run, spec
         self.job_id = job_id
+        self.hosts: list[str] = []  # that the queue has reserved
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
         self._ranks: dict[int, JobRank] = {}
         self._checkpoints: list[JobCheckpoint] = []
         self._over = threading.Event()
+        self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
         self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
 
-    def admitted(self) -> list[str] | None:
-        """Return the hosts that the job may use, waiting for them; None: those that its caller
-        named. Raises Cancelled where the job was cancelled while it waited.
+    def admitted(self) -> list[str]:
+        """Return the hosts that the job may use, waiting for them. Raises Cancelled where the job
+        was cancelled while it waited.
         """
-        if self.job_id is not None:
-            self._begin()
-            return None
+        if self.hosts:
+            return self.hosts
         run = self._run
         call = AdoptJob(spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id)
         self.job_id = run.patiently(lambda: run.coordinator.adopt_job(call)).job_id
@@ -68,8 +71,9 @@ class JobLink:
         while True:
             job = self._send()
             if job is not None and job.placement is not None:
+                self.hosts = sorted(job.placement.hosts)
                 self._begin()
-                return sorted(job.placement.hosts)
+                return self.hosts
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
                 kind = Cancelled if job.state is JobState.CANCELLED else Conflict
                 raise kind(
@@ -80,6 +84,27 @@ class JobLink:
                 run.tell("train", 0.0, said or "waiting to be admitted")
             stop_if_cancelled()
             time.sleep(WAIT_S)
+
+    def require_reserved(self) -> None:
+        """Take the hosts that the queue has reserved for this flow run of its job; raises Conflict
+        where it has reserved none.
+        """
+        until = time.monotonic() + RESERVED_S
+        while True:
+            job = self._run.patiently(self._call)
+            if job.flow_run_id == self._flow_run_id and job.placement is not None:
+                self.hosts = sorted(job.placement.hosts)
+                self._begin()
+                return
+            if job.state is not JobState.ADMITTED or time.monotonic() > until:
+                raise Conflict(
+                    "the job runs in another flow run, or does not run",
+                    got=f"flow run {self._flow_run_id}; the job is {job.state}",
+                    wanted=f"flow run {job.flow_run_id}" if job.flow_run_id else "its own start",
+                    where=job.job_id,
+                    do="Leave out job_id: the queue then makes a job for this run.",
+                )
+            time.sleep(WAIT_S)  # it is recorded just after the flow run was made
 
     def take(self, event: RankEvent, steps: int) -> None:
         """Take in an event of the ranks; never waits for a server."""
@@ -149,7 +174,9 @@ class JobLink:
 
     def _report_on(self) -> None:
         while not self._over.is_set():
-            self._send()
+            job = self._send()
+            if job is not None and (job.state.is_final or job.flow_run_id != self._flow_run_id):
+                self.superseded.set()
             self._over.wait(REPORT_S)
 
     def _send(self) -> TrainingJob | None:
@@ -166,7 +193,9 @@ class JobLink:
                     "flow_run_id": self._flow_run_id,
                     "at": time.time(),
                     "checkpoints": tuple(self._checkpoints),
-                    "workers": tuple(self._ranks[each] for each in sorted(self._ranks)),
+                    "workers": tuple(
+                        self._ranks[each] for each in sorted(self._ranks)[:SHOWN_RANKS]
+                    ),
                     "notes": tuple(each[:1000] for each in self._run.summary.notes[-KEPT_NOTES:]),
                     "outcome": outcome,
                     "error": error[:2000],
@@ -178,11 +207,13 @@ class JobLink:
 
 
 @contextmanager
-def linked(run: Run, spec: SubmitJob, job_id: str | None) -> Iterator[None]:
+def linked(run: Run, spec: SubmitJob, job_id: str | None) -> Iterator[JobLink]:
     """Within the ``with``, ``run.job`` is the flow's link to its job; its end is reported."""
     link = run.job = JobLink(run, spec, job_id)
     try:
-        yield
+        if job_id is not None:
+            link.require_reserved()
+        yield link
     except Cancelled as error:
         link.close("cancelled", error.one_line())
         raise

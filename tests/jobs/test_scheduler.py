@@ -1,6 +1,6 @@
 """The queue of training jobs: admitted as gangs, followed to their end, whatever dies meanwhile.
 
-The coordinator is a ledger in memory and Prefect a table of flow runs; both keep their promises.
+The coordinator is a store in memory and Prefect a table of flow runs; both keep their promises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from paceline.schemas import (
     JobReport,
     JobState,
     Labels,
-    StageRecord,
     SubmitJob,
     TrainingJob,
     Worker,
@@ -33,21 +32,23 @@ S = JobState
 SNAPSHOT = "s3://b/data/snapshots/0"
 
 
-class Ledger:
-    """A leading coordinator with its ledger and its workers."""
+class Store:
+    """A leading coordinator with its store and its workers."""
 
     def __init__(self, workers: list[Worker]) -> None:
-        self.records: dict[tuple[str, str], StageRecord] = {}
+        self.records: dict[str, TrainingJob] = {}
         self.term: Any = SimpleNamespace(epoch=1)
         self.workers = workers
         self.events: list[dict[str, object]] = []
 
-    def stages(self, stage: str) -> list[StageRecord]:
-        return [each for (name, _), each in self.records.items() if name == stage]
+    def jobs(self) -> list[TrainingJob]:
+        return list(self.records.values())
 
-    def save_stage(self, record: StageRecord, _event: object, data: dict[str, object]) -> None:
-        self.records[record.stage, record.input_digest] = record
-        self.events.append(data)
+    def save_job(self, job: TrainingJob, dropped: Collection[str] = ()) -> None:
+        for each in dropped:
+            del self.records[each]
+        self.records[job.job_id] = job
+        self.events.append({"job_id": job.job_id, "state": job.state, "reason": job.reason})
 
     def read(self, question: Any) -> Any:
         return question(SimpleNamespace(fleet=SimpleNamespace(workers=lambda: self.workers)))
@@ -117,7 +118,7 @@ class Queue:
     """A scheduler, and what happens around it."""
 
     def __init__(self, *workers: Worker, profile: Profile | None = None) -> None:
-        self.ledger = Ledger(list(workers))
+        self.store = Store(list(workers))
         self.flows = Flows()
         self.profile = profile or load_profile("ci")
         self.now = 1000.0
@@ -125,10 +126,10 @@ class Queue:
 
     def lead(self) -> None:
         """Another replica leads: it knows what the store holds, and nothing else."""
-        self.ledger.term = SimpleNamespace(epoch=self.ledger.term.epoch + 1)
-        self.table = JobTable(self.ledger)  # type: ignore[arg-type]
+        self.store.term = SimpleNamespace(epoch=self.store.term.epoch + 1)
+        self.table = JobTable(self.store)  # type: ignore[arg-type]
         self.scheduler = JobScheduler(
-            self.ledger,  # type: ignore[arg-type]
+            self.store,  # type: ignore[arg-type]
             self.table,
             self.flows,
             self.profile,
@@ -200,13 +201,12 @@ def queue() -> Queue:
     return Queue(*(worker(f"node-{each}") for each in range(4)))
 
 
-def test_a_job_goes_through_its_states_and_its_flow_gets_the_gangs_nodes(queue: Queue) -> None:
+def test_a_job_goes_through_its_states_and_its_flow_gets_its_id(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.look()
     assert queue.state(job_id) is S.STARTING
     given = queue.flows.given[queue.flow_of(job_id)]
     assert given["job_id"] == job_id
-    assert given["nodes"] == sorted(queue.job(job_id).placement.hosts)  # type: ignore[union-attr]
     queue.report(job_id, step=3, steps=10)
     queue.look()
     assert queue.state(job_id) is S.RUNNING
@@ -215,7 +215,7 @@ def test_a_job_goes_through_its_states_and_its_flow_gets_the_gangs_nodes(queue: 
     job = queue.job(job_id)
     assert (job.state, job.placement, job.ended_at) == (S.SUCCEEDED, None, queue.now)
     assert [each.state for each in job.history] == ["admitted", "starting", "running", "succeeded"]
-    assert [each["state"] for each in queue.ledger.events if each["job_id"] == job_id] == [
+    assert [each["state"] for each in queue.store.events if each["job_id"] == job_id] == [
         "queued", "admitted", "starting", "running", "succeeded",
     ]  # fmt: skip
 
@@ -504,3 +504,37 @@ def test_a_job_whose_settings_the_profile_no_longer_takes_stops_no_other(queue: 
     assert queue.state(refused) is S.FAILED
     assert "training.of_an_older_release" in queue.job(refused).reason
     assert [queue.state(each) for each in (running, other)] == [S.STARTING, S.STARTING]
+
+
+def test_what_goes_wrong_with_one_job_stops_no_other(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, other = queue.submit(1), queue.submit(1)
+    queue.look()
+    following = queue.scheduler._follow_one
+
+    def follow(job: TrainingJob, state: str) -> None:
+        if job.job_id == broken:
+            raise ValueError("a report that nothing expects")
+        following(job, state)
+
+    monkeypatch.setattr(queue.scheduler, "_follow_one", follow)
+    queue.report(other, step=1, steps=9)
+    last = queue.submit(1)
+    queue.look()
+    assert [queue.state(each) for each in (other, last)] == [S.RUNNING, S.STARTING]
+
+
+def test_of_jobs_that_have_ended_the_newest_are_kept(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.jobs.table.MOST_ENDED", 2)
+    jobs = [queue.submit(1) for _ in range(4)]
+    ended = [jobs[2], jobs[0], jobs[1]]
+    for each in ended:
+        queue.now += 1
+        queue.ask(each, "cancel", S.CANCELLED)
+    kept = {each.job_id for each in queue.table.jobs()}
+    assert kept == {jobs[0], jobs[1], jobs[3]} == set(queue.store.records)
+    queue.report(jobs[0], step=1, steps=9)
+    assert queue.job(jobs[0]).report is None, "a late report of a job that has ended"

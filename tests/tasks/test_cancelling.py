@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import signal
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -41,6 +42,19 @@ def test_a_cancel_of_the_outermost_run_sets_the_event(monkeypatch: pytest.Monkey
     with cancelling.noticed() as cancelled:
         assert cancelled.wait(20), "a server that was away cancels nothing, and is asked again"
     assert asked == [["inner", "outer"]] * 3
+
+
+def test_a_superseded_flow_run_is_told_although_nobody_cancelled_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cancelling, "ASK_EVERY_S", 0.01)
+    monkeypatch.setattr(cancelling, "flow_run", FlowRun("inner", "outer"))
+    monkeypatch.setattr(cancelling, "_cancelled_of", lambda ids: None)
+    superseded = threading.Event()
+    with cancelling.noticed(superseded) as cancelled:
+        assert not cancelled.wait(0.05)
+        superseded.set()
+        assert cancelled.wait(20)
 
 
 def test_outside_a_flow_run_no_server_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -30,6 +30,7 @@ from paceline.coordinator.state import (
     CoordinatorSettings,
     CoordinatorState,
     Create,
+    DropJob,
     DropStage,
     Effect,
     EmitEvent,
@@ -37,6 +38,7 @@ from paceline.coordinator.state import (
     HeartbeatReceived,
     LoadedState,
     Rollback,
+    SaveJob,
     SavePlan,
     SaveStage,
     Tick,
@@ -53,6 +55,7 @@ from paceline.schemas import (
     EventName,
     HeartbeatAnswer,
     StageRecord,
+    TrainingJob,
     digest_of,
     select_workers,
 )
@@ -297,23 +300,18 @@ class Coordinator:
         """Cancel the deployment; ``unstopped`` lists the workers that have yet to confirm."""
         self.handle(Cancel(deployment_id=deployment_id, at=self._wall()))
 
-    def save_stage(
-        self,
-        record: StageRecord,
-        event: EventName = EventName.STAGE_FINISHED,
-        data: Mapping[str, object] | None = None,
-    ) -> StageRecord:
-        """Put a record into the ledger, with an event of its ``data``; raises InvalidInput for one
-        that is too large, Conflict where the ledger is full.
+    def save_stage(self, record: StageRecord) -> StageRecord:
+        """Put a record into the ledger; raises InvalidInput for one that is too large, Conflict
+        where the ledger is full.
         """
         line = LedgerEntry.of(record)
-        told: dict[str, object] = {
+        data: dict[str, object] = {
             "stage": record.stage,
             "run_id": record.run_id,
             "seconds": record.seconds,
             "output_digest": record.output_digest,
         }
-        finished = EmitEvent(event, self._wall(), None, None, told if data is None else dict(data))
+        finished = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
         effects = with_audit_event([SaveStage(record), finished], self._wall())
         with self._keeping:
             term, book = self._ledger_book()
@@ -326,6 +324,20 @@ class Coordinator:
                 book.keep(line, dropped)
                 self._ledger = term, book
         return record
+
+    def save_job(self, job: TrainingJob, dropped: Iterable[str] = ()) -> None:
+        """Store a training job, with an event, and delete those with the ids ``dropped``."""
+        data: dict[str, object] = {
+            "job_id": job.job_id,
+            "state": job.state,
+            "reason": job.reason,
+            "team": job.spec.team,
+            "run_id": job.run_id,
+        }
+        told = EmitEvent(EventName.JOB_CHANGED, self._wall(), None, None, data)
+        effects = with_audit_event([SaveJob(job), told], self._wall())
+        with self._lock:
+            self._commit(self._require_leading(), [*map(DropJob, dropped), *effects])
 
     def _ledger_book(self) -> tuple[Term, LedgerIndex]:
         """Return the ledger's index in this term: read once, and again after an error."""
@@ -382,6 +394,10 @@ class Coordinator:
     def stages(self, stage: str) -> list[StageRecord]:
         """Return the ledger's records of one stage."""
         return list(self._coordination.stages(stage))
+
+    def jobs(self) -> list[TrainingJob]:
+        """Return every training job."""
+        return list(self._coordination.jobs())
 
     @property
     def tokens(self) -> TokenRegistry:

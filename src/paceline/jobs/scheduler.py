@@ -19,7 +19,13 @@ from typing import Any, Protocol
 from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.coordinator import Coordinator, RepeatedTask
-from paceline.errors import InvalidInput, InvalidProfile, PacelineError, TemporaryError
+from paceline.errors import (
+    InvalidInput,
+    InvalidProfile,
+    PacelineError,
+    StaleEpoch,
+    TemporaryError,
+)
 from paceline.jobs.admission import Quota, decide
 from paceline.jobs.placement import Gang, Host
 from paceline.jobs.preemption import Reservation
@@ -86,18 +92,32 @@ class JobScheduler(RepeatedTask):
 
     def look(self) -> None:
         """Make one round: follow, admit, start, end."""
-        jobs = [each for each in self._table.jobs() if not each.state.is_final]
+        jobs = self._table.open_jobs()
         if not jobs:
             return
         self._follow([each for each in jobs if each.state.holds_hosts or each.adopted])
         self._admit()
-        for job in self._table.jobs():
+        self._for_each(self._table.open_jobs(), self._move)
+
+    def _move(self, job: TrainingJob) -> None:
+        if job.state is JobState.ADMITTED and not job.adopted:
+            self._start(job)
+        elif job.state in (JobState.PAUSING, JobState.CANCELLING):
+            self._end(job)
+
+    def _for_each(self, jobs: Sequence[TrainingJob], step: Callable[[TrainingJob], None]) -> None:
+        """Take a step of each job: what one job's step raises does not stop the others' queue. An
+        error of the store or of this term concerns all, and is raised.
+        """
+        for job in jobs:
             if self._stop.is_set():
                 return
-            if job.state is JobState.ADMITTED and not job.adopted:
-                self._start(job)
-            elif job.state in (JobState.PAUSING, JobState.CANCELLING):
-                self._end(job)
+            try:
+                step(job)
+            except (TemporaryError, StaleEpoch):
+                raise
+            except Exception:
+                log.exception("%s is left as it is in this round", job.job_id)
 
     # -- following flows
 
@@ -109,8 +129,9 @@ class JobScheduler(RepeatedTask):
                 states = self._flows.states(ids)
             except TemporaryError as error:
                 log.warning("the states of jobs' flows are unknown: %s", error)
-        for job in jobs:
-            self._follow_one(job, states.get(job.flow_run_id or "", ""))
+        self._for_each(
+            jobs, lambda job: self._follow_one(job, states.get(job.flow_run_id or "", ""))
+        )
 
     def _follow_one(self, job: TrainingJob, state: str) -> None:
         report = job.report
@@ -176,7 +197,7 @@ class JobScheduler(RepeatedTask):
     # -- admission
 
     def _admit(self) -> None:
-        jobs = self._table.jobs()
+        jobs = self._table.open_jobs()
         training = {e.training_key: e.job_id for e in reversed(jobs) if e.state.holds_hosts}
         waiting = []
         for job in jobs:
@@ -349,8 +370,7 @@ def gang_of(
 
 def parameters_of(job: TrainingJob) -> dict[str, object]:
     """Return the parameters of the flow that runs the job."""
-    spec, placement = job.spec, job.placement
-    assert placement is not None
+    spec = job.spec
     given: dict[str, object] = {
         "model_id": spec.model_id,
         "version": spec.version,
@@ -358,7 +378,6 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
         "labels": spec.labels,
         "settings": spec.settings,
         "job_id": job.job_id,
-        "nodes": sorted(placement.hosts),
     }
     if spec.code_ref:
         given["code_ref"] = spec.code_ref

@@ -1,4 +1,4 @@
-"""The table of training jobs: records in the coordinator's ledger, and reports in memory.
+"""The table of training jobs: records in the coordinator's store, and reports in memory.
 
 The leader is the only writer; each change is one fenced write. A standby reads the store. Reports
 of flows come every few seconds and are kept in memory: they are stored with the next change of the
@@ -8,22 +8,14 @@ job's state, and sent again to the next leader.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 from paceline.coordinator import Coordinator
 from paceline.errors import Conflict, NotFound
-from paceline.schemas import (
-    TRAINING_JOBS,
-    EventName,
-    JobReport,
-    StageRecord,
-    TrainingJob,
-    digest_of,
-    job_key,
-)
+from paceline.schemas import JobReport, TrainingJob
 
 MOST_OPEN = 10_000  # jobs that have not ended, of all teams
+MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another ends
 
 
 class JobTable:
@@ -40,6 +32,13 @@ class JobTable:
         """Return every job, oldest first, each with its newest report."""
         with self._lock:
             found = [self._with_report(each) for each in self._known().values()]
+        return sorted(found, key=lambda each: (each.created_at, each.job_id))
+
+    def open_jobs(self) -> list[TrainingJob]:
+        """Return the jobs that have not ended, as ``jobs`` does."""
+        with self._lock:
+            known = [each for each in self._known().values() if not each.state.is_final]
+            found = [self._with_report(each) for each in known]
         return sorted(found, key=lambda each: (each.created_at, each.job_id))
 
     def job(self, job_id: str) -> TrainingJob:
@@ -89,7 +88,7 @@ class JobTable:
         """Take a flow's report in; one of an earlier flow run of the job is left out."""
         with self._lock:
             job = self.job(job_id)
-            if report.flow_run_id == (job.flow_run_id or ""):
+            if report.flow_run_id == (job.flow_run_id or "") and not job.state.is_final:
                 self._reports[job_id] = report
                 job = self._with_report(job)
             return job
@@ -101,37 +100,24 @@ class JobTable:
     def _known(self) -> dict[str, TrainingJob]:
         term = self._coordinator.term
         if term is None or term.epoch != self._epoch:
-            found = [
-                TrainingJob.model_validate(each.output)
-                for each in self._coordinator.stages(TRAINING_JOBS)
-            ]
-            self._jobs = {each.job_id: each for each in found}
+            self._jobs = {each.job_id: each for each in self._coordinator.jobs()}
             self._epoch = None if term is None else term.epoch
         return self._jobs
 
     def _save(self, job: TrainingJob) -> TrainingJob:
-        output = job.model_dump(mode="json")
-        record = StageRecord(
-            stage=TRAINING_JOBS,
-            input_digest=job_key(job.job_id),
-            output=output,
-            output_digest=digest_of(output),
-            run_id=job.run_id,
-            seconds=0.0,
-            finished_at=time.time(),
-        )
-        self._coordinator.save_stage(
-            record,
-            EventName.JOB_CHANGED,
-            {
-                "job_id": job.job_id,
-                "state": job.state,
-                "reason": job.reason,
-                "team": job.spec.team,
-                "run_id": job.run_id,
-            },
-        )
+        dropped = self._too_old() if job.state.is_final else []
+        self._coordinator.save_job(job, dropped)
+        for each in dropped:
+            del self._jobs[each]
         self._jobs[job.job_id] = job
         if job.state.is_final:
             self._reports.pop(job.job_id, None)
         return job
+
+    def _too_old(self) -> list[str]:
+        """Return the jobs to delete before another one ends."""
+        ended = [each for each in self._jobs.values() if each.state.is_final]
+        if len(ended) < MOST_ENDED:
+            return []
+        ended.sort(key=lambda each: each.ended_at or each.updated_at)
+        return [each.job_id for each in ended[: len(ended) - MOST_ENDED + 1]]

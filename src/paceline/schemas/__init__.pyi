@@ -138,7 +138,6 @@ from .events import (
 from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
-    TRAINING_JOBS as TRAINING_JOBS,
     AdoptJob as AdoptJob,
     JobChange as JobChange,
     JobCheckpoint as JobCheckpoint,
@@ -156,7 +155,6 @@ from .jobs import (
     SweepShown as SweepShown,
     SweepTrial as SweepTrial,
     TrainingJob as TrainingJob,
-    job_key as job_key,
 )
 from .json_schemas import SCHEMAS as SCHEMAS, schema_text as schema_text
 from .plan import (

@@ -25,7 +25,6 @@ from paceline.schemas.base import (
     digest_of,
 )
 
-TRAINING_JOBS = "training-job"  # the ledger's stage; the coordinator is its only writer
 QUEUED_JOB_ID = r"^tj-[0-9a-f]{12}$"
 MOST_PARAMETER_BYTES = 16 * 1024
 KEPT_CHANGES = 100  # of a job's states
@@ -220,11 +219,6 @@ class TrainingJob(Record):
     def training_key(self) -> str:
         """Return a digest of what is trained: jobs with the same one share a training."""
         return digest_of(self.spec.model_dump(mode="json", exclude=_NOT_TRAINED))
-
-
-def job_key(job_id: str) -> str:
-    """Return the ledger's input digest of a job's record."""
-    return digest_of({"training_job": job_id})
 
 
 class JobView(Record):

@@ -25,12 +25,17 @@ from paceline.schemas import (
     Deployment,
     DeploymentStatus,
     EventName,
+    JobRank,
+    JobReport,
+    JobState,
     Labels,
     Plan,
     Receipt,
     Scope,
     StageRecord,
+    SubmitJob,
     TokenRecord,
+    TrainingJob,
     Worker,
 )
 
@@ -127,6 +132,25 @@ def receipt(name: str, worker_id: str, seconds: float = 1.0) -> SaveReceipt:
             seconds=seconds,
             **{f"{each}_bytes": 1 for each in counts},
         )
+    )
+
+
+def job(name: str, ranks: int) -> TrainingJob:
+    """A job that runs with so many ranks, each on a host whose name does not compress."""
+    source = random.Random(name)
+    gang = tuple(
+        JobRank(rank=rank, host=source.randbytes(16).hex(), state="running", last_heartbeat=1.0)
+        for rank in range(ranks)
+    )
+    return TrainingJob(
+        job_id=name,
+        submission_id=DIGEST,
+        spec=SubmitJob(model_id="m", version="v1", data_snapshot="s3://b/s"),
+        run_id="run-20260101-000000-000000",
+        state=JobState.RUNNING,
+        created_at=1.0,
+        updated_at=2.0,
+        report=JobReport(at=2.0, workers=gang),
     )
 
 

@@ -13,20 +13,23 @@ import pytest
 from paceline.coordinator.state import (
     Answer,
     DropDeployment,
+    DropJob,
     DropToken,
     DropWorker,
     EmitEvent,
     SaveIdempotencyKey,
+    SaveJob,
     SaveStage,
 )
 from paceline.coordinator.stores import RECENT_EVENTS
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.schemas import EventName, Success
+from paceline.schemas import EventName, JobState, Success
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import (
     DIGEST,
     deployment,
     expected,
+    job,
     plan,
     receipt,
     stage,
@@ -215,6 +218,20 @@ def test_the_ledger_keeps_the_newest_record(coordination):
     events = store.commit(term, [SaveStage(stage("fetch", seconds=2.0)), told(2)])
     assert [each.seq for each in events] == [2]
     assert coordination.open().stage("fetch", DIGEST) == stage("fetch", seconds=2.0)
+
+
+def test_jobs_of_any_size_are_kept_until_they_are_dropped(coordination):
+    store, term = coordination.led()
+    small, large = job("tj-" + "0" * 12, ranks=1), job("tj-" + "1" * 12, ranks=4096)
+    assert len(large.model_dump_json()) > 300_000
+    store.commit(term, [SaveJob(small), SaveJob(large), told(1)])
+    moved = small.model_copy(update={"state": JobState.CANCELLED})
+    store.commit(term, [SaveJob(moved), told(2)])
+    again = coordination.open()
+    assert list(again.jobs()) == [moved, large]
+    assert again.load(0.0) == expected([]), "the state machine does not read them"
+    store.commit(term, [DropJob(large.job_id)])
+    assert list(coordination.open().jobs()) == [moved]
 
 
 def test_the_outbox_holds_what_waits_and_what_is_recent(coordination):

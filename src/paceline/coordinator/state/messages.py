@@ -24,6 +24,7 @@ from paceline.schemas import (
     RegisterWorker,
     StageRecord,
     TokenRecord,
+    TrainingJob,
     Worker,
 )
 
@@ -250,6 +251,18 @@ class DropStage:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveJob:
+    job: TrainingJob  # replaces an older record of the same job_id
+
+
+@dataclass(frozen=True, slots=True)
+class DropJob:
+    """Delete a training job that ended long ago."""
+
+    job_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropDeployment:
     """Delete a deployment with its plans, its receipts and its idempotency keys."""
 
@@ -285,6 +298,8 @@ Effect = (
     | DropToken
     | SaveStage
     | DropStage
+    | SaveJob
+    | DropJob
     | DropDeployment
     | EmitEvent
     | Answer

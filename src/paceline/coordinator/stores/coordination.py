@@ -26,7 +26,7 @@ from paceline.coordinator.stores.rows import (
     unpack,
 )
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.schemas import Event, StageRecord
+from paceline.schemas import Event, StageRecord, TrainingJob
 
 MAX_OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
 RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
@@ -133,7 +133,7 @@ class Coordination:
             self._unsure = False
         return loaded
 
-    # --- the ledger of stages --------------------------------------------------------------------
+    # --- the ledger of stages, and training jobs -------------------------------------------------
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
         """Return the record in the ledger of stages, or None."""
@@ -149,6 +149,11 @@ class Coordination:
         """Yield the size and age of each ledger record."""
         for _, row in self._scan(*self._layout.below("ledger")):
             yield LedgerEntry.of(self._parsed(row, StageRecord.model_validate_json))
+
+    def jobs(self) -> Iterator[TrainingJob]:
+        """Yield every training job."""
+        for _, row in self._scan(*self._layout.below("jobs")):
+            yield self._parsed(row, TrainingJob.model_validate_json)
 
     # --- the outbox of events --------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ Below the installation's prefix::
     meta/shipped           the newest event number that the audit store has
     state/deployments/ID/{record,made,manifest}   state/plans/ID/EPOCH   state/receipts/ID/WORKER
     state/workers/ID       state/tokens/ID       state/keys/DEPLOYMENT/KEY
-    ledger/STAGE/DIGEST    events/LAST-NUMBER    blobs/DIGEST/PART (etcd)
+    ledger/STAGE/DIGEST    jobs/ID    events/LAST-NUMBER    blobs/DIGEST/PART (etcd)
 
 A short value is plain JSON, a longer one is compressed with zlib. Of a deployment's plans only the
 newest is kept.
@@ -30,6 +30,7 @@ from urllib.parse import quote, unquote
 
 from paceline.coordinator.state import (
     DropDeployment,
+    DropJob,
     DropStage,
     DropToken,
     DropWorker,
@@ -40,6 +41,7 @@ from paceline.coordinator.state import (
     PersistedState,
     SaveDeployment,
     SaveIdempotencyKey,
+    SaveJob,
     SavePlan,
     SaveReceipt,
     SaveStage,
@@ -172,6 +174,10 @@ class KeyLayout:
                     yield self._put(record.model_dump_json(), "ledger", *names)
                 case DropStage(stage, input_digest):
                     yield self._gone("ledger", stage, input_digest)
+                case SaveJob(job):
+                    yield self._put(job.model_dump_json(), "jobs", job.job_id)
+                case DropJob(job_id):
+                    yield self._gone("jobs", job_id)
                 case DropToken(token_id):
                     yield self._gone("state", "tokens", token_id)
                 case DropWorker(worker_id):

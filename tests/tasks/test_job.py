@@ -1,0 +1,106 @@
+"""A training flow and its job in the queue: only the flow run that the queue started may train."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.errors import Conflict
+from paceline.schemas import JobPlacement, JobReport, JobState, SubmitJob, TrainingJob, new_run_id
+from paceline.tasks._support import job as job_module
+from paceline.tasks._support.job import linked
+from tests.support.stack import wait_until
+
+JOB_ID = "tj-0123456789ab"
+SPEC = SubmitJob(model_id="acme/tiny", version="1", data_snapshot="s3://b/data/snapshots/0")
+
+
+class Coordinator:
+    """Holds one job, which ``flow_run_id`` runs on two hosts."""
+
+    def __init__(self, flow_run_id: str, state: JobState = JobState.STARTING) -> None:
+        self.reports: list[JobReport] = []
+        self.job = TrainingJob(
+            job_id=JOB_ID,
+            submission_id="0" * 64,
+            spec=SPEC,
+            run_id=new_run_id(),
+            state=state,
+            created_at=1.0,
+            updated_at=1.0,
+            flow_run_id=flow_run_id,
+            placement=JobPlacement(hosts={"node-1": 1, "node-0": 1}, level="rack"),
+        )
+
+    def report_job(self, job_id: str, report: JobReport) -> TrainingJob:
+        assert job_id == JOB_ID
+        self.reports.append(report)
+        return self.job
+
+
+@pytest.fixture(autouse=True)
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "REPORT_S", 0.01)
+    monkeypatch.setattr(job_module, "WAIT_S", 0.01)
+    monkeypatch.setattr(job_module.flow_run, "get_id", lambda: "mine")
+
+
+def run_of(coordinator: Coordinator) -> Any:
+    return SimpleNamespace(
+        coordinator=coordinator,
+        patiently=lambda call: call(),
+        summary=SimpleNamespace(notes=[]),
+        run_id=new_run_id(),
+        job=None,
+    )
+
+
+def test_the_flow_run_of_the_queue_trains_on_the_hosts_that_it_reserved() -> None:
+    coordinator = Coordinator("mine")
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        assert link.hosts == link.admitted() == ["node-0", "node-1"]
+        assert not link.superseded.is_set()
+    assert [each.outcome for each in coordinator.reports][-1] == "succeeded"
+    assert {each.flow_run_id for each in coordinator.reports} == {"mine"}
+
+
+def test_a_flow_run_given_the_id_of_anothers_job_is_refused() -> None:
+    coordinator = Coordinator("theirs")
+    with (
+        pytest.raises(Conflict, match="another flow run") as refused,
+        linked(run_of(coordinator), SPEC, JOB_ID),
+    ):
+        raise AssertionError
+    assert "theirs" in refused.value.one_line()
+
+
+def test_it_waits_until_the_queue_has_recorded_that_it_started_it() -> None:
+    coordinator = Coordinator("", JobState.ADMITTED)
+    reported = coordinator.report_job
+
+    def recorded(job_id: str, report: JobReport) -> TrainingJob:
+        if len(coordinator.reports) == 3:
+            update = {"flow_run_id": "mine", "state": JobState.STARTING}
+            coordinator.job = coordinator.job.model_copy(update=update)
+        return reported(job_id, report)
+
+    coordinator.report_job = recorded  # type: ignore[method-assign]
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        assert link.hosts
+
+
+@pytest.mark.parametrize(
+    "update",
+    [{"flow_run_id": "the next one"}, {"state": JobState.CANCELLED}, {"flow_run_id": None}],
+    ids=["another flow run", "ended", "waits again"],
+)
+def test_a_flow_run_that_lost_its_job_learns_it_while_it_trains(update: dict[str, Any]) -> None:
+    coordinator = Coordinator("mine")
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        time.sleep(0.05)
+        assert not link.superseded.is_set()
+        coordinator.job = coordinator.job.model_copy(update=update)
+        wait_until(link.superseded.is_set, 10, "it learns that the job is another's")
