@@ -212,9 +212,55 @@ def test_an_old_gang_larger_than_its_quota_gets_its_turn_before_the_quotas_of_ot
     assert not again.preempted, "its hosts are not taken back"
 
 
-def test_a_host_holds_one_gang() -> None:
-    waiting = [gang("one", 2), gang("two", 4)]
-    assert len(decide(rack_of_hosts("a", 1), waiting, [], {}, 0.0).admitted) == 1
+def test_small_gangs_share_a_host_and_fill_it_up() -> None:
+    sizes = {"one": 2, "two": 4, "three": 3, "four": 1}
+    waiting = [
+        gang(job, ranks, queued_at=float(at)) for at, (job, ranks) in enumerate(sizes.items())
+    ]
+    decision = decide(rack_of_hosts("a", 1), waiting, [], {}, 0.0)
+    assert decision.admitted.keys() == {"one", "two", "four"}
+    assert decision.reasons == {"three": "waiting for 3 x any kind; 2 free"}
+    packed = decide(rack_of_hosts("a", 3), waiting, [], {}, 0.0).admitted
+    assert {name for each in packed.values() for name in each.hosts} == {"a-0", "a-1"}
+
+
+def test_a_gang_over_several_hosts_takes_empty_ones_and_leaves_the_rest_of_the_last() -> None:
+    small = held(gang("small", 1), "a-0")
+    fleet = rack_of_hosts("a", 3)
+    decision = decide(fleet, [gang("big", 12), gang("late", 4, queued_at=1.0)], [small], {}, 2.0)
+    assert decision.admitted["big"].hosts == {"a-1": 8, "a-2": 4}
+    assert decision.admitted["late"].hosts == {"a-2": 4}
+    wide = decide(fleet, [gang("wide", 17)], [small], {}, 0.0)
+    assert wide.reasons == {"wide": "waiting for 17 x any kind; 16 free"}
+
+
+def test_only_as_many_of_a_hosts_gangs_are_preempted_as_are_needed() -> None:
+    running = [
+        held(gang(f"low-{n}", 2), "a-0", lost_work_s=float(n), preemptible=n != 3) for n in range(4)
+    ]
+    decision = decide(rack_of_hosts("a", 1), [gang("urgent", 3, priority=1)], running, {}, 0.0)
+    assert decision.preempted.keys() == {"low-0", "low-1"}
+
+
+def test_gangs_that_share_hosts_leave_together_for_one_that_needs_the_hosts_empty() -> None:
+    running = [
+        held(gang("wide", 8), "a-0", "a-1"),
+        held(gang("beside", 4), "a-1"),
+        held(gang("kept", 4), "a-2", preemptible=False),
+    ]
+    fleet = rack_of_hosts("a", 3)
+    urgent = gang("urgent", 16, priority=1)
+    decision = decide(fleet, [urgent], running, {}, 0.0)
+    assert decision.preempted.keys() == {"wide", "beside"}
+    assert not decide(fleet, [gang("more", 24, priority=1)], running, {}, 0.0).preempted
+
+
+def test_slots_that_are_promised_are_not_given_to_smaller_gangs() -> None:
+    running = [held(gang("leaves", 6), "a-0", ending=True)]
+    waiting = [gang("first", 8), gang("next", 2, queued_at=1.0)]
+    decision = decide(rack_of_hosts("a", 1), waiting, running, {}, 2.0)
+    assert not decision.admitted
+    assert "when ending jobs have left" in decision.reasons["first"]
 
 
 @pytest.mark.parametrize(
@@ -392,7 +438,13 @@ def check_round(
         quota = world.quotas.get(wanted.team, Quota(slots=0))
         assert quota.borrow is None or teams[wanted.team] <= quota.slots + quota.borrow
     assert all(ranks <= by_name[name].slots for name, ranks in used.items())
-    assert all(number == 1 for number in tenants.values()), "a host holds one gang"
+    for placed in [*running.values(), *decision.admitted.values()]:
+        for name, ranks in placed.hosts.items() if len(placed.hosts) > 1 else ():
+            full = ranks == by_name[name].slots
+            assert tenants[name] == 1 or not full, "a full host is its gang's alone"
+    before = {name for each in running.values() for name in each.hosts}
+    for placement in decision.admitted.values():
+        assert len(placement.hosts) == 1 or not before & placement.hosts.keys(), "empty hosts"
     for job, reason in decision.preempted.items():
         victim, winner = running[job], jobs[winner_of(reason)]
         assert victim.preemptible

@@ -6,7 +6,8 @@ rounds, reads no clock and does not depend on the order of its inputs; the leade
 
 The rules:
 
-* All or nothing: a gang gets all of its ranks or none (``placement``: where), on whole hosts.
+* All or nothing: a gang gets all of its ranks or none (``placement``: where). Gangs share a host as
+  long as each of them is on that host alone; one over several hosts takes empty ones.
 * A team is guaranteed its quota, and may borrow what others do not use. Gangs that their team's
   quota covers come before those that borrow. Among each of them the higher priority is first, then
   the one that was submitted first.
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ from paceline.jobs.preemption import Candidate, Reservation, choose_victims, cos
 OVERTAKEN_AFTER_S = 3_600.0  # a blocked gang that waited so long preempts those that overtook it
 AGED_AFTER_S = 86_400.0  # a gang larger than its quota that is so old counts as covered by it
 _Thing = TypeVar("_Thing")
+# Ranks that do not fit on a host or unit, and how many more fit where these running gangs leave
+Offer = tuple[int, dict[tuple[str, ...], int]]
 _NAMED = 3  # gangs named in a reason; the others are a count
 
 
@@ -73,7 +76,6 @@ def decide(
 ) -> Decision:
     """Return which gangs start and which are preempted now, and why the others wait.
 
-    A host holds one gang: the slots that it leaves there stay unused, and count in no quota.
     Reservations on hosts that are not in ``hosts`` (lost nodes) count in the quota alone. Raises
     InvalidInput for a host or a job that is there twice.
     """
@@ -153,7 +155,7 @@ class _Round:
     ) -> None:
         self.hosts, self.quotas, self.now = tuple(fleet.values()), quotas, now
         self.slots = {name: host.slots for name, host in fleet.items()}
-        self.free = dict(self.slots)  # usable now; 0 where a gang is
+        self.free = dict(self.slots)  # usable now
         self.soon = dict(self.slots)  # usable once the ending gangs have left
         self.used: dict[str, int] = defaultdict(int)  # team → slots, and those promised to it
         self.leaving: dict[str, int] = defaultdict(int)  # team → slots that become free soon
@@ -167,9 +169,10 @@ class _Round:
         self.blocked: dict[str, list[tuple[int, str]]] = defaultdict(list)  # kind → earlier gangs
         for each in running.values():
             (self.leaving if each.ending else self.used)[each.gang.team] += each.gang.ranks
-            for name in fleet.keys() & each.hosts.keys():
-                self.free[name] = 0
-                self.soon[name] *= each.ending
+            for name in fleet.keys() & each.hosts.keys():  # a node may report fewer slots now
+                self.free[name] = max(0, self.free[name] - each.hosts[name])
+                if not each.ending:
+                    self.soon[name] = max(0, self.soon[name] - each.hosts[name])
         self.staying = group(
             (each.gang for each in running.values() if not each.ending), lambda gang: gang.team
         )
@@ -215,8 +218,8 @@ class _Round:
         if over + self.leaving[gang.team] <= 0:
             placement = self._place(demand, gang, self.free)
             if placement is not None:
-                self._take(gang, placement)
                 self.admitted[gang.job_id] = placement
+                self._take(gang, placement)
                 return ""
         missing = self._missing(demand, gang)
         if over <= 0:
@@ -230,7 +233,7 @@ class _Round:
             placement = demand.place(gang.ranks, self.soon)
             assert placement is not None, "the victims are not enough"
             self._take(gang, placement)
-            names = _named([victim.gang.job_id for victim in victims], len(victims))
+            names = _named(sorted(victim.gang.job_id for victim in victims), len(victims))
             have = "has" if len(victims) == 1 else "have"
             return f"{missing}; it starts when {names} {have} saved and left"
         if over > 0:
@@ -258,46 +261,105 @@ class _Round:
         return found
 
     def _take(self, gang: Gang, placement: Placement) -> None:
-        """Give the hosts to the gang, now or once they are free."""
+        """Give the slots to the gang, now or once they are free: nobody else gets them now."""
         self.used[gang.team] += gang.ranks
         self.most_free.clear()
-        for name in placement.hosts:
-            self.soon[name] = self.free[name] = 0
+        now = gang.job_id in self.admitted
+        for name, ranks in placement.hosts.items():
+            # Of several hosts that were promised each must be empty when the gang comes.
+            self.soon[name] -= ranks if now or len(placement.hosts) == 1 else self.soon[name]
+            self.free[name] = min(self.free[name] - ranks * now, self.soon[name])
 
     def _victims(self, demand: Demand, gang: Gang, over: float) -> list[Reservation] | None:
         """Return the running gangs that are preempted for this one, or None where none may be."""
-        quota = _quota_of(gang.team, self.quotas).slots
-        reclaims = self.used[gang.team] + gang.ranks <= quota
-        kind = (gang.job_id in self.covered, self._is_aged(gang), reclaims)
+        quota, covered = _quota_of(gang.team, self.quotas).slots, gang.job_id in self.covered
+        # One that is not covered stands behind the borrowers before it, who would return.
+        reclaims = covered and self.used[gang.team] + gang.ranks <= quota
+        kind = (covered, self._is_aged(gang), reclaims)
         search = (kind, gang.team, gang.priority, *_shape(gang))
         if gang.ranks >= self.too_many.get(search, gang.ranks + 1):
             return None
-        lawful = [each for each in self.running.values() if self._yields(each, gang, reclaims)]
-        here = {name: each for each in lawful for name in each.hosts if name in demand.hosts}
-        own = {
-            each.gang.job_id: each.gang.ranks
-            for each in lawful
-            if over > 0 and each.gang.team == gang.team
+        lawful = {
+            job: each for job, each in self.running.items() if self._yields(each, gang, reclaims)
         }
-        found = []
-        for unit in demand.widest():
-            gain = dict.fromkeys(own, 0)
-            for name in here.keys() & unit:
-                job = here[name].gang.job_id
-                more = demand.capacity((name,), gang.ranks, self.slots)
-                gain[job] = gain.get(job, 0) + more
-            candidates = [
-                Candidate(self.running[job], job in self.covered, gained, own.get(job, 0))
-                for job, gained in gain.items()
-            ]
-            need = gang.ranks - demand.capacity(unit, gang.ranks, self.soon)
-            victims = choose_victims(candidates, need, over)
-            if victims:
-                found.append(victims)
-        if found:
-            return [victim.running for victim in min(found, key=cost)]
+        own = {job for job, each in lawful.items() if over > 0 and each.gang.team == gang.team}
+        for offers in (self._on_one_host, self._on_empty_hosts):
+            found = []
+            for need, gains in offers(demand, gang, lawful):
+                alone = own - {job for jobs in gains for job in jobs}
+                gains |= {(job,): 0 for job in alone}
+                candidates = [
+                    Candidate(
+                        tuple(self.running[job] for job in jobs),
+                        covered=len(self.covered.intersection(jobs)),
+                        gain=gain,
+                        release=sum(self.running[job].gang.ranks for job in own.intersection(jobs)),
+                    )
+                    for jobs, gain in gains.items()
+                ]
+                if victims := choose_victims(candidates, need, over):
+                    found.append(victims)
+            if found:
+                chosen = [each for victim in min(found, key=cost) for each in victim.running]
+                return self._needed(demand, gang, over, chosen)
         self.too_many[search] = gang.ranks
         return None
+
+    def _on_one_host(
+        self, demand: Demand, gang: Gang, lawful: Mapping[str, Reservation]
+    ) -> Iterator[Offer]:
+        """Yield each host that can hold the gang beside others."""
+        here: dict[str, dict[tuple[str, ...], int]] = defaultdict(dict)
+        for job, each in lawful.items():
+            for name in each.hosts.keys() & demand.hosts.keys():
+                here[name][(job,)] = each.hosts[name]
+        for name in demand.hosts:
+            if demand.on_host(name, gang.ranks, self.slots) >= gang.ranks:
+                yield gang.ranks - self.soon[name], here[name]
+
+    def _on_empty_hosts(
+        self, demand: Demand, gang: Gang, lawful: Mapping[str, Reservation]
+    ) -> Iterator[Offer]:
+        """Yield each unit that the gang must fit inside. Gangs that share a host leave together."""
+        here: dict[str, set[str]] = defaultdict(set)
+        after = dict(self.soon)  # if every gang left that may be preempted
+        for job, each in lawful.items():
+            for name in each.hosts.keys() & demand.hosts.keys():
+                here[name].add(job)
+                after[name] += each.hosts[name]
+        empty = demand.empty(self.soon)
+        for unit in demand.widest():
+            together: dict[str, set[str]] = {}  # job → those that leave with it
+            opened: list[tuple[str, int]] = []
+            for name in unit:
+                if here[name] and after[name] >= self.slots[name]:
+                    joined = set().union(here[name], *(together.get(e, ()) for e in here[name]))
+                    together |= dict.fromkeys(joined, joined)
+                    gain = demand.capacity((name,), gang.ranks, self.slots)
+                    opened.append((next(iter(here[name])), gain))
+            gains: dict[tuple[str, ...], int] = defaultdict(int)
+            for job, gain in opened:
+                gains[tuple(sorted(together[job]))] += gain
+            yield gang.ranks - demand.capacity(unit, gang.ranks, empty), gains
+
+    def _needed(
+        self, demand: Demand, gang: Gang, over: float, victims: list[Reservation]
+    ) -> list[Reservation]:
+        """Return ``victims`` without those that the gang does not need to leave."""
+        for each in victims[::-1]:
+            rest = [other for other in victims if other is not each]
+            released = sum(e.gang.ranks for e in rest if e.gang.team == gang.team)
+            if released >= over and demand.place(gang.ranks, self._without(rest)):
+                victims = rest
+        return victims
+
+    def _without(self, victims: Iterable[Reservation]) -> dict[str, int]:
+        """Return the slots that are free once ``victims`` and the ending gangs have left."""
+        soon = dict(self.soon)
+        for victim in victims:
+            for name in soon.keys() & victim.hosts.keys():
+                soon[name] = min(self.slots[name], soon[name] + victim.hosts[name])
+        return soon
 
     def _yields(self, running: Reservation, gang: Gang, reclaims: bool) -> bool:
         """Return whether a running gang may be preempted for the waiting one."""
@@ -338,8 +400,7 @@ class _Round:
             self.preempted[other.job_id] = f"preempted for {gang.job_id}: {why}"
             self.used[other.team] -= other.ranks
             self.leaving[other.team] += other.ranks
-            for name in self.slots.keys() & victim.hosts.keys():
-                self.soon[name] = self.slots[name]
+        self.soon.update(self._without(victims))
         self.too_many = {key: most for key, most in self.too_many.items() if key[0] == "free"}
 
     def _missing(self, demand: Demand, gang: Gang) -> str:

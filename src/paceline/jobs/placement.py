@@ -2,7 +2,9 @@
 
 A gang runs on hosts of one kind, all of its ranks or none. The placement is the smallest unit that
 holds it: one host, else one domain, one rack, one zone, the fleet; among equal units the one with
-the fewest slots left over. Which hosts are free for a gang, and when, is decided in ``admission``.
+the fewest slots left over. A gang on one host shares it with others; one on several hosts takes
+hosts that are empty, and leaves slots free on the last one at most, unless it asks for fewer ranks
+on each. Which slots are free for a gang, and when, is decided in ``admission``.
 """
 
 from __future__ import annotations
@@ -146,9 +148,21 @@ class Demand:
             return sum(map(slots.__getitem__, names))
         return per_host * sum(slots[name] >= per_host for name in names)
 
+    def empty(self, slots: Mapping[str, int]) -> dict[str, int]:
+        """Return the free ``slots`` of the hosts that no gang is on, and 0 for the others."""
+        return {name: most if slots[name] == most else 0 for name, most in self.slots.items()}
+
     def most(self, ranks: int, slots: Mapping[str, int]) -> int:
-        """Return how many ranks the best unit holds at the level that the gang must fit inside."""
-        return max((self.capacity(names, ranks, slots) for names in self.widest()), default=0)
+        """Return how many ranks the best host holds, or the empty hosts of the best unit at the
+        level that the gang must fit inside."""
+        empty = self.empty(slots)
+        units = max((self.capacity(names, ranks, empty) for names in self.widest()), default=0)
+        return max(units, max((self.on_host(name, ranks, slots) for name in self.slots), default=0))
+
+    def on_host(self, name: str, ranks: int, slots: Mapping[str, int]) -> int:
+        """Return how many ranks of a gang of ``ranks`` the host holds beside others."""
+        per_host = self.per_host(ranks)
+        return slots[name] if not per_host else per_host * (slots[name] >= per_host)
 
     def most_of_all(self, ranks: int) -> int:
         """Return how many ranks the best unit would hold if it were empty."""
@@ -162,6 +176,8 @@ class Demand:
         if self.most(ranks, slots) < ranks:
             return None
         for number, level in enumerate(LEVELS):
+            if number == 1:
+                slots = self.empty(slots)
             fits = [
                 (sum(map(slots.__getitem__, names)), kind, unit)
                 for kind, levels in self.units.items()

@@ -24,27 +24,37 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A running gang that may be preempted, and what its end gives to the waiting one."""
+    """Running gangs that may be preempted together, and what their end gives to the waiting one."""
 
-    running: Reservation
-    covered: bool  # by its team's quota
-    gain: int  # ranks of the waiting gang that its hosts hold
+    running: tuple[Reservation, ...]
+    covered: int  # how many of them their teams' quotas cover
+    gain: int  # ranks of the waiting gang that they make room for
     release: int  # slots of the waiting gang's team
+
+    @property
+    def priority(self) -> int:
+        """Return the highest priority among them."""
+        return max(each.gang.priority for each in self.running)
 
     @property
     def lost_slot_s(self) -> float:
         """Return the work that a preemption loses, of all ranks."""
-        return self.running.lost_work_s * self.running.gang.ranks
+        return sum(each.lost_work_s * each.gang.ranks for each in self.running)
+
+    @property
+    def jobs(self) -> list[str]:
+        """Return the ids of their jobs."""
+        return sorted(each.gang.job_id for each in self.running)
 
 
 def cost(victims: Sequence[Candidate]) -> tuple[object, ...]:
     """Return what sets of victims are compared by: the highest priority, the work lost, ..."""
     return (
-        max(victim.running.gang.priority for victim in victims),
+        max(victim.priority for victim in victims),
         sum(victim.lost_slot_s for victim in victims),
         sum(victim.covered for victim in victims),
-        len(victims),
-        sorted(victim.running.gang.job_id for victim in victims),
+        sum(len(victim.running) for victim in victims),
+        sorted(job for victim in victims for job in victim.jobs),
     )
 
 
@@ -58,9 +68,8 @@ def choose_victims(
     """
 
     def order(each: Candidate) -> tuple[object, ...]:
-        gang = each.running.gang
         useful = (-min(each.gain, need), each.gain)
-        return (gang.priority, each.lost_slot_s, each.covered, *useful, gang.job_id)
+        return (each.priority, each.lost_slot_s, each.covered, *useful, each.jobs)
 
     taken = []
     for each in sorted(candidates, key=order):
