@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from paceline.cluster import Node
 from paceline.config import PriceSettings, Profile, TrainingSettings, with_job_settings
-from paceline.errors import InvalidInput, MissingExtra
+from paceline.errors import InvalidInput, MissingExtra, WorkerLost
 from paceline.jobs import cost_of, money
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
-from paceline.schemas import RankEvent, TaskSize, Trained, TrainJob, TrainResult
+from paceline.schemas import JobPlacement, RankEvent, TaskSize, Trained, TrainJob, TrainResult
 from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
 from paceline.tasks._support.run import Run
@@ -95,9 +95,8 @@ def train(
     def work() -> dict[str, Any]:
         record_job(run.registry, run.mlflow_run, job)
         store_job(job, run.store)  # for a continuation
-        hosts = None if run.job is None else run.job.admitted()
-        gang = [node for node in known if hosts is None or node.worker_id in hosts]
-        placed, held = place_ranks(profile.training, gang)
+        placement = None if run.job is None else run.job.admitted()
+        placed, held = place_ranks(profile.training, known, placement)
         said = f"{settings.steps} steps on {settings.ranks} ranks"
         with (
             artifacts.Progress("training", said) as page,
@@ -114,7 +113,8 @@ def train(
                 cancel=cancel,
                 on_wait=run.note,
                 state_dir=run.state_dir,
-                accelerators=accelerators_of(each for each in gang if each.worker_id in held),
+                accelerators=accelerators_of(known, held, placement),
+                slots=placement and slots_of(placement),
             )
         _report(run, result)
         record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)
@@ -182,11 +182,20 @@ def _task_size(run: Run, manifest: Manifest, profile: Profile) -> TaskSize | Non
 
 
 def place_ranks(
-    settings: TrainingSettings, nodes: Sequence[Node]
+    settings: TrainingSettings, nodes: Sequence[Node], placement: JobPlacement | None = None
 ) -> tuple[TrainingSettings, list[str]]:
-    """Return ``settings`` with the ranks of each node decided, and the nodes to hold: those with
-    the most accelerators, and ``guard.spares`` more. Raises InvalidInput where there are too few.
+    """Return ``settings`` with the ranks of each node decided, and the nodes to hold, those with
+    the most ranks first: the queue's ``placement``, or the nodes with the most accelerators and
+    ``guard.spares`` more. Raises InvalidInput where there are too few, WorkerLost where one of the
+    queue's has no worker.
     """
+    if placement is not None:
+        known = {node.worker_id: node for node in nodes}
+        if away := sorted(placement.hosts.keys() - known.keys()):
+            raise WorkerLost("a node of the gang has no worker", where=shortened(tuple(away)))
+        held = sorted(placement.hosts, key=lambda each: (-placement.hosts[each], each))
+        _require_training([known[each] for each in held], settings)
+        return settings.model_copy(update={"ranks_per_node": placement.hosts[held[0]]}), held
     best = sorted(nodes, key=lambda node: -node.accelerator_count)
     if best[0].accelerator_count:
         best = [node for node in best if node.accelerator_count]
@@ -205,11 +214,29 @@ def place_ranks(
     )
 
 
-def accelerators_of(nodes: Iterable[Node]) -> dict[str, int]:
-    """Return the accelerators of ``nodes`` by kind; "cpu" counts the nodes without."""
+def slots_of(placement: JobPlacement) -> dict[str, tuple[int, int]]:
+    """Return how many slots of how many the gang holds on each node of several slots, which it
+    shares then.
+    """
+    return {
+        name: (ranks, placement.slots[name])
+        for name, ranks in placement.hosts.items()
+        if name in placement.slots
+    }
+
+
+def accelerators_of(
+    nodes: Iterable[Node], held: Collection[str], placement: JobPlacement | None
+) -> dict[str, int]:
+    """Return the accelerators by kind of the ``held`` ones of ``nodes``, or of them those that the
+    ``placement`` reserves; "cpu" counts the nodes without.
+    """
     found: Counter[str] = Counter()
     for node in nodes:
-        found.update({each.kind: each.count for each in node.machine.accelerators} or {"cpu": 1})
+        if node.worker_id in held:
+            most = placement.hosts[node.worker_id] if placement else node.accelerator_count
+            kinds = {each.kind: min(most, each.count) for each in node.machine.accelerators}
+            found.update(kinds or {"cpu": 1})
     return dict(found)
 
 

@@ -20,6 +20,7 @@ from paceline.errors import Cancelled, Conflict, PacelineError
 from paceline.schemas import (
     AdoptJob,
     JobCheckpoint,
+    JobPlacement,
     JobRank,
     JobReport,
     JobState,
@@ -48,7 +49,7 @@ class JobLink:
         """``job_id`` is the queue's, None where the flow was started otherwise."""
         self._run, self._spec = run, spec
         self.job_id = job_id
-        self.hosts: list[str] = []  # that the queue has reserved
+        self.placement: JobPlacement | None = None  # that the queue has reserved
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -58,12 +59,17 @@ class JobLink:
         self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
         self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
 
-    def admitted(self) -> list[str]:
-        """Return the hosts that the job may use, waiting for them. Raises Cancelled where the job
+    @property
+    def hosts(self) -> list[str]:
+        """Return the hosts that the queue has reserved; none before it has."""
+        return sorted(self.placement.hosts) if self.placement is not None else []
+
+    def admitted(self) -> JobPlacement:
+        """Return what the job may use, waiting for it. Raises Cancelled where the job
         was cancelled while it waited.
         """
-        if self.hosts:
-            return self.hosts
+        if self.placement is not None:
+            return self.placement
         run = self._run
         call = AdoptJob(spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id)
         self.job_id = run.patiently(lambda: run.coordinator.adopt_job(call)).job_id
@@ -71,9 +77,9 @@ class JobLink:
         while True:
             job = self._send()
             if job is not None and job.placement is not None:
-                self.hosts = sorted(job.placement.hosts)
+                self.placement = job.placement
                 self._begin()
-                return self.hosts
+                return self.placement
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
                 kind = Cancelled if job.state is JobState.CANCELLED else Conflict
                 raise kind(
@@ -93,7 +99,7 @@ class JobLink:
         while True:
             job = self._run.patiently(self._call)
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
-                self.hosts = sorted(job.placement.hosts)
+                self.placement = job.placement
                 self._begin()
                 return
             if job.state is not JobState.ADMITTED or time.monotonic() > until:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from paceline.cluster import (
     pinned_calls as crews,
     worker_processes as remote,
 )
+from paceline.cluster.worker_processes import Share
 from tests.cluster.conftest import eventually
 
 
@@ -97,7 +99,7 @@ def test_who_did_not_listen_does_not_take_silence_for_death(clock: list[float]) 
 @pytest.mark.usefixtures("clock")
 def test_nodes_that_are_cut_off_together_are_dropped_without_waiting() -> None:
     fleet = Played()
-    nodes = HeldNodes(fleet, "gang-1", ["true"])
+    nodes = HeldNodes(fleet, "gang-1", ["true"], {})
     cut_off = [member(f"process-{number}") for number in range(20)]
     for number, each in enumerate(cut_off):
         each.worker_id = f"node-{number}"
@@ -113,7 +115,7 @@ def test_nodes_that_are_cut_off_together_are_dropped_without_waiting() -> None:
 @pytest.fixture
 def own_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as a node: its gate and its processes, and nothing of it left."""
-    monkeypatch.setattr(remote, "_gate", None)
+    monkeypatch.setattr(remote, "_claims", {})
     yield
     remote.end(list(remote._processes), 0.0)
 
@@ -133,7 +135,54 @@ def test_a_lapsed_gangs_processes_end_before_the_next_gang_gets_the_node(
     assert remote.claim("first") is None
     pid = remote.launch(order)
     assert remote.claim("second") == "first"
-    monkeypatch.setattr(remote, "_gate", ("first", time.monotonic() - 1.0))  # its lease lapsed
+    lapsed = replace(remote._claims["first"], until=time.monotonic() - 1.0)
+    monkeypatch.setitem(remote._claims, "first", lapsed)
     assert remote.claim("second") == "first", "what it started still runs: it may still write"
     eventually(lambda: remote.claim("second") is None)
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.usefixtures("own_node")
+def test_gangs_share_a_node_by_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    def takes(gang: str, slots: int, work: str) -> str | None:
+        return remote.claim(gang, Share(slots, 8, work))
+
+    def devices(gang: str, visible: str | None = None) -> str | None:
+        return remote._devices(remote._claims[gang], visible).get("CUDA_VISIBLE_DEVICES")
+
+    assert takes("a", 3, "job-a") is None
+    assert takes("b", 4, "job-b") is None
+    assert takes("c", 2, "job-c") == "a", "one is free"
+    assert takes("c", 1, "job-a") == "a", "both would write the same files"
+    assert takes("c", 1, "job-c") is None
+    assert remote.claim("whole") == "a"
+    assert [devices(each) for each in "abc"] == ["0,1,2", "3,4,5,6", "7"]
+    assert devices("b", "GPU-0,GPU-1,GPU-2,GPU-3,GPU-4") == "GPU-3,GPU-4", "of those of the node"
+    remote.release("a")
+    assert takes("d", 2, "job-d") is None
+    assert devices("d") == "0,1"
+    for each in "bcd":
+        remote.release(each)
+    assert takes("all", 8, "job-all") is None
+    assert devices("all") is None, "what the node shows is its own"
+    assert takes("e", 1, "job-e") == "all"
+    remote.release("all")
+    assert remote.claim("whole") is None
+    assert takes("e", 1, "job-e") == "whole"
+
+
+@pytest.mark.usefixtures("own_node")
+def test_a_process_sees_the_accelerators_that_its_gang_claimed(tmp_path: Path) -> None:
+    remote.claim("other", Share(2, 4, "job-other"))
+    remote.claim("gang", Share(1, 4, "job"))
+    order = Order(
+        process_id="shows",
+        argv=(sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"),
+        env={},
+        input_json="",
+        directory=str(tmp_path),
+        gang_id="gang",
+    )
+    remote.launch(order)
+    report = remote.poll({"shows": 0}, 20.0)["shows"]
+    assert report.lines == ("2",)

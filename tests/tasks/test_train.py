@@ -8,8 +8,8 @@ import pytest
 
 from paceline.cluster import Machine, Node
 from paceline.config import LoraSettings, TrainingSettings
-from paceline.errors import InvalidInput, MissingExtra
-from paceline.schemas import Accelerator, Labels, RankEvent
+from paceline.errors import InvalidInput, MissingExtra, WorkerLost
+from paceline.schemas import Accelerator, JobPlacement, Labels, RankEvent
 from paceline.tasks._support.figures import Figures
 from paceline.tasks.train import (
     _follow,
@@ -17,8 +17,10 @@ from paceline.tasks.train import (
     alerts_of,
     checkpoint_alerts_of,
     place_ranks,
+    slots_of,
     stragglers_of,
 )
+from paceline.training.launcher import NodePool
 
 
 def step(**data: object) -> RankEvent:
@@ -84,7 +86,26 @@ def test_ranks_go_to_the_nodes_with_the_most_accelerators(
 
 
 def test_a_job_is_charged_for_each_accelerator_of_its_nodes_and_for_nodes_without() -> None:
-    assert accelerators_of([node("a", 8), node("b", 8), node("c")]) == {"H100": 16, "cpu": 1}
+    fleet = [node("a", 8), node("b", 8), node("c"), node("d", 8)]
+    assert accelerators_of(fleet, ["a", "b", "c"], None) == {"H100": 16, "cpu": 1}
+    part = JobPlacement(hosts={"a": 8, "b": 3}, level="rack")
+    assert accelerators_of(fleet, ["a", "b"], part) == {"H100": 11}, "those that it held"
+
+
+def test_ranks_go_where_the_queue_has_placed_them() -> None:
+    placement = JobPlacement(
+        hosts={"b": 1, "a": 8, "c": 4}, slots={"a": 8, "b": 8, "c": 8}, level="rack"
+    )
+    fleet = [node(each, 8) for each in "abcd"]
+    settings = TrainingSettings.model_validate({"ranks": 13})
+    decided, held = place_ranks(settings, fleet, placement)
+    assert (decided.ranks_per_node, held) == (8, ["a", "c", "b"])
+    assert slots_of(placement) == {"a": (8, 8), "b": (1, 8), "c": (4, 8)}
+    assert slots_of(placement.model_copy(update={"slots": {}})) == {}, "of an earlier release"
+    pool = NodePool(held, decided, placement.hosts)
+    assert [each.worker_id for each in pool.assignment({}).members] == [*"aaaaaaaa", *"cccc", "b"]
+    with pytest.raises(WorkerLost, match=r"no worker.*c"):
+        place_ranks(settings, fleet[:2], placement)
 
 
 class Notes:

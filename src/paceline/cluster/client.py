@@ -23,7 +23,7 @@ from paceline.cluster.addresses import AgentInfo, Machine, Node, by_number
 from paceline.cluster.agents import AGENT, REPORT, ensure_agent
 from paceline.cluster.held_nodes import LAUNCH_DEADLINE_S, HeldNodes, events_in
 from paceline.cluster.pinned_calls import Calls, Crew, Member, check_cancel, claimed
-from paceline.cluster.worker_processes import Order
+from paceline.cluster.worker_processes import Order, Share
 from paceline.config import Runtime
 from paceline.errors import Conflict, PacelineError, ServiceUnavailable, WorkerLost
 
@@ -226,8 +226,13 @@ class Fleet:
         wait_s: float,
         cancel: threading.Event | None = None,
         on_wait: Callable[[str], None] | None = None,
+        slots: Mapping[str, tuple[int, int]] | None = None,
+        work: str = "",
     ) -> Iterator[HeldNodes]:
         """Hold ``workers`` for the time of the ``with``, with ``argv`` running on each.
+
+        ``slots`` are how many slots of how many are held on a worker, which other gangs then share
+        unless their ``work`` is the same; a worker that is not named is held whole.
 
         Nodes that other gangs hold are waited for, in one fixed order so that gangs cannot
         deadlock; ``on_wait`` gets a message that names the holder. Raises Conflict after
@@ -236,8 +241,9 @@ class Fleet:
         job_id = f"gang-{uuid.uuid4().hex[:12]}-{os.getpid()}"
         addresses = self._await_nodes(list(workers), RETURN_DEADLINE_S)
         wanted = {each: addresses[each] for each in workers}
-        with claimed(self, job_id, wanted, wait_s, cancel, on_wait=on_wait):
-            nodes = HeldNodes(self, job_id, argv)
+        shares = {each: Share(*count, work) for each, count in (slots or {}).items()}
+        with claimed(self, job_id, wanted, wait_s, cancel, shares=shares, on_wait=on_wait):
+            nodes = HeldNodes(self, job_id, argv, shares)
             try:
                 nodes.start_all(wanted)
                 yield nodes

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.cluster import worker_processes as remote
 from paceline.cluster.pinned_calls import CLAIM_DEADLINE_S, Calls, Crew, Member, call
-from paceline.cluster.worker_processes import Order
+from paceline.cluster.worker_processes import Order, Share
 from paceline.errors import PacelineError, WorkerLost
 from paceline.text import printable
 
@@ -62,8 +62,10 @@ class NodeOutput:
 class HeldNodes:
     """The nodes of one job; see `Fleet.open_nodes`."""
 
-    def __init__(self, fleet: Any, job_id: str, argv: Sequence[str]) -> None:
-        self._fleet = fleet
+    def __init__(
+        self, fleet: Any, job_id: str, argv: Sequence[str], shares: Mapping[str, Share]
+    ) -> None:
+        self._fleet, self._shares = fleet, shares
         self._job_id = job_id
         self._argv = tuple(argv)
         self._members: dict[str, Member] = {}
@@ -121,8 +123,9 @@ class HeldNodes:
         if address is None:
             return False
         try:
+            share = self._shares.get(worker_id, remote.WHOLE)
             holder = call(
-                self._fleet, worker_id, address, remote.claim, self._job_id,
+                self._fleet, worker_id, address, remote.claim, self._job_id, share,
                 deadline_s=START_PATIENCE_S,
             )  # fmt: skip
             if holder:

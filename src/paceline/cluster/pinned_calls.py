@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.cluster import worker_processes as remote
-from paceline.cluster.worker_processes import Order, ProcessReport
+from paceline.cluster.worker_processes import Order, ProcessReport, Share
 from paceline.errors import Cancelled, Conflict, ServiceUnavailable, WorkerLost
 
 log = logging.getLogger(__name__)
@@ -266,9 +266,11 @@ def claimed(
     deadline_s: float,
     cancel: threading.Event | None,
     *,
+    shares: Mapping[str, Share],
     on_wait: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Hold the nodes (by worker id, with their addresses) for the time of the ``with``.
+    """Hold the nodes (by worker id, with their addresses) for the time of the ``with``: the
+    ``shares`` of them, and the others whole.
 
     Nodes that other gangs hold are waited for, in one order; ``on_wait`` gets a message that names
     the holder. Raises Conflict after ``deadline_s``, Cancelled.
@@ -281,7 +283,8 @@ def claimed(
         while len(held) < len(nodes):
             # The same order for all gangs, and held nodes are kept: gangs cannot deadlock.
             for worker_id in [*held, *[each for each in nodes if each not in held]]:
-                holder = call(fleet, worker_id, nodes[worker_id], remote.claim, gang_id)
+                share = shares.get(worker_id, remote.WHOLE)
+                holder = call(fleet, worker_id, nodes[worker_id], remote.claim, gang_id, share)
                 if holder is not None:
                     break
                 if worker_id not in held:

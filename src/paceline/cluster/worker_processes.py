@@ -20,7 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
@@ -77,9 +77,31 @@ class _Process:
     ending: bool = False
 
 
+@dataclass(frozen=True)
+class Share:
+    """What a gang claims of a node: ``slots`` of its ``of`` slots, or the whole node (0).
+
+    ``work`` names what the gang writes: two gangs with the same ``work`` never share a node.
+    """
+
+    slots: int = 0
+    of: int = 0
+    work: str = ""
+
+
+WHOLE = Share()
+
+
+@dataclass(frozen=True)
+class _Claim:
+    until: float  # when it expires, monotonic clock
+    share: Share
+    held: tuple[int, ...]  # the numbers of its slots; (): every one
+
+
 _changed = threading.Condition()
 _processes: dict[str, _Process] = {}
-_gate: tuple[str, float] | None = None  # the gang that holds this node, and when its claim expires
+_claims: dict[str, _Claim] = {}  # by gang
 
 
 def launch(order: Order) -> int:
@@ -91,13 +113,14 @@ def launch(order: Order) -> int:
             raise Conflict(
                 "too many processes on this node", got=len(_processes), wanted=MAX_PROCESSES
             )
-        if order.gang_id is not None and (_gate is None or _gate[0] != order.gang_id):
+        if order.gang_id is not None and order.gang_id not in _claims:
             raise Conflict(
-                "the node belongs to another gang", got=_gate and _gate[0], wanted=order.gang_id
+                "the node belongs to other gangs", got=", ".join(_claims), wanted=order.gang_id
             )
         directory = Path(order.directory or this_node().directory / "work")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         env = node_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **order.env}
+        env |= _devices(_claims.get(order.gang_id or ""), env.get("CUDA_VISIBLE_DEVICES"))
         with _input(order) as (stdin, write_end):
             guarded = start_guarded(
                 own_program(order.argv),
@@ -185,22 +208,22 @@ def end(process_ids: Sequence[str], grace_s: float) -> dict[str, ProcessReport]:
     return last
 
 
-def claim(gang_id: str) -> str | None:
-    """Claim this node for ``gang_id`` and return None, or return the gang that holds it.
+def claim(gang_id: str, share: Share = WHOLE) -> str | None:
+    """Claim this node, or slots of it, for ``gang_id`` and return None; where too few are free,
+    return a gang that holds some.
 
     A claim expires ``LEASE_S`` after its gang's last poll. (Dask's own MultiLock is never released
-    when its holder is killed.) Processes that an earlier gang left running are killed first, and
-    that gang holds the node until they have ended: two gangs never write at the same time.
+    when its holder is killed.) Processes that such a gang left running are killed first, and it
+    holds its slots until they have ended: two gangs never write at the same time.
     """
-    global _gate  # noqa: PLW0603 - one claim per worker process
     with _changed:
         now = time.monotonic()
-        if _gate is not None and _gate[0] != gang_id and now < _gate[1]:
-            return _gate[0]
+        for each in [each for each, known in _claims.items() if now >= known.until]:
+            del _claims[each]
         left = [
             each
             for each in _processes.values()
-            if each.gang_id not in (None, gang_id) and each.exit_code is None
+            if each.gang_id not in (None, *_claims) and each.exit_code is None
         ]
         for process in left:
             process.ending = True
@@ -208,16 +231,38 @@ def claim(gang_id: str) -> str | None:
         if left:
             _changed.notify_all()
             return left[0].gang_id
-        _gate = (gang_id, now + LEASE_S)
+        if gang_id in _claims:
+            _renew(gang_id)
+            return None
+        taken: set[int] = set()
+        for other, known in _claims.items():
+            same = known.share.work == share.work != ""
+            if same or not share.slots or not known.held:
+                return other
+            taken.update(known.held)
+        free = [each for each in range(share.of) if each not in taken]
+        if len(free) < share.slots:
+            return next(iter(_claims), "no gang: the node has fewer slots")
+        _claims[gang_id] = _Claim(now + LEASE_S, share, tuple(free[: share.slots]))
         return None
 
 
 def release(gang_id: str) -> None:
     """Release ``gang_id``'s claim on this node."""
-    global _gate  # noqa: PLW0603
     with _changed:
-        if _gate is not None and _gate[0] == gang_id:
-            _gate = None
+        _claims.pop(gang_id, None)
+
+
+def _devices(known: _Claim | None, visible: str | None) -> dict[str, str]:
+    """Return the variable that shows a gang its accelerators, where it does not hold all of them.
+
+    ``visible`` is the node's own value of it, of which the gang gets a part.
+    """
+    if known is None or not known.held or len(known.held) == known.share.of:
+        return {}
+    names = visible.split(",") if visible else [str(each) for each in range(known.share.of)]
+    mine = [names[each] for each in known.held if each < len(names)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
 
 
 @contextlib.contextmanager
@@ -249,9 +294,8 @@ def _known(process_id: str) -> _Process:
 
 
 def _renew(gang_id: str | None) -> None:
-    global _gate  # noqa: PLW0603
-    if gang_id is not None and _gate is not None and _gate[0] == gang_id:
-        _gate = (gang_id, time.monotonic() + LEASE_S)
+    if gang_id is not None and (known := _claims.get(gang_id)) is not None:
+        _claims[gang_id] = replace(known, until=time.monotonic() + LEASE_S)
 
 
 def _forget(process: _Process, cursor: int) -> None:

@@ -224,7 +224,10 @@ class JobScheduler(RepeatedTask):
         for job in jobs:
             if (placed := made.admitted.get(job.job_id)) is not None:
                 placement = JobPlacement(
-                    hosts=dict(placed.hosts), level=placed.level, score=round(placed.score, 4)
+                    hosts=dict(placed.hosts),
+                    slots={each.name: each.slots for each in hosts if each.name in placed.hosts},
+                    level=placed.level,
+                    score=round(placed.score, 4),
                 )
                 self._change(job, JobState.ADMITTED, "", placement=placement)
             elif (why := made.preempted.get(job.job_id)) is not None:

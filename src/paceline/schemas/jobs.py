@@ -186,7 +186,8 @@ class JobReport(Record):
 class JobPlacement(Record):
     """Which hosts a gang got, and how close they are to each other."""
 
-    hosts: dict[Name, int]  # host → ranks
+    hosts: dict[Name, int]  # host → ranks, each on a slot
+    slots: dict[Name, int] = {}  # host → slots that it has; a gang of few ranks shares them
     level: Text  # host, domain, rack, zone or fleet: the smallest that holds the gang
     score: float = 0.0
 

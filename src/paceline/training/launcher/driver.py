@@ -53,11 +53,13 @@ def run_job(
     on_wait: Callable[[str], None] | None = None,
     state_dir: str = "",
     accelerators: Mapping[str, int] | None = None,
+    slots: Mapping[str, tuple[int, int]] | None = None,
 ) -> TrainResult:
     """Run ``job`` on ``workers`` (placement.py assigns ranks to them); return its stored result.
 
     ``state_dir`` is this process's own, where the job leaves its to each node. ``accelerators``
-    are those of ``workers`` by kind, for the result.
+    are those of ``workers`` by kind, for the result. ``slots`` are how many slots of how many a
+    queue has reserved on each of ``workers``, one a rank; without, they are held whole.
 
     Raises TrainingFailed where the restarts are used up or the job cannot succeed, Conflict where
     the job id has other settings or other gangs hold the nodes, InvalidSnapshot where the data are
@@ -77,8 +79,9 @@ def run_job(
         checkpoint_s=guard.checkpoint_deadline_s,
     )
     with launcher.open_nodes(
-        workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait
-    ) as nodes:
+        workers, launcher_argv(RANK), wait_s=guard.node_wait_s, cancel=cancel, on_wait=on_wait,
+        slots=slots, work=job.job_id,
+    ) as nodes:  # fmt: skip
         gangs = GangSupervisor(
             nodes,
             deadlines,
@@ -89,7 +92,7 @@ def run_job(
         gangs.watch_for_preemption(guard.preemption, guard.grace_s)
         if (finished := stored_result(job, store)) is not None:
             return finished  # by the driver that held the nodes before
-        return run_on_nodes(job, workers, gangs, store, on_event, accelerators)
+        return run_on_nodes(job, workers, gangs, store, on_event, accelerators, slots)
 
 
 def run_on_nodes(
@@ -99,10 +102,13 @@ def run_on_nodes(
     store: ObjectStore,
     on_event: Callable[[RankEvent], None] | None = None,
     accelerators: Mapping[str, int] | None = None,
+    slots: Mapping[str, tuple[int, int]] | None = None,
 ) -> TrainResult:
     """Run ``job`` on nodes already held; see ``run_job``."""
+    ranks = {worker: count for worker, (count, _) in (slots or {}).items()}
+    pool = NodePool(workers, job.settings, ranks)
     with HistoryWriter(job, store) as notes:
-        result = _JobRun(job, workers, gangs, read_history(job, store), notes, on_event).run()
+        result = _JobRun(job, pool, gangs, read_history(job, store), notes, on_event).run()
     result = result.model_copy(update={"accelerators": dict(accelerators or {})})
     store.put_bytes(_result_url(job), canonical_json(result))
     return result
@@ -137,7 +143,7 @@ class _JobRun:
     def __init__(
         self,
         job: TrainJob,
-        workers: Sequence[str],
+        roster: NodePool,
         gangs: GangSupervisor,
         before: JobHistory,
         notes: HistoryWriter,
@@ -148,7 +154,7 @@ class _JobRun:
         self._before = before
         self._notes = notes
         self._on_event = on_event
-        self._roster = NodePool(workers, job.settings)
+        self._roster = roster
         self._began = time.monotonic()
         self._account = JobTracker(job, self._began, self._before)
         self._assignment: Assignment | None = None

@@ -68,6 +68,8 @@ class LocalLauncher:
         wait_s: float,  # noqa: ARG002 - local nodes are not shared
         cancel: threading.Event | None,  # noqa: ARG002
         on_wait: Callable[[str], None] | None,  # noqa: ARG002
+        slots: Mapping[str, tuple[int, int]] | None = None,  # noqa: ARG002
+        work: str = "",  # noqa: ARG002
     ) -> Iterator[LocalLauncher]:
         """Run ``argv`` once for each of ``workers``; see ``ForkServer`` (it never waits)."""
         if tuple(argv) != self._argv:

@@ -36,7 +36,13 @@ class Assignment:
 class NodePool:
     """The nodes of a job, their failures and availability."""
 
-    def __init__(self, workers: Sequence[str], settings: TrainingSettings) -> None:
+    def __init__(
+        self,
+        workers: Sequence[str],
+        settings: TrainingSettings,
+        ranks: Mapping[str, int] | None = None,
+    ) -> None:
+        """``ranks`` are how many each of ``workers`` holds; without, ``settings`` say it."""
         self.workers = tuple(dict.fromkeys(workers))
         self._settings = settings
         self.failures: Counter[str] = Counter()  # by node
@@ -45,7 +51,11 @@ class NodePool:
         self.away: set[str] = set()
         each, count = max(1, settings.ranks_per_node), len(self.workers)
         seats = [self.workers[rank // each % count] for rank in range(settings.ranks)]
-        self._home = tuple(seats)  # node of each rank while all nodes are available
+        if ranks:
+            seats = [worker for worker in self.workers for _ in range(ranks[worker])]
+        self._home = tuple(
+            seats[: settings.ranks]
+        )  # node of each rank while all nodes are available
 
     @property
     def missing(self) -> list[str]:

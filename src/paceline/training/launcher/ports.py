@@ -73,10 +73,13 @@ class Launcher(Protocol):
         wait_s: float,
         cancel: threading.Event | None,
         on_wait: Callable[[str], None] | None,
+        slots: Mapping[str, tuple[int, int]] | None = None,
+        work: str = "",
     ) -> AbstractContextManager[Nodes]:
         """Acquire ``workers`` and run ``argv`` on each; wait where other gangs hold them.
 
-        Raises Conflict with the holder's name after ``wait_s``.
+        ``slots`` are how many slots of how many are acquired on a worker; one that is not named is
+        acquired whole. Two gangs with the same ``work`` never share a worker. Raises Conflict with the holder's name after ``wait_s``.
         """
 
 
