@@ -114,7 +114,7 @@ def train(
                 on_wait=run.note,
                 state_dir=run.state_dir,
                 accelerators=accelerators_of(known, held, placement),
-                slots=placement and slots_of(placement),
+                slots=None if placement is None else slots_of(placement),
             )
         _report(run, result)
         record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)

@@ -53,9 +53,8 @@ class NodePool:
         seats = [self.workers[rank // each % count] for rank in range(settings.ranks)]
         if ranks:
             seats = [worker for worker in self.workers for _ in range(ranks[worker])]
-        self._home = tuple(
-            seats[: settings.ranks]
-        )  # node of each rank while all nodes are available
+        # node of each rank while all nodes are available; those left over are for spares
+        self._home = tuple(seats[: settings.ranks])
 
     @property
     def missing(self) -> list[str]:

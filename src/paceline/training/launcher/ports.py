@@ -79,7 +79,8 @@ class Launcher(Protocol):
         """Acquire ``workers`` and run ``argv`` on each; wait where other gangs hold them.
 
         ``slots`` are how many slots of how many are acquired on a worker; one that is not named is
-        acquired whole. Two gangs with the same ``work`` never share a worker. Raises Conflict with the holder's name after ``wait_s``.
+        acquired whole. Two gangs with the same ``work`` never share a worker. Raises Conflict with
+        the holder's name after ``wait_s``.
         """
 
 
