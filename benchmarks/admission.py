@@ -8,8 +8,8 @@
    without aging, and also without preemption by overtaken gangs; FIFO whose head blocks; first fit
    as with Dask's worker resources; and a policy as Kueue's default (best-effort FIFO in the order
    of priority, quotas, borrowing, reclaim, no reservation for the blocked head, no topology). The
-   peers are models of their policies, not their programs. Every policy gives a host to one gang,
-   so load and use count whole hosts.
+   peers are models of their policies, not their programs. Under every policy gangs that fit on one
+   host share it, and larger ones take empty hosts.
 
 A preempted job leaves after a minute and needs a minute to start again. A Paceline job saves an
 emergency checkpoint before it leaves; a job of the Kueue-like policy loses what it computed since
@@ -31,7 +31,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", type=int, default=64, help="of the month, 8 slots each")
     parser.add_argument("--days", type=float, default=30.0)
-    parser.add_argument("--load", type=float, default=0.82, help="slots of hosts asked for / slots")
+    parser.add_argument("--load", type=float, default=0.82, help="slots asked for / slots")
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=list(POLICIES))
     parser.add_argument("--out", type=Path)
@@ -204,13 +204,8 @@ def month(hosts: Sequence[Host], days: float, load: float, seed: int) -> list[Jo
             wanted = replace(wanted, ranks=wanted.ranks // 2)
         length_s = min(2 * DAY_S, order.lognormvariate(math.log(2_400), 1.3) * wanted.ranks**0.25)
         jobs.append(Job(wanted, length_s))
-        asked += held_slots(wanted) * length_s
+        asked += wanted.ranks * length_s
     return sorted(jobs, key=lambda job: job.gang.queued_at)
-
-
-def held_slots(gang: Gang) -> int:
-    """Return the slots of the hosts that the gang holds, 8 a host."""
-    return math.ceil(gang.ranks / 8) * 8
 
 
 Hosts = Mapping[str, int]
@@ -258,7 +253,7 @@ class Month:
         elif self.stops.get(name) == at:
             reservation = self.running.pop(name)
             del self.stops[name]
-            self.busy.append((self.started[name], at, held_slots(job.gang)))
+            self.busy.append((self.started[name], at, job.gang.ranks))
             if reservation.ending:
                 self.waiting[name] = job.gang
             else:
@@ -328,7 +323,7 @@ def without(*constants: str) -> Policy:
 
 
 class Slots:
-    """Free hosts, taken by first fit: the first by name, of one kind; 0 slots where a gang is."""
+    """Free slots, taken by first fit: of one host, else of empty hosts of one kind."""
 
     def __init__(self, hosts: Sequence[Host], running: Iterable[Reservation]) -> None:
         self.hosts = hosts
@@ -336,14 +331,20 @@ class Slots:
         for each in running:
             self.take(each.hosts)
 
-    def find(self, gang: Gang, more: Collection[str] = ()) -> Hosts | None:
-        """Return where the gang fits, were ``more`` hosts free."""
+    def find(self, gang: Gang, more: Mapping[str, int] | None = None) -> Hosts | None:
+        """Return where the gang fits, were ``more`` slots free."""
+        usable = [
+            (host, self.free[host.name] + (more or {}).get(host.name, 0))
+            for host in self.hosts
+            if gang.kind in ("", host.kind) and gang.pool in ("", host.pool)
+        ]
+        for host, free in usable:
+            if free >= gang.ranks:
+                return {host.name: gang.ranks}
         for kind in ("a100", "h100"):
             found, left = {}, gang.ranks
-            for host in self.hosts:
-                free = self.free[host.name] or host.name in more
-                fits = gang.kind in ("", kind) and gang.pool in ("", host.pool)
-                if fits and free and host.kind == kind and left:
+            for host, free in usable:
+                if free == host.slots and host.kind == kind and left:
                     found[host.name] = min(host.slots, left)
                     left -= found[host.name]
             if not left:
@@ -351,13 +352,17 @@ class Slots:
         return None
 
     def take(self, hosts: Hosts) -> Hosts:
-        """Give the hosts away."""
-        self.free |= dict.fromkeys(hosts, 0)
+        """Give the slots away."""
+        for name, ranks in hosts.items():
+            self.free[name] -= ranks
         return hosts
 
-    def promise(self, hosts: Hosts, soon: set[str]) -> None:
-        """Keep hosts for a gang, those that become free ``soon`` and free ones."""
-        soon.difference_update(self.take(hosts))
+    def promise(self, hosts: Hosts, soon: dict[str, int]) -> None:
+        """Keep slots for a gang, first those that become free ``soon``."""
+        for name, ranks in hosts.items():
+            late = min(soon.get(name, 0), ranks)
+            soon[name] = soon.get(name, 0) - late
+            self.free[name] -= ranks - late
 
 
 def in_order(block: bool) -> Policy:
@@ -401,10 +406,10 @@ def like_kueue(
     slots, admitted = Slots(hosts, running), {}
     preempted: dict[str, Reservation] = {}
     used: dict[str, int] = defaultdict(int)
-    soon: set[str] = set()  # hosts of ending gangs
+    soon: dict[str, int] = defaultdict(int)  # slots of ending gangs
     for each in running:
         if each.ending:
-            soon.update(each.hosts)
+            add(soon, each.hosts, 1)
         else:
             used[each.gang.team] += each.gang.ranks
     before = dict(used)
@@ -439,7 +444,7 @@ def like_kueue(
                 each.gang.job_id,
             ),
         )
-        more = set(soon)
+        more = defaultdict(int, soon)
         for each in candidates:
             team = each.gang.team
             borrows = team != gang.team and held[team] > quotas[team].slots
@@ -447,25 +452,32 @@ def like_kueue(
                 continue
             victims.append(each)
             held[team] -= each.gang.ranks
-            more.update(each.hosts)
+            add(more, each.hosts, 1)
             if slots.find(gang, more):
                 break
         else:
             continue
         for each in victims[::-1]:  # those that are not needed stay
-            less = more.difference(each.hosts)
-            if slots.find(gang, less):
-                more = less
+            add(more, each.hosts, -1)
+            if slots.find(gang, more) is None:
+                add(more, each.hosts, 1)
+            else:
                 victims.remove(each)
         for each in victims:
             preempted[each.gang.job_id] = each
             used[each.gang.team] -= each.gang.ranks
-        soon.update(more)
+        soon |= more
         found = slots.find(gang, soon)
         assert found is not None
         slots.promise(found, soon)
         used[gang.team] += gang.ranks
     return admitted, preempted
+
+
+def add(slots: dict[str, int], hosts: Hosts, sign: int) -> None:
+    """Add the slots of ``hosts``, or take them away."""
+    for name, ranks in hosts.items():
+        slots[name] += sign * ranks
 
 
 POLICIES: dict[str, tuple[Policy, float]] = {  # and the time between its jobs' checkpoints
@@ -491,7 +503,7 @@ def measure_month(
     busy = sum(
         ranks * (min(until, month_s) - start) for start, until, ranks in run.busy if start < month_s
     )
-    lost = sum(job.lost_s * held_slots(job.gang) for job in done)
+    lost = sum(job.lost_s * job.gang.ranks for job in done)
     racks = [job.racks == 1 for job in done if 8 < job.gang.ranks <= 64]
     return {
         "policy": name,
