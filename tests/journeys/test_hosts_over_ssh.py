@@ -6,6 +6,7 @@ nothing of it is left.
 
 from __future__ import annotations
 
+import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,9 +95,30 @@ def test_one_command_starts_every_host_and_trains_on_them(fleet: Trainers) -> No
     for host in fleet.nodes:
         work = f"paceline-state/nodes/{name_of(host)}/work/{trained['job_id']}"
         assert host.run("ls", work).ok().out.count("rank-") == 2
+    share_a_host(fleet)
     stop(fleet, running)
     for host in fleet.nodes:
         until(lambda at=host: not at.run("pgrep", "-f", "bin/python").out, "nothing is left")
+
+
+def share_a_host(fleet: Trainers) -> None:
+    """Two trainings of one rank each, at the same time, have one host of two slots."""
+    line = fleet.typed["train"].replace("--json > trained.json", "--ranks 1 --steps $STEPS --json")
+    both = {}
+    for steps in ("3000", "3001"):
+        log = fleet.logs / f"shares-{steps}"
+        env = {**fleet.env, "STEPS": steps}
+        both[steps] = fleet.control.start("bash", "-euc", line, env=env, log=log)
+
+    def placed() -> list[dict[str, int]]:
+        jobs = json.loads(fleet.control.run("paceline", "jobs", "list", "--json").ok().out)["jobs"]
+        return [each["placement"]["hosts"] for each in jobs if each["state"] == "running"]
+
+    until(lambda: len(placed()) == 2, "both make steps", timeout_s=180)
+    first, second = placed()
+    assert first == second, "they share it"
+    fleet.control.run("pkill", "-INT", "-f", "bin/paceline train").ok()
+    assert [each.wait(60) for each in both.values()] == [130, 130]
 
 
 def test_a_host_that_refuses_the_login_is_named_with_what_to_try(fleet: Trainers) -> None:

@@ -173,11 +173,18 @@ class Demand:
 
     def place(self, ranks: int, slots: Mapping[str, int]) -> Placement | None:
         """Return where ``ranks`` fit in the free ``slots`` of each host, or None."""
-        if self.most(ranks, slots) < ranks:
+        hosts = [
+            (slots[name], host.kind, name)
+            for name, host in self.hosts.items()
+            if slots[name] >= ranks and self.on_host(name, ranks, slots) >= ranks
+        ]
+        if hosts:
+            free, _, name = min(hosts)
+            return Placement(hosts={name: ranks}, level="host", score=round(ranks / free, 3))
+        slots = self.empty(slots)
+        if max((self.capacity(each, ranks, slots) for each in self.widest()), default=0) < ranks:
             return None
-        for number, level in enumerate(LEVELS):
-            if number == 1:
-                slots = self.empty(slots)
+        for number, level in list(enumerate(LEVELS))[1:]:
             fits = [
                 (sum(map(slots.__getitem__, names)), kind, unit)
                 for kind, levels in self.units.items()
