@@ -538,3 +538,34 @@ def test_of_jobs_that_have_ended_the_newest_are_kept(
     assert kept == {jobs[0], jobs[1], jobs[3]} == set(queue.store.records)
     queue.report(jobs[0], step=1, steps=9)
     assert queue.job(jobs[0]).report is None, "a late report of a job that has ended"
+
+
+def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
+    queue = Queue(worker("a-0", 8), worker("h-0", 8, "NVIDIA H100"))
+    job_id = queue.submit(8, parameters={"training.ranks_per_node": 0})
+    queue.look()
+    kind = queue.job(job_id).kind
+    queue.report(job_id, step=5, steps=9)
+    queue.look()
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.report(job_id, step=5, steps=9, outcome="cancelled")
+    queue.look()
+    assert queue.state(job_id) is S.PAUSED
+    (mine,) = queue.job(job_id).history[-1:]
+    assert mine.reason == "paused: no step was made yet", "none was saved"
+    queue.store.workers = [worker("x-0", 8, "NVIDIA L4"), worker("y-0", 8, kind, capacity="spot")]
+    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.look()
+    assert queue.job(job_id).placement is not None
+    assert set(queue.job(job_id).placement.hosts) == {"y-0"}  # type: ignore[union-attr]
+
+
+def test_a_flow_run_that_no_worker_takes_is_named_in_the_jobs_reason(queue: Queue) -> None:
+    job_id = queue.submit(1)
+    queue.look(2)
+    assert queue.job(job_id).reason == ""
+    queue.look(seconds=61.0)
+    assert "Prefect worker" in queue.job(job_id).reason
+    queue.report(job_id, step=1, steps=9)
+    queue.look()
+    assert (queue.state(job_id), queue.job(job_id).reason) == (S.RUNNING, "")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query
 
 from paceline.api.flow_starter import ENDED, PrefectStarter
 from paceline.api.routes import JOBS
-from paceline.config import Runtime, with_job_settings
+from paceline.config import Profile, Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
 from paceline.errors import (
     AccessDenied,
@@ -64,7 +65,7 @@ def make_job_router(
     shown = _Shown(runtime, table, flows)
     _add_submitting(router, runtime, coordinator, table, shown)
     _add_reading(router, table, shown, flows)
-    _add_changing(router, table, shown)
+    _add_changing(router, runtime, coordinator, table, shown)
     return router
 
 
@@ -168,7 +169,13 @@ def _add_reading(
         return JobLog(lines=found.lines, after=after + len(found.lines), is_over=over)
 
 
-def _add_changing(router: APIRouter, table: JobTable, shown: _Shown) -> None:
+def _add_changing(
+    router: APIRouter,
+    runtime: Runtime,
+    coordinator: Coordinator,
+    table: JobTable,
+    shown: _Shown,
+) -> None:
     def change(
         job_id: str, make: Callable[[TrainingJob], TrainingJob], *, of_team: bool = True
     ) -> TrainingJob:
@@ -204,6 +211,7 @@ def _add_changing(router: APIRouter, table: JobTable, shown: _Shown) -> None:
                     wanted=JobState.PAUSED,
                     where=job_id,
                 )
+            _require_room(job, runtime.profile, coordinator)  # of the kind that it began on
             return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
 
         return shown(change(job_id, make))
@@ -289,7 +297,7 @@ def _require_team(team: str) -> None:
 def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:
     """Raise for a job that could never run here: settings, code, data, model, or its gang."""
     spec, profile = job.spec, runtime.profile
-    settings = with_job_settings(profile, spec.settings).training
+    with_job_settings(profile, spec.settings)
     if spec.code_ref:
         from paceline.training.user_code import parse, require_allowed
 
@@ -313,9 +321,27 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             where=error.where,
             do="Publish it first: `paceline publish`.",
         ) from error
+    quota = profile.jobs.quotas.get(spec.team)
+    if quota is not None and spec.priority > quota.max_priority:
+        raise AccessDenied(
+            "the team's jobs may not have this priority",
+            got=spec.priority,
+            wanted=f"at most {quota.max_priority}, jobs.quotas.{spec.team}.max_priority",
+        )
+    _require_room(job, profile, coordinator)
+    continued = spec.continue_from
+    if continued and not continued.startswith("job-"):
+        raise InvalidInput("not a training's id", got=continued, wanted="job-…")
+
+
+def _require_room(job: TrainingJob, profile: Profile, coordinator: Coordinator) -> None:
+    """Raise InvalidInput for a job whose gang no state of this fleet could hold."""
     workers = coordinator.read(lambda state: state.fleet.workers())
     hosts = hosts_of(workers, profile.training)
-    gang = gang_of(spec, settings, hosts, job.job_id, job.created_at)
+    settings = with_job_settings(profile, job.spec.settings).training
+    gang = gang_of(job.spec, settings, hosts, job.job_id, job.created_at)
+    if job.kind:
+        gang = replace(gang, kind=job.kind)
     if never := why_never(hosts, gang, quotas_of(profile)):
         raise InvalidInput(
             "no state of this fleet can hold this gang",
@@ -324,9 +350,6 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             where="resources",
             do="`paceline workers` shows what the nodes have.",
         )
-    continued = spec.continue_from
-    if continued and not continued.startswith("job-"):
-        raise InvalidInput("not a training's id", got=continued, wanted="job-…")
 
 
 def _require_snapshot(url: str, runtime: Runtime) -> None:

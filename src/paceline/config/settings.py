@@ -615,10 +615,11 @@ class GateSettings(Policy):
 
 
 class QuotaSettings(Settings):
-    """What one team may use of the fleet's slots (accelerators; a CPU host has one)."""
+    """What one team may use of the slots: accelerators, or a CPU host's ``ranks_per_node``."""
 
     slots: int = Field(ge=0)  # guaranteed: taken back from teams that borrow them
     borrow: int | None = Field(default=None, ge=0)  # at most so many more; None: no limit
+    max_priority: int = Field(default=100, ge=-100, le=100)  # of the team's jobs
 
 
 class QueueSettings(Settings):

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.client import raised
@@ -47,6 +48,7 @@ LOOK_S = 1.0
 LAST_CALL_S = 15.0
 RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
+LATE_S = 60.0  # until a Prefect worker should have taken a flow run
 LOST_S = 30.0  # without a report of a flow that has reported
 MOST_LOSSES = 3  # flow runs lost or ended by passing failures; the next one fails the job
 RUNNING = "RUNNING"
@@ -158,6 +160,8 @@ class JobScheduler(RepeatedTask):
             self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
         elif job.state is JobState.STARTING and report is not None and report.step > 0:
             self._change(job, JobState.RUNNING)
+        elif state == "SCHEDULED" and silent_s > LATE_S and not job.adopted:
+            self._table.note(job.job_id, "its flow run waits for a Prefect worker to take it")
         elif state in ENDING and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.CANCELLING, "cancelled in Prefect", wanted="cancel")
 
@@ -168,7 +172,9 @@ class JobScheduler(RepeatedTask):
             state = JobState.NEEDS_REVIEW if review else JobState.SUCCEEDED
             self._change(job, state, review)
         elif outcome == "cancelled" and job.wanted == "pause":
-            self._change(job, JobState.PAUSED, "paused: every rank saved its state")
+            saved = job.report.checkpoints if job.report is not None else ()
+            what = f"resumes at step {saved[-1].step}" if saved else "no step was made yet"
+            self._change(job, JobState.PAUSED, f"paused: {what}")
         elif outcome == "cancelled" and job.wanted == "yield":
             self._change(
                 job, JobState.PREEMPTED, job.reason or "preempted", preemptions=job.preemptions + 1
@@ -229,7 +235,8 @@ class JobScheduler(RepeatedTask):
                     level=placed.level,
                     score=round(placed.score, 4),
                 )
-                self._change(job, JobState.ADMITTED, "", placement=placement)
+                kind = next(each.kind for each in hosts if each.name in placed.hosts)
+                self._change(job, JobState.ADMITTED, "", placement=placement, kind=kind)
             elif (why := made.preempted.get(job.job_id)) is not None:
                 self._change(job, JobState.PAUSING, why, wanted="yield")
             elif (why := made.reasons.get(job.job_id, "")) and why[:500] != job.reason:
@@ -250,7 +257,8 @@ class JobScheduler(RepeatedTask):
                     return None
                 settings = self._profile.training
             self._settings[job.job_id] = settings
-        return gang_of(job.spec, settings, hosts, job.job_id, job.created_at)
+        gang = gang_of(job.spec, settings, hosts, job.job_id, job.created_at)
+        return replace(gang, kind=job.kind) if job.kind else gang
 
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None

@@ -213,6 +213,7 @@ class TrainingJob(Record):
     adopted: bool = False  # its flow was started by someone else, and waits for admission itself
     flow_run_id: str | None = None
     placement: JobPlacement | None = None
+    kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
     report: JobReport | None = None  # the last one that was stored
     history: tuple[JobChange, ...] = ()
 
