@@ -1,0 +1,129 @@
+"""What the routes of training jobs refuse without an installation around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.api.jobs import make_job_router
+from paceline.config import Profile
+from paceline.coordinator import Caller, current_call
+from paceline.coordinator.callers import Call
+from paceline.errors import AccessDenied, InvalidInput
+from paceline.jobs import JobTable, changed
+from paceline.schemas import (
+    Accelerator,
+    Inventory,
+    JobPlacement,
+    JobState,
+    Labels,
+    Scope,
+    SubmitJob,
+    TrainingJob,
+    Worker,
+    new_run_id,
+)
+from tests.api.conftest import make_runtime
+
+S = JobState
+SPEC = SubmitJob(model_id="acme/tiny", version="1", data_snapshot="s3://b/data/snapshots/0")
+
+
+class Coordinator:
+    """Leads, keeps jobs in memory, and has one host of eight accelerators."""
+
+    term = SimpleNamespace(epoch=1)
+
+    def __init__(self) -> None:
+        self.kept: dict[str, TrainingJob] = {}
+        self.kind = "NVIDIA A100"
+
+    def jobs(self) -> list[TrainingJob]:
+        return list(self.kept.values())
+
+    def save_job(self, job: TrainingJob, dropped: tuple[str, ...] = ()) -> None:
+        self.kept[job.job_id] = job
+
+    def read(self, question: Any) -> Any:
+        cards = Accelerator(kind=self.kind, count=8, memory_bytes=80 << 30)
+        host = Worker(
+            worker_id="a-0",
+            hostname="a-0",
+            labels=Labels(),
+            address="a-0:1",
+            available_storage=1,
+            link_mbit=1000,
+            incarnation=1,
+            inventory=Inventory(
+                cores=8, memory_bytes=1, shared_memory_bytes=1, accelerators=(cards,)
+            ),
+        )
+        return question(SimpleNamespace(fleet=SimpleNamespace(workers=lambda: [host])))
+
+
+class Routes:
+    """The routes' functions, by name, over one coordinator."""
+
+    def __init__(self, profile: Profile, state_dir: Path) -> None:
+        self.coordinator = Coordinator()
+        self.table = JobTable(self.coordinator)  # type: ignore[arg-type]
+        runtime = make_runtime(state_dir).model_copy(update={"profile": profile})
+        router = make_job_router(
+            runtime,
+            self.coordinator,  # type: ignore[arg-type]
+            self.table,
+            SimpleNamespace(page_of=lambda _: ""),  # type: ignore[arg-type]
+        )
+        self.of = {each.name: each.endpoint for each in router.routes}  # type: ignore[attr-defined]
+
+    def paused(self, kind: str) -> str:
+        """Return a job that began on accelerators of ``kind`` and was paused."""
+        job = TrainingJob(
+            job_id="tj-0123456789ab",
+            submission_id="0" * 64,
+            spec=SPEC,
+            run_id=new_run_id(),
+            state=S.QUEUED,
+            created_at=1.0,
+            updated_at=1.0,
+        )
+        placed = {"placement": JobPlacement(hosts={"a-0": 1}, level="host"), "kind": kind}
+        for state, more in ((S.ADMITTED, placed), (S.STARTING, {}), (S.PAUSED, {})):
+            job = changed(job, state, 2.0, **more)
+        return self.table.add(job).job_id
+
+
+@pytest.fixture
+def routes(tmp_path: Path) -> Iterator[Routes]:
+    quotas = {"nlp": {"slots": 4, "max_priority": 5}}
+    caller = Caller(name="ann", token_id="t", scopes=frozenset({Scope.TRAIN}))
+    token = current_call.set(Call(caller=caller, what="POST", address="127.0.0.1"))
+    yield Routes(Profile.model_validate({"jobs": {"quotas": quotas}}), tmp_path)
+    current_call.reset(token)
+
+
+def test_a_priority_above_the_teams_is_refused(
+    routes: Routes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_snapshot", lambda *_: None)
+    monkeypatch.setattr("paceline.api.jobs.allowed_source", lambda *_: None)
+    monkeypatch.setattr("paceline.api.jobs.fetch_allowed_manifest", lambda *_: None)
+    urgent = SPEC.model_copy(update={"team": "nlp", "priority": 6})
+    with pytest.raises(AccessDenied, match=r"got 6.*at most 5.*nlp"):
+        routes.of["submit_job"](urgent)
+    routes.of["submit_job"](urgent.model_copy(update={"priority": 5}))
+    routes.of["submit_job"](urgent.model_copy(update={"team": "another"}))
+    assert len(routes.coordinator.kept) == 2
+
+
+def test_a_job_is_not_resumed_where_its_kind_of_accelerator_is_gone(routes: Routes) -> None:
+    job_id = routes.paused("NVIDIA H100")
+    with pytest.raises(InvalidInput, match=r"NVIDIA H100.*kinds of the fleet: NVIDIA A100"):
+        routes.of["resume_job"](job_id)
+    assert routes.table.job(job_id).state is S.PAUSED
+    routes.coordinator.kind = "NVIDIA H100"
+    assert routes.of["resume_job"](job_id).job.state is S.QUEUED
