@@ -22,7 +22,7 @@ from paceline.relay import (
     allowed_source,
     fetch_allowed_manifest,
 )
-from paceline.storage import ObjectStore, is_within
+from paceline.storage import ObjectStore, Signed, is_within
 from paceline.tasks._support.run import Run
 from paceline.tasks.distribute import fetch_model_manifest
 
@@ -80,6 +80,10 @@ ALLOWED = [
 PLACES = ("whole", "shared/team/")
 
 
+def unsigned(*_: str) -> Signed:
+    raise AssertionError("this node signs for itself")
+
+
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("url", [each for each in REFUSED if each != "s3://shared/team"])
 def test_a_source_elsewhere_is_refused_before_a_request(
@@ -101,11 +105,11 @@ def test_an_agent_opens_no_source_elsewhere_whatever_its_lanes_say(
     tmp_path: Path, url: str
 ) -> None:
     with pytest.raises(AccessDenied, match=r"security\.source_buckets"):
-        Sources(a_runtime(tmp_path, *PLACES)).open(url)
+        Sources(a_runtime(tmp_path, *PLACES), unsigned).open(url)
 
 
 def test_an_agent_opens_what_is_allowed(tmp_path: Path) -> None:
-    sources = Sources(a_runtime(tmp_path, *PLACES))
+    sources = Sources(a_runtime(tmp_path, *PLACES), unsigned)
     assert isinstance(sources.open("s3://shared/team/m"), S3Reader)
     assert isinstance(sources.open(str(tmp_path)), DirectoryReader)
     with pytest.raises(AccessDenied, match=r"security\.source_roots"):
@@ -132,7 +136,7 @@ def test_what_is_no_source_url_is_bad_input(tmp_path: Path, url: str) -> None:
 def test_a_loop_of_links_is_no_source(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises((InvalidInput, AccessDenied)):
-        Sources(a_runtime(tmp_path)).open(str(tmp_path / "loop/model"))
+        Sources(a_runtime(tmp_path), unsigned).open(str(tmp_path / "loop/model"))
         allowed_source("/x\ud800", a_runtime(tmp_path))
 
 

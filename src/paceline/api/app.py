@@ -105,7 +105,7 @@ def create_app(
         responses=PROBLEM,
     )
     app.state.coordinator, app.state.replica = coordinator, replica
-    app.include_router(make_router(coordinator, admission.is_outdated))
+    app.include_router(make_router(runtime, coordinator, admission.is_outdated))
     add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
     app.include_router(make_flow_router(runtime, coordinator, flows))

@@ -18,8 +18,17 @@ from starlette.concurrency import run_in_threadpool
 
 from paceline.api.flow_runs import note_submitter
 from paceline.api.heartbeats import LONGEST_POLL_S, answer_beat
+from paceline.config import Runtime
 from paceline.coordinator import Coordinator, require_worker
-from paceline.coordinator.state import Activate, Event, FetchLanes, RaiseBudget, Register, Rollback
+from paceline.coordinator.state import (
+    Activate,
+    CoordinatorState,
+    Event,
+    FetchLanes,
+    RaiseBudget,
+    Register,
+    Rollback,
+)
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.schemas import (
     APPROVAL,
@@ -38,6 +47,8 @@ from paceline.schemas import (
     Registered,
     RegisterWorker,
     Sha256,
+    SignedRead,
+    SignRead,
     StageRecord,
     Success,
     SwitchView,
@@ -46,6 +57,7 @@ from paceline.schemas import (
     WorkerProgressList,
     digest_of,
 )
+from paceline.storage import ObjectStore
 
 POLL_S = 0.05
 CANCEL_WAIT_S = 8.0  # one beat to deliver, one to confirm; a silent worker is lost by then
@@ -59,11 +71,14 @@ Digest = Annotated[Sha256, PathParameter()]
 Known = TypeVar("Known", bound=BaseModel)
 
 
-def make_router(coordinator: Coordinator, is_outdated: Callable[[], bool]) -> APIRouter:
+def make_router(
+    runtime: Runtime, coordinator: Coordinator, is_outdated: Callable[[], bool]
+) -> APIRouter:
     """Return the routes of ``coordinator``."""
     router = APIRouter()
     _add_deployments(router, coordinator)
     _add_workers(router, coordinator, is_outdated)
+    _add_signing(router, runtime, coordinator)
     _add_ledger(router, coordinator)
     _add_observation(router, coordinator)
     return router
@@ -180,6 +195,45 @@ def _add_workers(
     def list_workers() -> WorkerList:
         """List every registered worker; lost workers are kept for a month."""
         return WorkerList(workers=tuple(coordinator.read(lambda state: state.fleet.workers())))
+
+
+def _add_signing(router: APIRouter, runtime: Runtime, coordinator: Coordinator) -> None:
+    valid_s = runtime.profile.objects.presigned_s
+    store = ObjectStore.from_runtime(runtime)  # makes no client before it signs
+
+    def is_read(state: CoordinatorState, call: SignRead) -> bool:
+        """Return whether a deployment of the worker is read from this object."""
+        for each in state.deployments():
+            prefix = f"{each.source_url.rstrip('/')}/"
+            if (
+                call.url.startswith(prefix)
+                and not each.status.is_final
+                and call.worker_id in each.target_workers
+            ):
+                files = state.deployment_state(each.deployment_id).manifest.files
+                return any(call.url[len(prefix) :] == file.path for file in files)
+        return False
+
+    @router.post("/workers/signed-reads", tags=["workers"])
+    def sign_read(call: SignRead) -> SignedRead:
+        """Return a signed URL of an object that a deployment of the worker is read from."""
+        require_worker(call.worker_id)
+        if not valid_s:
+            raise AccessDenied(
+                "this installation signs no reads",
+                got="objects.presigned_s = 0",
+                wanted="a number of seconds",
+                do="Give the node credentials, or set it in the coordinator's profile.",
+            )
+        if not coordinator.read(lambda state: is_read(state, call)):
+            raise AccessDenied(
+                "no deployment of this worker is read from there",
+                got=call.url,
+                wanted="a file of a deployment that is under way",
+                where=call.worker_id,
+            )
+        made = store.signed(call.method, call.url, call.version_id, valid_s)
+        return SignedRead(url=made, valid_s=valid_s)
 
 
 def _add_ledger(router: APIRouter, coordinator: Coordinator) -> None:

@@ -60,6 +60,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", f"{ONE}/budget"): ADMIN_CHANGE,
     ("POST", "/workers/register"): Route(scopes=(Scope.WORKER,), bucket="beats", is_change=True),
     ("POST", "/workers/heartbeat"): WORKER,
+    ("POST", "/workers/signed-reads"): WORKER,
     ("GET", "/workers"): READ,
     ("POST", "/workers/join"): Route(scopes=(Scope.JOIN,), is_change=True),
     ("POST", "/workers/renew"): Route(scopes=(Scope.WORKER,), is_change=True),

@@ -42,6 +42,8 @@ from paceline.schemas import (
     Registered,
     RegisterWorker,
     ReviewJob,
+    SignedRead,
+    SignRead,
     StageRecord,
     StartFlow,
     SubmitJob,
@@ -103,6 +105,10 @@ class CoordinatorClient(FailoverClient):
         query = f"?{urlencode({'wait_s': round(wait_s, 3)})}" if wait_s > 0 else ""
         path = f"/workers/heartbeat{query}"
         return self._call(HeartbeatAnswer, "POST", path, beat, wait_s=wait_s)
+
+    def sign_read(self, call: SignRead) -> SignedRead:
+        """Return a signed URL of one object of a deployment that the worker is part of."""
+        return self._call(SignedRead, "POST", "/workers/signed-reads", call)
 
     def lanes(self, deployment_id: str, worker_id: str) -> WorkerLanes:
         """Return the worker's part of the newest plan."""

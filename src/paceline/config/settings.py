@@ -384,6 +384,9 @@ class ObjectSettings(Settings):
     # Sent with every request that takes them, for instance RequestPayer = "requester",
     # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
     parameters: dict[str, str] = {}
+    # Above 0: agents have no credentials, and the coordinator signs each object that they read for
+    # so many seconds.
+    presigned_s: int = Field(default=0, ge=0, le=604_800)
 
     @property
     def is_named(self) -> bool:

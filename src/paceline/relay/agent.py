@@ -40,7 +40,8 @@ from paceline.relay.process import (
 from paceline.relay.sources import Sources
 from paceline.relay.store import OriginReadCounts, Store, StorePolicy
 from paceline.relay.transport import Transport, transport_for
-from paceline.schemas import MIN_BEAT_INTERVAL_S, Labels, RegisterWorker
+from paceline.schemas import MIN_BEAT_INTERVAL_S, Labels, RegisterWorker, SignRead
+from paceline.storage import Signed
 from paceline.system import write_durably
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Agent:
         self._transport = transport = transport_for(runtime, host, config.worker_id)
         self._renewal = Renewal.of(runtime, on_renewed=self._use_renewed_identity)
         self._link_mbit = config.link_mbit or runtime.profile.cluster.link_mbit
-        self._sources = Sources(runtime)
+        self._sources = Sources(runtime, self._signed)
         self._changed = threading.Event()
         self._node_dir = runtime.node_dir(config.worker_id)
         new = not self._node_dir.exists()
@@ -103,6 +104,13 @@ class Agent:
         self._client = CoordinatorClient.of(runtime, CALL_TIMEOUT_S, patience_s=0.0, worker=True)
         self._stored = StoredLanes(self._node_dir / "assignments", self.driver.readings)
         self._broken: Exception | None = None
+
+    def _signed(self, method: str, url: str, version_id: str) -> Signed:
+        """Have the coordinator sign one read of this node."""
+        wanted = {"method": method, "url": url, "version_id": version_id}
+        worker_id = self._config.worker_id
+        made = self._client.sign_read(SignRead.model_validate(wanted | {"worker_id": worker_id}))
+        return Signed(made.url, made.valid_s)
 
     def _advertised(self, listening: str) -> str:
         known = self._runtime.endpoints

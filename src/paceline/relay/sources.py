@@ -27,7 +27,7 @@ from paceline.manifest import FileEntry, Manifest, TrustPolicy, fetch_manifest
 from paceline.storage import MAX_URL, is_remote, is_within, remote_name
 
 if TYPE_CHECKING:
-    from paceline.storage import ObjectInfo, ObjectStore
+    from paceline.storage import ObjectInfo, ObjectStore, Sign
 
 log = logging.getLogger(__name__)
 
@@ -270,8 +270,9 @@ def allowed_source(url: str, runtime: Runtime) -> str:
 class Sources:
     """Opens sources by URL; S3 (and boto3) only on request, with one client for all."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, sign: Sign) -> None:
+        """``sign`` signs reads where the profile says that this node has no credentials."""
+        self._runtime, self._sign = runtime, sign
         self._lock = threading.Lock()
         self._objects: ObjectStore | None = None
 
@@ -288,7 +289,10 @@ class Sources:
 
         with self._lock:
             if self._objects is None:
-                self._objects = ObjectStore.from_runtime(self._runtime)
+                asks = self._runtime.profile.objects.presigned_s > 0
+                self._objects = ObjectStore.from_runtime(
+                    self._runtime, self._sign if asks else None
+                )
             return self._objects
 
 

@@ -54,6 +54,8 @@ from .calls import (
     RaiseOriginBudget as RaiseOriginBudget,
     Registered as Registered,
     RegisterWorker as RegisterWorker,
+    SignedRead as SignedRead,
+    SignRead as SignRead,
     Success as Success,
     SwitchKind as SwitchKind,
     SwitchPhase as SwitchPhase,

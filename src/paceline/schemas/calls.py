@@ -162,6 +162,22 @@ class Registered(Record):
     incarnation: int
 
 
+class SignRead(Record):
+    """Ask for a signed URL of an object that a deployment of the worker is read from."""
+
+    worker_id: Name
+    method: Literal["GET", "HEAD"]
+    url: Text = Field(max_length=2048)  # s3://bucket/key
+    version_id: Text = Field(default="", max_length=1024)
+
+
+class SignedRead(Record):
+    """A signed URL."""
+
+    url: str
+    valid_s: float  # from now on
+
+
 class EdgeTally(Record):
     """Totals from ``source`` to ``reader`` since the beginning of one deployment.
 

@@ -9,6 +9,7 @@ from .repositories import (
     remote_model as remote_model,
     remote_name as remote_name,
 )
+from .signing import Sign as Sign, Signed as Signed
 from .store import ObjectStore as ObjectStore
 from .url import (
     MAX_URL as MAX_URL,

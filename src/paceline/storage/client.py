@@ -28,6 +28,7 @@ from paceline.errors import (
     SourceMissing,
     StorageFull,
 )
+from paceline.storage.signing import Sign, SignedRequests
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0  # twice within the retry budget
@@ -60,8 +61,9 @@ def import_boto3() -> None:
         _imported.append(True)
 
 
-def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
-    """Return a thread-safe S3 client for ``access``.
+def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None = None) -> Any:
+    """Return a thread-safe S3 client for ``access``. With ``sign`` it has no credentials, and can
+    only read.
 
     Without keys in ``access`` the credentials come from boto3's default chain. Roles and web
     identities are refreshed by boto3; credentials in a file are read again when the server calls
@@ -70,6 +72,7 @@ def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
     """
     import_boto3()
     from boto3.session import Session
+    from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.exceptions import ProfileNotFound
 
@@ -77,7 +80,7 @@ def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
     local = host in ("localhost", "::1") or host.startswith("127.")
     style = access.addressing or ("path" if access.endpoint_url else "auto")
     config = Config(
-        signature_version="s3v4",
+        signature_version="s3v4" if sign is None else UNSIGNED,
         s3={"addressing_style": style},
         retries={"mode": "standard", "total_max_attempts": 1 if hasty else MAX_ATTEMPTS},
         connect_timeout=min(CONNECT_TIMEOUT_S, QUICK_TIMEOUT_S) if hasty else CONNECT_TIMEOUT_S,
@@ -114,7 +117,9 @@ def make_client(access: ObjectAccess, *, hasty: bool = False) -> Any:
         )
     if access.parameters:
         client.meta.events.register("provide-client-params.s3.*", _Parameters(access.parameters))
-    if not access.access_key:
+    if sign is not None:
+        SignedRequests(client, sign)
+    elif not access.access_key:
         renewal = _Renewal(client, access.profile)
         client.meta.events.register("before-send.s3.*", renewal.signed)
         client.meta.events.register_first("needs-retry.s3.*", renewal)

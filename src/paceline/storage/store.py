@@ -33,6 +33,7 @@ from paceline.storage.client import (
     translate_s3_errors,
 )
 from paceline.storage.ranges import AttemptFailed, PinnedObject, stream_range
+from paceline.storage.signing import Sign
 from paceline.storage.uploads import (
     DIGEST_KEY,
     PartsUpload,
@@ -62,8 +63,11 @@ class ObjectStore:
         endpoint_url: str = "",
         access_key: str = "",
         secret_key: str = "",
+        sign: Sign | None = None,
     ) -> None:
-        """Take ``access``, or an endpoint with keys."""
+        """Take ``access``, or an endpoint with keys. ``sign`` signs each read in their place: then
+        the store cannot write.
+        """
         access = access or ObjectAccess(
             endpoint_url=endpoint_url, access_key=access_key, secret_key=secret_key
         )
@@ -76,7 +80,7 @@ class ObjectStore:
                 do="Start the installation, or set the endpoint in its profile.",
             )
         self.endpoint_url = endpoint_url or "the endpoint of AWS's settings"
-        self.access = access
+        self.access, self._sign = access, sign
         self._lock = threading.Lock()
         self._made: Any = None
         self._made_hasty: Any = None
@@ -85,9 +89,9 @@ class ObjectStore:
         self.reused_bytes = 0  # of uploads that resumed an earlier attempt
 
     @classmethod
-    def from_runtime(cls, runtime: Runtime) -> ObjectStore:
+    def from_runtime(cls, runtime: Runtime, sign: Sign | None = None) -> ObjectStore:
         """Return the store of a running installation."""
-        return cls(runtime.object_access)
+        return cls(runtime.object_access, sign=sign)
 
     def __repr__(self) -> str:
         return f"ObjectStore({self.endpoint_url!r})"
@@ -96,19 +100,29 @@ class ObjectStore:
     def _client(self) -> Any:
         with self._lock:
             if self._made is None:
-                self._made = make_client(self.access)
+                self._made = make_client(self.access, sign=self._sign)
             return self._made
 
     @property
     def _hasty(self) -> Any:
         with self._lock:
             if self._made_hasty is None:
-                self._made_hasty = make_client(self.access, hasty=True)
+                self._made_hasty = make_client(self.access, hasty=True, sign=self._sign)
             return self._made_hasty
 
     def warm_up(self) -> None:
         """Create the clients now (0.4 s and 25 MB) instead of at the first request."""
         _ = self._client, self._hasty
+
+    def signed(self, method: str, url: str, version_id: str, valid_s: int) -> str:
+        """Return a URL with which anyone may GET or HEAD the object for ``valid_s`` seconds."""
+        bucket, key = _object(url)
+        params = {"Bucket": bucket, "Key": key} | ({"VersionId": version_id} if version_id else {})
+        with translate_s3_errors(self.endpoint_url, url):
+            made: str = self._client.generate_presigned_url(
+                f"{method.lower()}_object", Params=params, ExpiresIn=valid_s
+            )
+        return made
 
     def ensure_bucket(self, bucket: str) -> None:
         """Make ``bucket`` unless it exists."""
