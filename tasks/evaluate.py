@@ -35,7 +35,8 @@ from paceline.tasks._support.scores import (
 )
 from paceline.tasks._support.stages import stage
 
-DEADLINE_S = 900.0
+DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
+MODEL_BYTES = 400_000_000
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 MAX_GENERATIONS = 1000
 
@@ -155,6 +156,11 @@ def evaluate(
         load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in trained_on
     )
 
+    def deadline_s() -> float:
+        weights = sum(each.size for url in spec.models.values() for each in run.store.list(url))
+        scale = max(1.0, weights / MODEL_BYTES)
+        return DEADLINE_S * scale + compared_bytes / COMPARED_BYTES_PER_S
+
     def work() -> dict[str, Any]:
         with artifacts.Progress("evaluation", "bits per byte on held-out files") as page:
             return judged(page)
@@ -173,6 +179,7 @@ def evaluate(
                 run.tell("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
                 page.show(float(data.get("fraction", 0)))
 
+        longest_s = deadline_s()
         with run.fleet() as fleet, cancelling.noticed() as cancel:
 
             def process(node: str, asked: EvaluationSpec, on_event: OnEvent) -> None:
@@ -182,7 +189,7 @@ def evaluate(
                     env={},
                     input_json=asked.model_dump_json(),
                     on_event=on_event,
-                    deadline_s=DEADLINE_S + compared_bytes / COMPARED_BYTES_PER_S,
+                    deadline_s=longest_s,
                     cancel=cancel,
                 )
                 if ended.exit_code != 0 or not (answer or asked.share):

@@ -73,6 +73,8 @@ def build_data_snapshot(
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
         run.note(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
+    if (same := result.output.get("duplicates", 0)) and source != STDLIB:
+        run.note(f"{same} samples that say the same as another are left out of the snapshot")
     return result
 
 
@@ -260,5 +262,6 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "format": snapshot.record.format or "text",
         "skipped": snapshot.record.skipped,
         "skipped_examples": list(snapshot.record.skipped_examples[:SKIPPED_NAMED]),
+        "duplicates": snapshot.record.duplicates,
         "cut_at_bytes": snapshot.record.cut_at_bytes,
     }

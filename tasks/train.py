@@ -126,7 +126,7 @@ def train(
         inputs,
         work,
         still_true=lambda o: (
-            run.store.exists(f"{o['export_url']}/config.json")
+            bool(run.store.list(o["export_url"]))  # a user's own model has no config.json
             and _is_recorded(run, o, config_digest(job))
         ),
         describe=lambda o: (

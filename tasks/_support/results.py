@@ -24,6 +24,7 @@ class Snapshot(DataFigures, Result):
     format: str = "text"
     skipped: int = 0  # samples left out
     skipped_examples: tuple[str, ...] = ()
+    duplicates: int = 0  # samples left out because another has the same content
     cut_at_bytes: int | None = None
 
 

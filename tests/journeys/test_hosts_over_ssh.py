@@ -96,6 +96,11 @@ def test_one_command_starts_every_host_and_trains_on_them(fleet: Trainers) -> No
         work = f"paceline-state/nodes/{name_of(host)}/work/{trained['job_id']}"
         assert host.run("ls", work).ok().out.count("rank-") == 2
     share_a_host(fleet)
+    fleet.type("promote")
+    fleet.type("roll-out")
+    for host in fleet.nodes:
+        active = f"paceline-state/nodes/{name_of(host)}/store/models/tiny/active"
+        assert host.run("readlink", active).ok().out.strip().endswith("2"), "what was promoted"
     stop(fleet, running)
     for host in fleet.nodes:
         until(lambda at=host: not at.run("pgrep", "-f", "bin/python").out, "nothing is left")
