@@ -143,3 +143,24 @@ def test_a_scheduler_gets_tls_files_of_its_own_and_up_starts_no_fleet(tmp_path):
     assert bad.returncode == 2
     assert "cluster.scheduler" in bad.stderr
     assert not (tmp_path / "bad").exists() and not (tmp_path / "up").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("lifecycle",),
+        ("train", "acme/tiny", "1", "--snapshot", "s3://paceline/data/snapshots/x"),
+        ("verify", "acme/tiny", "1"),
+        ("snapshot", "s3://paceline/texts"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_fleet_without_prefect_says_so_instead_of_starting_a_server(tmp_path, words):
+    state = tmp_path / "state"
+    made = command("init", "--coordinator", "http://127.0.0.1:1", *TLS[2:], state=state)
+    assert made.returncode == 0, made.stderr
+    done = command(*words, state=state)
+    assert done.returncode == 1, done
+    (line,) = done.stderr.splitlines()
+    assert "no Prefect server" in line
+    assert "init --prefect" in line

@@ -76,6 +76,14 @@ class FlowCall:
             from paceline.cli.login import run_flow
 
             return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
+        if not runtime.runs_flows_here:
+            raise NotFound(
+                "this installation has no Prefect server to run flows",
+                wanted="endpoints.prefect_api_url",
+                where=runtime.state_dir,
+                do="Name the server: `paceline init --prefect URL`. `paceline publish` and "
+                "`distribute` need none.",
+            )
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         require_inputs(runtime, self.run_id, parameters)
         point_prefect_at(runtime)  # before Prefect is imported
