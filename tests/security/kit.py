@@ -45,6 +45,7 @@ RECORDS: dict[str, dict[str, Any]] = {
             }
         ],
     },
+    "/workers/signed-reads": {"worker_id": "w", "method": "GET", "url": "s3://paceline/m/w"},
     "/workers/join": {"worker_id": "w", "csr": PEM},
     "/workers/renew": {"worker_id": "w", "csr": PEM},
     "/flows": {

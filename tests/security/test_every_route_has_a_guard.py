@@ -69,6 +69,7 @@ def test_a_bound_token_opens_its_routes_for_its_own_worker_alone(rest: Any) -> N
     bodies = {
         "/workers/register": {"hostname": "h", "rack": "r", "available_storage": 1},
         "/workers/heartbeat": {"status": "idle"},
+        "/workers/signed-reads": {"method": "GET", "url": "s3://b/k"},
         "/workers/join": {"csr": csr},
         "/workers/renew": {"csr": csr},
     }
@@ -87,7 +88,7 @@ def test_a_bound_token_opens_its_routes_for_its_own_worker_alone(rest: Any) -> N
         )
         assert (answer.status_code, answer.json()["code"]) == (403, "AccessDenied"), path
         walked += 1
-    assert walked == 5
+    assert walked == 6
 
 
 def test_a_longer_body_is_refused_on_every_route(rest: Any) -> None:

@@ -40,7 +40,7 @@ COMMANDS: dict[str, Target] = {
     "checkpoints": (
         "training.checkpoints",
         "checkpoints",
-        "List, verify, export (to DCP) and import checkpoints.",
+        "List, verify and export (to DCP) checkpoints.",
     ),
     "reproduce": ("training.reproduce", "reproduce", "Train a run again; compare it bit by bit."),
     "jobs": ("training.jobs", "jobs", "Submit training jobs; list, pause, resume, cancel them."),
