@@ -157,7 +157,9 @@ def evaluate(
     )
 
     def deadline_s() -> float:
-        weights = sum(each.size for url in spec.models.values() for each in run.store.list(url))
+        urls = [url for url in spec.models.values() if url.startswith("s3://")]
+        here = base.total_bytes * (len(spec.models) - len(urls))  # on the nodes' disks: the base
+        weights = here + sum(each.size for url in urls for each in run.store.list(url))
         scale = max(1.0, weights / MODEL_BYTES)
         return DEADLINE_S * scale + compared_bytes / COMPARED_BYTES_PER_S
 
