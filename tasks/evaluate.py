@@ -119,6 +119,18 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
+    """Return how long judging may take, by the sizes of the weights and the training data."""
+    urls = [url for url in spec.models.values() if url.startswith("s3://")]
+    weights = sum(each.size for url in urls for each in run.store.list(url))
+    if len(urls) < len(spec.models):  # the base is on the nodes' disks
+        weights += sum(each.size for each in base.files)
+    compared_bytes = sum(
+        load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in spec.trained_on
+    )
+    return DEADLINE_S * max(1.0, weights / MODEL_BYTES) + compared_bytes / COMPARED_BYTES_PER_S
+
+
 @stage("evaluate")
 def evaluate(
     run: Run,
@@ -152,16 +164,6 @@ def evaluate(
         scorer=scorer_version(),
     )
     digests = {name: each["digest"] for name, each in models.items()}
-    compared_bytes = sum(
-        load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in trained_on
-    )
-
-    def deadline_s() -> float:
-        urls = [url for url in spec.models.values() if url.startswith("s3://")]
-        here = base.total_bytes * (len(spec.models) - len(urls))  # on the nodes' disks: the base
-        weights = here + sum(each.size for url in urls for each in run.store.list(url))
-        scale = max(1.0, weights / MODEL_BYTES)
-        return DEADLINE_S * scale + compared_bytes / COMPARED_BYTES_PER_S
 
     def work() -> dict[str, Any]:
         with artifacts.Progress("evaluation", "bits per byte on held-out files") as page:
@@ -181,7 +183,7 @@ def evaluate(
                 run.tell("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
                 page.show(float(data.get("fraction", 0)))
 
-        longest_s = deadline_s()
+        longest_s = _deadline_s(run, spec, base)
         with run.fleet() as fleet, cancelling.noticed() as cancel:
 
             def process(node: str, asked: EvaluationSpec, on_event: OnEvent) -> None:
