@@ -4,6 +4,8 @@ where none is given."""
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from paceline.data import (
     validate_snapshot,
 )
 from paceline.errors import InvalidInput, TrainingFailed
+from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
 from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore
@@ -80,7 +83,7 @@ def build_data_snapshot(
 def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return ``snapshot`` once it passes the Great Expectations suite; refuse it where it fails.
 
-    Raises DataRejected naming the failed expectations, InvalidSnapshot for another purpose.
+    Raises DataRejected naming the failed expectations.
     """
 
     def work() -> dict[str, Any]:
@@ -88,8 +91,6 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
             load_snapshot(snapshot["url"], run.store),
             run.store,
             run.work_dir / "cache",
-            purpose=run.runtime.profile.data.purpose,
-            project=run.runtime.profile.data.project,
         )
         (run.work_dir / "validation.json").write_bytes(canonical_json(report.to_dict()))
         artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
@@ -176,6 +177,26 @@ def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
     return _reference(load_snapshot(url, run.store))
 
 
+def permitted_snapshot(
+    run: Run, url: str, purpose: str, users: Collection[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return ``snapshot_reference`` of the snapshot at ``url`` where one of ``users`` (team,
+    project) may use it for ``purpose`` ("": the profile's), by the coordinator's table of purposes.
+
+    Raises AccessDenied, or InvalidSnapshot for another label or project where there is no table.
+    """
+    data, snapshot = run.runtime.profile.data, load_snapshot(url, run.store)
+    require_permitted(
+        run.patiently(run.coordinator.data_purposes),
+        snapshot,
+        purpose or data.purpose,
+        users,
+        own_project=data.project,
+        now=time.time(),
+    )
+    return _reference(snapshot)
+
+
 def data_settings(settings: DataSettings, changes: dict[str, Any] | None) -> DataSettings:
     """Return ``settings`` with ``changes``; raises InvalidInput naming the one that cannot be."""
     try:
@@ -258,6 +279,8 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "bytes": snapshot.record.total_bytes,
         "tokens": snapshot.tokens,
         "format": snapshot.record.format or "text",
+        "label": snapshot.purpose,
+        "project": snapshot.project,
         "skipped": snapshot.record.skipped,
         "skipped_examples": list(snapshot.record.skipped_examples[:SKIPPED_NAMED]),
         "cut_at_bytes": snapshot.record.cut_at_bytes,
