@@ -10,9 +10,17 @@ from typing import Any
 import pytest
 
 from paceline.errors import AccessDenied, GateRefused, NotFound
-from paceline.flows import promote as flow
+from paceline.flows import promote as flow, train as train_flow
 from paceline.jobs import changed
-from paceline.schemas import JobReport, JobState, SubmitJob, TrainingJob, TrainResult
+from paceline.schemas import (
+    JobReport,
+    JobState,
+    PurposeRule,
+    SubmitJob,
+    TrainingJob,
+    TrainResult,
+)
+from paceline.tasks import prepare
 from paceline.tasks._support import approval, sealed
 from paceline.tasks._support.run import Run
 from tests.security.test_a_forged_report_is_refused import Bucket, judged, run_of, trained
@@ -43,7 +51,9 @@ class Queue:
         return job_id
 
     def jobs(self, *, training: str) -> Any:
-        found = [e for e in self.table.values() if e.report and e.report.training_digest == training]
+        found = [
+            e for e in self.table.values() if e.report and e.report.training_digest == training
+        ]
         return SimpleNamespace(jobs=[each.model_copy(update={"report": None}) for each in found])
 
     def job(self, job_id: str) -> Any:
@@ -160,3 +170,23 @@ def test_the_flow_that_promotes_asks_before_it_does_anything(
     with pytest.raises(AccessDenied, match="table of purposes"):
         flow.promote_model.fn("bytelm", report)
     assert asked == [(result.snapshot_url, "", {("nlp", "")})]
+
+
+def test_a_rule_that_was_revoked_while_the_job_waited_ends_it_before_a_node_is_busy(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = SimpleNamespace(url="s3://b/s", purpose="tests", project="demo")
+    rule = PurposeRule(
+        rule_id="dp-" + "0" * 12, purpose="speech", data=(), teams=(), projects=(),
+        approver="root", allowed_at=1.0, revoked_at=2.0,
+    )  # fmt: skip
+    queue: Any = run.coordinator
+    queue.rules = [rule]
+    link = SimpleNamespace(hosts=["node-0"], user=("nlp", "asr"))
+    monkeypatch.setattr(train_flow, "recorded", lambda *_: nullcontext())
+    monkeypatch.setattr(train_flow, "linked", lambda *_: nullcontext(link))
+    monkeypatch.setattr(train_flow.Run, "open", lambda *_: run)
+    monkeypatch.setattr(train_flow, "distribute_model", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr(prepare, "load_snapshot", lambda *_: snapshot)
+    with pytest.raises(AccessDenied, match="purpose speech, team nlp, project asr"):
+        train_flow.train_model.fn("m", "1", "s3://b/s", purpose="speech")
