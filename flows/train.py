@@ -23,7 +23,7 @@ from paceline.tasks._support.declaring import (
 from paceline.tasks._support.job import linked
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
-from paceline.tasks.prepare import permitted_snapshot, validate_data
+from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
 from paceline.tasks.train import train
 
@@ -106,6 +106,7 @@ def train_model(
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
         snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
+        require_own_expectations(run, snapshot_url)
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
             distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)

@@ -16,15 +16,17 @@ from paceline.data import (
     STDLIB,
     Snapshot,
     build_snapshot,
+    drift_of,
     load_snapshot,
+    require_expectations,
     require_valid,
     template_files,
     validate_snapshot,
 )
-from paceline.errors import InvalidInput, TrainingFailed
+from paceline.errors import DataRejected, InvalidInput, TrainingFailed
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
-from paceline.schemas import canonical_json, digest_of
+from paceline.schemas import StageRecord, canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.system import PYTHON
 from paceline.tasks._support import artifacts
@@ -33,7 +35,12 @@ from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import is_published, published_url
 from paceline.training import BaseResult, BaseSpec
 
+STATISTICS = "data-statistics"  # in the ledger: of the last snapshot of a source
 BASE_DEADLINE_S = 1800.0
+CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is in a snapshot
+NOTED_DRIFT = 0.1  # of a column
+MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
+MAX_EXPECTATIONS_BYTES = 64 * 1024
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
 
 # Of the training settings, those that decide which base comes out; its steps are the model's own.
@@ -62,7 +69,7 @@ def build_data_snapshot(
         "snapshot",
         {
             "source": source,
-            "settings": settings.model_dump(mode="json"),
+            "settings": settings.model_dump(mode="json", exclude=CHECKED_LATER),
             "fingerprint": fingerprint(source, settings, run.store),
         },
         work,
@@ -86,11 +93,12 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
     Raises DataRejected naming the failed expectations.
     """
 
+    expectations = own_expectations_text(run)
+
     def work() -> dict[str, Any]:
+        loaded = load_snapshot(snapshot["url"], run.store)
         report = validate_snapshot(
-            load_snapshot(snapshot["url"], run.store),
-            run.store,
-            run.work_dir / "cache",
+            loaded, run.store, run.work_dir / "cache", expectations=expectations
         )
         (run.work_dir / "validation.json").write_bytes(canonical_json(report.to_dict()))
         artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
@@ -98,6 +106,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         if report.quarantined:
             artifacts.table("data quarantine", report.quarantined, "Shards that are passed over")
         require_valid(report)
+        drift = _compare(run, loaded, report.columns)
         if report.needs_review:
             reasons = sorted({each["reason"] for each in report.quarantined})
             run.note(
@@ -110,12 +119,14 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
             "quarantined": report.quarantined,
             "needs_review": report.needs_review,
             "columns": report.columns,
+            "drift": drift,
             "report": str(run.work_dir / "validation.json"),
         }
 
     run.stage(
         "validate-data",
-        {"snapshot": snapshot["digest"]},
+        {"snapshot": snapshot["digest"]}
+        | ({"expectations": digest_of(expectations)} if expectations else {}),
         work,
         describe=lambda o: (
             f"{o['checks']} expectations on {o['documents']} samples, "
@@ -123,6 +134,77 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         ),
     )
     return snapshot
+
+
+def own_expectations_text(run: Run) -> str:
+    """Return the YAML that ``data.expectations`` is or names; "" where there is none."""
+    named = run.runtime.profile.data.expectations
+    if named.startswith("s3://"):
+        return run.store.get_bytes(named, MAX_EXPECTATIONS_BYTES).decode(errors="replace")
+    if not named or ":" in named:
+        return named
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            "the file of expectations cannot be read",
+            got=f"{named}: {error}"[:300],
+            wanted="a YAML file on the flow's machine, s3://…, or the YAML itself",
+            where="data.expectations",
+        ) from error
+
+
+def require_own_expectations(run: Run, url: str) -> None:
+    """Raise InvalidInput where ``data.expectations`` cannot be checked on the snapshot at ``url``;
+    reads none of its samples."""
+    if text := own_expectations_text(run):
+        require_expectations(text, load_snapshot(url, run.store))
+
+
+def _compare(run: Run, snapshot: Snapshot, columns: list[dict[str, Any]]) -> dict[str, float]:
+    """Return how far each column moved since the last valid snapshot of the same source, and keep
+    this one's statistics for the next. Raises DataRejected above ``data.max_drift``."""
+    columns, made = columns[:MOST_COMPARED], snapshot.record
+    key = digest_of([made.source, made.project, made.purpose, made.format])
+    known = run.patiently(lambda: run.coordinator.ledger_get(STATISTICS, key))
+    last: dict[str, Any] | None = None if known is None else dict(known.output)
+    if last is not None and last["snapshot"] == snapshot.digest:  # validated anew
+        last = last["before"]
+    drift: dict[str, float] = {}
+    if last is not None:
+        drift = {name: round(by, 4) for name, by in drift_of(last["columns"], columns).items()}
+        _judge(run, drift, str(last["snapshot"]), snapshot)
+    kept = last and {name: last[name] for name in ("snapshot", "columns")}
+    output: dict[str, Any] = {"snapshot": snapshot.digest, "columns": columns, "before": kept}
+    record = StageRecord(
+        stage=STATISTICS,
+        input_digest=key,
+        output=output,
+        output_digest=digest_of(output),
+        run_id=run.run_id,
+        seconds=0.0,
+        finished_at=time.time(),
+    )
+    run.patiently(lambda: run.coordinator.ledger_put(record))
+    return drift
+
+
+def _judge(run: Run, drift: dict[str, float], before: str, snapshot: Snapshot) -> None:
+    """Note columns that moved, or raise DataRejected where one moved above the profile's limit."""
+    limit = run.runtime.profile.data.max_drift
+    said = ", ".join(
+        f"{name} by {by:.0%}" for name, by in drift.items() if by > (limit or NOTED_DRIFT)
+    )
+    if said and limit:
+        raise DataRejected(
+            "the data moved too far since the last snapshot of this source",
+            got=said,
+            wanted=f"at most {limit:.0%} (data.max_drift)",
+            where=f"snapshot {snapshot.digest[:16]}, after {before[:16]}",
+            do="Look at the data; if they are right, raise data.max_drift.",
+        )
+    if said:
+        run.note(f"data moved since snapshot {before[:12]}: {said}")
 
 
 @stage("publish-base-model")

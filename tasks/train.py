@@ -88,7 +88,7 @@ def train(
         snapshot_digest=snapshot["digest"],
         purpose=purpose,
         data_label=None if label == purpose else label,
-        data=profile.data.model_copy(update={"project": project}),
+        data=profile.data.model_copy(update={"project": project, "expectations": ""}),
         checkpoint_url=run.runtime.checkpoints_url,
         settings=settings,
         labels="shuffled" if labels == "shuffled" else "true",
