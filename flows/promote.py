@@ -33,8 +33,9 @@ def promote_model(
 ) -> Promoted:
     """Decide from the recorded evaluation ``report`` (the newest of that run or job, or the one
     with that ``report_digest``); on a pass publish the candidate, register it with its evidence,
-    and make it champion. Raises GateRefused, and changes nothing, where the evidence is not enough;
-    AwaitingApproval where a person must approve first.
+    and make it champion. Raises GateRefused, and changes nothing, where the evidence is not enough,
+    or the training passed bad data over and no review accepted that; AwaitingApproval where a
+    person must approve first.
 
     ``base_version``, ``trained`` and ``snapshot_url`` may be given; a report about another one is
     refused. What fails after the alias has moved moves it back.
@@ -50,6 +51,8 @@ def promote_model(
             training_digest=trained and sealed.resolve(run, trained, "training"),
             snapshot_url=snapshot_url,
         )
+        reviewed = approval.require_reviewed(run, evaluation.training_digest, result)
+        approval.require_still_permitted(run, evaluation.training_digest, result)
         base_url = published_url(run, model_id, evaluation.base_version)
         base = distribute.fetch_model_manifest(run, base_url)
         snapshot = snapshot_reference(run, evaluation.snapshot_url)
@@ -60,6 +63,7 @@ def promote_model(
             run, base, result, evaluation, decision, lineage, approver, report_digest=report_digest
         )
         promote.require_passed(run, evidence)
+        evidence = evidence.model_copy(update={"reviewed": reviewed})
         evidence = approval.require_approved(run, evidence, packaged["version"])
         promote.require_not_rolled_back(run, evidence)
         with transaction():

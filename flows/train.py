@@ -23,7 +23,7 @@ from paceline.tasks._support.declaring import (
 from paceline.tasks._support.job import linked
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
-from paceline.tasks.prepare import snapshot_reference, validate_data
+from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
 from paceline.tasks.train import train
 
@@ -66,6 +66,9 @@ def train_model(
             "git+https://host/repository.git@COMMIT#task:make",
         ),
     ] = "",
+    purpose: Annotated[
+        str, about("Purpose", "What the data are used for; default: the profile's.", "research")
+    ] = "",
     state_dir: str | None = None,
     run_id: str | None = None,
     job_id: str | None = None,
@@ -99,13 +102,15 @@ def train_model(
         parameters=given,
         labels=labels,
         continue_from=continue_from or "",
+        purpose=purpose,
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
+        snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
+        require_own_expectations(run, snapshot_url)
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
             distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)
         manifest = distribute.fetch_model_manifest(run, published_url(run, model_id, version))
-        snapshot = snapshot_reference(run, snapshot_url)
         agents = distribute.start_agents.submit(run, link.hosts or None)  # meanwhile
         valid = validate_data(run, snapshot)
         trained = train(
@@ -117,6 +122,7 @@ def train_model(
             labels=labels,
             continue_from=continue_from,
             code_ref=code_ref,
+            purpose=purpose,
         )
         assert trained.training_digest is not None  # the stage has recorded it
         sealed.refer(run, "training", trained.training_digest, trained.job_id)

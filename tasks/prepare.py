@@ -4,6 +4,8 @@ where none is given."""
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,17 @@ from paceline.data import (
     STDLIB,
     Snapshot,
     build_snapshot,
+    drift_of,
     load_snapshot,
+    require_expectations,
     require_valid,
     template_files,
     validate_snapshot,
 )
-from paceline.errors import InvalidInput, TrainingFailed
+from paceline.errors import DataRejected, InvalidInput, TrainingFailed
+from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
-from paceline.schemas import canonical_json, digest_of
+from paceline.schemas import StageRecord, canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.system import PYTHON
 from paceline.tasks._support import artifacts
@@ -30,7 +35,12 @@ from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import is_published, published_url
 from paceline.training import BaseResult, BaseSpec
 
+STATISTICS = "data-statistics"  # in the ledger: of the last snapshot of a source
 BASE_DEADLINE_S = 1800.0
+CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is in a snapshot
+NOTED_DRIFT = 0.1  # of a column
+MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
+MAX_EXPECTATIONS_BYTES = 64 * 1024
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
 
 # Of the training settings, those that decide which base comes out; its steps are the model's own.
@@ -59,7 +69,7 @@ def build_data_snapshot(
         "snapshot",
         {
             "source": source,
-            "settings": settings.model_dump(mode="json"),
+            "settings": settings.model_dump(mode="json", exclude=CHECKED_LATER),
             "fingerprint": fingerprint(source, settings, run.store),
         },
         work,
@@ -82,16 +92,15 @@ def build_data_snapshot(
 def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
     """Return ``snapshot`` once it passes the Great Expectations suite; refuse it where it fails.
 
-    Raises DataRejected naming the failed expectations, InvalidSnapshot for another purpose.
+    Raises DataRejected naming the failed expectations.
     """
 
+    expectations = own_expectations_text(run)
+
     def work() -> dict[str, Any]:
+        loaded = load_snapshot(snapshot["url"], run.store)
         report = validate_snapshot(
-            load_snapshot(snapshot["url"], run.store),
-            run.store,
-            run.work_dir / "cache",
-            purpose=run.runtime.profile.data.purpose,
-            project=run.runtime.profile.data.project,
+            loaded, run.store, run.work_dir / "cache", expectations=expectations
         )
         (run.work_dir / "validation.json").write_bytes(canonical_json(report.to_dict()))
         artifacts.table("data validation", report.checks, "Great Expectations on the snapshot")
@@ -99,6 +108,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         if report.quarantined:
             artifacts.table("data quarantine", report.quarantined, "Shards that are passed over")
         require_valid(report)
+        drift = _compare(run, loaded, report.columns)
         if report.needs_review:
             reasons = sorted({each["reason"] for each in report.quarantined})
             run.note(
@@ -111,12 +121,14 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
             "quarantined": report.quarantined,
             "needs_review": report.needs_review,
             "columns": report.columns,
+            "drift": drift,
             "report": str(run.work_dir / "validation.json"),
         }
 
     run.stage(
         "validate-data",
-        {"snapshot": snapshot["digest"]},
+        {"snapshot": snapshot["digest"]}
+        | ({"expectations": digest_of(expectations)} if expectations else {}),
         work,
         describe=lambda o: (
             f"{o['checks']} expectations on {o['documents']} samples, "
@@ -124,6 +136,77 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         ),
     )
     return snapshot
+
+
+def own_expectations_text(run: Run) -> str:
+    """Return the YAML that ``data.expectations`` is or names; "" where there is none."""
+    named = run.runtime.profile.data.expectations
+    if named.startswith("s3://"):
+        return run.store.get_bytes(named, MAX_EXPECTATIONS_BYTES).decode(errors="replace")
+    if not named or ":" in named:
+        return named
+    try:
+        return Path(named).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(
+            "the file of expectations cannot be read",
+            got=f"{named}: {error}"[:300],
+            wanted="a YAML file on the flow's machine, s3://…, or the YAML itself",
+            where="data.expectations",
+        ) from error
+
+
+def require_own_expectations(run: Run, url: str) -> None:
+    """Raise InvalidInput where ``data.expectations`` cannot be checked on the snapshot at ``url``;
+    reads none of its samples."""
+    if text := own_expectations_text(run):
+        require_expectations(text, load_snapshot(url, run.store))
+
+
+def _compare(run: Run, snapshot: Snapshot, columns: list[dict[str, Any]]) -> dict[str, float]:
+    """Return how far each column moved since the last valid snapshot of the same source, and keep
+    this one's statistics for the next. Raises DataRejected above ``data.max_drift``."""
+    columns, made = columns[:MOST_COMPARED], snapshot.record
+    key = digest_of([made.source, made.project, made.purpose, made.format])
+    known = run.patiently(lambda: run.coordinator.ledger_get(STATISTICS, key))
+    last: dict[str, Any] | None = None if known is None else dict(known.output)
+    if last is not None and last["snapshot"] == snapshot.digest:  # validated anew
+        last = last["before"]
+    drift: dict[str, float] = {}
+    if last is not None:
+        drift = {name: round(by, 4) for name, by in drift_of(last["columns"], columns).items()}
+        _judge(run, drift, str(last["snapshot"]), snapshot)
+    kept = last and {name: last[name] for name in ("snapshot", "columns")}
+    output: dict[str, Any] = {"snapshot": snapshot.digest, "columns": columns, "before": kept}
+    record = StageRecord(
+        stage=STATISTICS,
+        input_digest=key,
+        output=output,
+        output_digest=digest_of(output),
+        run_id=run.run_id,
+        seconds=0.0,
+        finished_at=time.time(),
+    )
+    run.patiently(lambda: run.coordinator.ledger_put(record))
+    return drift
+
+
+def _judge(run: Run, drift: dict[str, float], before: str, snapshot: Snapshot) -> None:
+    """Note columns that moved, or raise DataRejected where one moved above the profile's limit."""
+    limit = run.runtime.profile.data.max_drift
+    said = ", ".join(
+        f"{name} by {by:.0%}" for name, by in drift.items() if by > (limit or NOTED_DRIFT)
+    )
+    if said and limit:
+        raise DataRejected(
+            "the data moved too far since the last snapshot of this source",
+            got=said,
+            wanted=f"at most {limit:.0%} (data.max_drift)",
+            where=f"snapshot {snapshot.digest[:16]}, after {before[:16]}",
+            do="Look at the data; if they are right, raise data.max_drift.",
+        )
+    if said:
+        run.note(f"data moved since snapshot {before[:12]}: {said}")
 
 
 @stage("publish-base-model")
@@ -176,6 +259,26 @@ def reading_for(run: Run, base: dict[str, Any]) -> dict[str, str] | None:
 def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
     """Return what stages need to know of the snapshot at ``url``: its url, digest and sizes."""
     return _reference(load_snapshot(url, run.store))
+
+
+def permitted_snapshot(
+    run: Run, url: str, purpose: str, users: Collection[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return ``snapshot_reference`` of the snapshot at ``url`` where one of ``users`` (team,
+    project) may use it for ``purpose`` ("": the profile's), by the coordinator's table of purposes.
+
+    Raises AccessDenied, or InvalidSnapshot for another label or project where there is no table.
+    """
+    data, snapshot = run.runtime.profile.data, load_snapshot(url, run.store)
+    require_permitted(
+        run.patiently(run.coordinator.data_purposes),
+        snapshot,
+        purpose or data.purpose,
+        users,
+        own_project=data.project,
+        now=time.time(),
+    )
+    return _reference(snapshot)
 
 
 def data_settings(settings: DataSettings, changes: dict[str, Any] | None) -> DataSettings:
@@ -260,6 +363,8 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "bytes": snapshot.record.total_bytes,
         "tokens": snapshot.tokens,
         "format": snapshot.record.format or "text",
+        "label": snapshot.purpose,
+        "project": snapshot.project,
         "skipped": snapshot.record.skipped,
         "skipped_examples": list(snapshot.record.skipped_examples[:SKIPPED_NAMED]),
         "duplicates": snapshot.record.duplicates,

@@ -45,9 +45,11 @@ def train(
     labels: str = "true",
     continue_from: str | None = None,
     code_ref: str = "",
+    purpose: str = "",
 ) -> Trained:
     """Fine-tune ``manifest``'s model on ``snapshot`` as the profile says, but for the settings in
     ``own``. Resumes the newest healthy checkpoint where the same job was interrupted.
+    ``purpose`` is what the data are used for, which the caller has checked; "": the profile's.
     ``continue_from`` is the id of a finished job to go on from, with the settings that it had but
     for ``own``: more steps, or another learning rate. ``code_ref`` is the training's own code.
     What is not in the ledger waits for its job to be admitted, where the flow has one.
@@ -61,6 +63,8 @@ def train(
     profile = with_job_settings(profile, own)
     if code_ref:
         profile = _with_code(profile, code_ref)
+    purpose = purpose or run.runtime.profile.data.purpose
+    label, project = snapshot["label"], snapshot["project"]
     known = run.trainers(nodes)
     settings, _ = place_ranks(profile.training, known)  # raises where no admission would help
     inputs = {
@@ -72,6 +76,8 @@ def train(
     }
     if (task := _task_size(run, manifest, profile)) is not None:
         inputs["task"] = task.model_dump(mode="json")
+    if purpose != label:  # otherwise the snapshot's digest covers it
+        inputs["purpose"] = purpose
     job = TrainJob(
         job_id="job",
         run_id=run.run_id,
@@ -80,8 +86,9 @@ def train(
         manifest_digest=manifest.digest,
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
-        purpose=profile.data.purpose,
-        data=profile.data,
+        purpose=purpose,
+        data_label=None if label == purpose else label,
+        data=profile.data.model_copy(update={"project": project, "expectations": ""}),
         checkpoint_url=run.runtime.checkpoints_url,
         settings=settings,
         labels="shuffled" if labels == "shuffled" else "true",

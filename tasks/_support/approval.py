@@ -1,4 +1,7 @@
-"""A person's approval of a promotion: requested, awaited by a suspended flow, and looked up.
+"""What a promotion needs a person for: a review of bad data that were passed over, and an approval.
+
+A training that passed bad data over needs a job of it that was accepted (`paceline jobs review`).
+An approval is requested, awaited by a suspended flow, and looked up.
 
 A promotion whose policy demands approval ends as AwaitingApproval; a flow run of approve-promotion
 then waits, suspended, and holds no process. The decision is what the coordinator recorded for the
@@ -8,6 +11,7 @@ owner of a token (``POST /approvals/RUN``); the answer in Prefect's form only en
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any, Literal
 from uuid import UUID
 
@@ -26,10 +30,15 @@ from paceline.schemas import (
     Approval,
     ApprovalRequest,
     Evidence,
+    JobState,
     StageRecord,
+    TrainingJob,
+    TrainResult,
     digest_of,
 )
+from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run
+from paceline.tasks.prepare import permitted_snapshot
 
 FLOW = "approve-promotion"
 MAX_ANSWERS = 1000  # in Prefect's form, without a decision by a token
@@ -41,6 +50,67 @@ class Decision(RunInput):
 
     decision: Literal["approve", "reject"]
     reason: str = Field(default="", max_length=500)
+
+
+def require_reviewed(run: Run, digest: str, training: TrainResult) -> tuple[str, ...]:
+    """Return who accepted the bad data that ``training``, recorded under ``digest``, and those that
+    it went on from passed over; the newest decision on a training counts.
+
+    Raises GateRefused for a rejected one, and for one that passed bad data over without a review.
+    """
+    accepted = []
+    while True:
+        if (line := _accepted(run, digest, training)) is not None:
+            accepted.append(line)
+        if training.continues is None:
+            return tuple(accepted)
+        digest = sealed.resolve(run, training.continues, "training")
+        training = sealed.find(run, digest, "training", TrainResult)
+
+
+def _accepted(run: Run, digest: str, training: TrainResult) -> str | None:
+    jobs = _jobs_of(run, digest)
+    where = f"training {training.job_id}"
+    decided = [(each.decision, each) for each in jobs if each.decision is not None]
+    if decided:
+        decision, job = max(decided, key=lambda each: each[0].at)
+        if decision.state is not JobState.SUCCEEDED:
+            raise GateRefused(
+                "the training was rejected: it passed bad data over",
+                got=f"{training.passed_over}; {decision.reason}",
+                where=f"{where}, job {job.job_id}",
+                do="Train on data without them.",
+            )
+        return f"{job.job_id}: {training.passed_over}, {decision.reason}"
+    waiting = [each.job_id for each in jobs if each.state is JobState.NEEDS_REVIEW]
+    if not training.passed_over and not waiting:
+        return None
+    ends = [each.job_id for each in jobs if not each.state.is_final]  # its flow still runs
+    review = [f"paceline jobs review {each}" for each in (*waiting, *ends)[:1]]
+    raise GateRefused(
+        "the training passed bad data over, and no review accepted that",
+        got=training.passed_over or "a job that needs review",
+        wanted="an accepted review of its job",
+        where=where,
+        do=f"With a token of scope approve: {review[0]}"
+        if review
+        else "Submit it as a job (`paceline jobs submit`): it finds this training, for a review.",
+    )
+
+
+def require_still_permitted(run: Run, digest: str, training: TrainResult) -> None:
+    """Raise AccessDenied where the table of purposes does not allow (any more) what ``training``
+    used its data for; without a table the training itself has checked it."""
+    if run.patiently(run.coordinator.data_purposes):
+        users = {(each.spec.team, each.spec.project) for each in _jobs_of(run, digest)}
+        url = training.snapshot_url or ""
+        permitted_snapshot(run, url, training.purpose or "", users or {("default", "")})
+
+
+def _jobs_of(run: Run, digest: str) -> list[TrainingJob]:
+    """Return the newest jobs of the training that is recorded under ``digest``."""
+    found = run.patiently(lambda: run.coordinator.jobs(training=digest))
+    return [run.patiently(partial(run.coordinator.job, each.job_id)).job for each in found.jobs]
 
 
 def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:

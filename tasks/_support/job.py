@@ -26,8 +26,8 @@ from paceline.schemas import (
     JobState,
     RankEvent,
     SubmitJob,
+    Trained,
     TrainingJob,
-    TrainResult,
 )
 from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.run import Run
@@ -50,6 +50,7 @@ class JobLink:
         self._run, self._spec = run, spec
         self.job_id = job_id
         self.placement: JobPlacement | None = None  # that the queue has reserved
+        self.user = spec.team or "default", spec.project  # for whom it trains: team, project
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -100,6 +101,7 @@ class JobLink:
             job = self._run.patiently(self._call)
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
                 self.placement = job.placement
+                self.user = job.spec.team, job.spec.project
                 self._begin()
                 return
             if job.state is not JobState.ADMITTED or time.monotonic() > until:
@@ -142,23 +144,16 @@ class JobLink:
                 )
                 self._checkpoints = [*self._checkpoints, made][-8:]
 
-    def finished(self, result: TrainResult) -> None:
+    def finished(self, result: Trained) -> None:
         """Take in the training's result, found or made."""
-        counts = [
-            f"{len(found)} {word}"
-            for found, word in (
-                (result.quarantined_shards, "shards or samples"),
-                (result.skipped_batches, "batches"),
-            )
-            if found
-        ]
         with self._lock:
             figures = {"tokens_per_second": result.tokens_per_second} | result.held_out
             if result.final_loss is not None:
                 figures["loss"] = result.final_loss
             self._facts |= {
                 "training_id": result.job_id,
-                "review": f"passed over: {', '.join(counts)}" if counts else "",
+                "training_digest": result.training_digest,
+                "review": f"passed over: {result.passed_over}" if result.passed_over else "",
                 "step": result.steps,
                 "steps": result.steps,
                 "metrics": self._facts.get("metrics", {}) | figures,

@@ -13,11 +13,12 @@ from paceline.data import (
     ShardCache,
     Snapshot,
     build_snapshot,
+    drift_of,
     read_table,
     require_valid,
     validate_snapshot,
 )
-from paceline.errors import DataRejected, InvalidSnapshot
+from paceline.errors import DataRejected, InvalidInput, InvalidSnapshot
 from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import Rows, as_tokens, replant
 
@@ -168,3 +169,69 @@ def test_the_wrong_purpose_is_refused_before_anything_is_read(
     with pytest.raises(InvalidSnapshot, match="another purpose"):
         validate_snapshot(snapshot, store, tmp_path / "c", purpose="medical")
     assert not (tmp_path / "c").exists()
+
+
+OWN = """
+all:
+  - expect_column_values_to_not_be_null: {column: key}
+text:
+  - expect_column_values_to_be_between: {column: n_tokens, min_value: 1000, mostly: 0.9}
+conversations:
+  - expect_column_values_to_be_between: {column: n_tokens, max_value: 1}
+"""
+
+
+def test_expectations_of_ones_own_apply_to_their_kind_of_snapshot(
+    snapshot: Snapshot, store: ObjectStore, tmp_path: Path
+) -> None:
+    report = validate_snapshot(snapshot, store, tmp_path, expectations=OWN)
+    own = {each["name"]: each["passed"] for each in report.checks if "expect_" in each["name"]}
+    assert own == {
+        "all 1: expect_column_values_to_not_be_null key": True,
+        "text 1: expect_column_values_to_be_between n_tokens": False,
+    }
+    with pytest.raises(DataRejected, match=r"text 1: expect_.*rows differ"):
+        require_valid(report)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("text: [", "not YAML"),
+        ("- expect_x", "not a list a kind"),
+        ("audio: []", "got audio"),
+        ("text: 3", "not a list a kind"),
+        ("text: [expect_x]", "one name"),
+        ("text: [{expect_nothing: {}}]", "expect_nothing not found"),
+        ("pairs: [{expect_nothing: {}}]", "pairs 1"),
+        ("text: [{expect_column_values_to_be_unique: {column: body}}]", "no such column"),
+        ("text: [{expect_column_values_to_be_unique: {}}]", "field required"),
+        ("text: [{expect_column_values_to_be_unique: {column: key, mist: 1}}]", "not permitted"),
+        (
+            "text: [{expect_column_values_to_be_unique: {column: key, row_condition: '@x()'}}]",
+            "no conditions",
+        ),
+    ],
+)
+def test_a_bad_expectation_is_one_line_before_a_sample_is_read(
+    snapshot: Snapshot, tmp_path: Path, text: str, said: str
+) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        validate_snapshot(snapshot, None, tmp_path, expectations=text)  # type: ignore[arg-type]
+    line = refused.value.one_line()
+    assert said in line and "data.expectations" in line and "\n" not in line
+
+
+def test_drift_is_of_means_and_lengths(
+    snapshot: Snapshot, texts: Path, url: str, settings: DataSettings, store: ObjectStore,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    before = validate_snapshot(snapshot, store, tmp_path).columns
+    assert drift_of(before, before) == {"tokens": 0.0}
+    for each in texts.iterdir():
+        each.write_text(each.read_text() * 3)
+    longer = build_snapshot(str(texts), url, settings, store)
+    (moved,) = drift_of(before, validate_snapshot(longer, store, tmp_path).columns).values()
+    assert moved == pytest.approx(2.0, abs=0.01)
+    assert drift_of(before, [before[0] | {"column": "other"}]) == {"tokens": 1.0, "other": 1.0}
+    assert drift_of(before, [before[0] | {"mean": None}]) == {"tokens": 1.0}

@@ -4,13 +4,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from paceline.config import DataSettings
-from paceline.errors import InvalidInput
+from paceline.config import DataSettings, Profile
+from paceline.errors import DataRejected, InvalidInput
+from paceline.schemas import StageRecord
 from paceline.storage import DiskStore
+from paceline.tasks import prepare
 from paceline.tasks.prepare import data_settings, fingerprint
+from tests.security.test_a_forged_report_is_refused import Bucket, run_of
+
+
+class Ledger:
+    """A coordinator's ledger in memory; a newer record replaces the older."""
+
+    def __init__(self) -> None:
+        self.records: dict[tuple[str, str], StageRecord] = {}
+
+    def ledger_get(self, stage: str, key: str) -> StageRecord | None:
+        return self.records.get((stage, key))
+
+    def ledger_put(self, record: StageRecord) -> None:
+        self.records[record.stage, record.input_digest] = record
 
 
 def test_a_reading_changes_the_profiles_settings_and_bad_ones_are_named() -> None:
@@ -42,3 +60,44 @@ def test_the_sign_of_change_covers_features_and_tokenizer(tmp_path: Path) -> Non
         after = sign()
         assert after != before, each.name
         before = after
+
+
+def test_drift_is_noted_or_refused_and_the_last_good_snapshot_is_the_measure() -> None:
+    def columns(mean: float) -> list[dict[str, Any]]:
+        found = {"kind": "bytes", "mean_length": 10.0, "least": 0.0, "greatest": 100.0}
+        return [{"column": "tokens", "mean": mean, **found}]
+
+    def compare(digest: str, mean: float) -> dict[str, float]:
+        record = SimpleNamespace(source="s3://b/x", project="p", purpose="t", format="text")
+        snapshot: Any = SimpleNamespace(digest=digest * 64, record=record)
+        return prepare._compare(run, snapshot, columns(mean))
+
+    run = run_of(Bucket())
+    run.__dict__["coordinator"] = Ledger()
+    run.patiently = lambda call, *_: call()  # type: ignore[method-assign,assignment]
+    assert compare("a", 50) == {}, "there is none before"
+    assert compare("b", 52) == {"tokens": 0.02}
+    assert run.summary.notes == []
+    assert compare("c", 82) == {"tokens": 0.3}
+    assert compare("c", 82) == {"tokens": 0.3}, "the same again has the same one before it"
+    assert run.summary.notes == ["data moved since snapshot bbbbbbbbbbbb: tokens by 30%"] * 2
+    profile = Profile.model_validate({"data": {"max_drift": 0.2}})
+    run.runtime = run.runtime.model_copy(update={"profile": profile})
+    for _ in range(2):
+        with pytest.raises(DataRejected, match=r"tokens by 60%.*at most 20%.*after cccc"):
+            compare("d", 22)
+    assert compare("e", 80) == {"tokens": 0.02}
+
+
+def test_expectations_are_a_file_or_the_yaml_itself(tmp_path: Path) -> None:
+    run = run_of(Bucket())
+    file = tmp_path / "own.yaml"
+    file.write_text("all: []\n")
+    for named, text in ((str(file), "all: []\n"), ("all: []", "all: []"), ("", "")):
+        profile = Profile.model_validate({"data": {"expectations": named}})
+        run.runtime = run.runtime.model_copy(update={"profile": profile})
+        assert prepare.own_expectations_text(run) == text
+    profile = Profile.model_validate({"data": {"expectations": str(tmp_path / "gone.yaml")}})
+    run.runtime = run.runtime.model_copy(update={"profile": profile})
+    with pytest.raises(InvalidInput, match=r"cannot be read.*data\.expectations"):
+        prepare.own_expectations_text(run)

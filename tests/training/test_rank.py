@@ -132,6 +132,8 @@ def test_divergence_stops_with_a_reason_and_leaves_the_last_checkpoint(camp: Cam
 def test_another_purpose_is_refused_by_the_rank_too(camp: Camp) -> None:
     with pytest.raises(InvalidSnapshot, match="another purpose"):
         camp.run_alone(camp.job("purpose", purpose="advertising"))
+    allowed = camp.job("allowed", purpose="advertising", data_label="tests", steps=1)
+    assert camp.run_alone(allowed)[0] == 0, "the table of purposes allows this label for it"
 
 
 def test_another_snapshot_than_the_jobs_is_refused(camp: Camp) -> None:

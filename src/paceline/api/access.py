@@ -1,4 +1,4 @@
-"""REST routes for tokens, for joining the fleet, and for the audit history.
+"""REST routes for tokens, joining the fleet, the audit history, and the table of purposes.
 
 A node becomes a worker when it receives a certificate and a token, in exchange for a join token or
 for its current certificate and token. The certificate carries the worker id that the token is bound
@@ -19,6 +19,7 @@ from typing import Annotated
 from fastapi import APIRouter, Path as PathParameter, Query, Response
 
 from paceline.api.middleware import Authenticator
+from paceline.api.routes import PURPOSES
 from paceline.config import Profile, Runtime, read_certificate
 from paceline.coordinator import (
     Coordinator,
@@ -29,7 +30,14 @@ from paceline.coordinator import (
 )
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
 from paceline.coordinator.stores import EventQuery
-from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable, StorageFailed
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    InvalidInput,
+    NotFound,
+    ServiceUnavailable,
+    StorageFailed,
+)
 from paceline.relay import endorse, trusted_set
 from paceline.relay.transport import (
     Authority,
@@ -41,6 +49,8 @@ from paceline.relay.transport import (
     requested_key,
 )
 from paceline.schemas import (
+    RULE_ID,
+    AllowPurpose,
     CreatedToken,
     CreateJoinToken,
     CreateToken,
@@ -48,10 +58,13 @@ from paceline.schemas import (
     EventName,
     JoinWorker,
     Name,
+    PurposeList,
+    PurposeRule,
     Success,
     TokenList,
     TokenView,
     WorkerIdentity,
+    digest_of,
 )
 
 log = logging.getLogger(__name__)
@@ -324,5 +337,57 @@ def make_access_router(
     def get_authority() -> Response:
         """Return the authority's certificate, which is public."""
         return Response(admission.ca_pem(), media_type="application/x-pem-file")
+
+    return router
+
+
+MOST_RULES = 1000
+RuleId = Annotated[str, PathParameter(pattern=RULE_ID)]
+
+
+def make_purpose_router(coordinator: Coordinator) -> APIRouter:
+    """Return the routes for the table of what data may be used for."""
+    router = APIRouter(tags=["access"])
+
+    @router.get(PURPOSES)
+    def list_purposes() -> PurposeList:
+        """List every rule, oldest first, those that ended included."""
+        return PurposeList(rules=tuple(coordinator.purposes()))
+
+    @router.post(PURPOSES, status_code=201)
+    def allow_purpose(call: AllowPurpose) -> PurposeRule:
+        """Allow data to be used for a purpose; the same again renews the rule."""
+        at, rules = coordinator.now(), coordinator.purposes()
+        what = {name: getattr(call, name) for name in ("purpose", "data", "teams", "projects")}
+        rule = PurposeRule(
+            rule_id=f"dp-{digest_of(what)[:12]}",
+            **what,
+            reason=call.reason,
+            approver=current_caller().name,
+            allowed_at=at,
+            expires_at=None if call.ttl_seconds is None else at + call.ttl_seconds,
+        )
+        others = [each for each in rules if each.rule_id != rule.rule_id]
+        dropped = [each.rule_id for each in others if not each.is_in_force(at)]
+        excess = len(others) + 1 - MOST_RULES
+        if excess > len(dropped):
+            raise Conflict(
+                "there are too many rules in force",
+                got=len(others),
+                wanted=f"fewer than {MOST_RULES}",
+                do="Revoke some: `paceline data purposes revoke`.",
+            )
+        return coordinator.save_purpose(rule, dropped[: max(0, excess)])
+
+    @router.delete(f"{PURPOSES}/{{rule_id}}")
+    def revoke_purpose(rule_id: RuleId) -> PurposeRule:
+        """End a rule: jobs that rest on it are refused when they begin, and at promotion."""
+        known = {each.rule_id: each for each in coordinator.purposes()}
+        if (rule := known.get(rule_id)) is None:
+            raise NotFound("no such rule", got=rule_id, do="See `paceline data purposes list`.")
+        if rule.revoked_at is not None:
+            return rule
+        ended = {"revoked_at": coordinator.now(), "revoked_by": current_caller().name}
+        return coordinator.save_purpose(rule.model_copy(update=ended))
 
     return router

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from starlette.concurrency import run_in_threadpool
 
 from paceline import __version__
-from paceline.api.access import IdentityIssuer, make_access_router
+from paceline.api.access import IdentityIssuer, make_access_router, make_purpose_router
 from paceline.api.audit_writer import AuditWriter
 from paceline.api.deployments import make_router
 from paceline.api.flow_runs import make_flow_router
@@ -108,6 +108,7 @@ def create_app(
     app.include_router(make_router(runtime, coordinator, admission.is_outdated))
     add_observation(app, coordinator, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
+    app.include_router(make_purpose_router(coordinator))
     app.include_router(make_flow_router(runtime, coordinator, flows))
     app.include_router(make_job_router(runtime, coordinator, jobs, flows))
     add_problem_handlers(app)

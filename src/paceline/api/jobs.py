@@ -33,6 +33,7 @@ from paceline.jobs import (
     hosts_of,
     quotas_of,
     require_open,
+    require_permitted,
     why_never,
 )
 from paceline.relay import allowed_source, fetch_allowed_manifest
@@ -133,16 +134,19 @@ def _add_reading(
         state: Annotated[list[JobState], Query()] = [],  # noqa: B006 (FastAPI copies it)
         team: Annotated[str, Query(max_length=63)] = "",
         project: Annotated[str, Query(max_length=100)] = "",
+        training: Annotated[str, Query(max_length=128)] = "",
         offset: Annotated[int, Query(ge=0, le=10**6)] = 0,
         limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 100,
     ) -> JobList:
-        """List jobs, the newest first: of these states, this team and this project."""
+        """List jobs, the newest first: of these states, this team, this project, and this training
+        (job-…, or the digest of its recorded result)."""
         found = [
             each
             for each in reversed(table.jobs())
             if (not state or each.state in state)
             and team in ("", each.spec.team)
             and project in ("", each.spec.project)
+            and training in ("", *_trainings(each))
         ]
         page = found[offset : offset + limit]
         brief = [each.model_copy(update={"history": (), "report": None}) for each in page]
@@ -167,6 +171,10 @@ def _add_reading(
         found = flows.view(job.flow_run_id, after)
         over = found.state in ENDED and not found.lines
         return JobLog(lines=found.lines, after=after + len(found.lines), is_over=over)
+
+
+def _trainings(job: TrainingJob) -> tuple[str | None, ...]:
+    return (job.report.training_id, job.report.training_digest) if job.report else ()
 
 
 def _add_changing(
@@ -311,7 +319,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             do="Make one: `paceline snapshot s3://…` prints its URL.",
         )
     allowed_source(spec.data_snapshot, runtime)
-    _require_snapshot(spec.data_snapshot, runtime)
+    _require_snapshot(spec, runtime, coordinator)
     try:
         fetch_allowed_manifest(f"{runtime.models_url}/{spec.model_id}/{spec.version}", runtime)
     except SourceMissing as error:
@@ -352,18 +360,27 @@ def _require_room(job: TrainingJob, profile: Profile, coordinator: Coordinator) 
         )
 
 
-def _require_snapshot(url: str, runtime: Runtime) -> None:
-    """Raise NotFound for a snapshot that is not there; where its package is not installed the flow
-    checks it."""
+def _require_snapshot(spec: SubmitJob, runtime: Runtime, coordinator: Coordinator) -> None:
+    """Raise SourceMissing for a snapshot that is not there, AccessDenied or InvalidSnapshot for one
+    that may not be used so; where its package is not installed the flow checks it."""
     from paceline.storage import ObjectStore
 
     try:
         from paceline.data import load_snapshot
     except ImportError:
         return
+    data, url = runtime.profile.data, spec.data_snapshot
     try:
-        load_snapshot(url, ObjectStore.from_runtime(runtime))
+        snapshot = load_snapshot(url, ObjectStore.from_runtime(runtime))
     except SourceMissing as error:
         raise SourceMissing(
             "no such data snapshot", got=url, do="`paceline snapshot` prints a snapshot's URL."
         ) from error
+    require_permitted(
+        coordinator.purposes(),
+        snapshot,
+        spec.purpose or data.purpose,
+        [(spec.team, spec.project)],
+        own_project=data.project,
+        now=time.time(),
+    )

@@ -44,6 +44,7 @@ WORKER = Route(scopes=(Scope.WORKER,), bucket="beats")
 ONE = "/deployments/{deployment_id}"
 STAGE = "/ledger/{stage}/{input_digest}"
 JOBS = "/v1/training-jobs"
+PURPOSES = "/v1/data-purposes"
 JOB = f"{JOBS}/{{job_id}}"
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/deployments"): DEPLOY,
@@ -90,6 +91,9 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", f"{JOB}/report"): Route(scopes=(Scope.LEDGER,), bucket="beats"),
     ("GET", f"{JOB}/events"): READ,
     ("GET", f"{JOB}/logs"): READ,
+    ("GET", PURPOSES): READ,
+    ("POST", PURPOSES): ADMIN_CHANGE,
+    ("DELETE", f"{PURPOSES}/{{rule_id}}"): ADMIN_CHANGE,
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.

@@ -36,6 +36,7 @@ COMMANDS: dict[str, Target] = {
     "rollback": ("flows", "rollback", "Put the previous champion back, everywhere."),
     "generate": ("training.generate", "generate", "Generate text from a model, to look at it."),
     "snapshot": ("flows", "snapshot", "Make a data snapshot: text, JSONL, Parquet or tar."),
+    "purposes": ("training.purposes", "purposes", "What data may be used for, and by whom."),
     "train": ("training.command", "train", "Train here, or fine-tune what an installation holds."),
     "checkpoints": (
         "training.checkpoints",
@@ -79,7 +80,7 @@ GROUPS: dict[str, tuple[str, str]] = {
         "Publish models; judge, promote and roll back their versions.",
         "publish verify evaluate promote approve rollback generate",
     ),
-    "data": ("Make the snapshots that trainings learn from.", "snapshot"),
+    "data": ("Make snapshots of data; say what they may be used for.", "snapshot purposes"),
     "training": (
         "Train here or on the nodes; checkpoints; reproduce a run.",
         "jobs sweep local start checkpoints reproduce cost",
@@ -118,6 +119,10 @@ EXAMPLES = {  # where more is typed than the command's words
     "model rollback": "model rollback org/name",
     "generate": "generate models:/org/name@champion 'def main():' --max-tokens 40",
     "snapshot": "snapshot s3://bucket/texts --format jsonl --text-field body",
+    "purposes allow": "purposes allow speech-research --data s3://bucket/data/snapshots/DIGEST \\\n"
+    "    --team nlp --ttl 90d --reason 'agreed with the owner'",
+    "purposes list": "purposes list",
+    "purposes revoke": "purposes revoke dp-4f1c",
     "train": "train --text ./texts --ranks 2\n"
     "train org/name 1 --snapshot s3://bucket/data/DIGEST --ranks 8",
     "training local": "training local --text ./texts --ranks 2",

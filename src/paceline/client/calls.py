@@ -15,6 +15,7 @@ from paceline.config import Runtime
 from paceline.errors import Conflict, NotFound, TemporaryError, WorkerLost
 from paceline.schemas import (
     AdoptJob,
+    AllowPurpose,
     ApprovalList,
     ApprovalRequest,
     ApprovalShown,
@@ -39,6 +40,8 @@ from paceline.schemas import (
     JobView,
     JoinWorker,
     Plan,
+    PurposeList,
+    PurposeRule,
     Registered,
     RegisterWorker,
     ReviewJob,
@@ -63,6 +66,7 @@ from paceline.schemas import (
 from paceline.text import shortened
 
 JOBS = "/v1/training-jobs"
+PURPOSES = "/v1/data-purposes"
 POLL_S = 0.2
 FLOW_START_S = 30.0  # Prefect answers in its own time
 FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
@@ -256,13 +260,15 @@ class CoordinatorClient(FailoverClient):
         team: str = "",
         project: str = "",
         *,
+        training: str = "",
         offset: int = 0,
         limit: int = 100,
     ) -> JobList:
-        """Return the jobs of these states, this team and this project, the newest first."""
+        """Return the jobs of these states, team, project and training, the newest first."""
         asked: list[tuple[str, object]] = [("offset", offset), ("limit", limit)]
         asked += [("state", each) for each in states]
-        asked += [(k, v) for k, v in (("team", team), ("project", project)) if v]
+        named = {"team": team, "project": project, "training": training}
+        asked += [(key, value) for key, value in named.items() if value]
         return self._call(JobList, "GET", f"{JOBS}?{urlencode(asked)}")
 
     def job(self, job_id: str) -> JobView:
@@ -276,6 +282,10 @@ class CoordinatorClient(FailoverClient):
     def review_job(self, job_id: str, call: ReviewJob) -> JobView:
         """Accept or reject a job that passed bad data over."""
         return self._call(JobView, "POST", f"{_job_path(job_id)}/review", call)
+
+    def data_purposes(self) -> list[PurposeRule]:
+        """Return the table of what data may be used for, oldest first."""
+        return list(self._call(PurposeList, "GET", PURPOSES).rules)
 
     def job_log(self, job_id: str, after: int = 0) -> JobLog:
         """Return lines of the log of a job's flow, after the first ``after``."""
@@ -352,6 +362,14 @@ class AccessClient(CoordinatorClient):
                 "this worker has no token", got=worker_id, do="See `paceline tokens list`."
             )
         return ended
+
+    def allow_purpose(self, call: AllowPurpose) -> PurposeRule:
+        """Allow data to be used for a purpose."""
+        return self._call(PurposeRule, "POST", PURPOSES, call)
+
+    def revoke_purpose(self, rule_id: str) -> PurposeRule:
+        """End a rule of the table of purposes. Raises NotFound."""
+        return self._call(PurposeRule, "DELETE", f"{PURPOSES}/{quote(rule_id, safe='')}")
 
     def join(self, call: JoinWorker) -> WorkerIdentity:
         """Spend this client's join token and return an identity; repeatable with the same key.

@@ -87,6 +87,11 @@ class DataSettings(Settings):
     held_out_share: float = Field(default=0.1, gt=0, lt=1)
     purpose: str = "language-model-training"
     project: str = "paceline-demo"
+    # expectations of one's own: a YAML file, s3://…, or the YAML itself; "": only the built-in ones
+    expectations: str = Field(default="", max_length=64 * 1024)
+    # the most that a column's statistics may move since the last snapshot of the same source, as a
+    # share; 0: only noted
+    max_drift: float = Field(default=0.0, ge=0)
     seed: int = 0
 
     # windows: one stream of tokens cut every ``context``; packed: whole documents, best fit, masked

@@ -17,6 +17,7 @@ from paceline.coordinator.state import (
     Effect,
     EmitEvent,
     SaveDeployment,
+    SavePurpose,
     SaveToken,
     SaveWorker,
 )
@@ -102,6 +103,10 @@ def audit_event(
                 on.setdefault("worker_id", worker.worker_id)
             case SaveToken(token):
                 on["token_id"] = token.token_id  # the last one is the one that was issued
+            case SavePurpose(rule):
+                on |= {"rule_id": rule.rule_id, "purpose": rule.purpose, "reason": rule.reason}
+                for key in ("data", "teams", "projects"):
+                    on[key] = ", ".join(getattr(rule, key))[:MAX_TEXT_CHARS]
     data: dict[str, object] = {
         "who": call.caller.name if call.caller else "",
         "token_id": call.caller.token_id if call.caller else "",

@@ -31,6 +31,7 @@ from paceline.coordinator.state import (
     CoordinatorState,
     Create,
     DropJob,
+    DropPurpose,
     DropStage,
     Effect,
     EmitEvent,
@@ -40,6 +41,7 @@ from paceline.coordinator.state import (
     Rollback,
     SaveJob,
     SavePlan,
+    SavePurpose,
     SaveStage,
     Tick,
 )
@@ -54,6 +56,7 @@ from paceline.schemas import (
     EventList,
     EventName,
     HeartbeatAnswer,
+    PurposeRule,
     StageRecord,
     TrainingJob,
     digest_of,
@@ -339,6 +342,13 @@ class Coordinator:
         with self._lock:
             self._commit(self._require_leading(), [*map(DropJob, dropped), *effects])
 
+    def save_purpose(self, rule: PurposeRule, dropped: Iterable[str] = ()) -> PurposeRule:
+        """Store a rule of the table of purposes, and delete those with the ids ``dropped``."""
+        effects = with_audit_event([SavePurpose(rule)], self._wall())
+        with self._lock:
+            self._commit(self._require_leading(), [*map(DropPurpose, dropped), *effects])
+        return rule
+
     def _ledger_book(self) -> tuple[Term, LedgerIndex]:
         """Return the ledger's index in this term: read once, and again after an error."""
         with self._lock:
@@ -398,6 +408,10 @@ class Coordinator:
     def jobs(self) -> list[TrainingJob]:
         """Return every training job."""
         return list(self._coordination.jobs())
+
+    def purposes(self) -> list[PurposeRule]:
+        """Return the table of what data may be used for, oldest first."""
+        return sorted(self._coordination.purposes(), key=lambda each: each.allowed_at)
 
     @property
     def tokens(self) -> TokenRegistry:

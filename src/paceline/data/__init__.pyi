@@ -38,7 +38,9 @@ from .tokenizer import (
 )
 from .validation import (
     ValidationReport as ValidationReport,
+    drift_of as drift_of,
     read_table as read_table,
+    require_expectations as require_expectations,
     require_valid as require_valid,
     validate_snapshot as validate_snapshot,
 )

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.data.expectations import own_expectations
 from paceline.data.formats import MAX_SAMPLE_BYTES, Array, ShardSamples, length_of
 from paceline.data.loading import ShardCache
 from paceline.data.snapshot import Shard, Snapshot, assign_splits, in_held_out
@@ -62,14 +63,17 @@ def validate_snapshot(
     purpose: str | None = None,
     project: str | None = None,
     max_quarantined_share: float = MAX_QUARANTINED_SHARE,
+    expectations: str = "",
 ) -> ValidationReport:
     """Return the validation report on ``snapshot``.
 
     Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
     that fails its checks returns a report with ``passed=False`` (``require_valid`` raises on it).
+    ``expectations``: YAML of one's own, as of ``own_expectations``.
     """
 
     started = time.monotonic()
+    own = require_expectations(expectations, snapshot)
     with ShardCache(snapshot, store, cache_dir, purpose=purpose, project=project) as cache:
         table = read_table(snapshot, cache)
     quarantined = table.quarantined
@@ -84,7 +88,7 @@ def validate_snapshot(
         }
     ]
     if len(table):
-        checks += _expectations(table, snapshot)
+        checks += _expectations(table, snapshot, own)
     passed = bool(len(table)) and all(each["passed"] for each in checks)
     report = ValidationReport(
         snapshot_digest=snapshot.digest,
@@ -120,13 +124,29 @@ def require_valid(report: ValidationReport) -> ValidationReport:
     return report
 
 
-def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
+def require_expectations(text: str, snapshot: Snapshot) -> dict[str, Any]:
+    """Return the expectations of one's own on ``snapshot``; raises as ``own_expectations``."""
+    if not text.strip():
+        return {}
+    _import_great_expectations()
+    features = [f"{FEATURE}{each.name}" for each in snapshot.columns if not each.shape]
+    return own_expectations(text, snapshot, [*COLUMNS, *MADE_COLUMNS, *features])
+
+
+def _import_great_expectations() -> Any:
     os.environ["GX_ANALYTICS_ENABLED"] = "false"  # read at import; disables telemetry
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it imports a module that Python 3.11 deprecates
         import great_expectations as gx
-        import great_expectations.expectations as gxe
+        import great_expectations.expectations
+    return gx
+
+
+def _expectations(table: Table, snapshot: Snapshot, own: dict[str, Any]) -> list[dict[str, Any]]:
     import pandas as pd
+
+    gx = _import_great_expectations()
+    gxe = gx.expectations
 
     record = snapshot.record
     low, high = _share_bounds(record.held_out_share, len(table))
@@ -157,6 +177,7 @@ def _expectations(table: Table, snapshot: Snapshot) -> list[dict[str, Any]]:
     if not table.is_partial:
         rows = gxe.ExpectTableRowCountToEqual(value=record.documents)
         wanted["all samples are there"] = rows
+    wanted |= own
     for name, expectation in wanted.items():
         expectation.meta = {"check": name}
     context = gx.get_context(mode="ephemeral")
@@ -202,6 +223,28 @@ def _got(details: dict[str, Any], exception: Any) -> str:
     return f"could not be checked: {exception}"[:300]
 
 
+def drift_of(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> dict[str, float]:
+    """Return how far each column's statistics moved since an earlier snapshot of the same data.
+
+    The larger of the mean's change, as a share of the earlier range, and the mean length's, as a
+    share of the earlier one. A column that came or went, or has another kind, moved by 1.
+    """
+    old, new = ({each["column"]: each for each in columns} for columns in (before, now))
+    return {name: _moved(old.get(name), new.get(name)) for name in sorted({*old, *new})}
+
+
+def _moved(old: dict[str, Any] | None, new: dict[str, Any] | None) -> float:
+    if old is None or new is None or old["kind"] != new["kind"]:
+        return 1.0
+    if (old["mean"] is None) != (new["mean"] is None):
+        return 1.0
+    length = abs(new["mean_length"] - old["mean_length"]) / max(old["mean_length"], 1.0)
+    if old["mean"] is None:
+        return float(length)
+    span = old["greatest"] - old["least"] or abs(old["mean"]) or 1.0
+    return float(max(abs(new["mean"] - old["mean"]) / span, length))
+
+
 # A snapshot as a table: one row a sample, with only the values that the checks need.
 #
 # Stored by column, so that a row costs about a hundred bytes; of a snapshot with more samples than
@@ -212,6 +255,8 @@ COLUMNS = (
     *("key", "content", "split", "purpose", "length", "length_in_file", "n_tokens", "n_bytes"),
     *("is_text", "is_finite"),
 )
+MADE_COLUMNS = ("split_of_key", "held_out")
+FEATURE = "feature."  # before the name of a feature with one number a sample
 
 
 @dataclass
@@ -221,6 +266,7 @@ class ColumnStatistics:
     column: str
     kind: str
     samples: int = 0
+    mean_length: float = 0.0
     shortest: int = 0
     longest: int = 0
     least: float | None = None  # None without finite numbers
@@ -237,6 +283,7 @@ class ColumnStatistics:
         self.shortest = length if not self.samples else min(self.shortest, length)
         self.longest = max(self.longest, length)
         self.samples += 1
+        self.mean_length += (length - self.mean_length) / self.samples
         finite = np.asarray(array).reshape(-1)
         if finite.dtype.kind == "f":
             finite = finite[np.isfinite(finite)].astype(np.float64)
@@ -276,6 +323,8 @@ def read_table(snapshot: Snapshot, cache: ShardCache, max_rows: int = MAX_ROWS) 
     for column in snapshot.columns:
         axes = "".join(f"[{'any' if each is None else each}]" for each in column.shape)
         table.figures[column.name] = ColumnStatistics(column.name, f"{column.dtype}{axes}")
+        if not column.shape:
+            table.columns[f"{FEATURE}{column.name}"] = []
     shards = snapshot.shards
     step = -(-snapshot.record.documents // max_rows)
     looked_at = [each for number, each in enumerate(shards) if number % step == 0]
@@ -329,6 +378,7 @@ def _add(
                 "n_bytes": n_bytes,
                 "is_text": not has_text or _is_text(samples.text_bytes(i)),
                 "is_finite": finite,
+                **{f"{FEATURE}{k}": v.item() for k, v in features.items() if not v.ndim},
             }
         )
     for name, values in table.columns.items():  # at once: a shard that fails leaves no rows

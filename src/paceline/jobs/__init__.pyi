@@ -17,6 +17,7 @@ from .cost import (
     money as money,
     price_of as price_of,
 )
+from .data_purposes import require_permitted as require_permitted
 from .placement import Gang as Gang, Host as Host, Placement as Placement
 from .preemption import Reservation as Reservation
 from .scheduler import (

@@ -394,6 +394,8 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
         given["code_ref"] = spec.code_ref
     if spec.continue_from:
         given["continue_from"] = spec.continue_from
+    if spec.purpose:
+        given["purpose"] = spec.purpose
     return given
 
 

@@ -1,4 +1,6 @@
 from .access import (
+    RULE_ID as RULE_ID,
+    AllowPurpose as AllowPurpose,
     AuditShown as AuditShown,
     AuthorityShown as AuthorityShown,
     CreatedToken as CreatedToken,
@@ -6,6 +8,9 @@ from .access import (
     CreateToken as CreateToken,
     FleetInitialised as FleetInitialised,
     JoinWorker as JoinWorker,
+    PurposeList as PurposeList,
+    PurposeRule as PurposeRule,
+    PurposesShown as PurposesShown,
     Scope as Scope,
     TokenList as TokenList,
     TokenMade as TokenMade,

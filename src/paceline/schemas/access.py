@@ -12,12 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from paceline.schemas.base import Name, Record, Sha256
+from paceline.schemas.base import Name, Record, Sha256, Text
 from paceline.schemas.events import Event
 
 Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
 
 
+RULE_ID = r"^dp-[0-9a-f]{12}$"
 Team = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
@@ -135,6 +136,58 @@ class CreatedToken(Record):
     token: str
     record: TokenView
     ca_sha256: Sha256 | None = None  # fingerprint of the authority that its owner should expect
+
+
+# The beginning of snapshots' URLs, or the label (``data.purpose``) that snapshots carry.
+DataSelector = Annotated[
+    str, StringConstraints(pattern=r"^((s3|file)://[!-~]+|[A-Za-z0-9][A-Za-z0-9._-]*)$")
+]
+
+
+class AllowPurpose(Record):
+    """Allow data to be used for a purpose; no teams or projects: of any."""
+
+    purpose: Name
+    # (): the snapshots that carry the purpose as their label
+    data: tuple[Annotated[DataSelector, Field(max_length=1000)], ...] = Field((), max_length=100)
+    teams: tuple[Team, ...] = Field(default=(), max_length=100)
+    projects: tuple[Annotated[Text, Field(min_length=1, max_length=100)], ...] = Field(
+        default=(), max_length=100
+    )
+    reason: Text = Field(default="", max_length=500)
+    ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
+
+
+class PurposeRule(Record):
+    """A purpose as allowed by an admin. One that was revoked or has expired allows nothing, and
+    stays in the table.
+    """
+
+    rule_id: Annotated[str, StringConstraints(pattern=RULE_ID)]
+    purpose: Name
+    data: tuple[str, ...]
+    teams: tuple[str, ...]
+    projects: tuple[str, ...]
+    reason: str = ""
+    approver: str  # the name of the admin's token
+    allowed_at: float  # seconds since the Unix epoch, as all times
+    expires_at: float | None = None
+    revoked_at: float | None = None
+    revoked_by: str = ""
+
+    def is_in_force(self, now: float) -> bool:
+        """Return whether it still allows something."""
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+class PurposeList(Record):
+    rules: tuple[PurposeRule, ...]
+
+
+class PurposesShown(PurposeList):
+    """Output of `paceline data purposes list --json`."""
+
+    status: Literal["complete"] = "complete"
 
 
 class JoinWorker(Record):

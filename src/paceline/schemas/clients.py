@@ -34,6 +34,7 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "learning_rate",
             "mesh",
             "settings",
+            "purpose",
         }
     ),
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),

@@ -109,6 +109,8 @@ class SubmitJob(Record):
     name: Text = Field(default="", max_length=100)
     team: Team | Literal[""] = ""  # "": the token's, else "default"
     project: Text = Field(default="", max_length=100)
+    # what the data are used for; "": the profile's data.purpose
+    purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
 
     @model_validator(mode="after")
@@ -170,6 +172,7 @@ class JobReport(Record):
     flow_run_id: Text = Field(default="", max_length=64)
     at: float
     training_id: Annotated[str, StringConstraints(max_length=128)] = ""  # job-…
+    training_digest: Sha256 | None = None  # of its result as recorded
     attempt: int = Field(default=0, ge=0)
     step: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)
@@ -216,6 +219,13 @@ class TrainingJob(Record):
     kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
     report: JobReport | None = None  # the last one that was stored
     history: tuple[JobChange, ...] = ()
+
+    @property
+    def decision(self) -> JobChange | None:
+        """Return the decision of a person on a job that passed bad data over; None: none."""
+        before = self.history[-2:-1]
+        reviewed = self.state.is_final and before and before[0].state is JobState.NEEDS_REVIEW
+        return self.history[-1] if reviewed else None
 
     @property
     def training_key(self) -> str:

@@ -49,6 +49,8 @@ class TrainJob(Record):
     snapshot_url: str
     snapshot_digest: Sha256
     purpose: str
+    # the label of the snapshot, where the table of purposes allows another one; None: the purpose
+    data_label: str | None = Field(default=None, exclude_if=_unset)
     checkpoint_url: str  # s3://bucket/prefix of this job's generations
     settings: TrainingSettings
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
@@ -155,10 +157,21 @@ class TrainResult(Record):
     snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
     base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    purpose: str | None = Field(default=None, exclude_if=_unset)
+    continues: Name | None = Field(default=None, exclude_if=_unset)  # the job that it went on from
     # of the nodes that the job held, by kind; "cpu" counts nodes without. Empty: not recorded
     accelerators: dict[str, int] = Field(default={}, exclude_if=_empty)
     tokens_per_step: float | None = Field(default=None, exclude_if=_unset)  # of the last attempt
     epoch_tokens: int | None = Field(default=None, exclude_if=_unset)  # of the training split
+
+    @property
+    def passed_over(self) -> str:
+        """Return how much bad data the training passed over; "": none."""
+        counts = {
+            "shards or samples": len(self.quarantined_shards),
+            "batches": len(self.skipped_batches),
+        }
+        return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
 
     @property
     def quarantine_lines(self) -> list[str]:
@@ -407,3 +420,5 @@ class Evidence(Record):
     training_snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     training_snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
     approval: Approval | None = Field(default=None, exclude_if=_unset)  # ``approver`` is of it
+    # who accepted the bad data that the training passed over, and in which job
+    reviewed: tuple[str, ...] = Field(default=(), exclude_if=_empty)

@@ -87,13 +87,15 @@ def _without_later_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def training_inputs(job: TrainJob) -> dict[str, str]:
-    """Return the snapshot and base-model fields of ``job``'s result; ``config_digest`` covers them
-    except the URL."""
+def training_inputs(job: TrainJob) -> dict[str, str | None]:
+    """Return the fields of ``job``'s result that say what it learned from, and for what;
+    ``config_digest`` covers them except the URL."""
     return {
         "snapshot_url": job.snapshot_url,
         "snapshot_digest": job.snapshot_digest,
         "base_manifest_digest": job.manifest_digest,
+        "purpose": job.purpose,
+        "continues": None if job.continues is None else job.continues.job_id,
     }
 
 

@@ -69,6 +69,7 @@ def jobs() -> None:
 @click.option("--name", default="")
 @click.option("--team", help="Whose quota it counts against (default: the token's team).")
 @click.option("--project", default="")
+@click.option("--purpose", default="", help="What the data are used for (default: the profile's).")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting.")
 @click.option("--key", "idempotency_key", help="The same key again finds the same job.")

@@ -20,6 +20,7 @@ from paceline.schemas import (
     EventName,
     Heartbeat,
     Plan,
+    PurposeRule,
     Receipt,
     RegisterWorker,
     StageRecord,
@@ -263,6 +264,18 @@ class DropJob:
 
 
 @dataclass(frozen=True, slots=True)
+class SavePurpose:
+    rule: PurposeRule  # replaces an older record of the same rule_id
+
+
+@dataclass(frozen=True, slots=True)
+class DropPurpose:
+    """Delete a rule that has ended long ago."""
+
+    rule_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class DropDeployment:
     """Delete a deployment with its plans, its receipts and its idempotency keys."""
 
@@ -300,6 +313,8 @@ Effect = (
     | DropStage
     | SaveJob
     | DropJob
+    | SavePurpose
+    | DropPurpose
     | DropDeployment
     | EmitEvent
     | Answer

@@ -26,7 +26,7 @@ from paceline.coordinator.stores.rows import (
     unpack,
 )
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.schemas import Event, StageRecord, TrainingJob
+from paceline.schemas import Event, PurposeRule, StageRecord, TrainingJob
 
 MAX_OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
 RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
@@ -133,7 +133,7 @@ class Coordination:
             self._unsure = False
         return loaded
 
-    # --- the ledger of stages, and training jobs -------------------------------------------------
+    # --- the ledger of stages, training jobs, purposes of data ------------------------------------
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
         """Return the record in the ledger of stages, or None."""
@@ -154,6 +154,11 @@ class Coordination:
         """Yield every training job."""
         for _, row in self._scan(*self._layout.below("jobs")):
             yield self._parsed(row, TrainingJob.model_validate_json)
+
+    def purposes(self) -> Iterator[PurposeRule]:
+        """Yield every rule of the table of purposes."""
+        for _, row in self._scan(*self._layout.below("purposes")):
+            yield self._parsed(row, PurposeRule.model_validate_json)
 
     # --- the outbox of events --------------------------------------------------------------------
 

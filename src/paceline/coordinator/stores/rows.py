@@ -8,7 +8,8 @@ Below the installation's prefix::
     meta/shipped           the newest event number that the audit store has
     state/deployments/ID/{record,made,manifest}   state/plans/ID/EPOCH   state/receipts/ID/WORKER
     state/workers/ID       state/tokens/ID       state/keys/DEPLOYMENT/KEY
-    ledger/STAGE/DIGEST    jobs/ID    events/LAST-NUMBER    blobs/DIGEST/PART (etcd)
+    ledger/STAGE/DIGEST    jobs/ID    purposes/ID    events/LAST-NUMBER
+    blobs/DIGEST/PART (etcd)
 
 A short value is plain JSON, a longer one is compressed with zlib. Of a deployment's plans only the
 newest is kept.
@@ -31,6 +32,7 @@ from urllib.parse import quote, unquote
 from paceline.coordinator.state import (
     DropDeployment,
     DropJob,
+    DropPurpose,
     DropStage,
     DropToken,
     DropWorker,
@@ -43,6 +45,7 @@ from paceline.coordinator.state import (
     SaveIdempotencyKey,
     SaveJob,
     SavePlan,
+    SavePurpose,
     SaveReceipt,
     SaveStage,
     SaveToken,
@@ -178,6 +181,10 @@ class KeyLayout:
                     yield self._put(job.model_dump_json(), "jobs", job.job_id)
                 case DropJob(job_id):
                     yield self._gone("jobs", job_id)
+                case SavePurpose(rule):
+                    yield self._put(rule.model_dump_json(), "purposes", rule.rule_id)
+                case DropPurpose(rule_id):
+                    yield self._gone("purposes", rule_id)
                 case DropToken(token_id):
                     yield self._gone("state", "tokens", token_id)
                 case DropWorker(worker_id):

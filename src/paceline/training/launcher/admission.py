@@ -75,7 +75,7 @@ def require_data(job: TrainJob, worker_id: str, snapshot: Snapshot) -> None:
 
     Reasons: a label for another purpose, another tokenizer than the base model's, or no tokens.
     """
-    require_purpose(snapshot, job.purpose, job.data.project)
+    require_purpose(snapshot, job.data_label or job.purpose, job.data.project)
     if job.settings.dpo is not None and job.labels == "shuffled":
         raise InvalidInput("the control run shuffles tokens, not answers", got="training.dpo")
     require_allowed(job.data.transform, load_runtime(job.state_dir).profile.security.code_sources)

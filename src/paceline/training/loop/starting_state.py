@@ -127,7 +127,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
             wanted=job.snapshot_digest,
             where=job.snapshot_url,
         )
-    require_purpose(snapshot, job.purpose, job.data.project)
+    require_purpose(snapshot, job.data_label or job.purpose, job.data.project)
     model, config, workload, pretrained = _load_task(job, runtime, node, snapshot)
     adapters: Adapters | None = None
     if (lora := job.settings.lora) is not None:
@@ -145,7 +145,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
             deadline_s=job.data.transform_deadline_s,
         ),
         max_bad_share=job.data.max_bad_share,
-        purpose=job.purpose,
+        purpose=job.data_label or job.purpose,
         project=job.data.project,
     )
     return RankContext(
