@@ -28,7 +28,9 @@ from .scheduler import (
     quotas_of as quotas_of,
 )
 from .search_space import read_space as read_space
+from .service_levels import JobTotals as JobTotals
 from .states import NEXT as NEXT, changed as changed, require_open as require_open
 from .sweep import Sweep as Sweep, report_sweep as report_sweep, run_sweep as run_sweep
 from .sweep_page import page_of as page_of, trial_row as trial_row
 from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable
+from .usage import recorded as recorded, spent as spent

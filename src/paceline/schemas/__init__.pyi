@@ -115,6 +115,7 @@ from .cost import (
     CostsShown as CostsShown,
     Range as Range,
     TrainingCost as TrainingCost,
+    TrainingCosts as TrainingCosts,
     TrainingUsage as TrainingUsage,
     seconds_by_class as seconds_by_class,
 )
@@ -137,6 +138,7 @@ from .events import (
 )
 from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
+    KEPT_USAGES as KEPT_USAGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
     AdoptJob as AdoptJob,
     JobChange as JobChange,
@@ -148,8 +150,11 @@ from .jobs import (
     JobReport as JobReport,
     JobsShown as JobsShown,
     JobState as JobState,
+    JobUsage as JobUsage,
     JobView as JobView,
+    LossCause as LossCause,
     Resources as Resources,
+    ResumeJob as ResumeJob,
     ReviewJob as ReviewJob,
     SubmitJob as SubmitJob,
     SweepShown as SweepShown,
