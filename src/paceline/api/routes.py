@@ -45,6 +45,7 @@ ONE = "/deployments/{deployment_id}"
 STAGE = "/ledger/{stage}/{input_digest}"
 JOBS = "/v1/training-jobs"
 JOB = f"{JOBS}/{{job_id}}"
+COSTS = "/v1/training-costs"
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/deployments"): DEPLOY,
     ("GET", "/deployments"): READ,
@@ -89,6 +90,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", f"{JOB}/report"): Route(scopes=(Scope.LEDGER,), bucket="beats"),
     ("GET", f"{JOB}/events"): READ,
     ("GET", f"{JOB}/logs"): READ,
+    ("GET", COSTS): READ,
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.

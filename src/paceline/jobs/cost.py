@@ -253,6 +253,15 @@ def estimate(
     )
 
 
+def like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:
+    """Return ``chosen`` and the trainings of its configuration, but for their steps."""
+
+    def what(each: TrainingUsage) -> tuple[object, ...]:
+        return each.model_id, each.accelerators, each.tokens_per_step
+
+    return [chosen, *(e for e in usages if e is not chosen and what(e) == what(chosen))]
+
+
 def _in_steps(seconds: Mapping[str, float]) -> float:
     """Return the seconds that grow with the number of steps."""
     return sum(seconds.get(name, 0.0) for name in ("useful", "data_wait", "checkpoint"))

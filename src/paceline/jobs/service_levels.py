@@ -66,7 +66,7 @@ class JobTotals:
         states: dict[tuple[str, ...], float] = defaultdict(float)
         oldest: dict[tuple[str, ...], float] = defaultdict(float)
         ages: dict[tuple[str, ...], float] = defaultdict(float)
-        taken = set()
+        taken: set[str] = set()
         held = dict(self.counts.held)
         for job in jobs:
             team = self.counts.team(job.spec.team)
