@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import threading
 import time
 import urllib.parse
 import urllib.request
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 import yaml
 from fastapi import FastAPI
 from prometheus_client import start_http_server
@@ -37,6 +35,7 @@ from paceline.schemas import (
 )
 from tests.api.conftest import FakeAgent, creation, make_model
 from tests.deployments.test_monitoring import BOARDS, expressions_of, registry_of_a_rank
+from tests.support.in_process import served
 from tests.support.servers import Server, answers, free_port, program
 
 pytestmark = [pytest.mark.services, pytest.mark.timeout(300)]
@@ -107,20 +106,6 @@ class Fleet:
                 job_id,
                 lambda job, state=state, why=why: changed(job, state, time.time(), cause=why),
             )
-
-
-@contextlib.contextmanager
-def served(app: FastAPI) -> Iterator[str]:
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_config=None))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: server.started, lambda: "the coordinator starts")
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join(30)
 
 
 @contextlib.contextmanager
