@@ -22,7 +22,6 @@ from paceline.config import (
     find_installation,
     load_profile,
     object_access,
-    require_here,
 )
 from paceline.errors import InvalidInput, NotReady
 from paceline.units import link_mbit, size_bytes
@@ -224,20 +223,20 @@ def train(
 def cost(
     state: Path | str | None = None, *, by: By | None = None, profile: str | None = None
 ) -> pd.DataFrame:
-    """Return the installation's trainings as a table, one row each or summed up ``by`` model, job
-    or day: seconds and price by class of time, price in total, a step, 1,000 tokens and an epoch.
+    """Return the installation's trainings and attempts of jobs as a table, one row each or summed
+    up ``by`` model, job, team, project or day: seconds and price by class of time, price in total,
+    a step, 1,000 tokens and an epoch.
 
     Prices are those of [prices] in ``profile`` (default: the installation's). A figure that was not
     recorded, or has no price, is missing, and ``unknown`` says why. Needs the extra flows (pandas).
     """
     import pandas as pd
 
-    from paceline.jobs import cost_of, cost_row, grouped
-    from paceline.registry import Registry
+    from paceline.jobs import cost_of, cost_row, costs_of_installation, grouped
 
-    runtime = require_here(find_installation(None if state is None else Path(state)), "cost")
-    prices = (load_profile(profile) if profile else runtime.profile).prices
-    costs = [cost_of(each, prices) for each in Registry.from_runtime(runtime).trainings()[0]]
+    found = costs_of_installation(find_installation(None if state is None else Path(state)))
+    prices = load_profile(profile).prices if profile else found.prices
+    costs = [cost_of(each, prices) for each in found.usages]
     return pd.DataFrame([cost_row(each) for each in (grouped(costs, by) if by else costs)])
 
 

@@ -42,6 +42,44 @@ KEPT_NOTES = 50
 _RANK_STATES = {"started": "starting", "resumed": "running", "step": "running"}
 
 
+class StepTimes:
+    """Seconds by class of time, and new steps, as rank 0 of one flow run reports its steps."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("useful", "data_wait", "checkpoint", "recovery"), 0.0)
+        self.made_steps = 0
+        self._reached: int | None = None
+        self._attempt: int | None = None
+        self._last_s = self._waited_s = self._stalled_s = 0.0
+
+    def take(self, event: RankEvent, now_s: float) -> None:
+        """Count a step, or the step after which an attempt of the gang goes on."""
+        if event.event == "resumed":
+            self._reached = max(event.step, self._reached or 0)
+        if event.event != "step":
+            return
+        data: dict[str, Any] = event.data
+        waited_s, stalled_s, own_s = (
+            float(data.get(name) or 0.0) for name in ("waited_s", "stalled_s", "step_seconds")
+        )
+        if event.attempt == self._attempt:
+            passed_s = max(0.0, now_s - self._last_s)
+            wait_s = min(passed_s, max(0.0, waited_s - self._waited_s))
+            stall_s = min(passed_s - wait_s, max(0.0, stalled_s - self._stalled_s))
+        else:  # the gang's first step: before it is start, or recovery
+            passed_s, wait_s, stall_s = own_s, 0.0, 0.0
+            if self._attempt is not None:
+                self.seconds["recovery"] += max(0.0, now_s - own_s - self._last_s)
+        reached = event.step - 1 if self._reached is None else self._reached
+        self.made_steps += max(0, event.step - reached)
+        self.seconds["data_wait"] += wait_s
+        self.seconds["checkpoint"] += stall_s
+        again = event.step <= reached  # the gang was restarted before this step was saved
+        self.seconds["recovery" if again else "useful"] += passed_s - wait_s - stall_s
+        self._reached, self._attempt = max(event.step, reached), event.attempt
+        self._last_s, self._waited_s, self._stalled_s = now_s, waited_s, stalled_s
+
+
 class JobLink:
     """The job of one flow run; threads may share it."""
 
@@ -54,6 +92,7 @@ class JobLink:
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
+        self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
         self._checkpoints: list[JobCheckpoint] = []
         self._over = threading.Event()
@@ -129,6 +168,8 @@ class JobLink:
                     {"rank": event.rank, "host": host, "state": state, "last_heartbeat": now}
                 )
             self._facts["attempt"] = event.attempt
+            if event.rank == 0:
+                self._times.take(event, time.monotonic())
             if event.rank == 0 and event.event == "step":
                 figures = {
                     key: float(value)
@@ -193,6 +234,8 @@ class JobLink:
                 {
                     "flow_run_id": self._flow_run_id,
                     "at": time.time(),
+                    "made_steps": self._times.made_steps,
+                    "seconds": dict(self._times.seconds),
                     "checkpoints": tuple(self._checkpoints),
                     "workers": tuple(
                         self._ranks[each] for each in sorted(self._ranks)[:SHOWN_RANKS]

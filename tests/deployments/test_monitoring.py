@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.schemas import DeploymentStatus
-from paceline.telemetry import FleetMetrics
+from paceline.telemetry import FleetMetrics, JobCounts, JobLevels
 from paceline.training.loop import StepReport
 from paceline.training.metrics import AlertChange, Alerts, RankMetrics, Straggler
 from paceline.training.metrics.exporter import _GAUGES
@@ -47,8 +47,8 @@ def labels_of(*pages: bytes) -> dict[str, set[str]]:
     return found
 
 
-def page_of_a_rank() -> bytes:
-    """Return a page with every figure that a rank may show."""
+def registry_of_a_rank() -> CollectorRegistry:
+    """Return a registry with every figure that a rank may show."""
     metrics = RankMetrics({"job_id": "job-1", "rank": "0"}, step_deadline_s=60.0)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(metrics)
@@ -60,7 +60,12 @@ def page_of_a_rank() -> bytes:
         ),
         interval_s=30.0,
     )  # fmt: skip
-    return generate_latest(registry)
+    return registry
+
+
+def page_of_a_rank() -> bytes:
+    """Return a page with every figure that a rank may show."""
+    return generate_latest(registry_of_a_rank())
 
 
 def page_of_a_coordinator() -> bytes:
@@ -69,7 +74,25 @@ def page_of_a_coordinator() -> bytes:
     ended = shot.deployments[0].model_copy(
         update={"deployment_id": "dep-0", "status": DeploymentStatus.COMPLETE, "seconds": 9.0}
     )
-    return FleetMetrics(lambda: replace(shot, deployments=[ended, *shot.deployments])).text()
+    deployments = [ended, *shot.deployments]
+    return FleetMetrics(lambda: replace(shot, deployments=deployments, jobs=levels())).text()
+
+
+def levels() -> JobLevels:
+    """Return every figure of jobs that a leader may show."""
+    counts = JobCounts()
+    counts.team("nlp")
+    counts.waits["nlp", "high"].observe(1.0)
+    counts.first_steps["nlp",].observe(1.0)
+    return JobLevels(
+        counts=counts,
+        held={("nlp",): 1.0},
+        states={("queued", "nlp"): 1.0},
+        oldest_wait_s={("nlp", "high"): 1.0},
+        checkpoint_age_s={("nlp",): 1.0},
+        slots={("cpu",): 2.0},
+        slots_held={("cpu",): 1.0},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +127,9 @@ def unknown(expressions: Iterable[str], exported: Mapping[str, set[str]]) -> lis
 
 
 def test_the_material_is_there() -> None:
-    assert [each.name for each in RULES] == ["relay.rules.yml", "training.rules.yml"]
-    assert [each.name for each in BOARDS] == ["relay.json", "training.json"]
+    names = ["jobs", "relay", "training"]
+    assert [each.name for each in RULES] == [f"{each}.rules.yml" for each in names]
+    assert [each.name for each in BOARDS] == [f"{each}.json" for each in names]
     config = yaml.safe_load((ROOT / "prometheus" / "prometheus.yml").read_text())
     assert sorted(config["rule_files"]) == [each.name for each in RULES]
     jobs = {each["job_name"] for each in config["scrape_configs"]}

@@ -127,7 +127,7 @@ class Queue:
     def lead(self) -> None:
         """Another replica leads: it knows what the store holds, and nothing else."""
         self.store.term = SimpleNamespace(epoch=self.store.term.epoch + 1)
-        self.table = JobTable(self.store)  # type: ignore[arg-type]
+        self.table = JobTable(self.store, lambda: self.now)  # type: ignore[arg-type]
         self.scheduler = JobScheduler(
             self.store,  # type: ignore[arg-type]
             self.table,

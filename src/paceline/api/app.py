@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from paceline import __version__
 from paceline.api.access import IdentityIssuer, make_access_router, make_purpose_router
 from paceline.api.audit_writer import AuditWriter
+from paceline.api.costs import make_cost_router
 from paceline.api.deployments import make_router
 from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
@@ -104,13 +105,14 @@ def create_app(
         redoc_url=None,
         responses=PROBLEM,
     )
-    app.state.coordinator, app.state.replica = coordinator, replica
+    app.state.coordinator, app.state.replica, app.state.jobs = coordinator, replica, jobs
     app.include_router(make_router(runtime, coordinator, admission.is_outdated))
-    add_observation(app, coordinator, url=url, replica_id=replica_id)
+    add_observation(app, coordinator, jobs, runtime.profile, url=url, replica_id=replica_id)
     app.include_router(make_access_router(coordinator, admission, authenticator))
     app.include_router(make_purpose_router(coordinator))
     app.include_router(make_flow_router(runtime, coordinator, flows))
     app.include_router(make_job_router(runtime, coordinator, jobs, flows))
+    app.include_router(make_cost_router(runtime, jobs))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Header, Path as PathParameter, Query
 
 from paceline.api.flow_starter import ENDED, PrefectStarter
 from paceline.api.routes import JOBS
-from paceline.config import Profile, Runtime, with_job_settings
+from paceline.config import PriceSettings, Profile, Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
 from paceline.errors import (
     AccessDenied,
@@ -28,24 +28,30 @@ from paceline.errors import (
 )
 from paceline.jobs import (
     JobTable,
+    budget_reason,
     changed,
+    estimate_like,
     gang_of,
     hosts_of,
     quotas_of,
     require_open,
     require_permitted,
+    spent,
+    training_costs,
     why_never,
 )
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import (
     QUEUED_JOB_ID,
     AdoptJob,
+    CostEstimate,
     JobChange,
     JobList,
     JobLog,
     JobReport,
     JobState,
     JobView,
+    ResumeJob,
     ReviewJob,
     SubmitJob,
     TrainingJob,
@@ -75,6 +81,7 @@ class _Shown:
 
     def __init__(self, runtime: Runtime, table: JobTable, flows: PrefectStarter | None) -> None:
         self._mlflow = runtime.endpoints.mlflow_url
+        self._prices = runtime.profile.prices
         self._table, self.flows = table, flows
 
     def __call__(self, job: TrainingJob) -> JobView:
@@ -86,7 +93,13 @@ class _Shown:
         pages = {"mlflow": self._mlflow} if self._mlflow else {}
         if self.flows is not None and job.flow_run_id:
             pages["prefect"] = self.flows.page_of(job.flow_run_id)
-        return JobView(job=job, same_submission=tuple(same[-20:]), pages=pages)
+        return JobView(
+            job=job,
+            same_submission=tuple(same[-20:]),
+            pages=pages,
+            spent=spent(job, self._prices, time.time()) if job.usage else None,
+            currency=self._prices.currency,
+        )
 
 
 def _add_submitting(
@@ -109,7 +122,8 @@ def _add_submitting(
         job = _new_job(_of_team(call), new_run_id(), key)
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
-        return shown(table.add(job))
+        view = shown(table.add(job))
+        return view.model_copy(update={"estimate": _estimate(job.spec, runtime, table)})
 
     @router.post(f"{JOBS}/adopt", status_code=201)
     def adopt_job(call: AdoptJob) -> JobView:
@@ -184,6 +198,8 @@ def _add_changing(
     table: JobTable,
     shown: _Shown,
 ) -> None:
+    prices = runtime.profile.prices
+
     def change(
         job_id: str, make: Callable[[TrainingJob], TrainingJob], *, of_team: bool = True
     ) -> TrainingJob:
@@ -206,12 +222,18 @@ def _add_changing(
         return shown(change(job_id, make))
 
     @router.post(f"{JOBS}/{{job_id}}/resume")
-    def resume_job(job_id: JobId) -> JobView:
-        """Put a paused job into the queue again; it goes on from its newest checkpoint."""
+    def resume_job(job_id: JobId, call: ResumeJob | None = None) -> JobView:
+        """Put a paused job into the queue again; it goes on from its newest checkpoint. A new
+        budget counts for a job that waits or runs, too."""
+        budget = None if call is None else call.budget
+        _require_prices(budget, prices)
 
         def make(job: TrainingJob) -> TrainingJob:
+            job = job if budget is None else _with_budget(job, budget)
             if job.state.waits or job.state in (JobState.ADMITTED, JobState.STARTING):
                 return job  # a second resume
+            if budget is not None and job.state.holds_hosts:
+                return job
             if job.state is not JobState.PAUSED:
                 raise Conflict(
                     "nothing to resume: the job is not paused",
@@ -220,6 +242,15 @@ def _add_changing(
                     where=job_id,
                 )
             _require_room(job, runtime.profile, coordinator)  # of the kind that it began on
+            is_spent, why = budget_reason(job, prices, time.time())
+            if is_spent:
+                raise Conflict(
+                    "nothing is left of the job's budget",
+                    got=why,
+                    wanted="a higher budget",
+                    where=job_id,
+                    do=f"`paceline jobs resume {job_id} --budget AMOUNT`, 0 for none.",
+                )
             return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
 
         return shown(change(job_id, make))
@@ -269,6 +300,32 @@ def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState
     return changed(job, ending, now, reason, who, wanted=wanted)
 
 
+def _with_budget(job: TrainingJob, budget: float) -> TrainingJob:
+    spec = job.spec.model_copy(update={"budget": budget or None})
+    return job.model_copy(update={"spec": spec, "budget_warned": False})
+
+
+def _require_prices(budget: float | None, prices: PriceSettings) -> None:
+    """Raise InvalidInput for a budget that could not be counted."""
+    if budget and not prices.per_hour:
+        raise InvalidInput(
+            "a budget needs prices",
+            got=f"{budget:g} {prices.currency}",
+            wanted="prices.per_hour in the installation's profile",
+            where="budget",
+        )
+
+
+def _estimate(spec: SubmitJob, runtime: Runtime, table: JobTable) -> CostEstimate | None:
+    """Return what the job would cost by what earlier ones did; None: nothing says it."""
+    profile = runtime.profile
+    if not profile.prices.per_hour:
+        return None
+    settings = with_job_settings(profile, spec.settings).training
+    usages = training_costs(table.jobs(), runtime, time.time()).usages
+    return estimate_like(spec.model_id, settings, profile.prices, usages)
+
+
 def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
     caller, now = current_caller(), time.time()
     seed = digest_of([run_id, now]) if key is None else digest_of([caller.name, key])
@@ -306,6 +363,7 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
     """Raise for a job that could never run here: settings, code, data, model, or its gang."""
     spec, profile = job.spec, runtime.profile
     with_job_settings(profile, spec.settings)
+    _require_prices(spec.budget, profile.prices)
     if spec.code_ref:
         from paceline.training.user_code import parse, require_allowed
 

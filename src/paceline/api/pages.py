@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Query, Response
@@ -10,7 +12,9 @@ from fastapi.responses import HTMLResponse
 
 from paceline.api.event_stream import EventStream, StreamHub
 from paceline.api.routes import ROUTES
+from paceline.config import Profile
 from paceline.coordinator import Coordinator, CoordinatorState
+from paceline.jobs import JobTable, hosts_of
 from paceline.schemas import LeaderView, Problem
 from paceline.telemetry import (
     CONTENT_TYPE,
@@ -27,10 +31,24 @@ STREAM: dict[int | str, dict[str, Any]] = {
 
 
 def add_observation(
-    app: FastAPI, coordinator: Coordinator, *, url: str = "", replica_id: str = ""
+    app: FastAPI,
+    coordinator: Coordinator,
+    jobs: JobTable,
+    profile: Profile,
+    *,
+    url: str = "",
+    replica_id: str = "",
 ) -> None:
     """Add /metrics, /events/stream, /fleet and /docs to ``app``."""
-    metrics = FleetMetrics(lambda: coordinator.read(_snapshot))
+
+    def snapshot() -> Snapshot:
+        shot = coordinator.read(_snapshot)
+        if coordinator.term is None:
+            return shot
+        hosts = hosts_of(shot.workers, profile.training)
+        return replace(shot, jobs=jobs.totals.levels(jobs.jobs(), hosts, time.time()))
+
+    metrics = FleetMetrics(snapshot)
 
     @app.get("/metrics", tags=["observation"], response_class=Response)
     def get_metrics() -> Response:

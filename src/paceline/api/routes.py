@@ -46,6 +46,7 @@ STAGE = "/ledger/{stage}/{input_digest}"
 JOBS = "/v1/training-jobs"
 PURPOSES = "/v1/data-purposes"
 JOB = f"{JOBS}/{{job_id}}"
+COSTS = "/v1/training-costs"
 ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/deployments"): DEPLOY,
     ("GET", "/deployments"): READ,
@@ -94,6 +95,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", PURPOSES): READ,
     ("POST", PURPOSES): ADMIN_CHANGE,
     ("DELETE", f"{PURPOSES}/{{rule_id}}"): ADMIN_CHANGE,
+    ("GET", COSTS): READ,
     ("GET", "/metrics"): READ,
     ("GET", "/openapi.json"): READ,
     # Open: the probes, pages without data that ask for the token, and public files.

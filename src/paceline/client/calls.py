@@ -44,6 +44,7 @@ from paceline.schemas import (
     PurposeRule,
     Registered,
     RegisterWorker,
+    ResumeJob,
     ReviewJob,
     SignedRead,
     SignRead,
@@ -55,6 +56,7 @@ from paceline.schemas import (
     SwitchView,
     TokenList,
     TokenView,
+    TrainingCosts,
     TrainingJob,
     Worker,
     WorkerIdentity,
@@ -67,6 +69,7 @@ from paceline.text import shortened
 
 JOBS = "/v1/training-jobs"
 PURPOSES = "/v1/data-purposes"
+COSTS = "/v1/training-costs"
 POLL_S = 0.2
 FLOW_START_S = 30.0  # Prefect answers in its own time
 FAILOVER_S = 15.0  # default wait for a leader, if there are several replicas
@@ -275,9 +278,21 @@ class CoordinatorClient(FailoverClient):
         """Return a job: its state, metrics, checkpoints, ranks and history."""
         return self._call(JobView, "GET", _job_path(job_id))
 
-    def change_job(self, job_id: str, what: Literal["pause", "resume", "cancel"]) -> JobView:
-        """Pause, resume or cancel a job. Raises Conflict where its state does not allow it."""
-        return self._call(JobView, "POST", f"{_job_path(job_id)}/{what}")
+    def change_job(
+        self,
+        job_id: str,
+        what: Literal["pause", "resume", "cancel"],
+        *,
+        budget: float | None = None,
+    ) -> JobView:
+        """Pause, resume (with a new ``budget``) or cancel a job. Raises Conflict where its state or
+        its budget does not allow it."""
+        body = None if budget is None else ResumeJob(budget=budget)
+        return self._call(JobView, "POST", f"{_job_path(job_id)}/{what}", body)
+
+    def training_costs(self) -> TrainingCosts:
+        """Return what trainings and attempts of jobs used, and the installation's prices."""
+        return self._call(TrainingCosts, "GET", COSTS, timeout_s=FLOW_START_S)
 
     def review_job(self, job_id: str, call: ReviewJob) -> JobView:
         """Accept or reject a job that passed bad data over."""

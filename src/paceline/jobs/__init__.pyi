@@ -13,13 +13,20 @@ from .cost import (
     day_of as day_of,
     estimate as estimate,
     grouped as grouped,
+    held_price as held_price,
     held_text as held_text,
+    like as like,
     money as money,
     price_of as price_of,
 )
 from .data_purposes import require_permitted as require_permitted
 from .placement import Gang as Gang, Host as Host, Placement as Placement
 from .preemption import Reservation as Reservation
+from .recorded_costs import (
+    costs_of_installation as costs_of_installation,
+    estimate_like as estimate_like,
+    training_costs as training_costs,
+)
 from .scheduler import (
     FlowPort as FlowPort,
     JobScheduler as JobScheduler,
@@ -29,7 +36,9 @@ from .scheduler import (
     quotas_of as quotas_of,
 )
 from .search_space import read_space as read_space
+from .service_levels import JobTotals as JobTotals
 from .states import NEXT as NEXT, changed as changed, require_open as require_open
 from .sweep import Sweep as Sweep, report_sweep as report_sweep, run_sweep as run_sweep
 from .sweep_page import page_of as page_of, trial_row as trial_row
 from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable
+from .usage import budget_reason as budget_reason, recorded as recorded, spent as spent

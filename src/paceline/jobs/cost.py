@@ -6,7 +6,7 @@ Pure functions of what was recorded. A figure that was not recorded, or has no p
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from math import prod
 from statistics import mean, median
@@ -25,7 +25,7 @@ from paceline.schemas import (
 )
 from paceline.text import shortened
 
-By = Literal["model", "job", "day"]
+By = Literal["model", "job", "team", "project", "day"]
 HOUR_S = 3600.0
 GB = 1e9
 
@@ -56,7 +56,7 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
     usage = training if isinstance(training, TrainingUsage) else TrainingUsage.of(training)
     hours = usage.seconds / HOUR_S
     hourly, kilowatts = _rates(usage.accelerators, prices)
-    total = _product(hourly, hours)
+    total = held_price(usage.accelerators, usage.seconds, prices)
     per_token = None if total is None or not usage.tokens else total / usage.tokens
     of_second = _product(hourly, 1 / HOUR_S)
     by_class = usage.by_class if of_second is not None else {}
@@ -74,6 +74,16 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
         storage_a_month=_product(usage.checkpoint_bytes, prices.per_gb_month, 1 / GB),
         unknown=tuple(_unknown(usage, prices, kilowatts)),
     )
+
+
+def held_price(
+    accelerators: Mapping[str, int], seconds: float, prices: PriceSettings
+) -> float | None:
+    """Return what it costs to hold ``accelerators`` for ``seconds``; None where one has no price.
+
+    Energy that has a price of its own is in it.
+    """
+    return _product(_rates(accelerators, prices)[0], seconds / HOUR_S)
 
 
 def _product(*factors: float | None) -> float | None:
@@ -110,8 +120,15 @@ def _unknown(usage: TrainingUsage, prices: PriceSettings, kilowatts: float | Non
 
 
 def grouped(costs: Sequence[TrainingCost], by: By) -> list[CostGroup]:
-    """Return the sums of ``costs`` by model, job or day (UTC), dearest first."""
-    names = {"model": lambda each: each.model_id, "job": lambda each: each.job_id, "day": day_of}
+    """Return the sums of ``costs`` by model, job (of the queue, else training), team, project or
+    day (UTC), dearest first."""
+    names: dict[By, Callable[[TrainingCost], str]] = {
+        "model": lambda each: each.model_id,
+        "job": lambda each: each.queued_job_id or each.job_id,
+        "team": lambda each: each.team,
+        "project": lambda each: each.project,
+        "day": day_of,
+    }
     groups: dict[str, list[TrainingCost]] = {}
     for each in costs:
         groups.setdefault(names[by](each) or "not recorded", []).append(each)
@@ -122,6 +139,7 @@ def grouped(costs: Sequence[TrainingCost], by: By) -> list[CostGroup]:
             accelerator_hours=_known(each.accelerator_hours for each in members),
             useful_hours=_known(_product(e.accelerator_hours, e.useful_share) for e in members),
             energy_kwh=_known(each.energy_kwh for each in members),
+            queue_hours=_known(_product(each.queue_s, 1 / HOUR_S) for each in members),
             price=_known(each.total for each in members),
             without_price=sum(each.total is None for each in members),
         )
@@ -233,6 +251,15 @@ def estimate(
             *([] if hourly is not None else ["price: not known for each of the accelerators"]),
         ),
     )
+
+
+def like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:
+    """Return ``chosen`` and the trainings of its configuration, but for their steps."""
+
+    def what(each: TrainingUsage) -> tuple[object, ...]:
+        return each.model_id, each.accelerators, each.tokens_per_step
+
+    return [chosen, *(e for e in usages if e is not chosen and what(e) == what(chosen))]
 
 
 def _in_steps(seconds: Mapping[str, float]) -> float:

@@ -26,16 +26,21 @@ from paceline.errors import (
     PacelineError,
     StaleEpoch,
     TemporaryError,
+    WorkerLost,
 )
 from paceline.jobs.admission import Quota, decide
 from paceline.jobs.placement import Gang, Host
 from paceline.jobs.preemption import Reservation
 from paceline.jobs.states import changed
 from paceline.jobs.table import JobTable
+from paceline.jobs.usage import begun, budget_reason
 from paceline.schemas import (
+    KEPT_CHANGES,
     FlowRunView,
+    JobChange,
     JobPlacement,
     JobState,
+    LossCause,
     SubmitJob,
     TrainingJob,
     Worker,
@@ -98,6 +103,7 @@ class JobScheduler(RepeatedTask):
         if not jobs:
             return
         self._follow([each for each in jobs if each.state.holds_hosts or each.adopted])
+        self._for_each([each for each in jobs if each.spec.budget], self._keep_budget)
         self._admit()
         self._for_each(self._table.open_jobs(), self._move)
 
@@ -174,10 +180,14 @@ class JobScheduler(RepeatedTask):
         elif outcome == "cancelled" and job.wanted == "pause":
             saved = job.report.checkpoints if job.report is not None else ()
             what = f"resumes at step {saved[-1].step}" if saved else "no step was made yet"
-            self._change(job, JobState.PAUSED, f"paused: {what}")
+            self._change(job, JobState.PAUSED, f"{job.reason or 'paused'}; {what}")
         elif outcome == "cancelled" and job.wanted == "yield":
             self._change(
-                job, JobState.PREEMPTED, job.reason or "preempted", preemptions=job.preemptions + 1
+                job,
+                JobState.PREEMPTED,
+                job.reason or "preempted",
+                cause="preempted",
+                preemptions=job.preemptions + 1,
             )
         elif outcome == "cancelled" or job.wanted == "cancel":
             reason = job.reason if job.wanted == "cancel" else "cancelled in Prefect"
@@ -189,16 +199,33 @@ class JobScheduler(RepeatedTask):
 
     def _lose(self, job: TrainingJob, why: str) -> None:
         """Have the job start again, up to MOST_LOSSES times; it resumes its checkpoint."""
+        cause = _cause(why)
         if job.wanted == "cancel":
-            self._change(job, JobState.CANCELLED, why)
+            self._change(job, JobState.CANCELLED, why, cause=cause)
         elif job.wanted == "pause":
-            self._change(job, JobState.PAUSED, why)
+            reason = "; ".join(filter(None, (job.reason, why)))
+            self._change(job, JobState.PAUSED, reason, cause=cause)
         elif job.adopted:  # whoever started its flow starts it again
-            self._change(job, JobState.FAILED, f"{why}; start it again: it resumes its checkpoint")
+            reason = f"{why}; start it again: it resumes its checkpoint"
+            self._change(job, JobState.FAILED, reason, cause=cause)
         elif job.losses >= MOST_LOSSES:
-            self._change(job, JobState.FAILED, f"ended {job.losses + 1} times; the last: {why}")
+            reason = f"ended {job.losses + 1} times; the last: {why}"
+            self._change(job, JobState.FAILED, reason, cause=cause)
         else:
-            self._change(job, JobState.RECOVERING, why, losses=job.losses + 1)
+            self._change(job, JobState.RECOVERING, why, cause=cause, losses=job.losses + 1)
+
+    # -- budgets
+
+    def _keep_budget(self, job: TrainingJob) -> None:
+        """Note once that most of the job's budget is spent; pause the job when all of it is."""
+        job = self._table.job(job.job_id)
+        is_spent, why = budget_reason(job, self._profile.prices, self._wall())
+        if is_spent and job.state.waits:
+            self._change(job, JobState.PAUSED, why)
+        elif is_spent and job.state in (JobState.STARTING, JobState.RUNNING):
+            self._change(job, JobState.PAUSING, why, wanted="pause")
+        elif why and not is_spent and not job.budget_warned and job.state.holds_hosts:
+            self._table.change(job.job_id, lambda now: _warned(now, why, self._wall()))
 
     # -- admission
 
@@ -235,8 +262,11 @@ class JobScheduler(RepeatedTask):
                     level=placed.level,
                     score=round(placed.score, 4),
                 )
-                kind = next(each.kind for each in hosts if each.name in placed.hosts)
-                self._change(job, JobState.ADMITTED, "", placement=placement, kind=kind)
+                held = [each for each in hosts if each.name in placed.hosts]
+                usage, kind = begun(job, held, placed.hosts, self._wall()), held[0].kind
+                self._change(
+                    job, JobState.ADMITTED, "", placement=placement, usage=usage, kind=kind
+                )
             elif (why := made.preempted.get(job.job_id)) is not None:
                 self._change(job, JobState.PAUSING, why, wanted="yield")
             elif (why := made.reasons.get(job.job_id, "")) and why[:500] != job.reason:
@@ -409,3 +439,18 @@ def _is_passing(message: str) -> bool:
     """Return whether a flow's failure is of a kind that may pass (``TemporaryError``)."""
     kind, _ = raised(message)
     return kind is not None and issubclass(kind, TemporaryError)
+
+
+def _cause(message: str) -> LossCause:
+    """Return why a job was lost: by the error that its flow's message names, if it names one."""
+    kind, _ = raised(message)
+    if kind is None:
+        return "lost-flow"
+    return "node" if issubclass(kind, WorkerLost) else "passing-failure"
+
+
+def _warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
+    change = JobChange(state=job.state, at=at, reason=why[:500])
+    history = (*job.history, change)[-KEPT_CHANGES:]
+    update = {"reason": why[:500], "history": history, "budget_warned": True}
+    return job.model_copy(update=update)

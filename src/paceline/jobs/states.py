@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.errors import Conflict
-from paceline.schemas import KEPT_CHANGES, JobChange, JobState, TrainingJob
+from paceline.jobs.usage import ended, is_held
+from paceline.schemas import KEPT_CHANGES, JobChange, JobState, LossCause, TrainingJob
 
 _S = JobState
 _ENDS = {_S.SUCCEEDED, _S.NEEDS_REVIEW, _S.FAILED, _S.CANCELLED}
@@ -29,12 +30,19 @@ NEXT: dict[JobState, set[JobState]] = {
 
 
 def changed(
-    job: TrainingJob, state: JobState, at: float, reason: str = "", by: str = "", **fields: Any
+    job: TrainingJob,
+    state: JobState,
+    at: float,
+    reason: str = "",
+    by: str = "",
+    cause: LossCause = "",
+    **fields: Any,
 ) -> TrainingJob:
     """Return ``job`` in ``state``, with the change in its history; raises Conflict where it may not
     follow the present one.
 
-    A job that no longer holds hosts has no placement, and one that waits no flow run.
+    A job that no longer holds hosts has no placement, and one that waits no flow run; the time of
+    its attempt is then in its usage. ``cause``: why the attempt was lost.
     """
     if state not in NEXT[job.state]:
         raise Conflict(
@@ -43,7 +51,7 @@ def changed(
             wanted=", ".join(sorted(s for s, to in NEXT.items() if state in to)),
             where=job.job_id,
         )
-    change = JobChange(state=state, at=at, reason=reason[:500], by=by)
+    change = JobChange(state=state, at=at, reason=reason[:500], by=by, cause=cause)
     update: dict[str, Any] = {
         "state": state,
         "reason": reason[:500],
@@ -52,6 +60,8 @@ def changed(
     }
     if not state.holds_hosts:
         update["placement"] = None
+        if is_held(job):
+            update["usage"] = ended(job, state, at, cause)
     if state.waits or state is JobState.PAUSED:
         update["wanted"] = "run"
         if not job.state.waits:  # its flow run has ended; an adopted one that waits goes on

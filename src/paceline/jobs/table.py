@@ -8,10 +8,12 @@ job's state, and sent again to the next leader.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 from paceline.coordinator import Coordinator
 from paceline.errors import Conflict, NotFound
+from paceline.jobs.service_levels import JobTotals
 from paceline.schemas import JobReport, TrainingJob
 
 MOST_OPEN = 10_000  # jobs that have not ended, of all teams
@@ -21,8 +23,9 @@ MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another en
 class JobTable:
     """Every job of an installation; threads may share it."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
-        self._coordinator = coordinator
+    def __init__(self, coordinator: Coordinator, wall: Callable[[], float] = time.time) -> None:
+        self._coordinator, self._wall = coordinator, wall
+        self.totals = JobTotals(wall())  # of this term
         self._lock = threading.RLock()
         self._epoch: int | None = None  # of the term whose records are in memory
         self._jobs: dict[str, TrainingJob] = {}
@@ -89,6 +92,7 @@ class JobTable:
         with self._lock:
             job = self.job(job_id)
             if report.flow_run_id == (job.flow_run_id or "") and not job.state.is_final:
+                self.totals.report(job, self._reports.get(job_id), report)
                 self._reports[job_id] = report
                 job = self._with_report(job)
             return job
@@ -101,12 +105,15 @@ class JobTable:
         term = self._coordinator.term
         if term is None or term.epoch != self._epoch:
             self._jobs = {each.job_id: each for each in self._coordinator.jobs()}
+            self.totals = JobTotals(self._wall())
             self._epoch = None if term is None else term.epoch
         return self._jobs
 
     def _save(self, job: TrainingJob) -> TrainingJob:
         dropped = self._too_old() if job.state.is_final else []
         self._coordinator.save_job(job, dropped)
+        before = self._jobs.get(job.job_id)
+        self.totals.change(None if before is None else self._with_report(before), job)
         for each in dropped:
             del self._jobs[each]
         self._jobs[job.job_id] = job

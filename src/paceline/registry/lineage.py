@@ -286,7 +286,7 @@ def training_usage(run: Mapping[str, Any]) -> TrainingUsage | None:
     began = figures.get("resumed_from_step")
     accounts = {key[5:]: value for key, value in figures.items() if key.startswith("time.")}
     origin = [value for key, value in metrics.items() if key.endswith("/origin_bytes")]
-    whole = {
+    whole: dict[str, Any] = {
         name: None if (value := figures.get(name)) is None else round(value)
         for name in ("epoch_tokens", "checkpoint_bytes")
     }

@@ -162,16 +162,22 @@ class RunLog:
             found[tags[TAG_RUN_ID]] = self._page(info["experiment_id"], info["run_id"])
         return found
 
-    def trainings(self) -> tuple[list[TrainingUsage], int]:
-        """Return what each training with a result used, newest first, and how many have none (they
-        run, or failed); imports no MLflow.
+    def trainings(self) -> tuple[list[TrainingUsage], list[str]]:
+        """Return what each training with a result used, newest first, and the run ids of those that
+        have none (they run, or failed); imports no MLflow.
 
         A result that several runs logged is of the oldest. Raises as ``pages_of_runs``.
         """
         runs = self._runs(f"tags.`{TAG_JOB}` LIKE 'job-%'")
-        found = [training_usage(each) for each in runs]
-        once = {(each.job_id, each.seconds): each for each in found if each is not None}
-        return list(once.values()), found.count(None)
+        once: dict[tuple[str, float], TrainingUsage] = {}
+        without = []
+        for run in runs:
+            if (found := training_usage(run)) is not None:
+                once[found.job_id, found.seconds] = found
+            else:
+                tags = {each["key"]: each["value"] for each in run["data"].get("tags", ())}
+                without.append(tags.get(TAG_RUN_ID, ""))
+        return list(once.values()), without
 
     def _runs(self, which: str) -> list[dict[str, Any]]:
         """Return the runs of all experiments that the filter selects, newest first."""

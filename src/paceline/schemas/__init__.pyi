@@ -122,6 +122,7 @@ from .cost import (
     CostsShown as CostsShown,
     Range as Range,
     TrainingCost as TrainingCost,
+    TrainingCosts as TrainingCosts,
     TrainingUsage as TrainingUsage,
     seconds_by_class as seconds_by_class,
 )
@@ -144,6 +145,7 @@ from .events import (
 )
 from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
+    KEPT_USAGES as KEPT_USAGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
     AdoptJob as AdoptJob,
     JobChange as JobChange,
@@ -155,8 +157,11 @@ from .jobs import (
     JobReport as JobReport,
     JobsShown as JobsShown,
     JobState as JobState,
+    JobUsage as JobUsage,
     JobView as JobView,
+    LossCause as LossCause,
     Resources as Resources,
+    ResumeJob as ResumeJob,
     ReviewJob as ReviewJob,
     SubmitJob as SubmitJob,
     SweepShown as SweepShown,

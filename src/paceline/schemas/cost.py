@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from paceline.config import PriceSettings
 from paceline.schemas.base import Record
 from paceline.schemas.training import TrainResult
 
@@ -31,8 +32,8 @@ def seconds_by_class(accounts: Mapping[str, float]) -> dict[str, float]:
 
 
 class TrainingUsage(Record):
-    """What one finished training used. Its time is that of the process that ended it: what an
-    interrupted process spent before (below ``began_at_step``) is not recorded."""
+    """What one finished training, or one attempt of a job, used. A training's time is that of the
+    process that ended it; attempts before it are in rows of their own where a job made them."""
 
     run_id: str = ""
     job_id: str
@@ -49,6 +50,12 @@ class TrainingUsage(Record):
     epoch_tokens: int | None = None
     checkpoint_bytes: int | None = None  # of the generations that were kept
     egress_bytes: int | None = None  # that relays of the same run read from the object store
+    queued_job_id: str = ""  # tj-…; "": no job of the queue is recorded for it
+    attempt: int = 0  # of that job
+    state: str = ""  # of an attempt: what the job became, or is
+    team: str = ""
+    project: str = ""
+    queue_s: float | None = None  # that it waited for its nodes, besides ``seconds``
 
     @classmethod
     def of(cls, result: TrainResult) -> TrainingUsage:
@@ -96,13 +103,14 @@ class TrainingCost(TrainingUsage):
 
 
 class CostGroup(Record):
-    """Trainings of one model, job or day."""
+    """Trainings of one model, job, team, project or day."""
 
     name: str
     trainings: int
     accelerator_hours: float | None
     useful_hours: float | None  # of these, in steps
     energy_kwh: float | None
+    queue_hours: float | None = None  # that jobs waited; not paid for
     price: float | None  # None: no training of the group has a price
     without_price: int  # trainings that ``price`` does not contain
 
@@ -130,12 +138,22 @@ class CostEstimate(Record):
     based_on: tuple[str, ...]
 
 
+class TrainingCosts(Record):
+    """What trainings and attempts of jobs used, and the installation's prices."""
+
+    prices: PriceSettings
+    usages: tuple[TrainingUsage, ...]  # newest first
+    left_out: int = 0  # older ones, because the answer would be too large
+    without_result: int = 0  # trainings of MLflow that no job is recorded for
+    notes: tuple[str, ...] = ()  # why figures are missing
+
+
 class CostsShown(Record):
     """Output of `paceline cost --json`."""
 
     status: Literal["complete"] = "complete"
     currency: str
     trainings: tuple[TrainingCost, ...] = ()  # newest first
-    without_result: int = Field(default=0, ge=0)  # trainings that run or failed: not counted
+    without_result: int = Field(default=0, ge=0)  # trainings that run or failed, of no known job
     groups: tuple[CostGroup, ...] = ()  # with --by
     estimate: CostEstimate | None = None  # with --steps

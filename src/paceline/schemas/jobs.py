@@ -24,10 +24,17 @@ from paceline.schemas.base import (
     canonical_json,
     digest_of,
 )
+from paceline.schemas.cost import CostEstimate
 
 QUEUED_JOB_ID = r"^tj-[0-9a-f]{12}$"
 MOST_PARAMETER_BYTES = 16 * 1024
 KEPT_CHANGES = 100  # of a job's states
+KEPT_USAGES = 100  # of a job's attempts; older ones are added up
+
+# In the currency of the profile's [prices]; None and 0: none.
+Budget = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Why an attempt of a job ended before its time.
+LossCause = Literal["", "lost-flow", "passing-failure", "node", "preempted"]
 
 QueuedJobId = Annotated[str, StringConstraints(pattern=QUEUED_JOB_ID)]
 
@@ -112,6 +119,7 @@ class SubmitJob(Record):
     # what the data are used for; "": the profile's data.purpose
     purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
+    budget: Budget | None = Field(default=None, exclude_if=lambda value: not value)
 
     @model_validator(mode="after")
     def _parameters_are_small(self) -> SubmitJob:
@@ -136,7 +144,7 @@ class SubmitJob(Record):
 
 
 # Who pays, who waits and where a gang runs changes nothing of what is trained.
-_NOT_TRAINED = {"name", "team", "project", "priority", "resources", "checkpoint_policy"}
+_NOT_TRAINED = {"name", "team", "project", "priority", "resources", "checkpoint_policy", "budget"}
 
 
 class JobChange(Record):
@@ -146,6 +154,7 @@ class JobChange(Record):
     at: float  # seconds since the Unix epoch
     reason: Text = Field(default="", max_length=500)
     by: Text = Field(default="", max_length=128)  # who asked for it; "": the coordinator
+    cause: LossCause = ""  # "": the attempt was not lost
 
 
 class JobRank(Record):
@@ -176,6 +185,9 @@ class JobReport(Record):
     attempt: int = Field(default=0, ge=0)
     step: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)
+    made_steps: int = Field(default=0, ge=0)  # of this flow run, each counted once
+    # of this flow run so far: useful, data_wait, checkpoint, recovery
+    seconds: dict[str, float] = Field(default={}, max_length=10)
     metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
     checkpoints: tuple[JobCheckpoint, ...] = Field(default=(), max_length=32)  # newest last
     workers: tuple[JobRank, ...] = Field(default=(), max_length=4096)
@@ -193,6 +205,19 @@ class JobPlacement(Record):
     slots: dict[Name, int] = {}  # host → slots that it has; a gang of few ranks shares them
     level: Text  # host, domain, rack, zone or fleet: the smallest that holds the gang
     score: float = 0.0
+
+
+class JobUsage(Record):
+    """What one attempt of a job held, from its admission to its end."""
+
+    attempt: int = Field(ge=0)
+    accelerators: dict[str, int]  # by kind; "cpu": nodes without any
+    since: float  # when its hosts were reserved
+    queued_s: float = 0.0  # that it waited for them
+    held_s: float | None = None  # None: it holds them still
+    by_class: dict[str, float] = {}  # the same by class of time, once it has ended
+    steps: int = 0  # made, each counted once
+    ended: JobState | None = None  # what the job became
 
 
 class TrainingJob(Record):
@@ -219,6 +244,8 @@ class TrainingJob(Record):
     kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
     report: JobReport | None = None  # the last one that was stored
     history: tuple[JobChange, ...] = ()
+    usage: tuple[JobUsage, ...] = ()  # oldest first; the last may go on
+    budget_warned: bool = False  # most of the budget is spent, or cannot be counted
 
     @property
     def decision(self) -> JobChange | None:
@@ -239,6 +266,9 @@ class JobView(Record):
     job: TrainingJob
     same_submission: tuple[QueuedJobId, ...] = ()  # identical jobs, which share one training
     pages: dict[str, str] = {}  # name → URL
+    spent: float | None = None  # so far; None: no price, or it held nothing yet
+    currency: str = ""
+    estimate: CostEstimate | None = None  # at submission, where earlier trainings say something
 
 
 class JobList(Record):
@@ -262,6 +292,12 @@ class AdoptJob(Record):
     spec: SubmitJob
     run_id: Annotated[str, Field(pattern=RUN_ID)]
     flow_run_id: Text = Field(default="", max_length=64)
+
+
+class ResumeJob(Record):
+    """Go on with a paused job; ``budget`` replaces its budget, in any state before its end."""
+
+    budget: Budget | None = None  # None: as it was; 0: none any more
 
 
 class ReviewJob(Record):

@@ -1,3 +1,4 @@
+from .job_metrics import JobCounts as JobCounts, JobLevels as JobLevels
 from .metrics import (
     CONTENT_TYPE as CONTENT_TYPE,
     FleetMetrics as FleetMetrics,

@@ -1,11 +1,12 @@
-"""`paceline cost`: what the installation's trainings cost, one by class of its time, and an
-estimate of the next one. Reads MLflow over REST; imports neither MLflow nor pandas.
+"""`paceline cost`: what the installation's trainings and jobs cost, one by class of its time, and
+an estimate of the next one. Calls the coordinator; imports neither MLflow nor pandas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -18,16 +19,28 @@ from paceline.cli.options import (
     show,
     state_option,
 )
-from paceline.config import find_installation, require_here
+from paceline.config import find_installation
 from paceline.errors import InvalidInput
-from paceline.jobs import By, cost_of, cost_row, day_of, estimate, grouped, held_text, money
-from paceline.registry import Registry, require_run_prefix
+from paceline.jobs import (
+    By,
+    cost_of,
+    cost_row,
+    costs_of_installation,
+    day_of,
+    estimate,
+    grouped,
+    held_text,
+    like,
+    money,
+)
+from paceline.registry import require_run_prefix
 from paceline.schemas import (
     CostEstimate,
     CostGroup,
     CostsShown,
     Range,
     TrainingCost,
+    TrainingCosts,
     TrainingUsage,
 )
 from paceline.units import duration, size
@@ -44,7 +57,7 @@ CLASS_NAMES = {
 
 @click.command()
 @click.argument("run_id", required=False)
-@click.option("--by", type=click.Choice(["model", "job", "day"]), help="Sum up by one of these.")
+@click.option("--by", type=click.Choice(get_args(By)), help="Sum up by one of these.")
 @click.option("--csv", "csv_file", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write the rows there, too.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1),
@@ -69,7 +82,8 @@ def cost(
     as_json: bool,
     **speeds: float | None,
 ) -> int:
-    """Show what the installation's trainings cost; RUN_ID: one, by class of its time.
+    """Show what the installation's trainings and each attempt of a job cost; RUN_ID: one run, by
+    class of its time.
 
     Prices are those of [prices] in the profile, as they are now. What has none, or was not
     recorded, is named and not counted.
@@ -80,22 +94,21 @@ def cost(
         raise InvalidInput("an estimate of how much?", wanted="--steps N")
     # With all figures and prices given no installation is needed.
     alone = profile is not None and steps is not None and not run_id
-    runtime = None if alone else require_here(find_installation(state), "`paceline cost`")
+    reads = run_id or not steps
+    runtime = None if alone else find_installation(state)
     prices = read_profile(profile or "embedded", ()).prices
-    if runtime is not None and not profile:
-        prices = runtime.profile.prices
-    usages: list[TrainingUsage] = []
-    without = 0
-    if runtime is not None and (run_id or not steps):
-        usages, without = Registry.from_runtime(runtime).trainings()
+    known = TrainingCosts(prices=prices, usages=())
+    if runtime is not None:
+        mine = known.model_copy(update={"prices": runtime.profile.prices})
+        known = costs_of_installation(runtime) if reads or runtime.is_login else mine
+        prices = prices if profile else known.prices
+    usages: Sequence[TrainingUsage] = known.usages if reads else ()
     if run_id:
-        known = {each.run_id: each for each in reversed(usages)}
-        chosen = known[one_of("run with a finished training", run_id, known)]
-        usages, without = (_like(chosen, usages) if steps else [chosen]), 0
+        usages = _of_run(run_id, usages, alike=steps is not None)
     found = CostsShown(
         currency=prices.currency,
         trainings=tuple(cost_of(each, prices) for each in usages),
-        without_result=without,
+        without_result=0 if run_id else known.without_result,
     )
     if steps:
         guess = estimate(prices, steps=steps, earlier=usages, accelerators=dict(accelerators),
@@ -109,16 +122,21 @@ def cost(
         show(found, as_json)
     else:
         _show(found, one=bool(run_id), by=by)
+    for note in known.notes if reads else ():
+        notice(note)
+    if known.left_out and reads and not run_id:
+        notice(f"{known.left_out} older rows are left out")
     return 0
 
 
-def _like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[TrainingUsage]:
-    """Return ``chosen`` and the trainings of its configuration, but for their steps."""
-
-    def what(each: TrainingUsage) -> tuple[object, ...]:
-        return each.model_id, each.accelerators, round(each.tokens_per_step or 0)
-
-    return [chosen, *(each for each in usages if each != chosen and what(each) == what(chosen))]
+def _of_run(run_id: str, usages: Sequence[TrainingUsage], *, alike: bool) -> list[TrainingUsage]:
+    """Return the attempts of the run that ``run_id`` begins, or one and the trainings like it."""
+    whole = one_of("run with a recorded training", run_id, {each.run_id: each for each in usages})
+    found = [each for each in usages if each.run_id == whole]
+    if not alike:
+        return found
+    chosen = next((each for each in found if each.tokens), found[0])
+    return like(chosen, usages)
 
 
 def _write_csv(path: Path, rows: Sequence[TrainingCost | CostGroup]) -> None:
@@ -135,19 +153,21 @@ def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
     if found.estimate is not None:
         _show_estimate(found.estimate)
     elif one:
-        _show_one(found.trainings[0])
+        for each in found.trainings:
+            _show_one(each)
     elif by:
-        sums = (by, "trainings", "accelerator-hours", "in steps", "kWh", f"price {found.currency}")
+        sums = (by, "trainings", "accelerator-hours", "in steps", "kWh", "hours queued",
+                f"price {found.currency}")  # fmt: skip
         print_table(sums, [_group_row(each) for each in found.groups])
     elif found.trainings:
-        names = ("run", "model", "day", "steps", "time", "held", "in steps", "kWh",
+        names = ("run", "model", "team", "state", "day", "steps", "time", "held", "in steps", "kWh",
                  f"price {found.currency}", "per 1k tokens")  # fmt: skip
         print_table(names, [_row(each) for each in found.trainings])
     else:
-        click.echo("no finished training is recorded")
+        click.echo("no training is recorded")
     if found.without_result:
-        notice(f"{found.without_result} trainings without a result (they run, or failed) are not "
-               "counted")  # fmt: skip
+        notice(f"{found.without_result} trainings without a result (they run, or failed) and "
+               "without a job are not counted")  # fmt: skip
     if not one and any(each.total is None for each in found.trainings):
         notice("some have no price: `paceline cost RUN` says why; prices stand in the profile's "
                "[prices]")  # fmt: skip
@@ -156,7 +176,8 @@ def _show(found: CostsShown, *, one: bool, by: By | None) -> None:
 def _row(each: TrainingCost) -> tuple[str, ...]:
     missing = "no price" if each.total is None else MISSING
     return (
-        each.run_id, each.model_id, day_of(each), str(each.steps), duration(each.seconds),
+        each.run_id, each.model_id, each.team, each.state or "succeeded", day_of(each),
+        str(each.steps), duration(each.seconds),
         held_text(each.accelerators), _share(each.useful_share), money(each.energy_kwh),
         money(each.total, missing), money(each.per_1k_tokens, missing),
     )  # fmt: skip
@@ -166,12 +187,13 @@ def _group_row(each: CostGroup) -> tuple[str, ...]:
     price = money(each.price, "no price")
     if each.price is not None and each.without_price:
         price += f" and {each.without_price} without"
-    figures = (each.accelerator_hours, each.useful_hours, each.energy_kwh)
+    figures = (each.accelerator_hours, each.useful_hours, each.energy_kwh, each.queue_hours)
     return each.name, str(each.trainings), *map(money, figures), price
 
 
 def _show_one(cost: TrainingCost) -> None:
-    click.echo(f"{cost.run_id}: {cost.model_id}, {cost.job_id}, {cost.steps} steps in "
+    attempt = f", attempt {cost.attempt}: {cost.state}" if cost.queued_job_id else ""
+    click.echo(f"{cost.run_id}: {cost.model_id}, {cost.job_id}{attempt}, {cost.steps} steps in "
                f"{duration(cost.seconds)} on {held_text(cost.accelerators)}")  # fmt: skip
     rows = [
         (CLASS_NAMES[name], f"{seconds:,.1f}", _share(seconds / (cost.seconds or 1.0)),
@@ -179,6 +201,8 @@ def _show_one(cost: TrainingCost) -> None:
         for name, seconds in cost.by_class.items()
     ]  # fmt: skip
     rows.append(("all", f"{cost.seconds:,.1f}", _share(1.0), money(cost.total, "no price")))
+    if cost.queue_s is not None:
+        rows.append(("before: queue", f"{cost.queue_s:,.1f}", "", money(0.0)))
     print_table(("time", "seconds", "share", f"price {cost.currency}"), rows)
     _lines({
         "per step": money(cost.per_step),

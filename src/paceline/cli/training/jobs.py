@@ -6,6 +6,7 @@ Each command calls the coordinator only; none needs Prefect, Dask or MLflow here
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from paceline.client import (
     require_success,
 )
 from paceline.config import find_installation
+from paceline.jobs import money
 from paceline.schemas import (
     JobsShown,
     JobState,
@@ -71,6 +73,7 @@ def jobs() -> None:
 @click.option("--project", default="")
 @click.option("--purpose", default="", help="What the data are used for (default: the profile's).")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--budget", type=click.FloatRange(min=0), help="Pause the job when it has cost this.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting.")
 @click.option("--key", "idempotency_key", help="The same key again finds the same job.")
 @click.option("--follow", is_flag=True, help="Wait for its end, and show its log.")
@@ -117,6 +120,10 @@ def submit(
     )
     client = _client(state)
     made = client.submit_job(spec, idempotency_key)
+    if made.estimate is not None and made.estimate.price is not None:
+        price = made.estimate.price
+        figures = f"{money(price.value)} ({money(price.low)} to {money(price.high)})"
+        notice(f"estimate: {figures} {made.currency}; {made.estimate.based_on[0]}", mark="")
     if not follow:
         job_id = made.job.job_id
         show(made, as_json, f"queued: {job_id}", f"next:   paceline jobs show {job_id}")
@@ -191,22 +198,25 @@ def logs(job: str, follow: bool, state: Path | None) -> int:
     return 0
 
 
-def _changing(what: Any, text: str) -> click.Command:
-    @jobs.command(what, help=text)
-    @click.argument("job")
-    @state_option
-    @json_option
-    def change(job: str, state: Path | None, as_json: bool) -> int:
+def _changing(what: Any, text: str, *options: Callable[..., Any]) -> None:
+    def change(job: str, state: Path | None, as_json: bool, budget: float | None = None) -> int:
         client = _client(state)
-        made = client.change_job(_whole(client, job), what)
+        made = client.change_job(_whole(client, job), what, budget=budget)
         show(made, as_json, f"{made.job.job_id}: {made.job.state}")
         return 0
 
-    return change
+    for each in (json_option, state_option, *options, click.argument("job")):
+        change = each(change)
+    jobs.command(what, help=text)(change)
 
 
 _changing("pause", "Save JOB's state on every rank and end them; it keeps its place in the queue.")
-_changing("resume", "Queue a paused JOB again; it goes on from its newest checkpoint.")
+_changing(
+    "resume",
+    "Queue a paused JOB again; it goes on from its newest checkpoint.",
+    click.option("--budget", type=click.FloatRange(min=0), help="From now on; 0: none. In the "
+                 "currency of [prices]; also for a job that waits or runs."),
+)  # fmt: skip
 _changing("cancel", "End JOB for good; its checkpoints stay.")
 
 
@@ -271,6 +281,10 @@ def _lines(view: JobView) -> list[str]:
         f"  team        {spec.team}, priority {spec.priority}, submitted by {job.submitted_by}",
         f"  run         {job.run_id}, flow run {job.attempt}",
     ]
+    if view.spent is not None or spec.budget:
+        of = f" of {money(spec.budget)}" if spec.budget else ""
+        so_far = money(view.spent if job.usage else 0.0, "not known")
+        lines.append(f"  cost        {so_far}{of} {view.currency}")
     if job.placement is not None:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
         level = job.placement.level

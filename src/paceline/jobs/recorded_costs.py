@@ -1,0 +1,88 @@
+"""What the installation's trainings and jobs used: MLflow's results and the table of jobs together.
+
+The coordinator reads both. Where it does not answer, a machine with the state directory reads
+MLflow alone. Imports neither MLflow nor pandas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.client import CoordinatorClient
+from paceline.config import PriceSettings, Runtime, TrainingSettings
+from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
+from paceline.jobs.cost import estimate, like
+from paceline.jobs.usage import recorded
+from paceline.registry import Registry
+from paceline.schemas import CostEstimate, TrainingCosts, TrainingJob, TrainingUsage
+
+MOST_ROWS = 20_000  # in one answer
+
+
+def training_costs(jobs: Iterable[TrainingJob], runtime: Runtime, now: float) -> TrainingCosts:
+    """Return what ``jobs`` and MLflow's trainings used until ``now``; a note says where MLflow does
+    not answer."""
+    known = list(jobs)
+    finished: list[TrainingUsage] = []
+    without: list[str] = []
+    notes: tuple[str, ...] = ()
+    if runtime.endpoints.mlflow_url:
+        try:
+            finished, without = Registry.from_runtime(runtime).trainings()
+        except PacelineError as error:
+            notes = (f"trainings that no job is recorded for are not counted: {error.one_line()}",)
+    rows = recorded(known, finished, now)
+    of_jobs = {each.run_id for each in known if each.usage}
+    return TrainingCosts(
+        prices=runtime.profile.prices,
+        usages=tuple(rows[:MOST_ROWS]),
+        left_out=max(0, len(rows) - MOST_ROWS),
+        without_result=sum(each not in of_jobs for each in without),
+        notes=notes,
+    )
+
+
+def costs_of_installation(runtime: Runtime) -> TrainingCosts:
+    """Return the installation's costs as its coordinator has them, else those of MLflow alone.
+
+    Raises ServiceUnavailable where neither answers, and for a login whose coordinator does not.
+    """
+    note = "the coordinator does not run"
+    if runtime.endpoints.coordinator_url:
+        try:
+            return CoordinatorClient.of(runtime).training_costs()
+        except ServiceUnavailable as error:
+            if runtime.is_login:
+                raise
+            note = error.one_line()
+    finished, without = Registry.from_runtime(runtime).trainings()
+    return TrainingCosts(
+        prices=runtime.profile.prices,
+        usages=tuple(finished),
+        without_result=len(without),
+        notes=(f"teams, projects and attempts of jobs are not known: {note}",),
+    )
+
+
+def estimate_like(
+    model_id: str,
+    settings: TrainingSettings,
+    prices: PriceSettings,
+    usages: Iterable[TrainingUsage],
+) -> CostEstimate | None:
+    """Return what a training of ``settings`` would cost, from those of the same model on as many
+    accelerators; None where there is none, or nothing has a price."""
+    count = settings.ranks + settings.guard.spares
+    earlier = [
+        each
+        for each in usages
+        if each.model_id == model_id
+        and each.tokens_per_step
+        and sum(each.accelerators.values()) == count
+    ]
+    if not earlier or not prices.per_hour:
+        return None
+    try:
+        return estimate(prices, steps=settings.steps, earlier=like(earlier[0], earlier))
+    except InvalidInput:
+        return None

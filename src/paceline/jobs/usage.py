@@ -1,0 +1,201 @@
+"""What a job's attempts hold and cost, from its record alone: the running ledger and the budget.
+
+An attempt holds its nodes from the moment when they are reserved until its flow run has ended. Both
+are in the stored record, so the next leader counts the same seconds. Pure functions.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.config import PriceSettings
+from paceline.jobs.cost import held_price, money
+from paceline.jobs.placement import Host
+from paceline.schemas import (
+    KEPT_USAGES,
+    TIME_CLASSES,
+    JobReport,
+    JobState,
+    JobUsage,
+    LossCause,
+    TrainingJob,
+    TrainingUsage,
+)
+
+WARN_SHARE = 0.8  # of a budget
+
+
+def begun(
+    job: TrainingJob, hosts: Iterable[Host], ranks: Mapping[str, int], at: float
+) -> tuple[JobUsage, ...]:
+    """Return the job's usage with a new attempt, which holds slots of ``hosts`` from ``at`` on:
+    ``ranks`` of each, or the whole of a host without accelerators.
+    """
+    held: Counter[str] = Counter()
+    for host in hosts:
+        held[host.kind] += 1 if host.kind == "cpu" else ranks[host.name]
+    usage = JobUsage(
+        attempt=job.attempt + (not job.adopted),
+        accelerators=dict(held),
+        since=at,
+        queued_s=max(0.0, at - job.updated_at),
+    )
+    return _shortened((*job.usage, usage))
+
+
+def ended(job: TrainingJob, state: JobState, at: float, cause: LossCause) -> tuple[JobUsage, ...]:
+    """Return the job's usage once its attempt has ended with ``state``."""
+    *earlier, last = job.usage
+    held_s = max(0.0, at - last.since)
+    report = report_of(job)
+    update = {
+        "held_s": held_s,
+        "by_class": _classes(report, held_s, lost_s(job) if cause not in ("", "preempted") else 0),
+        "steps": report.made_steps if report else 0,
+        "ended": state,
+    }
+    return (*earlier, last.model_copy(update=update))
+
+
+def is_held(job: TrainingJob) -> bool:
+    """Return whether an attempt of the job holds nodes, as its usage says."""
+    return bool(job.usage) and job.usage[-1].held_s is None
+
+
+def report_of(job: TrainingJob) -> JobReport | None:
+    """Return the report of the job's present flow run."""
+    report = job.report
+    return report if report and report.flow_run_id == (job.flow_run_id or "") else None
+
+
+def lost_s(job: TrainingJob) -> float:
+    """Return the seconds of the present attempt's work that no checkpoint has."""
+    report = report_of(job)
+    if report is None:
+        return 0.0
+    saved = max((each.created_at for each in report.checkpoints), default=0.0)
+    return min(report.seconds.get("useful", 0.0), max(0.0, report.at - saved))
+
+
+def _classes(report: JobReport | None, held_s: float, lost_s: float = 0.0) -> dict[str, float]:
+    """Return ``held_s`` by class of time; what no report accounts for is start and end."""
+    seconds = report.seconds if report is not None else {}
+    found = {name: seconds.get(name, 0.0) for name in TIME_CLASSES}
+    found["useful"] -= lost_s
+    found["recovery"] += lost_s
+    found["idle"] += max(0.0, held_s - sum(found.values()))
+    return found
+
+
+def _shortened(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
+    """Return ``usages`` with the two oldest of the same accelerators in one, if they are many."""
+    first, *others = usages
+    same = [each for each in others[:-1] if each.accelerators == first.accelerators]
+    if len(usages) <= KEPT_USAGES or not same:
+        return usages
+    names = {*first.by_class, *same[0].by_class}
+    both = {n: first.by_class.get(n, 0.0) + same[0].by_class.get(n, 0.0) for n in names}
+    update = {
+        "since": first.since,
+        "queued_s": first.queued_s + same[0].queued_s,
+        "held_s": (first.held_s or 0.0) + (same[0].held_s or 0.0),
+        "by_class": both,
+        "steps": first.steps + same[0].steps,
+    }
+    return tuple(each.model_copy(update=update) if each is same[0] else each for each in others)
+
+
+# -- costs
+
+
+def attempts_of(job: TrainingJob, now: float) -> list[TrainingUsage]:
+    """Return what each attempt of the job used until ``now``, the newest first."""
+    found = []
+    for each in reversed(job.usage):
+        held_s = max(0.0, now - each.since) if each.held_s is None else each.held_s
+        report = report_of(job) if each.held_s is None else None
+        found.append(
+            TrainingUsage(
+                run_id=job.run_id,
+                job_id=(job.report.training_id if job.report else "") or job.job_id,
+                model_id=job.spec.model_id,
+                started_at=each.since,
+                steps=report.made_steps if report else each.steps,
+                seconds=held_s,
+                by_class=each.by_class or _classes(report, held_s),
+                accelerators=each.accelerators,
+                queued_job_id=job.job_id,
+                attempt=each.attempt,
+                state=each.ended or job.state,
+                team=job.spec.team,
+                project=job.spec.project,
+                queue_s=each.queued_s,
+            )
+        )
+    return found
+
+
+def recorded(
+    jobs: Iterable[TrainingJob], finished: Sequence[TrainingUsage], now: float
+) -> list[TrainingUsage]:
+    """Return every attempt of ``jobs`` and every training in ``finished``, the newest first.
+
+    An attempt that finished its training has the figures of ``finished`` (tokens, classes of time),
+    and is held for as long as the job held its nodes.
+    """
+    results = {each.run_id: each for each in finished}
+    rows = []
+    for job in jobs:
+        for each in attempts_of(job, now):
+            good = each.state in (JobState.SUCCEEDED, JobState.NEEDS_REVIEW)
+            result = results.pop(job.run_id, None) if good else None
+            rows.append(each if result is None else _finished(each, result))
+    rows += results.values()
+    return sorted(rows, key=lambda each: -(each.started_at or 0.0))
+
+
+def _finished(attempt: TrainingUsage, result: TrainingUsage) -> TrainingUsage:
+    """Return ``result`` as the attempt's: the nodes were held before and after its process."""
+    own = ("queued_job_id", "attempt", "state", "team", "project", "queue_s", "accelerators")
+    update = {name: getattr(attempt, name) for name in own}
+    more = max(0.0, attempt.seconds - result.seconds)
+    by_class = dict(result.by_class)
+    if by_class:
+        by_class["idle"] = by_class.get("idle", 0.0) + more
+    update |= {"seconds": result.seconds + more, "by_class": by_class}
+    return result.model_copy(update=update)
+
+
+def spent(job: TrainingJob, prices: PriceSettings, now: float) -> float | None:
+    """Return what the job has cost so far; None where an accelerator that it held has no price."""
+    total = 0.0
+    for each in job.usage:
+        seconds = max(0.0, now - each.since) if each.held_s is None else each.held_s
+        price = held_price(each.accelerators, seconds, prices)
+        if price is None:
+            return None
+        total += price
+    return total
+
+
+def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[bool, str]:
+    """Return whether the job's budget is spent, and what to note of it; "": nothing."""
+    budget = job.spec.budget
+    if not budget or not job.usage:
+        return False, ""
+    cost = spent(job, prices, now)
+    if cost is None:
+        kinds = ", ".join(sorted({kind for each in job.usage for kind in each.accelerators}))
+        return False, f"the budget cannot be counted: no price in [prices] per_hour for {kinds}"
+    if cost < WARN_SHARE * budget:
+        return False, ""
+    figures = f"{money(cost)} of {money(budget)} {prices.currency}"
+    if cost < budget:
+        return False, f"{cost / budget:.0%} of the budget is spent: {figures}"
+    return True, f"the budget is spent: {figures}; `paceline jobs resume --budget` raises it"
+
+
+def slots_of(accelerators: Mapping[str, int]) -> int:
+    """Return how many slots these are."""
+    return sum(accelerators.values())

@@ -1,0 +1,170 @@
+"""What jobs hold is counted per attempt, survives a failover, and ends at the job's budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.config import Profile, load_profile
+from paceline.jobs import recorded, spent
+from paceline.schemas import KEPT_USAGES, JobCheckpoint, JobState, SubmitJob, TrainingUsage
+from tests.jobs.test_cost import result
+from tests.jobs.test_scheduler import SNAPSHOT, Queue, worker
+
+S = JobState
+PRICES = {"prices.per_hour": "{cpu = 3600}"}  # 1 EUR a second
+
+
+def priced(**more: str) -> Profile:
+    return load_profile("ci", PRICES | more)
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue(*(worker(f"node-{each}") for each in range(4)), profile=priced())
+
+
+def cost(queue: Queue, job_id: str) -> float:
+    found = spent(queue.job(job_id), queue.profile.prices, queue.now)
+    assert found is not None
+    return found
+
+
+def run(queue: Queue, job_id: str, for_s: int, **more: Any) -> None:
+    """The job's flow reports for so many seconds."""
+    for second in range(for_s):
+        queue.report(job_id, step=second + 1, steps=10**6, **more)
+        queue.look()
+
+
+def test_a_budget_warns_once_and_then_pauses_the_job(queue: Queue) -> None:
+    job_id = queue.submit(2, budget=100)
+    queue.look()
+    run(queue, job_id, 39)
+    assert not queue.job(job_id).budget_warned
+    run(queue, job_id, 5)
+    job = queue.job(job_id)
+    assert job.reason == "80% of the budget is spent: 80.00 of 100.00 EUR"
+    warnings = [each for each in queue.store.events if "budget" in str(each["reason"])]
+    assert [each["state"] for each in warnings] == [S.RUNNING], "one event"
+    assert sum("80%" in each.reason for each in job.history) == 1
+    run(queue, job_id, 7)
+    job = queue.job(job_id)
+    assert (job.state, job.wanted) == (S.PAUSING, "pause")
+    assert "the budget is spent: 100.00 of 100.00 EUR" in job.reason
+    queue.ends(job_id, "CANCELLED")
+    queue.look()
+    job = queue.job(job_id)
+    assert job.state is S.PAUSED
+    assert "100.00 of 100.00 EUR" in job.reason
+    queue.look(50)
+    assert cost(queue, job_id) == pytest.approx(2 * (job.updated_at - job.usage[0].since))
+
+
+def test_a_new_leader_counts_the_same_seconds(queue: Queue) -> None:
+    job_id = queue.submit(2, budget=1000)
+    queue.look()
+    run(queue, job_id, 100)
+    before = cost(queue, job_id)
+    queue.lead()
+    assert cost(queue, job_id) == before == pytest.approx(200)
+    run(queue, job_id, 399)
+    assert queue.state(job_id) is S.RUNNING
+    run(queue, job_id, 2)
+    assert queue.state(job_id) is S.PAUSING
+
+
+def test_a_job_over_its_budget_is_not_admitted_again(queue: Queue) -> None:
+    job_id = queue.submit(4, budget=90)
+    queue.look()
+    run(queue, job_id, 20)
+    high = queue.submit(4, priority=50)
+    queue.look()
+    assert queue.state(job_id) is S.PAUSING
+    queue.look(10)  # its ranks take long to save
+    queue.ends(job_id, "CANCELLED")
+    queue.look()
+    assert [each.state for each in queue.job(job_id).history[-2:]] == [S.PREEMPTED, S.PAUSED]
+    assert "of 90.00 EUR" in queue.job(job_id).reason
+    assert queue.state(high) is S.STARTING
+
+
+def test_a_budget_that_cannot_be_counted_is_noted_and_stops_nothing() -> None:
+    queue = Queue(worker("a-0", 8), profile=priced())
+    job_id = queue.submit(8, budget=1, parameters={"training.ranks_per_node": 0})
+    queue.look()
+    run(queue, job_id, 20)
+    assert queue.state(job_id) is S.RUNNING
+    assert "no price in [prices] per_hour for NVIDIA A100" in queue.job(job_id).reason
+
+
+def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
+    job_id = queue.submit(2, team="nlp", project="q3")
+    queue.look()
+    saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=queue.now + 25)
+    seconds = {"useful": 20.0, "data_wait": 2.0, "checkpoint": 1.0, "recovery": 0.0}
+    run(queue, job_id, 30, seconds=seconds, made_steps=9, checkpoints=(saved,))
+    queue.ends(job_id, "CRASHED")
+    queue.store.workers, nodes = [], queue.store.workers  # all are away
+    queue.look(10)
+    queue.store.workers = nodes
+    queue.look()
+    run(queue, job_id, 5)
+    lost, runs = queue.job(job_id).usage
+    assert (lost.accelerators, lost.steps, lost.ended) == ({"cpu": 2}, 9, S.RECOVERING)
+    assert lost.held_s == pytest.approx(31)
+    # The flow's last report was 4 s after its checkpoint.
+    assert lost.by_class == pytest.approx(
+        {"useful": 16, "data_wait": 2, "checkpoint": 1, "recovery": 4, "idle": 8}
+    )
+    assert runs.queued_s == pytest.approx(10)
+    newest, oldest = recorded(queue.table.jobs(), [], queue.now)
+    assert (newest.state, newest.attempt, newest.seconds) == (S.RUNNING, 2, pytest.approx(5))
+    assert (oldest.state, oldest.team, oldest.project) == (S.RECOVERING, "nlp", "q3")
+    assert sum(newest.by_class.values()) == pytest.approx(newest.seconds)
+
+
+def test_a_finished_attempt_has_the_results_figures_and_the_jobs_time(queue: Queue) -> None:
+    job_id = queue.submit(2, team="nlp")
+    queue.look()
+    run(queue, job_id, 4000)
+    queue.ends(job_id, "COMPLETED")
+    queue.look()
+    job = queue.job(job_id)
+    own = {"run_id": job.run_id, "model_id": "acme/tiny"}
+    mine = TrainingUsage.of(result()).model_copy(update=own)
+    other = mine.model_copy(update={"run_id": "run-20260101-000000-abcdef", "started_at": 1.0})
+    found = recorded(queue.table.jobs(), [mine, other], queue.now)
+    assert len(found) == 2
+    (row,) = (each for each in found if each.run_id == job.run_id)
+    assert (row.tokens, row.team, row.queued_job_id) == (mine.tokens, "nlp", job_id)
+    assert row.accelerators == {"cpu": 2}
+    assert row.seconds == pytest.approx(job.usage[0].held_s or 0)
+    assert row.by_class["idle"] == pytest.approx(300 + row.seconds - 3600)
+
+
+def test_usages_stay_few_and_their_sum_stays_right() -> None:
+    queue = Queue(worker("node-0"), profile=priced())
+    spec = SubmitJob(model_id="m", version="1", data_snapshot=SNAPSHOT, resources={"ranks": 1})
+    job_id = queue.add(spec).job_id
+    total = 0.0
+    for _ in range(KEPT_USAGES + 20):
+        queue.look()
+        run(queue, job_id, 3)
+        queue.ask(job_id, "yield", S.PAUSING)
+        queue.ends(job_id, "CANCELLED")
+        queue.look()
+        ended = queue.job(job_id).usage[-2]  # it is admitted again in the same round
+        assert ended.held_s
+        total += ended.held_s
+    usage = queue.job(job_id).usage
+    assert len(usage) == KEPT_USAGES
+    assert sum(each.held_s or 0.0 for each in usage) == pytest.approx(total)
+    assert usage[-1].attempt == KEPT_USAGES + 21
+
+
+def test_a_budget_below_zero_is_refused() -> None:
+    for wrong in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="budget"):
+            SubmitJob(model_id="m", version="1", data_snapshot=SNAPSHOT, budget=wrong)

@@ -1,0 +1,134 @@
+"""The queue's metrics: what is counted, with which labels, whatever comes and goes."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.jobs import hosts_of
+from paceline.schemas import JobCheckpoint, JobState
+from paceline.telemetry import FleetMetrics, JobLevels, Snapshot
+from tests.jobs.test_scheduler import Queue, worker
+
+S = JobState
+
+
+def metrics_of(queue: Queue) -> dict[str, float]:
+    """Return each series of the queue's jobs as Prometheus gets them."""
+    hosts = hosts_of(queue.store.workers, queue.profile.training)
+    levels: JobLevels = queue.table.totals.levels(queue.table.jobs(), hosts, queue.now)
+    shot = Snapshot(
+        deployments=[], progress={}, workers=[], beats=0, beats_refused=0, leader_epoch=1,
+        jobs=levels,
+    )  # fmt: skip
+    return {
+        each.name.removeprefix("paceline_") + "".join(f" {v}" for v in each.labels.values()): (
+            each.value
+        )
+        for family in text_string_to_metric_families(FleetMetrics(lambda: shot).text().decode())
+        for each in family.samples
+        if each.name.startswith(("paceline_job", "paceline_pool"))
+    }
+
+
+@pytest.fixture
+def queue() -> Queue:
+    return Queue(*(worker(f"node-{each}") for each in range(4)))
+
+
+def test_waits_starts_and_what_is_held(queue: Queue) -> None:
+    first = queue.submit(3, team="nlp")
+    queue.look()
+    second = queue.submit(4, team="vision", priority=-5)
+    for _ in range(59):
+        queue.report(first)
+        queue.look()
+    queue.report(first, step=1, steps=9)
+    queue.look()
+    found = metrics_of(queue)
+    assert found["jobs running nlp"] == found["jobs queued vision"] == 1
+    assert found["jobs failed nlp"] == 0
+    assert found["job_queue_oldest_seconds low vision"] == pytest.approx(60, abs=0.1)
+    assert found["job_first_step_seconds_sum nlp"] == pytest.approx(60, abs=0.1)
+    assert found["job_first_step_seconds_bucket 120.0 nlp"] == 1
+    assert (found["pool_slots cpu"], found["pool_held_slots cpu"]) == (4, 3)
+    assert found["job_held_slot_seconds_total nlp"] == pytest.approx(180, abs=0.1)
+    queue.ends(first, "COMPLETED")
+    queue.look()
+    found = metrics_of(queue)
+    assert found["job_queue_wait_seconds_count low vision"] == 1
+    assert found["job_queue_wait_seconds_sum low vision"] == pytest.approx(61, abs=0.1)
+    assert found["job_held_slot_seconds_total nlp"] == pytest.approx(183, abs=0.1)
+    assert found["jobs_ended_total succeeded nlp"] == 1
+    assert queue.state(second) is S.STARTING
+
+
+def test_losses_by_cause_and_the_work_that_went_with_them(queue: Queue) -> None:
+    job_id = queue.submit(2, team="nlp")
+    queue.look()
+    saved = JobCheckpoint(step=1, object_ref="s3://b/c", created_at=queue.now)
+    for useful in (10.0, 40.0):
+        queue.now += 30
+        queue.report(job_id, step=5, seconds={"useful": useful}, checkpoints=(saved,))
+    queue.ends(job_id, "FAILED", "Flow run encountered an exception: WorkerLost: node-1 is gone")
+    queue.look()
+    queue.ends(job_id, "CRASHED")
+    queue.look()
+    queue.ends(job_id, "FAILED", "exception: ServiceUnavailable: the store does not answer")
+    queue.look()
+    high = queue.submit(4, team="vision", priority=9)
+    queue.look()
+    queue.ends(job_id, "CANCELLED")
+    queue.look()
+    found = metrics_of(queue)
+    causes = ("node", "lost-flow", "passing-failure", "preempted")
+    assert [found[f"job_losses_total {each} nlp"] for each in causes] == [1, 1, 1, 1]
+    assert [found[f"job_losses_total {each} vision"] for each in causes] == [0, 0, 0, 0]
+    assert found["job_useful_slot_seconds_total nlp"] == 60, "from one report to the next"
+    assert found["job_lost_slot_seconds_total nlp"] == 80
+    assert [each.cause for each in queue.job(job_id).history if each.cause] == [*causes]
+    assert queue.state(high) is S.STARTING
+
+
+def test_the_age_of_checkpoints_is_that_of_the_worst_job_of_a_team(queue: Queue) -> None:
+    jobs = [queue.submit(1, team="nlp") for _ in range(3)]
+    queue.look()
+    for number, job_id in enumerate(jobs):
+        queue.report(job_id, step=1)
+        queue.look()
+        saved = JobCheckpoint(step=1, object_ref="s3://b/c", created_at=queue.now + number)
+        queue.report(job_id, step=2, checkpoints=(saved,))
+    queue.now += 500
+    assert metrics_of(queue)["job_checkpoint_age_seconds nlp"] == pytest.approx(502)
+
+
+def test_series_stay_few_and_counts_stay_when_jobs_are_deleted(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.telemetry.job_metrics.MOST_TEAMS", 3)
+    monkeypatch.setattr("paceline.jobs.table.MOST_ENDED", 2)
+    for number in range(9):
+        job_id = queue.submit(1, team=f"team-{number}", priority=number)
+        queue.look()
+        queue.ends(job_id, "COMPLETED")
+        queue.look()
+    found = metrics_of(queue)
+    assert len(queue.table.jobs()) == 2
+    teams = {each.split()[2] for each in found if each.startswith("jobs_ended")}
+    assert teams == {"team-0", "team-1", "team-2", "other"}
+    ended = [found[f"jobs_ended_total succeeded {each}"] for each in ("team-0", "other")]
+    assert ended == [1, 6]
+    waits = sum(value for each, value in found.items() if "queue_wait_seconds_count" in each)
+    assert waits == 9
+
+
+def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
+    job_id = queue.submit(4, team="nlp")
+    queue.look()
+    queue.now += 1000
+    queue.lead()
+    queue.now += 10
+    found = metrics_of(queue)
+    assert found["job_held_slot_seconds_total nlp"] == pytest.approx(40)
+    assert "job_queue_wait_seconds_count normal nlp" not in found
+    assert queue.state(job_id) is S.STARTING
