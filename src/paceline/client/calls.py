@@ -250,13 +250,19 @@ class CoordinatorClient(FailoverClient):
         team: str = "",
         project: str = "",
         *,
+        name: str = "",
+        submitter: str = "",
+        model: str = "",
         offset: int = 0,
         limit: int = 100,
     ) -> JobList:
-        """Return the jobs of these states, this team and this project, the newest first."""
+        """Return the jobs of these states, this team, project, submitter and model id, the newest
+        first; ``name`` is a part of a name, or the beginning of an id."""
         asked: list[tuple[str, object]] = [("offset", offset), ("limit", limit)]
         asked += [("state", each) for each in states]
-        asked += [(k, v) for k, v in (("team", team), ("project", project)) if v]
+        given = {"team": team, "project": project, "name": name}
+        given |= {"submitter": submitter, "model": model}
+        asked += [(key, value) for key, value in given.items() if value]
         return self._call(JobList, "GET", f"{JOBS}?{urlencode(asked)}")
 
     def job(self, job_id: str) -> JobView:

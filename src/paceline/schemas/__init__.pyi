@@ -146,6 +146,7 @@ from .jobs import (
     JobPlacement as JobPlacement,
     JobRank as JobRank,
     JobReport as JobReport,
+    JobShown as JobShown,
     JobsShown as JobsShown,
     JobState as JobState,
     JobView as JobView,
