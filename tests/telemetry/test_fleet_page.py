@@ -114,7 +114,7 @@ def test_the_page_shows_machines_and_findings_with_what_mends_them(
         shown = text(browser, "#map")
         assert "disk: <img src=x onerror=document.title='run'>\n→ Use <b>another</b> disk." in shown
         assert "8 × <i>H100</i> 85 GB, 96 cores" in shown
-        assert "ens1 25000 Mbit/s, disk 2.0 GB/s" in shown
+        assert "ens1 25 Gbit/s, disk 2.0 GB/s" in shown
         assert browser.title != "run"
         assert browser.execute_script("return document.querySelectorAll('#map img').length") == 0
         keep(browser, "findings")

@@ -69,8 +69,8 @@ export function seconds(s) {
   if (s < 5400) return Math.round(s / 60) + " min";
   return s < 129600 ? (s / 3600).toFixed(1) + " h" : Math.round(s / 86400) + " d";
 }
-export const number = n => Number.isInteger(n) ? (Math.abs(n) < 10000 ? String(n) : n.toLocaleString())
-  : n.toLocaleString(undefined, {maximumSignificantDigits: 3});
+export const number = n => Number.isInteger(n) && Math.abs(n) < 10000 ? String(n)
+  : n.toLocaleString(undefined, Math.abs(n) < 1000 ? {maximumSignificantDigits: 3} : {maximumFractionDigits: 0});
 export const ago = at => seconds(Math.max(0, Date.now() / 1000 - at)) + " ago";
 export function when(at) {
   const date = new Date(at * 1000), today = date.toDateString() === new Date().toDateString();

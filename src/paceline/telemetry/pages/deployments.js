@@ -1,11 +1,10 @@
 // Deployments: the list, what may be done to one, its workers × chunks, and who takes from whom.
 import {$, FINAL, action, bar, bytes, colours, el, fill, filter, fleet, link, may, more, pill, rate, seconds, session,
   workerLink} from "./common.js";
-import {rackOf, workersTable} from "./workers.js";
+import {natural, rackOf, workersTable} from "./workers.js";
 import {drawTopology} from "./topology.js";
 
 const SHOWN = 12, MAP_ROWS = 120, NEEDY = 25; // beyond MAP_ROWS workers: one picture, and NEEDY with problems
-const natural = (a, b) => a.localeCompare(b, undefined, {numeric: true});
 let chosen = null, shape = "chunks";
 
 export function drawDeployments() {

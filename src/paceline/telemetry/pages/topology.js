@@ -9,6 +9,7 @@ function placed(parts) {
   const below = new Map([["origin", []]]), nodes = new Map();
   for (const part of parts) nodes.set(part.worker_id, {part, id: part.worker_id});
   for (const {part, id} of nodes.values()) {
+    if (!part.upstream_worker) continue; // it has all that it needs, or there is no plan yet
     const from = nodes.has(part.upstream_worker) && part.upstream_worker !== id ? part.upstream_worker : "origin";
     if (!below.has(from)) below.set(from, []);
     below.get(from).push(id);
@@ -29,9 +30,11 @@ function placed(parts) {
     }
   };
   visit(origin);
-  for (const node of nodes.values()) if (!seen.has(node.id)) { // a plan that is being replaced may have a circle
+  const free = [...nodes.values()].filter(node => !node.part.upstream_worker);
+  for (const node of [...free, ...nodes.values()]) if (!seen.has(node.id)) { // a circle: the plan is being replaced
     seen.add(node.id);
-    Object.assign(node, {from: origin, depth: 1, first: false});
+    const from = node.part.upstream_worker ? origin : null;
+    Object.assign(node, {from, depth: from ? 1 : 0, first: false});
     visit(node);
   }
   return {every: [origin, ...nodes.values()], rows: rows + 1, depth};
@@ -65,10 +68,10 @@ export function drawTopology(target, parts, colour) {
     pen.fillStyle = colour.ink;
     if (named || node.id === "origin") pen.fillText(node.id, x(node) + radius + 4, y(node) - 4, across - radius - 6);
   }
-  const summary = every.length - 1 + " workers, at most " + depth + (depth === 1 ? " step" : " steps") + " from the origin.";
+  const summary = depth === 0 ? "No worker takes from another now." : every.length - 1 + " workers, at most " + depth + (depth === 1 ? " step" : " steps") + " from the origin.";
   const tell = node => under.textContent = !node ? summary + " A click opens a worker's page, as the table of chunks does."
-    : node.id + ": " + node.part.status + ", takes from " + (node.from.id === "origin" ? "the origin" : node.from.id) +
-      ", " + rate(node.part.rate_bytes_s);
+    : node.id + ": " + node.part.status + (!node.from ? ", takes from none" :
+      ", takes from " + (node.from.id === "origin" ? "the origin" : node.from.id) + ", " + rate(node.part.rate_bytes_s));
   tell(every.find(node => node.part && node.id === pointed));
   canvas.setAttribute("role", "img");
   canvas.setAttribute("aria-label", summary);

@@ -2,7 +2,7 @@
 import {$, ROWS, ago, api, bits, bytes, colours, el, facts, fill, filter, fleet, more, number, pill, rate, table,
   workerLink} from "./common.js";
 
-const natural = (a, b) => a.localeCompare(b, undefined, {numeric: true});
+export const natural = new Intl.Collator(undefined, {numeric: true}).compare; // ten times as fast as localeCompare
 const RATES_S = 600; // shown of a worker's rates
 let record = null; // GET /workers/ID of the one that is shown
 
@@ -14,7 +14,7 @@ function machine(has) {
   if (!has) return "";
   const gpus = has.accelerators.map(each => each.count + " × " + each.kind + " " + bytes(each.memory_bytes));
   const parts = [...gpus, has.cores + " cores", bytes(has.memory_bytes)];
-  if (has.interface_mbit) parts.push(has.interface + " " + has.interface_mbit + " Mbit/s");
+  if (has.interface_mbit) parts.push(has.interface + " " + bits(has.interface_mbit));
   if (has.disk_bytes_s) parts.push("disk " + bytes(has.disk_bytes_s) + "/s");
   return parts.join(", ");
 }
