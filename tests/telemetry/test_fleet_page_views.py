@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -45,7 +46,7 @@ class Services:
     """Prefect and MLflow: one flow run with a log, one run."""
 
     def __init__(self) -> None:
-        self.lines = [f"step {n}" for n in range(300)] + [HOSTILE]
+        self.lines = [f"step {n}: loss {4 - n / 160:.3f}" for n in range(300)]
         self.run_id = ""
         self.state = "RUNNING"
 
@@ -91,8 +92,8 @@ def platform(tmp_path: Any, services: Services) -> Iterator[Served]:
 
 
 @contextmanager
-def beating(agents: list[FakeAgent], manifest: Any) -> Iterator[None]:
-    """Have ``agents`` send heartbeats within the ``with``."""
+def beating(agents: list[FakeAgent], manifest: Any) -> Iterator[Callable[[], None]]:
+    """Have ``agents`` send heartbeats within the ``with``, or until what it yields is called."""
     over = threading.Event()
 
     def beat() -> None:
@@ -100,13 +101,16 @@ def beating(agents: list[FakeAgent], manifest: Any) -> Iterator[None]:
             for each in agents:
                 each.beat(manifest)
 
+    def stop() -> None:
+        over.set()
+        thread.join()
+
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        yield
+        yield stop
     finally:
-        over.set()
-        thread.join()
+        stop()
 
 
 @contextmanager
@@ -204,7 +208,7 @@ def test_who_may_only_read_gets_no_actions_and_can_log_out(platform: Served) -> 
 
 def test_a_worker_has_a_page_of_its_own(platform: Served) -> None:
     url, manifest = make_model(platform.runtime.state_dir)
-    gpus = Accelerator(kind=HOSTILE, count=8, memory_bytes=85 * 10**9, link="nvlink")
+    gpus = Accelerator(kind="NVIDIA H100", count=8, memory_bytes=85 * 10**9, link="nvlink")
     has = Inventory(
         cores=96, memory_bytes=10**12, shared_memory_bytes=10**9, accelerators=(gpus,),
         interface="ens1", interface_mbit=25_000, disk_bytes_s=2e9,
@@ -212,13 +216,13 @@ def test_a_worker_has_a_page_of_its_own(platform: Served) -> None:
     told = RegisterWorker(
         worker_id="node-0", hostname="h1", rack="r1", available_storage=2 * 10**12,
         address="127.0.0.1:20001", link_mbit=25_000, inventory=has, version="1.2.3",
-        findings=(f"disk: {HOSTILE} → Use another disk.",),
+        findings=("disk: 40 MB/s written → Use another disk.",),
     )  # fmt: skip
     agents = fleet_of(platform, 3)
     platform.client().register(told.model_copy(update={"incarnation": 2}))
     agents[0].incarnation = 2
     platform.client().create(creation(url, ["node-0"]), "key-1")
-    with beating(agents, manifest), opened(platform, "view=workers") as browser:
+    with beating(agents, manifest) as stop, opened(platform, "view=workers") as browser:
         see(browser, "//*[@id='worker-list']//a[text()='node-2']")
         see(browser, "//input[@id='worker-filter']").send_keys("r1 96 cores")
         see(browser, "//*[@id='worker-list'][not(contains(., 'node-2'))]")
@@ -227,11 +231,16 @@ def test_a_worker_has_a_page_of_its_own(platform: Served) -> None:
         see(browser, "//*[@id='worker']//dt[text()='Last heartbeat']")
         see(browser, "//*[@id='worker']//td[text()='m v1']")
         shown = text(browser, "#worker")
-        for each in ("25 Gbit/s", "2.0 TB", "Paceline 1.2.3", "→ Use another disk.", HOSTILE):
+        for each in ("25 Gbit/s", "2.0 TB", "Paceline 1.2.3", "8 × NVIDIA H100", "→ Use another"):
             assert each in shown, shown
         rates = "//canvas[@id='rates' and contains(@aria-label, '1.0 MB/s')]"
         see(browser, rates)
         fits(browser, "fleet-worker")
+        stop()
+        bad = {"incarnation": 3, "findings": (HOSTILE,), "hostname": HOSTILE, "version": HOSTILE}
+        platform.client().register(told.model_copy(update=bad))
+        see(browser, "//*[@id='worker']//dd[contains(text(), 'Paceline <img')]")
+        assert text(browser, "#worker").count(HOSTILE) == 3
         browser.get(f"{platform.url}/fleet#worker=node-77")
         see(browser, "//*[@id='worker' and contains(., 'no such worker')]")
 
@@ -254,16 +263,20 @@ def adopt(client: CoordinatorClient, flow: str = "", **fields: Any) -> TrainingJ
     return client.adopt_job(AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id=flow))
 
 
-def run(client: CoordinatorClient, job: TrainingJob, step: int) -> None:
-    """Report that ``job`` has made ``step`` of 100 steps, until it runs."""
+def run(client: CoordinatorClient, job: TrainingJob, step: int, *notes: str) -> None:
+    """Report that ``job`` has made ``step`` of 300 steps, until it runs."""
+    now = time.time()
     saved = JobCheckpoint(
-        step=10, object_ref=f"s3://b/c/{DIGEST}", metrics={"loss": 2.3456789}, created_at=1e9
+        step=40, object_ref=f"s3://b/c/{DIGEST}", metrics={"loss": 2.3456789}, created_at=now
     )
+    ranks = [
+        JobRank(rank=rank, host=f"node-{rank}", state="running", last_heartbeat=now)
+        for rank in range(2)
+    ]
     report = JobReport(
-        flow_run_id=FLOW, at=0, training_id="job-1", step=step, steps=100,
+        flow_run_id=FLOW, at=0, training_id="job-1", step=step, steps=300,
         metrics={"loss": 2.123456789, "tokens_per_second": 12345.678}, checkpoints=(saved,),
-        workers=(JobRank(rank=0, host="node-0", state="running", last_heartbeat=1e9),),
-        notes=(HOSTILE,),
+        workers=tuple(ranks), notes=notes,
     )  # fmt: skip
 
     def runs() -> bool:
@@ -277,18 +290,20 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
     _, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 2), platform.client()
     with beating(agents, manifest):
-        job = adopt(client, FLOW, name=f"first {HOSTILE}", team="nlp", resources={"ranks": 2})
+        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2})
         services.run_id = job.run_id
-        run(client, job, 42)
+        run(client, job, 142)
         big = adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
-        adopt(client, name="other", team="vision", model_id="n", resources={"ranks": 2}, seed=2)
         token = token_of(platform, Scope.TRAIN, team="nlp")
         with opened(platform, "view=jobs", token) as browser:
-            see(browser, "//*[@id='job-list']//*[contains(text(), 'step 42 of 100, loss 2.12')]")
+            see(browser, "//*[@id='job-list']//*[contains(text(), 'step 142 of 300, loss 2.12')]")
             see(browser, "//*[@id='job-list'][contains(., 'ahead') or contains(., 'wait')]")
             fits(browser, "fleet-jobs")
+            adopt(client, name=HOSTILE, team="vision", model_id="n", resources={"ranks": 2})
             see(browser, "//input[@name='team']").send_keys("vision", Keys.TAB)
-            see(browser, "//*[@id='job-list'][contains(., 'other') and not(contains(., 'first'))]")
+            see(
+                browser, "//*[@id='job-list'][contains(., '<img') and not(contains(., 'chat-sft'))]"
+            )
             see(browser, "//input[@name='model']").send_keys("n", Keys.TAB)
             see(browser, "//*[@id='job-list'][not(contains(., 'big'))]")
 
@@ -301,11 +316,15 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             see(browser, f"//a[contains(@href, '{page}') and text()='Flow run in Prefect']")
             see(browser, "//a[contains(@href, '/#/experiments/7/runs/abc')]")
             shown = text(browser, "section[data-view=job]")
-            for each in (HOSTILE, "12,346", "2.35", "running", "5f5f5f5f…", "History"):
+            for each in ("12,346", "2.35", "running", "5f5f5f5f…", "History"):
                 assert each in shown, shown
             assert DIGEST not in shown
             assert "2.123456789" not in shown
             fits(browser, "fleet-job")
+            services.lines.append(HOSTILE)
+            run(client, job, 143, HOSTILE)
+            see(browser, "//*[@id='job-log'][contains(., '<img')]")
+            see(browser, "//*[@id='job-more'][contains(., '<img')]")
             confirm(browser, "Pause")
             see(browser, "//*[@id='job-head']//*[text()='pausing']")
             assert client.job(job.job_id).job.wanted == "pause"
