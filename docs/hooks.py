@@ -134,7 +134,10 @@ def _name(name: str, offered: Any) -> Iterator[str]:
         )
         return
     yield from (f"{heads} `paceline.{name}`", inspect.getdoc(offered) or "")
-    for own, member in vars(offered).items():
+    # its bases that have no name of their own are parts of it
+    bases = [each for each in offered.__mro__[1:] if each.__module__.startswith("paceline")]
+    parts = [offered, *(each for each in bases if each.__name__ not in paceline.__all__)]
+    for own, member in (item for part in parts for item in vars(part).items()):
         if own == "__init__":
             yield _signature(member)
         elif not own.startswith("_") and inspect.isfunction(member):

@@ -21,7 +21,7 @@ from paceline.cli import cli
 from paceline.config import Profile
 from paceline.schemas import SCHEMAS, EventName
 from tests.project.test_dials import ROOT
-from tests.support.browser import chromium, keep
+from tests.support.browser import chromium, keep, resize
 
 TUTORIALS = {  # tutorial → pages whose commands it takes
     "a-cluster-in-20-minutes.md": ["bring-up-a-fleet.md"],
@@ -112,9 +112,8 @@ def test_no_page_loads_anything_from_another_host(site: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("width", [1280, 390])
 def test_pages_are_as_wide_as_the_window(site: Path, width: int) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
     with chromium() as browser:
-        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        resize(browser, width)
         for page in PAGES:
             browser.get((site / f"{page}.html").as_uri())
             wide = browser.execute_script("return document.documentElement.scrollWidth")

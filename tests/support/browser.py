@@ -62,6 +62,12 @@ def see(browser: Any, xpath: str, timeout_s: float = 30) -> Any:
     return WebDriverWait(browser, timeout_s).until(visibility_of_element_located((By.XPATH, xpath)))
 
 
+def resize(browser: Any, width: int) -> None:
+    """Give the window another width (CSS pixels); a narrow one is a phone's."""
+    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+
 def send_credentials(browser: Any, user_and_password: str) -> None:
     """Send ``user:password`` with every request, as a person's browser does after asking once."""
     secret = base64.b64encode(user_and_password.encode()).decode()

@@ -48,7 +48,7 @@ def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
         see(browser, "//*[@id='refused']")
         browser.get(f"{served.url}/fleet#token={served.runtime.secrets.coordinator_token}")
         browser.refresh()  # the fragment alone does not load the page again
-        see(browser, "//td[text()='node-3']")
+        see(browser, "//a[text()='node-3']")
         assert "token" not in browser.current_url
         assert "this replica leads, epoch 1" in text(browser, "#leader")
         assert "4" in text(browser, "#tiles")
@@ -110,11 +110,11 @@ def test_the_page_shows_machines_and_findings_with_what_mends_them(
         served.client().register(each)
     with chromium() as browser:
         browser.get(f"{served.url}/fleet#token={served.runtime.secrets.coordinator_token}")
-        see(browser, "//td[text()='node-2']")
+        see(browser, "//a[text()='node-2']")
         shown = text(browser, "#map")
         assert "disk: <img src=x onerror=document.title='run'>\n→ Use <b>another</b> disk." in shown
         assert "8 × <i>H100</i> 85 GB, 96 cores" in shown
-        assert "ens1 25000 Mbit/s, disk 2.0 GB/s" in shown
+        assert "ens1 25 Gbit/s, disk 2.0 GB/s" in shown
         assert browser.title != "run"
         assert browser.execute_script("return document.querySelectorAll('#map img').length") == 0
         keep(browser, "findings")

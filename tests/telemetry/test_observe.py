@@ -5,7 +5,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.schemas import Deployment, DeploymentStatus, Labels, Topology, Worker
-from paceline.telemetry import PAGE_HEADERS, FleetMetrics, Snapshot, docs_page, fleet_page
+from paceline.telemetry import PAGE_FILES, PAGE_HEADERS, FleetMetrics, Snapshot, page_text
 
 
 def snapshot() -> Snapshot:
@@ -78,11 +78,22 @@ def test_metrics_of_two_services_in_one_process_do_not_collide():
 
 
 def test_pages_load_from_and_send_the_token_to_their_own_server_only():
-    for page in (fleet_page(), docs_page()):
-        assert not re.search(r"(src|href)=[\"'](?!data:)", page)
-        urls = set(re.findall(r"https?://[^\s\"'`)]+", page))
+    policy = PAGE_HEADERS["Content-Security-Policy"]
+    assert "connect-src 'self'" in policy
+    assert "unsafe" not in policy, "nothing inline runs"
+    for name in ("fleet.html", "docs.html"):
+        page = page_text(name)
+        loaded = re.findall(r"(?:src|href)=[\"'](?!data:|#)/pages/([^\"']+)", page)
+        assert len(loaded) == len(re.findall(r"(?:src|href)=[\"'](?!data:|#)", page)) == 2
+        assert set(loaded) <= set(PAGE_FILES)
+        assert not re.search(r"<style|<script(?! type=\"module\" src=)|\son\w+=|\sstyle=", page)
+    for name in ("fleet.html", "docs.html", *PAGE_FILES):
+        text = page_text(name)
+        urls = set(re.findall(r"https?://[^\s\"'`)]+", text))
         assert urls <= {"http://www.w3.org/2000/svg"}
-        assert "innerHTML" not in page, "names from the coordinator are text, never markup"
-        assert "location.hash" in page
-        assert "location.search" not in page, "a token in the query would be logged"
-    assert "connect-src 'self'" in PAGE_HEADERS["Content-Security-Policy"]
+        assert not re.search("innerHTML|outerHTML|insertAdjacent|document.write", text), (
+            "names from the coordinator are text, never markup"
+        )
+        assert "location.search" not in text, "a token in the query would be logged"
+    for name in ("fleet.js", "docs.js"):
+        assert "location.hash" in page_text(name)

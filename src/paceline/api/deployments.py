@@ -52,6 +52,7 @@ from paceline.schemas import (
     StageRecord,
     Success,
     SwitchView,
+    Worker,
     WorkerLanes,
     WorkerList,
     WorkerProgressList,
@@ -195,6 +196,14 @@ def _add_workers(
     def list_workers() -> WorkerList:
         """List every registered worker; lost workers are kept for a month."""
         return WorkerList(workers=tuple(coordinator.read(lambda state: state.fleet.workers())))
+
+    @router.get("/workers/{worker_id}", tags=["workers"])
+    def get_worker(worker_id: Annotated[Name, PathParameter()]) -> Worker:
+        """Return one registered worker."""
+        found = coordinator.read(lambda state: state.fleet.find(worker_id))
+        if found is None:
+            raise NotFound("no such worker", got=worker_id, do="See `paceline workers`.")
+        return found
 
 
 def _add_signing(router: APIRouter, runtime: Runtime, coordinator: Coordinator) -> None:

@@ -100,6 +100,7 @@ def make_flow_router(
             has_flows=starter is not None,
             token_name=caller.name,
             token_scopes=tuple(sorted(caller.scopes)),
+            token_team=caller.team,
             token_expires_at=None if record is None else record.expires_at,
         )
 

@@ -7,6 +7,8 @@ lifecycle) ask for admission here, too, so that one place decides.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +25,7 @@ from paceline.errors import (
     Conflict,
     InvalidInput,
     NotFound,
+    PacelineError,
     SourceMissing,
     short_repr,
 )
@@ -40,6 +43,7 @@ from paceline.jobs import (
     training_costs,
     why_never,
 )
+from paceline.registry import Registry
 from paceline.relay import allowed_source, fetch_allowed_manifest
 from paceline.schemas import (
     QUEUED_JOB_ID,
@@ -62,6 +66,8 @@ from paceline.schemas import (
 JobId = Annotated[str, PathParameter(pattern=QUEUED_JOB_ID)]
 Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 LONGEST_PAGE = 500
+MLFLOW_S = 3  # seconds of a call of MLflow
+MLFLOW_RETRY_S = 10.0
 
 
 def make_job_router(
@@ -80,8 +86,14 @@ class _Shown:
     """Makes the view of a job: with its links, and identical jobs."""
 
     def __init__(self, runtime: Runtime, table: JobTable, flows: PrefectStarter | None) -> None:
-        self._mlflow = runtime.endpoints.mlflow_url
         self._prices = runtime.profile.prices
+        known = runtime.endpoints
+        self._coordinator, self._mlflow = known.coordinator_url, known.mlflow_url
+        auth = runtime.secrets.mlflow_auth
+        self._log = Registry(self._mlflow, auth, timeout_s=MLFLOW_S) if self._mlflow else None
+        self._runs: dict[str, str] = {}  # run → its page in MLflow
+        self._due: dict[str, float] = {}  # run → when MLflow is asked for it again
+        self._asking = threading.Lock()
         self._table, self.flows = table, flows
 
     def __call__(self, job: TrainingJob) -> JobView:
@@ -90,9 +102,13 @@ class _Shown:
             for each in self._table.jobs()
             if each.submission_id == job.submission_id and each.job_id != job.job_id
         ]
-        pages = {"mlflow": self._mlflow} if self._mlflow else {}
+        pages = {}
+        if self._coordinator:
+            pages["fleet"] = f"{self._coordinator}/fleet#job={job.job_id}"
         if self.flows is not None and job.flow_run_id:
             pages["prefect"] = self.flows.page_of(job.flow_run_id)
+        if mlflow := self._mlflow_page(job):
+            pages["mlflow"] = mlflow
         return JobView(
             job=job,
             same_submission=tuple(same[-20:]),
@@ -100,6 +116,23 @@ class _Shown:
             spent=spent(job, self._prices, time.time()) if job.usage else None,
             currency=self._prices.currency,
         )
+
+    def _mlflow_page(self, job: TrainingJob) -> str:
+        """Return the page of the job's run in MLflow; the server's own before it is known.
+
+        One reader at a time asks MLflow, for a job at most every MLFLOW_RETRY_S.
+        """
+        run_id, now_s = job.run_id, time.monotonic()
+        if self._log is None or job.started_at is None or run_id in self._runs:
+            return self._runs.get(run_id, self._mlflow)
+        if now_s >= self._due.get(run_id, 0.0) and self._asking.acquire(blocking=False):
+            try:
+                self._due[run_id] = now_s + MLFLOW_RETRY_S
+                with contextlib.suppress(PacelineError):
+                    self._runs |= self._log.pages_of_runs(run_id)
+            finally:
+                self._asking.release()
+        return self._runs.get(run_id, self._mlflow)
 
 
 def _add_submitting(
@@ -148,12 +181,19 @@ def _add_reading(
         state: Annotated[list[JobState], Query()] = [],  # noqa: B006 (FastAPI copies it)
         team: Annotated[str, Query(max_length=63)] = "",
         project: Annotated[str, Query(max_length=100)] = "",
+        name: Annotated[str, Query(max_length=100)] = "",
+        submitter: Annotated[str, Query(max_length=128)] = "",
+        model: Annotated[str, Query(max_length=128)] = "",
         training: Annotated[str, Query(max_length=128)] = "",
         offset: Annotated[int, Query(ge=0, le=10**6)] = 0,
         limit: Annotated[int, Query(ge=1, le=LONGEST_PAGE)] = 100,
     ) -> JobList:
-        """List jobs, the newest first: of these states, this team, this project, and this training
-        (job-…, or the digest of its recorded result)."""
+        """List jobs, the newest first: of these states, this team, project, submitter and model id.
+
+        ``name`` is a part of the job's name, or the beginning of its id. Each has a brief report:
+        its step, steps and loss. ``training`` is a training's id (job-…), or the digest of its
+        recorded result.
+        """
         found = [
             each
             for each in reversed(table.jobs())
@@ -161,10 +201,12 @@ def _add_reading(
             and team in ("", each.spec.team)
             and project in ("", each.spec.project)
             and training in ("", *_trainings(each))
+            and submitter in ("", each.submitted_by)
+            and model in ("", each.spec.model_id)
+            and (name.lower() in each.spec.name.lower() or each.job_id.startswith(name))
         ]
         page = found[offset : offset + limit]
-        brief = [each.model_copy(update={"history": (), "report": None}) for each in page]
-        return JobList(jobs=tuple(brief), total=len(found))
+        return JobList(jobs=tuple(map(_brief, page)), total=len(found))
 
     @router.get(f"{JOBS}/{{job_id}}")
     def get_job(job_id: JobId) -> JobView:
@@ -285,6 +327,19 @@ def _add_changing(
             return changed(job, state, time.time(), why, current_caller().name)
 
         return shown(change(job_id, make, of_team=False))
+
+
+def _brief(job: TrainingJob) -> TrainingJob:
+    """Return ``job`` as lists show it: without its history, and of its report the progress."""
+    report = job.report
+    if report is not None:
+        report = JobReport(
+            at=report.at,
+            step=report.step,
+            steps=report.steps,
+            metrics={key: report.metrics[key] for key in ("loss",) if key in report.metrics},
+        )
+    return job.model_copy(update={"history": (), "report": report})
 
 
 def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:

@@ -8,21 +8,22 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Header, Query, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, RedirectResponse
 
 from paceline.api.event_stream import EventStream, StreamHub
 from paceline.api.routes import ROUTES
 from paceline.config import Profile
 from paceline.coordinator import Coordinator, CoordinatorState
+from paceline.errors import NotFound
 from paceline.jobs import JobTable, hosts_of
 from paceline.schemas import LeaderView, Problem
 from paceline.telemetry import (
     CONTENT_TYPE,
+    PAGE_FILES,
     PAGE_HEADERS,
     FleetMetrics,
     Snapshot,
-    docs_page,
-    fleet_page,
+    page_text,
 )
 
 STREAM: dict[int | str, dict[str, Any]] = {
@@ -78,13 +79,24 @@ def add_observation(
         begin = after if last_event_id is None else last_event_id
         return EventStream(hub, await hub.join(deployment, begin), for_s)
 
+    @app.get("/", include_in_schema=False)
+    async def get_start() -> RedirectResponse:
+        return RedirectResponse("/fleet")
+
+    @app.get("/pages/{name}", include_in_schema=False)
+    async def get_page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise NotFound("no such file of a page", got=name[:100], do="See /fleet and /docs.")
+        kind = PAGE_FILES[name]
+        return Response(page_text(name), media_type=kind, headers=PAGE_HEADERS)
+
     @app.get("/fleet", include_in_schema=False)
     async def get_fleet_page() -> HTMLResponse:
-        return HTMLResponse(fleet_page(), headers=PAGE_HEADERS)
+        return HTMLResponse(page_text("fleet.html"), headers=PAGE_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     async def get_docs_page() -> HTMLResponse:
-        return HTMLResponse(docs_page(), headers=PAGE_HEADERS)
+        return HTMLResponse(page_text("docs.html"), headers=PAGE_HEADERS)
 
 
 def _leader(coordinator: Coordinator, url: str, replica_id: str) -> LeaderView:

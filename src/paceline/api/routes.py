@@ -64,6 +64,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/workers/heartbeat"): WORKER,
     ("POST", "/workers/signed-reads"): WORKER,
     ("GET", "/workers"): READ,
+    ("GET", "/workers/{worker_id}"): READ,
     ("POST", "/workers/join"): Route(scopes=(Scope.JOIN,), is_change=True),
     ("POST", "/workers/renew"): Route(scopes=(Scope.WORKER,), is_change=True),
     ("GET", STAGE): READ,
@@ -102,8 +103,10 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/healthz"): OPEN,
     ("GET", "/readyz"): OPEN,
     ("GET", "/ca.pem"): OPEN,
+    ("GET", "/"): OPEN,  # leads to /fleet
     ("GET", "/fleet"): OPEN,
     ("GET", "/docs"): OPEN,
+    ("GET", "/pages/{name}"): OPEN,  # their scripts and styles
 }
 
 

@@ -2,16 +2,13 @@ from .calls import AccessClient as AccessClient, CoordinatorClient as Coordinato
 from .events import Follower as Follower, Item as Item, Lost as Lost
 from .failover import SUSPECT_S as SUSPECT_S, Replicas as Replicas, error_of as error_of
 from .installation import (
-    AWAY_S as AWAY_S,
-    POLL_S as POLL_S,
     START_S as START_S,
     TOKEN_VARIABLE as TOKEN_VARIABLE,
     Client as Client,
     FlowRun as FlowRun,
-    job_spec as job_spec,
-    patiently as patiently,
     raised as raised,
     require_complete as require_complete,
     require_encrypted as require_encrypted,
-    require_success as require_success,
 )
+from .jobs import job_spec as job_spec, require_success as require_success
+from .retrying import AWAY_S as AWAY_S, POLL_S as POLL_S, patiently as patiently

@@ -263,15 +263,20 @@ class CoordinatorClient(FailoverClient):
         team: str = "",
         project: str = "",
         *,
+        name: str = "",
+        submitter: str = "",
+        model: str = "",
         training: str = "",
         offset: int = 0,
         limit: int = 100,
     ) -> JobList:
-        """Return the jobs of these states, team, project and training, the newest first."""
+        """Return the jobs of these states, team, project, submitter, model id and training, the
+        newest first; ``name`` is a part of a name, or the beginning of an id."""
         asked: list[tuple[str, object]] = [("offset", offset), ("limit", limit)]
         asked += [("state", each) for each in states]
-        named = {"team": team, "project": project, "training": training}
-        asked += [(key, value) for key, value in named.items() if value]
+        given = {"team": team, "project": project, "name": name}
+        given |= {"submitter": submitter, "model": model, "training": training}
+        asked += [(key, value) for key, value in given.items() if value]
         return self._call(JobList, "GET", f"{JOBS}?{urlencode(asked)}")
 
     def job(self, job_id: str) -> JobView:

@@ -10,23 +10,23 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from pydantic import ValidationError
 
 from paceline import errors
 from paceline.client.calls import CoordinatorClient
+from paceline.client.jobs import JobMethods
+from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, patiently
 from paceline.config import Login, Profile, Runtime, find_installation, read_certificate
 from paceline.errors import (
     Cancelled,
     DeploymentFailed,
     InvalidInput,
     PacelineError,
-    TemporaryError,
-    TrainingFailed,
 )
 from paceline.schemas import (
     FLOW_RESULT,
@@ -36,10 +36,7 @@ from paceline.schemas import (
     DeploymentView,
     FlowRunView,
     InstallationView,
-    JobState,
     StartFlow,
-    SubmitJob,
-    TrainingJob,
     Worker,
     digest_of,
     flow_result_key,
@@ -48,21 +45,12 @@ from paceline.schemas import (
 from paceline.system import Endpoint
 
 TOKEN_VARIABLE = "PACELINE_TOKEN"  # noqa: S105 (a variable's name)
-POLL_S = 1.0
 START_S = 15.0  # how long a flow is tried to be started: Prefect refuses while its database is busy
-AWAY_S = 60.0  # how long no coordinator may answer while a flow or a deployment is followed
 SWITCH_S = 60.0
 FINAL = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
 # Prefect's message of a failed flow run: "Flow run encountered an exception: KIND: message"
 # or, of one that waits: "KIND: message"
 RAISED = re.compile(r"(?:exception:? |\A)(?:[\w.]*\.)?(\w+): (.+)", re.DOTALL)
-
-Answer = TypeVar("Answer")
-OnLine = Callable[[str], None]
-
-
-def drop(_line: str) -> None:
-    """Drop a line."""
 
 
 class FlowRun:
@@ -113,7 +101,7 @@ class FlowRun:
         self._coordinator.cancel_flow(self.id)
 
 
-class Client:
+class Client(JobMethods):
     """An installation, over REST.
 
     ``Client()`` is the one that a command typed here would mean: in ``state``, $PACELINE_STATE or
@@ -293,49 +281,6 @@ class Client:
         """Cancel a deployment; what arrived is kept."""
         self.coordinator.cancel(deployment_id)
 
-    # -- training jobs
-
-    def submit(
-        self,
-        model_id: str,
-        version: str,
-        snapshot: str,
-        *,
-        resources: Mapping[str, Any] | None = None,
-        key: str | None = None,
-        **more: Any,
-    ) -> TrainingJob:
-        """Queue a training of a published version on a snapshot (its URL), and return the job.
-
-        ``resources``: ranks, ranks_per_node, accelerator, memory_bytes, capacity, within.
-        ``more``: parameters (settings by their keys in a profile), code_ref, checkpoint_policy,
-        seed, continue_from, name, team, project, purpose, priority. The same ``key`` and job again
-        are the same job. Raises InvalidInput for what can never run here.
-        """
-        given = {"model_id": model_id, "version": version, "data_snapshot": snapshot, **more}
-        spec = job_spec(given | {"resources": resources or {}})
-        return self.coordinator.submit_job(spec, key).job
-
-    def jobs(self, *states: str, team: str = "", project: str = "") -> list[TrainingJob]:
-        """Return the newest 500 jobs of these states, this team and this project, newest first."""
-        return list(self.coordinator.jobs(states, team, project, limit=500).jobs)
-
-    def job(self, job_id: str) -> TrainingJob:
-        """Return a job: its state and why, and its last report (step, metrics, checkpoints)."""
-        return self.coordinator.job(job_id).job
-
-    def wait_for_job(self, job_id: str, on_notice: OnLine = drop) -> TrainingJob:
-        """Return the job once it has succeeded or needs a review.
-
-        Raises TrainingFailed, Cancelled, and TemporaryError as ``FlowRun.wait`` says.
-        """
-        while True:
-            job = patiently(partial(self.job, job_id), AWAY_S, on_notice)
-            if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
-                require_success(job)
-                return job
-            time.sleep(POLL_S)
-
     # -- flows
 
     def start(
@@ -432,24 +377,6 @@ class Client:
         return self.start("verify-model", given, run_id=run_id)
 
 
-def patiently(call: Callable[[], Answer], away_s: float, on_notice: OnLine = drop) -> Answer:
-    """Return what ``call`` returns, repeated while a server is away for at most ``away_s``.
-
-    ``on_notice`` receives why it is repeated, each reason once.
-    """
-    until_s, said = time.monotonic() + away_s, ""
-    while True:
-        try:
-            return call()
-        except TemporaryError as error:
-            if time.monotonic() > until_s:
-                raise
-            if said != error.one_line():  # once, not every second
-                said = error.one_line()
-                on_notice(f"trying again: {said}")
-            time.sleep(POLL_S)
-
-
 def require_complete(deployment: Deployment) -> None:
     """Raise DeploymentFailed, or Cancelled, where ``deployment`` did not end as complete."""
     if deployment.status is DeploymentStatus.COMPLETE:
@@ -498,24 +425,6 @@ def raised(message: str) -> tuple[type[PacelineError] | None, str]:
     if found and isinstance(kind, type) and issubclass(kind, PacelineError):
         return kind, found[2].strip()
     return None, message
-
-
-def job_spec(given: Mapping[str, Any]) -> SubmitJob:
-    """Return the job that ``given`` describes; raises InvalidInput."""
-    try:
-        return SubmitJob.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise InvalidInput("this job cannot be submitted", got=first["msg"], where=where) from error
-
-
-def require_success(job: TrainingJob) -> None:
-    """Raise Cancelled or TrainingFailed where the job ended so."""
-    if job.state is JobState.CANCELLED:
-        raise Cancelled("the job was cancelled", got=job.reason, where=job.job_id)
-    if job.state is JobState.FAILED:
-        raise TrainingFailed("the job failed", got=job.reason, where=job.job_id)
 
 
 def _failure(view: FlowRunView) -> PacelineError:

@@ -22,6 +22,7 @@ import socket
 import threading
 import time
 
+from paceline import __version__
 from paceline.client import CoordinatorClient
 from paceline.config import Runtime, load_runtime
 from paceline.errors import PacelineError, PortInUse
@@ -217,6 +218,7 @@ class Agent:
                 process=secrets.token_hex(8),
                 findings=config.findings,
                 inventory=config.inventory,
+                version=__version__,
             ),
             self._next_incarnation,
             trust=TrustPolicy.of(self._runtime.profile.security),

@@ -155,6 +155,7 @@ from .jobs import (
     JobPlacement as JobPlacement,
     JobRank as JobRank,
     JobReport as JobReport,
+    JobShown as JobShown,
     JobsShown as JobsShown,
     JobState as JobState,
     JobUsage as JobUsage,

@@ -154,6 +154,7 @@ class RegisterWorker(Record):
     process: Text = Field(default="", max_length=64)  # random id: pids repeat in containers
     findings: Findings = ()  # of the node's last `paceline doctor`
     inventory: Inventory | None = None
+    version: Text = Field(default="", max_length=64)  # of Paceline there; "": not reported
 
 
 class Registered(Record):

@@ -69,6 +69,7 @@ class InstallationView(Record):
     has_flows: bool  # whether flows can be started here
     token_name: str
     token_scopes: tuple[str, ...]
+    token_team: str | None = Field(default=None, exclude_if=lambda value: value is None)
     token_expires_at: float | None = None
 
 

@@ -315,6 +315,12 @@ class JobsShown(Record):
     total: int
 
 
+class JobShown(JobView):
+    """Output of `paceline jobs` submit, show, pause, resume, cancel and review with --json."""
+
+    status: Literal["complete"] = "complete"
+
+
 class SweepTrial(Record):
     """A trial of a sweep: the settings that it tried, its job, and what came of it."""
 

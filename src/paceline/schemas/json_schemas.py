@@ -54,6 +54,8 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,
     "cost": cost.CostsShown,
+    "jobs": jobs.JobsShown,
+    "job": jobs.JobShown,
     "sweep": jobs.SweepShown,
     "checkpoints": command_results.CheckpointsShown,
     "checkpoint-export": command_results.CheckpointExported,

@@ -161,6 +161,7 @@ class Worker(Record):
     process: Text = ""  # random id of its process; "": use pid and address
     findings: Findings = ()
     inventory: Inventory | None = None  # None: an agent that does not report it
+    version: Text = Field(default="", exclude_if=lambda value: not value)  # of Paceline there
 
 
 class StageRecord(Record):

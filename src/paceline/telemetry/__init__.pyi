@@ -4,7 +4,7 @@ from .metrics import (
     FleetMetrics as FleetMetrics,
     Snapshot as Snapshot,
 )
-from .page import PAGE_HEADERS as PAGE_HEADERS, docs_page as docs_page, fleet_page as fleet_page
+from .page import PAGE_FILES as PAGE_FILES, PAGE_HEADERS as PAGE_HEADERS, page_text as page_text
 from .watch_items import (
     DeploymentSnapshot as DeploymentSnapshot,
     MomentBuilder as MomentBuilder,

@@ -1,4 +1,4 @@
-"""HTML pages: the live fleet page and the API reference; each is one file without assets.
+"""HTML pages: the live fleet page and the API reference, with their scripts and styles.
 
 They are served without a token and contain no data: the script asks for the token (or reads it from
 the URL's fragment, which browsers never send) and calls the REST API with it.
@@ -9,10 +9,17 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-# Same origin only: an injected script could not send data to another host.
+DIRECTORY = Path(__file__).parent / "pages"
+KINDS = {".css": "text/css", ".js": "text/javascript"}
+# name → media type of the files that pages load
+PAGE_FILES = {
+    path.name: KINDS[path.suffix] for path in sorted(DIRECTORY.iterdir()) if path.suffix in KINDS
+}
+# Same origin only, and nothing inline: an injected script would not run, and could not send data to
+# another host.
 PAGE_HEADERS = {
     "Content-Security-Policy": (
-        "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline';"
+        "default-src 'none'; style-src 'self'; script-src 'self';"
         " connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none';"
         " frame-ancestors 'none'"
     ),
@@ -22,16 +29,7 @@ PAGE_HEADERS = {
 }
 
 
-def fleet_page() -> str:
-    """Return the page that shows workers, chunks, rates and deployments."""
-    return _page("fleet.html")
-
-
-def docs_page() -> str:
-    """Return the page that shows the REST API of this coordinator."""
-    return _page("docs.html")
-
-
 @cache
-def _page(name: str) -> str:
-    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+def page_text(name: str) -> str:
+    """Return the text of a page ("fleet.html", "docs.html") or of a file of PAGE_FILES."""
+    return (DIRECTORY / name).read_text(encoding="utf-8")

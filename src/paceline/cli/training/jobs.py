@@ -37,6 +37,7 @@ from paceline.schemas import (
     JobState,
     JobView,
     ReviewJob,
+    TrainingJob,
 )
 from paceline.units import duration, moment, size_bytes
 
@@ -138,21 +139,24 @@ def submit(
 )
 @click.option("--team", default="")
 @click.option("--project", default="")
+@click.option("--name", default="", help="A part of the job's name.")
+@click.option("--submitter", default="", help="The name of the token that submitted it.")
+@click.option("--model", default="", metavar="MODEL_ID")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
 @state_option
 @json_option
-def list_jobs(
-    states: tuple[str, ...], team: str, project: str, limit: int, state: Path | None, as_json: bool
-) -> int:
-    """List jobs, the newest first, and why each waits."""
-    found = _client(state).jobs(states, team, project, limit=limit)
+def list_jobs(states: tuple[str, ...], state: Path | None, as_json: bool, **wanted: Any) -> int:
+    """List jobs, the newest first: how far each is, and why it waits."""
+    found = _client(state).jobs(states, **wanted)
     if as_json:
         click.echo(JobsShown(jobs=found.jobs, total=found.total).model_dump_json())
         return 0
     rows = [
         (
             each.job_id,
+            each.spec.name,
             each.state,
+            _progress(each),
             each.spec.team,
             f"{each.spec.model_id} {each.spec.version}",
             str(each.spec.priority),
@@ -162,10 +166,10 @@ def list_jobs(
         )
         for each in found.jobs
     ]
-    names = ("job", "state", "team", "model", "priority", "age", "nodes", "reason")
-    print_table(names, rows)
+    head = "job name state progress team model priority age nodes reason"
+    print_table(head.split(), rows)
     if found.total > len(rows):
-        notice(f"{found.total - len(rows)} more: --limit, --status, --team", mark="")
+        notice(f"{found.total - len(rows)} more: --limit, --status, --name, --team …", mark="")
     return 0
 
 
@@ -270,6 +274,14 @@ def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:
     return 0
 
 
+def _progress(job: TrainingJob) -> str:
+    report = job.report
+    if report is None or not report.steps:
+        return ""
+    loss = report.metrics.get("loss")
+    return f"{report.step}/{report.steps}" + (f", loss {loss:.3f}" if loss is not None else "")
+
+
 def _lines(view: JobView) -> list[str]:
     job, report = view.job, view.job.report
 
@@ -291,10 +303,9 @@ def _lines(view: JobView) -> list[str]:
         where = "in several zones" if level == "fleet" else f"in one {level}"
         lines.append(f"  nodes       {hosts}, {where}")
     if report is not None:
-        loss = report.metrics.get("loss")
-        figures = f"step {report.step}/{report.steps}" + (f", loss {loss:.3f}" if loss else "")
         rate = report.metrics.get("tokens_per_second")
-        lines.append(f"  progress    {figures}" + (f", {rate:,.0f} tokens/s" if rate else ""))
+        speed = f", {rate:,.0f} tokens/s" if rate else ""
+        lines.append(f"  progress    step {_progress(job) or report.step}{speed}")
         if report.training_id:
             lines.append(f"  training    {report.training_id}")
         lines += [

@@ -144,6 +144,7 @@ class Membership:
             process=call.process,
             findings=call.findings,
             inventory=call.inventory,
+            version=call.version,
         )
         self._enter(worker, now_s)
         return worker

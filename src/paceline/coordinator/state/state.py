@@ -290,6 +290,8 @@ class CoordinatorState:
             "targets": len(call.target_workers),
             "topology": call.topology.value,
         }
+        if call.run_id:
+            data["run_id"] = call.run_id
         created = EventName.DEPLOYMENT_CREATED
         effects.append(EmitEvent(created, event.at, event.deployment_id, None, data))
         effects += self._advance(state, event.at, now_s)

@@ -1,35 +1,3 @@
-<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Paceline calls</title>
-<style>
-:root { --page: #f4f3ef; --card: #fff; --ink: #1c2421; --soft: #66716c; --line: #dfe3de; --accent: #1f6f54; }
-@media (prefers-color-scheme: dark) {
-  :root { --page: #121715; --card: #1a211e; --ink: #e6ebe8; --soft: #93a09a; --line: #2c3632; --accent: #3fbf90; }
-}
-body { margin: 0 auto; max-width: 900px; padding: 24px 20px 60px; background: var(--page); color: var(--ink);
-  font: 14px/1.5 system-ui, "Segoe UI", sans-serif; }
-h1 { font-size: 21px; margin: 0 0 4px; }
-h2 { font-size: 12px; color: var(--soft); letter-spacing: .06em; text-transform: uppercase; margin: 26px 0 8px; }
-p { color: var(--soft); margin: 0 0 12px; }
-details { background: var(--card); border: 1px solid var(--line); border-radius: 8px; margin-bottom: 6px; padding: 9px 14px; }
-summary { cursor: pointer; }
-code, pre { font: 13px/1.5 ui-monospace, monospace; }
-pre { overflow: auto; margin: 10px 0 2px; }
-b { display: inline-block; width: 62px; color: var(--accent); font: 600 13px ui-monospace, monospace; }
-summary span { color: var(--soft); margin-left: 10px; }
-input { padding: 8px 10px; width: 320px; max-width: 100%; border: 1px solid var(--line); border-radius: 7px;
-  color: inherit; background: var(--card); font: inherit; }
-</style>
-</head>
-<body>
-<h1>Paceline calls</h1>
-<p id="state">Every call but /healthz and /readyz needs <code>Authorization: Bearer TOKEN</code>, this list too.</p>
-<form id="ask"><input id="token" type="password" autocomplete="off" placeholder="coordinator token"></form>
-<div id="calls"></div>
-<script>
 "use strict";
 const $ = id => document.getElementById(id);
 let token = sessionStorage.getItem("paceline-token") || "";
@@ -94,6 +62,3 @@ $("ask").onsubmit = event => {
   show();
 };
 if (token) show();
-</script>
-</body>
-</html>

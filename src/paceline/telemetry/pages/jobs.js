@@ -1,0 +1,113 @@
+// Training jobs: the queue, and one job with its progress, ranks, checkpoints, history and log.
+import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, mayOnJob, more, number, pill, short,
+  table, when, workerLink} from "./common.js";
+
+const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed", "cancelled"];
+const LIMIT = 100, LOG_LINES = 400, PAGES = 20; // of jobs in the list, lines that are kept, answers at once
+const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow"};
+let log = {id: null, flow: null, after: 0, lines: []};
+
+const looks = state => ({needs_review: "stalled", succeeded: "complete"})[state] || state;
+const progress = report => {
+  if (!report?.steps) return "";
+  const loss = report.metrics.loss;
+  return "step " + number(report.step) + " of " + number(report.steps) +
+    (loss === undefined ? "" : ", loss " + humane("loss", loss));
+};
+const meter = job => !job.report?.steps ? "" : bar(job.report.step / job.report.steps, progress(job.report));
+
+export async function pollJobs() {
+  const asked = new URLSearchParams({limit: String(LIMIT)});
+  for (const each of document.querySelectorAll("#job-filters [name]")) {
+    each.onchange = pollJobs;
+    if (each.value) asked.append(each.name, each.value);
+  }
+  try {
+    const answer = await api(JOBS + "?" + asked), rows = answer.jobs.map(row);
+    fill($("job-list"), rows.length ? table([["Job", ""], ["State", ""], ["Progress", ""], ["Team", "wide"],
+      ["Priority", "rate wide"], ["Model", "wide"], ["Submitted", "wide"]], rows) : el("p", "quiet", "No job matches."),
+      more(LIMIT, answer.total));
+  } catch (error) { fill($("job-list"), el("p", "reason", error.message)); }
+}
+function row(job) {
+  const why = el("small", "finding", job.reason);
+  return el("tr", "", el("td", "", jobLink(job.job_id, job.spec.name || job.job_id), job.spec.name ? el("small", "", job.job_id) : ""),
+    el("td", "", pill(job.state, looks(job.state)), why), el("td", "meter", meter(job), el("small", "", progress(job.report))),
+    el("td", "wide", job.spec.team), el("td", "rate wide", number(job.spec.priority)),
+    el("td", "wide", job.spec.model_id + " " + job.spec.version),
+    el("td", "wide", job.submitted_by, el("small", "", ago(job.created_at))));
+}
+
+// --- one job ----------------------------------------------------------------------------------
+
+export async function pollJob(id) {
+  const path = JOBS + "/" + encodeURIComponent(id);
+  try {
+    const view = await api(path);
+    drawJob(view, path);
+    await readLog(view.job, path);
+  } catch (error) { fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", id)), el("p", "reason", error.message)); }
+}
+async function readLog(job, path) {
+  if (log.id !== job.job_id || log.flow !== job.flow_run_id) log = {id: job.job_id, flow: job.flow_run_id, after: 0, lines: []};
+  const mine = log, box = $("job-log"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 8;
+  try {
+    for (let page = 0; page < PAGES; page++) {
+      const answer = await api(path + "/logs?after=" + mine.after);
+      mine.after = answer.after;
+      mine.lines = mine.lines.concat(answer.lines).slice(-LOG_LINES);
+      if (!answer.lines.length) break;
+    }
+  } catch (error) { mine.lines = ["The log cannot be read now: " + error.message]; mine.after = 0; }
+  const text = mine.lines.join("\n") || "Nothing yet.";
+  if (mine !== log || text === box.textContent) return;
+  box.textContent = text;
+  if (atEnd) box.scrollTop = box.scrollHeight;
+}
+function drawJob({job, same_submission, pages}, path) {
+  const spec = job.spec, report = job.report, place = job.placement;
+  const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
+    .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
+  const links = ["prefect", "mlflow"].filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
+  fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", spec.name || job.job_id), " ", pill(job.state, looks(job.state))),
+    job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", job.reason),
+    report?.steps ? el("p", "meter", meter(job), el("b", "number", progress(report))) : "",
+    el("div", "acts", ...actions(job, path), ...links),
+    facts([["Job", job.job_id], ["Model", spec.model_id + " " + spec.version], ["Data", short(spec.data_snapshot)],
+      ["Team", spec.team + (spec.project ? ", project " + spec.project : "")], ["Priority", number(spec.priority)],
+      ["Submitted", "by " + job.submitted_by + ", " + when(job.created_at)],
+      ["Run", job.run_id + (job.attempt > 1 ? ", flow run " + job.attempt : "")], ["Training", report?.training_id],
+      ["Lost", job.losses ? number(job.losses) + " flow runs" : ""], ["Preempted", job.preemptions ? number(job.preemptions) + " times" : ""],
+      ["Nodes", place && el("span", "", ...Object.keys(place.hosts).sort().slice(0, 50).flatMap(host => [workerLink(host), " "]),
+        place.level === "fleet" ? "" : "in one " + place.level)],
+      ["Figures", metrics], ["Same as", same_submission.length ? el("span", "", ...same_submission.flatMap(id =>
+        [jobLink(id), " "]), "(identical jobs share one training)") : ""]]));
+  fill($("job-more"),
+    el("h3", "", "Ranks"), report?.workers.length ? table([["Rank", ""], ["Node", ""], ["State", ""], ["Heartbeat", ""]],
+      report.workers.slice(0, 64).map(each => el("tr", "", el("td", "", number(each.rank)), el("td", "", workerLink(each.host)),
+        el("td", "", pill(each.state)), el("td", "", ago(each.last_heartbeat))))) : el("p", "quiet", "None runs."),
+    more(64, report?.workers.length || 0),
+    el("h3", "", "Checkpoints"), report?.checkpoints.length ? table([["Step", ""], ["Loss", ""], ["Saved", ""], ["Place", "wide"]],
+      [...report.checkpoints].reverse().map(each => el("tr", "", el("td", "", number(each.step)),
+        el("td", "", each.metrics.loss === undefined ? "" : humane("loss", each.metrics.loss)), el("td", "", when(each.created_at)),
+        el("td", "wide finding", short(each.object_ref))))) : el("p", "quiet", "None yet."),
+    el("h3", "", "History"), el("ol", "events", ...[...job.history].reverse().map(each => el("li", "",
+      el("time", "mono", when(each.at)), el("b", "", each.state.replaceAll("_", " ")), each.by ? " by " + each.by : "",
+      each.reason ? el("small", "", each.reason) : ""))),
+    ...(report?.notes.length ? [el("h3", "", "Notes"), el("ul", "", ...report.notes.map(each => el("li", "", short(each))))] : []));
+}
+function actions(job, path) {
+  const made = [], name = job.spec.name || job.job_id;
+  if (mayOnJob(job) && !ENDED.includes(job.state)) {
+    if (job.state === "paused") made.push(action("Resume", "Resume " + name + "?",
+      "It waits in the queue again, with its first place, and goes on from its newest checkpoint.", path + "/resume"));
+    else if (!["pausing", "cancelling"].includes(job.state)) made.push(action("Pause", "Pause " + name + "?",
+      "Every rank saves its state and ends. The job keeps its place until it is resumed.", path + "/pause"));
+    if (job.state !== "cancelling") made.push(action("Cancel", "Cancel " + name + "?",
+      "The job ends for good. Its checkpoints stay.", path + "/cancel"));
+  }
+  if (may("approve") && job.state === "needs_review") made.push(
+    action("Accept", "Accept " + name + "?", "The job counts as succeeded: " + job.reason + ".", path + "/review", "POST", {accepted: true}),
+    action("Reject", "Reject " + name + "?", "The job counts as failed.", path + "/review", "POST", {accepted: false}));
+  return made;
+}

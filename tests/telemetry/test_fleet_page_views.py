@@ -1,0 +1,331 @@
+"""The views of the fleet page, as a person uses them: filters, actions, one worker, jobs."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.keys import Keys
+
+from paceline.client import AccessClient, CoordinatorClient
+from paceline.config import Endpoints
+from paceline.schemas import (
+    Accelerator,
+    AdoptJob,
+    CreateToken,
+    Inventory,
+    JobCheckpoint,
+    JobRank,
+    JobReport,
+    JobState,
+    RegisterWorker,
+    Scope,
+    SubmitJob,
+    TrainingJob,
+    new_run_id,
+)
+from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
+from tests.support.browser import chromium, click, keep, resize, see
+from tests.support.stack import wait_until
+from tests.support.web import Call, serving
+from tests.telemetry.test_fleet_page import text
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(240)]
+
+HOSTILE = "<img src=x onerror=document.title='run'>"
+FLOW = "0192f0c1-0000-7000-8000-000000000001"
+DIGEST = "5f" * 32
+
+
+class Services:
+    """Prefect and MLflow: one flow run with a log, one run."""
+
+    def __init__(self) -> None:
+        self.lines = [f"step {n}: loss {4 - n / 160:.3f}" for n in range(300)]
+        self.run_id = ""
+        self.state = "RUNNING"
+
+    def __call__(self, call: Call) -> tuple[int, bytes]:
+        asked = json.loads(call.body or b"{}")
+        run = {"id": FLOW, "tags": ["paceline"], "state_type": self.state, "parameters": {}}
+        if call.path.endswith("/experiments/search"):
+            answer: Any = {"experiments": [{"experiment_id": "7"}]}
+        elif call.path.endswith("/runs/search"):
+            tags = [{"key": "paceline.run_id", "value": self.run_id}]
+            found = {"info": {"experiment_id": "7", "run_id": "abc"}, "data": {"tags": tags}}
+            answer = {"runs": [found] if self.run_id else []}
+        elif call.path.endswith("/logs/filter"):
+            after, most = asked["offset"], asked["limit"]
+            answer = [{"message": each} for each in self.lines[after : after + most]]
+        elif call.path.endswith("/flow_runs/filter"):
+            answer = [run] if "id" in asked["flow_runs"] else []
+        elif call.path.endswith("/set_state"):
+            self.state, answer = "CANCELLING", {}
+        else:
+            answer = run
+        return 200, json.dumps(answer).encode()
+
+
+@pytest.fixture
+def services() -> Services:
+    return Services()
+
+
+@pytest.fixture
+def platform(tmp_path: Any, services: Services) -> Iterator[Served]:
+    """A coordinator with a Prefect and an MLflow server, and two nodes that beat."""
+    with serving(services) as web:
+        runtime = make_runtime(tmp_path / "state")
+        known = Endpoints(prefect_api_url=f"{web.url}/api", mlflow_url=web.url)
+        server = Served(runtime.model_copy(update={"endpoints": known}))
+        server.runtime.state_dir.mkdir()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.end()
+
+
+@contextmanager
+def beating(agents: list[FakeAgent], manifest: Any) -> Iterator[Callable[[], None]]:
+    """Have ``agents`` send heartbeats within the ``with``, or until what it yields is called."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.2):
+            for each in agents:
+                each.beat(manifest)
+
+    def stop() -> None:
+        over.set()
+        thread.join()
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield stop
+    finally:
+        stop()
+
+
+@contextmanager
+def opened(served: Served, view: str = "", token: str = "") -> Iterator[Any]:
+    """Yield a browser with the page; no error of the page itself is left unseen."""
+    token = token or served.runtime.secrets.coordinator_token
+    with chromium() as browser:
+        resize(browser, 1280)
+        browser.get(f"{served.url}/#{view}&token={token}")  # the start page leads to /fleet
+        see(browser, "//*[@id='who' and contains(text(), 'Paceline')]")
+        assert "token" not in browser.current_url
+        yield browser
+        log = [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
+        assert not [each for each in log if "Failed to load resource" not in each]
+        assert browser.title == "Paceline fleet", "no text of others ran as a script"
+
+
+def fits(browser: Any, name: str) -> None:
+    """Require that the page is as wide as the window on a desk and on a phone; keep pictures."""
+    for width in (390, 1280):
+        resize(browser, width)
+        wide = browser.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= width, name
+        keep(browser, name if width > 500 else f"{name}-phone")
+
+
+def token_of(served: Served, *scopes: Any, team: str | None = None) -> str:
+    access = AccessClient(served.url, served.runtime.secrets.coordinator_token)
+    return access.create_token(CreateToken(name="ann", scopes=scopes, team=team)).token
+
+
+def fleet_of(served: Served, count: int) -> list[FakeAgent]:
+    agents = [FakeAgent(served.client(), f"node-{n}") for n in range(count)]
+    for each in agents:
+        each.register()
+    return agents
+
+
+def confirm(browser: Any, label: str) -> None:
+    """Press the action, with the keyboard alone, and confirm it in the dialog."""
+    see(browser, f"//main//button[text()='{label}']").send_keys(Keys.ENTER)
+    dialog = see(browser, "//dialog[@open]")
+    assert browser.switch_to.active_element.text == "Keep as it is", "a slip of Enter does nothing"
+    assert dialog.text.count("\n") >= 2
+    browser.switch_to.active_element.send_keys(Keys.TAB, Keys.NULL)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+
+
+# -- deployments
+
+
+def test_a_deployment_is_found_drawn_activated_and_rolled_back(platform: Served) -> None:
+    url, manifest = make_model(platform.runtime.state_dir, size=2 * 1024 * 1024)
+    agents = fleet_of(platform, 5)
+    client, names = platform.client(), [each.worker_id for each in agents]
+    client.create(creation(url, names, run_id="run-20260101-000000-abcdef"), "key-1")
+    with beating(agents, manifest), opened(platform) as browser:
+        see(browser, "//*[@id='map']//a[text()='node-4']")
+        click(browser, "//button[@value='tree']")
+        see(browser, "//canvas[@id='tree' and contains(@aria-label, '5 workers')]")
+        fits(browser, "fleet-topology")
+        confirm(browser, "Activate")
+        see(browser, "//*[@id='deployments']//*[text()='active']", 60)
+        assert not browser.find_elements("xpath", "//dialog[@open]")
+        assert "m v1" in text(browser, "#events summary"), "events are those of a run"
+        confirm(browser, "Roll back")
+        see(browser, "//*[@id='sure-error' and contains(text(), 'before')]")
+        keep(browser, "fleet-refused")
+        click(browser, "//button[@id='sure-no']")
+
+        box = see(browser, "//input[@id='deployment-filter']")
+        box.send_keys("another")
+        see(browser, "//*[@id='deployments' and contains(., 'None matches')]")
+        box.clear()
+        box.send_keys("v1")
+        see(browser, "//*[@id='deployments']//button")
+
+
+def test_who_may_only_read_gets_no_actions_and_can_log_out(platform: Served) -> None:
+    url, manifest = make_model(platform.runtime.state_dir)
+    agents = fleet_of(platform, 1)
+    platform.client().create(creation(url, ["node-0"]), "key-1")
+    token = token_of(platform, Scope.READ)
+    with beating(agents, manifest), opened(platform, token=token) as browser:
+        see(browser, "//*[@id='deployments']//*[text()='complete']", 60)
+        assert "ann (read)" in text(browser, "#who")
+        assert not browser.find_elements("css selector", "main button.act")
+        click(browser, "//button[text()='Log out']")
+        see(browser, "//input[@id='token']")
+        assert browser.execute_script("return sessionStorage.length") == 0
+
+
+# -- workers
+
+
+def test_a_worker_has_a_page_of_its_own(platform: Served) -> None:
+    url, manifest = make_model(platform.runtime.state_dir)
+    gpus = Accelerator(kind="NVIDIA H100", count=8, memory_bytes=85 * 10**9, link="nvlink")
+    has = Inventory(
+        cores=96, memory_bytes=10**12, shared_memory_bytes=10**9, accelerators=(gpus,),
+        interface="ens1", interface_mbit=25_000, disk_bytes_s=2e9,
+    )  # fmt: skip
+    told = RegisterWorker(
+        worker_id="node-0", hostname="h1", rack="r1", available_storage=2 * 10**12,
+        address="127.0.0.1:20001", link_mbit=25_000, inventory=has, version="1.2.3",
+        findings=("disk: 40 MB/s written → Use another disk.",),
+    )  # fmt: skip
+    agents = fleet_of(platform, 3)
+    platform.client().register(told.model_copy(update={"incarnation": 2}))
+    agents[0].incarnation = 2
+    platform.client().create(creation(url, ["node-0"]), "key-1")
+    with beating(agents, manifest) as stop, opened(platform, "view=workers") as browser:
+        see(browser, "//*[@id='worker-list']//a[text()='node-2']")
+        see(browser, "//input[@id='worker-filter']").send_keys("r1 96 cores")
+        see(browser, "//*[@id='worker-list'][not(contains(., 'node-2'))]")
+        fits(browser, "fleet-workers")
+        see(browser, "//*[@id='worker-list']//a[text()='node-0']").send_keys(Keys.ENTER)
+        see(browser, "//*[@id='worker']//dt[text()='Last heartbeat']")
+        see(browser, "//*[@id='worker']//td[text()='m v1']")
+        shown = text(browser, "#worker")
+        for each in ("25 Gbit/s", "2.0 TB", "Paceline 1.2.3", "8 × NVIDIA H100", "→ Use another"):
+            assert each in shown, shown
+        rates = "//canvas[@id='rates' and contains(@aria-label, '1.0 MB/s')]"
+        see(browser, rates)
+        fits(browser, "fleet-worker")
+        stop()
+        bad = {"incarnation": 3, "findings": (HOSTILE,), "hostname": HOSTILE, "version": HOSTILE}
+        platform.client().register(told.model_copy(update=bad))
+        see(browser, "//*[@id='worker']//dd[contains(text(), 'Paceline <img')]")
+        assert text(browser, "#worker").count(HOSTILE) == 3
+        browser.get(f"{platform.url}/fleet#worker=node-77")
+        see(browser, "//*[@id='worker' and contains(., 'no such worker')]")
+
+
+def test_a_thousand_workers_make_no_thousand_rows(platform: Served) -> None:
+    fleet_of(platform, 1000)
+    with opened(platform, "view=workers") as browser:
+        see(browser, "//*[@id='worker-list' and contains(., '800 more')]", 60)
+        assert len(browser.find_elements("css selector", "#worker-list tbody tr")) == 200
+        see(browser, "//input[@id='worker-filter']").send_keys("node-999")
+        see(browser, "//*[@id='worker-list'][not(contains(., 'more'))]//a[text()='node-999']")
+
+
+# -- jobs
+
+
+def adopt(client: CoordinatorClient, flow: str = "", **fields: Any) -> TrainingJob:
+    given = {"model_id": "m", "version": "v1", "data_snapshot": f"s3://b/{DIGEST}"} | fields
+    spec = SubmitJob.model_validate(given)
+    return client.adopt_job(AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id=flow))
+
+
+def run(client: CoordinatorClient, job: TrainingJob, step: int, *notes: str) -> None:
+    """Report that ``job`` has made ``step`` of 300 steps, until it runs."""
+    now = time.time()
+    saved = JobCheckpoint(
+        step=40, object_ref=f"s3://b/c/{DIGEST}", metrics={"loss": 2.3456789}, created_at=now
+    )
+    ranks = [
+        JobRank(rank=rank, host=f"node-{rank}", state="running", last_heartbeat=now)
+        for rank in range(2)
+    ]
+    report = JobReport(
+        flow_run_id=FLOW, at=0, training_id="job-1", step=step, steps=300,
+        metrics={"loss": 2.123456789, "tokens_per_second": 12345.678}, checkpoints=(saved,),
+        workers=tuple(ranks), notes=notes,
+    )  # fmt: skip
+
+    def runs() -> bool:
+        client.report_job(job.job_id, report)
+        return client.job(job.job_id).job.state is JobState.RUNNING
+
+    wait_until(runs, 30, "the job runs")
+
+
+def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Services) -> None:
+    _, manifest = make_model(platform.runtime.state_dir)
+    agents, client = fleet_of(platform, 2), platform.client()
+    with beating(agents, manifest):
+        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2})
+        services.run_id = job.run_id
+        run(client, job, 142)
+        big = adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
+        token = token_of(platform, Scope.TRAIN, team="nlp")
+        with opened(platform, "view=jobs", token) as browser:
+            see(browser, "//*[@id='job-list']//*[contains(text(), 'step 142 of 300, loss 2.12')]")
+            see(browser, "//*[@id='job-list'][contains(., 'ahead') or contains(., 'wait')]")
+            fits(browser, "fleet-jobs")
+            adopt(client, name=HOSTILE, team="vision", model_id="n", resources={"ranks": 2})
+            see(browser, "//input[@name='team']").send_keys("vision", Keys.TAB)
+            see(
+                browser, "//*[@id='job-list'][contains(., '<img') and not(contains(., 'chat-sft'))]"
+            )
+            see(browser, "//input[@name='model']").send_keys("n", Keys.TAB)
+            see(browser, "//*[@id='job-list'][not(contains(., 'big'))]")
+
+            browser.get(f"{platform.url}/fleet#job={big.job_id}")
+            see(browser, "//*[@id='job-head' and contains(., 'team') or contains(., 'vision')]")
+            assert not browser.find_elements("css selector", "#job-head button"), "another team's"
+            browser.get(f"{platform.url}/fleet#job={job.job_id}")
+            see(browser, "//*[@id='job-log'][contains(., 'step 299')]")
+            page = f"/runs/flow-run/{FLOW}"
+            see(browser, f"//a[contains(@href, '{page}') and text()='Flow run in Prefect']")
+            see(browser, "//a[contains(@href, '/#/experiments/7/runs/abc')]")
+            shown = text(browser, "section[data-view=job]")
+            for each in ("12,346", "2.35", "running", "5f5f5f5f…", "History"):
+                assert each in shown, shown
+            assert DIGEST not in shown
+            assert "2.123456789" not in shown
+            fits(browser, "fleet-job")
+            services.lines.append(HOSTILE)
+            run(client, job, 143, HOSTILE)
+            see(browser, "//*[@id='job-log'][contains(., '<img')]")
+            see(browser, "//*[@id='job-more'][contains(., '<img')]")
+            confirm(browser, "Pause")
+            see(browser, "//*[@id='job-head']//*[text()='pausing']")
+            assert client.job(job.job_id).job.wanted == "pause"
+            assert "ann" in client.job(job.job_id).job.history[-1].by
