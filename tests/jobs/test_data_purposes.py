@@ -73,7 +73,7 @@ def test_what_no_rule_allows_is_refused_with_what_would_be(
         ask(rules)
     line = refused.value.one_line()
     assert said in line
-    assert f"paceline data purposes allow research --data {URL} --team nlp" in line
+    assert f"paceline purposes allow research --data {URL} --team nlp" in line
 
 
 def test_one_of_several_users_is_enough() -> None:

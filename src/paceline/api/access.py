@@ -375,7 +375,7 @@ def make_purpose_router(coordinator: Coordinator) -> APIRouter:
                 "there are too many rules in force",
                 got=len(others),
                 wanted=f"fewer than {MOST_RULES}",
-                do="Revoke some: `paceline data purposes revoke`.",
+                do="Revoke some: `paceline purposes revoke`.",
             )
         return coordinator.save_purpose(rule, dropped[: max(0, excess)])
 
@@ -384,7 +384,7 @@ def make_purpose_router(coordinator: Coordinator) -> APIRouter:
         """End a rule: jobs that rest on it are refused when they begin, and at promotion."""
         known = {each.rule_id: each for each in coordinator.purposes()}
         if (rule := known.get(rule_id)) is None:
-            raise NotFound("no such rule", got=rule_id, do="See `paceline data purposes list`.")
+            raise NotFound("no such rule", got=rule_id, do="See `paceline purposes list`.")
         if rule.revoked_at is not None:
             return rule
         ended = {"revoked_at": coordinator.now(), "revoked_by": current_caller().name}

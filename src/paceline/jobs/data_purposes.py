@@ -55,7 +55,7 @@ def require_permitted(
         got=f"purpose {purpose}, team {team}" + (f", project {project}" if project else ""),
         wanted=wanted,
         where=snapshot.url,
-        do=f"An admin allows it: `paceline data purposes allow {purpose} --data {snapshot.url} "
+        do=f"An admin allows it: `paceline purposes allow {purpose} --data {snapshot.url} "
         f"--team {team}`.",
     )
 

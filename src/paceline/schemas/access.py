@@ -185,7 +185,7 @@ class PurposeList(Record):
 
 
 class PurposesShown(PurposeList):
-    """Output of `paceline data purposes list --json`."""
+    """Output of `paceline purposes list --json`."""
 
     status: Literal["complete"] = "complete"
 

@@ -1,4 +1,4 @@
-"""`paceline data purposes`: which data may be used for a purpose, and by which teams."""
+"""`paceline purposes`: which data may be used for a purpose, and by which teams."""
 
 from __future__ import annotations
 
