@@ -21,7 +21,7 @@ from paceline.tasks._support.declaring import (
     declared,
 )
 from paceline.tasks._support.job import linked
-from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.lineage import nest, recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import snapshot_reference, validate_data
 from paceline.tasks.publish import published_url
@@ -101,6 +101,7 @@ def train_model(
         continue_from=continue_from or "",
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
+        nest(run, link.sweep)
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
             distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)

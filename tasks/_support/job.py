@@ -49,6 +49,7 @@ class JobLink:
         self._run, self._spec = run, spec
         self.job_id = job_id
         self.hosts: list[str] = []  # that the queue has reserved
+        self.sweep = ""  # the run id of the sweep whose trial it is
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -93,7 +94,7 @@ class JobLink:
         while True:
             job = self._run.patiently(self._call)
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
-                self.hosts = sorted(job.placement.hosts)
+                self.hosts, self.sweep = sorted(job.placement.hosts), job.spec.sweep
                 self._begin()
                 return
             if job.state is not JobState.ADMITTED or time.monotonic() > until:

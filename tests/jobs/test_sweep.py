@@ -6,7 +6,6 @@ import math
 import re
 import shlex
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from tests.support.command import paceline
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/sweep-hyper-parameters.md"
 STEPS, A_LOOK = 320, 20
+STORAGE = "sweeps.sqlite"
 SPACE = """
 [space."training.learning_rate"]
 kind = "float"
@@ -59,7 +59,7 @@ class Queue:
     def __exit__(self, *_: object) -> None: ...
 
     def runtime(self) -> Any:
-        return SimpleNamespace(profile=load_profile("embedded"))
+        return SimpleNamespace(profile=load_profile("embedded"), is_login=True)
 
     def submit(self, model: str, version: str, url: str, *, key: str, **more: Any) -> TrainingJob:
         if key in self.refused:
@@ -112,14 +112,25 @@ class Queue:
 def sweep(tmp_path: Path) -> Sweep:
     (tmp_path / "space.toml").write_text(SPACE)
     return Sweep(
-        name="lr", model_id="org/m", version="1", snapshot="s3://b/d", seed=7, parallel=4,
-        space=read_space(tmp_path / "space.toml"), storage=str(tmp_path / "sweeps.sqlite"),
-        settings={"training.steps": STEPS},
+        name="lr", model_id="org/m", version="1", snapshot_url="s3://b/d", seed=7, parallel=4,
+        space=read_space(tmp_path / "space.toml"), settings={"training.steps": STEPS},
     )  # fmt: skip
 
 
-def run(sweep: Sweep, queue: Queue, **more: Any) -> SweepShown:
-    return run_sweep(sweep, queue, sleep=lambda _: None, **more)  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of the study, in the working directory of the test."""
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / STORAGE)
+
+
+def replace(sweep: Sweep, **changes: Any) -> Sweep:
+    return sweep.model_copy(update=changes)
+
+
+def run(sweep: Sweep, queue: Queue, storage: str = STORAGE, **more: Any) -> SweepShown:
+    more = {"sleep": lambda _: None, **more}
+    return run_sweep(sweep, queue, storage, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
@@ -168,7 +179,7 @@ def test_an_interrupted_sweep_goes_on_with_the_same_jobs(sweep: Sweep, looks: in
     queue.looks_left = looks
     with pytest.raises(KeyboardInterrupt):
         run(sweep, queue)
-    before = report_sweep("lr", sweep.storage)
+    before = report_sweep("lr", STORAGE)
     queue.looks_left = math.inf
     found = run(sweep, queue)
     assert len(queue.jobs) == len(found.trials) == 16
@@ -220,7 +231,7 @@ def test_jobs_that_are_cancelled_with_the_sweep_are_replaced(sweep: Sweep) -> No
     queue = Queue()
     queue.looks_left = 10
     with pytest.raises(KeyboardInterrupt):
-        run(sweep, queue, cancel_jobs=True)
+        run(sweep, queue, cancels=lambda: True)
     assert {each.state for each in queue.jobs.values()} == {JobState.CANCELLED}
     queue.looks_left = math.inf
     found = run(sweep, queue)
@@ -298,18 +309,18 @@ def test_a_name_is_one_sweeps(sweep: Sweep) -> None:
     with pytest.raises(Conflict, match=r"another sweep's.*version 2"):
         run(replace(sweep, version="2"), Queue())
     with pytest.raises(NotFound, match="no such sweep"):
-        report_sweep("rl", sweep.storage)
+        report_sweep("rl", STORAGE)
     with pytest.raises(NotFound):
-        report_sweep("lr", sweep.storage + "-not")
-    assert not Path(sweep.storage + "-not").exists()
+        report_sweep("lr", STORAGE + "-not")
+    assert not Path(STORAGE + "-not").exists()
     with pytest.raises(InvalidInput, match="cannot be stored"):
-        run(replace(sweep, storage="/nowhere/at/all"), Queue())
+        run(sweep, Queue(), "/nowhere/at/all")
 
 
 def test_the_page_has_each_trial_and_loads_nothing(sweep: Sweep) -> None:
     queue = Queue()
     queue.failing = {"lr trial 2"}
-    found = run(replace(sweep, pruner="asha", snapshot="s3://b/<d>"), queue)
+    found = run(replace(sweep, pruner="asha", snapshot_url="s3://b/<d>"), queue)
     page = page_of(found)
     for each in found.trials:
         assert f"<td>{each.number}</td><td>{each.state}</td>" in page
@@ -325,10 +336,10 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
 ) -> None:
     queue = Queue()
     monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: queue)
-    monkeypatch.setattr("paceline.jobs.sweep.POLL_S", 0)
+    monkeypatch.setattr("paceline.jobs.sweep.LOOK_S", 0)
     words = ["sweep", "lr", "org/m", "1", "--snapshot", "s3://b/d", "--space",
              str(tmp_path / "space.toml"), "--trials", "6", "--ranks", "2", "--steps", str(STEPS),
-             "--storage", sweep.storage, "--seed", "1"]  # fmt: skip
+             "--storage", STORAGE, "--seed", "1"]  # fmt: skip
     queue.looks_left = 20
     stopped = paceline(*words)
     assert stopped.returncode == 130
@@ -339,13 +350,13 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     assert all(each in done.stdout for each in queue.jobs)
     (line,) = re.findall(r"^reproduce: paceline (.*)$", done.stdout, re.MULTILINE)
     assert "--ranks 2" in line
-    best = report_sweep("lr", sweep.storage).best
+    best = report_sweep("lr", STORAGE).best
     assert best is not None
     typed = parsed(shlex.split(line)).params["overrides"]
     given = tomllib.loads("\n".join(typed).replace("training.", "")) | {}
     assert given["learning_rate"] == best.parameters["training.learning_rate"]
     page = tmp_path / "lr.html"
-    shown = paceline("sweep", "report", "lr", "--storage", sweep.storage, "--html", page, "--json")
+    shown = paceline("sweep", "report", "lr", "--storage", STORAGE, "--html", page, "--json")
     assert SweepShown.model_validate_json(shown.stdout).best == best
     assert page.read_text().startswith("<!DOCTYPE html>")
 

@@ -7,6 +7,7 @@ from .access import (
     FleetInitialised as FleetInitialised,
     JoinWorker as JoinWorker,
     Scope as Scope,
+    Team as Team,
     TokenList as TokenList,
     TokenMade as TokenMade,
     TokenRecord as TokenRecord,
@@ -31,6 +32,7 @@ from .base import (
     PieceHash as PieceHash,
     Record as Record,
     Sha256 as Sha256,
+    Text as Text,
     canonical_json as canonical_json,
     digest_of as digest_of,
     is_run_id as is_run_id,
@@ -138,6 +140,7 @@ from .events import (
 from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
+    SWEEP as SWEEP,
     AdoptJob as AdoptJob,
     JobChange as JobChange,
     JobCheckpoint as JobCheckpoint,
@@ -155,6 +158,7 @@ from .jobs import (
     SweepShown as SweepShown,
     SweepTrial as SweepTrial,
     TrainingJob as TrainingJob,
+    sweep_key as sweep_key,
 )
 from .json_schemas import SCHEMAS as SCHEMAS, schema_text as schema_text
 from .plan import (
