@@ -68,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     samplers, pruners = ("random", "tpe"), PRUNERS
     if options.tiny:
-        options.seeds, samplers, pruners = [1], ("random",), ("asha",)
+        options.seeds, options.trials = [1], 4
+        samplers, pruners = ("random",), ("asha",)
     rows = []
     for seed in options.seeds:
         for sampler in samplers:

@@ -144,6 +144,22 @@ def test_a_detached_sweep_is_one_run_in_mlflow_with_a_child_for_each_trial(
     assert SweepShown.model_validate(record.output).best == found.best
 
 
+def test_a_sweep_that_a_command_runs_here_is_a_run_in_mlflow_too(
+    runtime: Runtime, installation: Installation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "space.toml").write_text(SPACE)
+    monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: installation)
+    monkeypatch.setattr(installation, "runtime", lambda: runtime)
+    done = paceline("sweep", "here", "org/m", "1", "--snapshot", "s3://b/d", "--space",
+                    "space.toml", "--trials", "1", "--json")  # fmt: skip
+    found = SweepShown.model_validate_json(done.stdout)
+    (job,) = installation.jobs.values()
+    assert found.run_id == job.spec.sweep
+    logged = Registry.from_runtime(runtime)
+    run = logged.call("get_run", logged.find_run(found.run_id))
+    assert (run.info.status, run.data.params["best.job"]) == ("FINISHED", job.job_id)
+
+
 def test_a_laptop_reads_what_a_detached_sweep_has_found(
     runtime: Runtime,
     installation: Installation,
