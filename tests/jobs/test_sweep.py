@@ -33,7 +33,7 @@ from tests.support.job_queue import SPACE, STEPS, Queue, final_loss
 from tests.support.postgres import PostgresServer
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/sweep-hyper-parameters.md"
-STORAGE = "sweeps.sqlite"
+STORAGE = "studies.sqlite"
 
 
 @pytest.fixture
@@ -352,7 +352,7 @@ def test_a_study_in_postgresql_goes_on_from_another_host(
 
 @pytest.mark.parametrize(
     "storage",
-    ["postgresql://ann:secret@host/db", "mysql://host/db", "sweeps.sqlite"],
+    ["postgresql://ann:secret@host/db", "mysql://host/db", "studies.sqlite"],
 )
 def test_a_profile_names_postgresql_without_a_password(storage: str) -> None:
     with pytest.raises(ValidationError, match="storage"):
@@ -367,9 +367,9 @@ def test_the_study_of_an_installation_is_in_its_state_directory(
     save_runtime(runtime)
     missing = paceline("sweep", "report", "lr", "--state", runtime.state_dir)
     assert missing.returncode == 1 and "no such sweep" in missing.stderr
-    assert not (runtime.state_dir / "sweeps.sqlite").exists()
+    assert not (runtime.state_dir / "studies.sqlite").exists()
     run(replace(sweep, trials=1), Queue(), studies_of(runtime))
-    assert (runtime.state_dir / "sweeps.sqlite").stat().st_mode & 0o077 == 0
+    assert (runtime.state_dir / "studies.sqlite").stat().st_mode & 0o077 == 0
     shown = paceline("sweep", "report", "lr", "--state", runtime.state_dir)
     assert "reproduce: paceline jobs submit" in shown.stdout
 
@@ -388,10 +388,11 @@ def parsed(words: list[str]) -> click.Context:
 
 def test_the_page_of_the_docs_is_what_the_code_takes(sweep: Sweep, tmp_path: Path) -> None:
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (space,) = [text for kind, text in blocks if kind == "toml"]
+    space, profile = (text for kind, text in blocks if kind == "toml")
+    assert Profile.model_validate(tomllib.loads(profile)).sweeps.storage
     (tmp_path / "docs.toml").write_text(space)
     replace(sweep, space=read_space(tmp_path / "docs.toml")).check(load_profile("embedded"))
     lines = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
-    assert len(lines) == 2
+    assert len(lines) == 4
     for line in lines:
         parsed(shlex.split(line)[1:])

@@ -630,7 +630,7 @@ class QueueSettings(Settings):
 class SweepSettings(Settings):
     """Where the installation keeps the studies of its sweeps."""
 
-    # "": sweeps.sqlite in the state directory; else PostgreSQL, for sweeps that go on from any
+    # "": studies.sqlite in the state directory; else PostgreSQL, for sweeps that go on from any
     # host: "postgresql://USER@HOST:PORT/DATABASE?sslmode=verify-full", a database of its own
     storage: str = Field(default="", pattern=r"^(postgresql://([^:@/]+@)?[^@]+)?$")
     password_env: str = "PACELINE_SWEEPS_PASSWORD"  # noqa: S105 (a variable's name)

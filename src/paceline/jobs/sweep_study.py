@@ -29,7 +29,7 @@ REDUCTION = 3  # of a rung's trials one in three goes on
 MEDIAN_AFTER = 4  # complete trials
 IMPORTANCE_AFTER = 10  # complete trials; of fewer the shares are chance
 NOWHERE = (0, 0, 0)  # step, steps and point of a trial whose job has not begun: attribute "at"
-FILE = "sweeps.sqlite"  # in the state directory
+FILE = "studies.sqlite"  # in the state directory
 LOOK_S = 2.0
 HELD_S = 90.0  # longer than a process that holds the study waits for a coordinator that is away
 
