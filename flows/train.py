@@ -21,7 +21,7 @@ from paceline.tasks._support.declaring import (
     declared,
 )
 from paceline.tasks._support.job import linked
-from paceline.tasks._support.lineage import recorded
+from paceline.tasks._support.lineage import nest, recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
@@ -105,6 +105,7 @@ def train_model(
         purpose=purpose,
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
+        nest(run, link.sweep)
         snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
         require_own_expectations(run, snapshot_url)
         if link.hosts:

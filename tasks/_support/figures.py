@@ -1,4 +1,4 @@
-"""A training job in MLflow: its parameters, its steps' figures and its result. No Prefect.
+"""A training job, and a sweep of jobs, in MLflow: parameters, figures and results. No Prefect.
 
 The thread that follows the ranks must read every node within its lease (30 s), and a server that
 hangs can block a caller for as long. So it only queues figures here: they are sent by a thread of
@@ -7,6 +7,7 @@ their own, the queue is bounded, and the oldest are lost first, with a warning.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import json
 import logging
@@ -14,11 +15,19 @@ import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
+from paceline.client import Client
 from paceline.config import PriceSettings
-from paceline.errors import PacelineError, TemporaryError
-from paceline.jobs import cost_of
-from paceline.registry import TAG_ACCELERATORS, MetricPoint, Registry, cost_metrics, lineage
-from paceline.schemas import RankEvent, TrainJob, TrainResult, digest_of
+from paceline.errors import NotFound, PacelineError, TemporaryError
+from paceline.jobs import cost_of, page_of
+from paceline.registry import (
+    TAG_ACCELERATORS,
+    TAG_SWEEP,
+    MetricPoint,
+    Registry,
+    cost_metrics,
+    lineage,
+)
+from paceline.schemas import RankEvent, SweepShown, TrainJob, TrainResult, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -148,3 +157,24 @@ def record_result(
     if result.accelerators:
         registry.log_tags(mlflow_run, {TAG_ACCELERATORS: json.dumps(result.accelerators)})
     registry.log_artifact_text(mlflow_run, result.model_dump_json(), lineage.RESULT_FILE)
+
+
+def record_sweep(registry: Registry, mlflow_run: str, found: SweepShown, client: Client) -> None:
+    """Log each trial's value, the settings and metrics of the best trial, and the sweep's page.
+
+    The best trial of a sweep that went on may be another one: MLflow shows the first one's settings
+    as params, and the newest as tags ``now.…`` (``Registry.log_params``).
+    """
+    name = f"trial/{found.metric}"
+    points = [MetricPoint(name, e.value, e.number) for e in found.trials if e.value is not None]
+    if (best := found.best) is not None:
+        metrics = {found.metric: best.value or 0.0}
+        with contextlib.suppress(NotFound):  # a job that ended long ago is deleted
+            report = client.job(best.job_id).report
+            metrics |= report.metrics if report is not None else {}
+        points += [MetricPoint(f"best/{key}", value) for key, value in metrics.items()]
+        params = {"trial": best.number, "job": best.job_id} | best.parameters
+        registry.log_params(mlflow_run, {f"best.{key}": value for key, value in params.items()})
+    registry.log_metrics(mlflow_run, points)
+    registry.log_artifact_text(mlflow_run, page_of(found), "sweep.html")
+    registry.log_tags(mlflow_run, {TAG_SWEEP: found.name, "mlflow.runName": f"sweep {found.name}"})

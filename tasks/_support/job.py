@@ -89,6 +89,7 @@ class JobLink:
         self.job_id = job_id
         self.placement: JobPlacement | None = None  # that the queue has reserved
         self.user = spec.team or "default", spec.project  # for whom it trains: team, project
+        self.sweep = ""  # the run id of the sweep whose trial it is
         self._flow_run_id = str(flow_run.get_id() or "")
         self._lock = threading.Lock()
         self._facts: dict[str, Any] = {}
@@ -141,6 +142,7 @@ class JobLink:
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
                 self.placement = job.placement
                 self.user = job.spec.team, job.spec.project
+                self.sweep = job.spec.sweep
                 self._begin()
                 return
             if job.state is not JobState.ADMITTED or time.monotonic() > until:

@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 
 import paceline
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
-from paceline.registry import MetricPoint, page_tags
+from paceline.registry import TAG_PARENT, MetricPoint, page_tags
 from paceline.tasks._support import artifacts, cancelling
 from paceline.tasks._support.run import Run, explain
 
@@ -60,6 +60,14 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
         run.depth -= 1
         if run.depth == 0:
             run.close()
+
+
+def nest(run: Run, parent: str) -> None:
+    """Show ``run`` in MLflow below the run with the id ``parent``; does nothing for ""."""
+    if parent:
+        experiment = run.runtime.profile.model.model_id
+        above = run.registry.ensure_run(parent, experiment=experiment)
+        run.registry.log_tags(run.mlflow_run, {TAG_PARENT: above})
 
 
 def log_relay(run: Run, stage: str, output: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark runs tiny as a test, so that it still runs when it is needed."""
+"""The benchmarks run tiny as tests, so that they still run when they are needed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import sweep
 from benchmarks.admission import POLICIES, main
 
 
@@ -21,3 +22,9 @@ def test_the_admission_benchmark_runs_tiny(
         0
     }
     assert json.loads((tmp_path / "admission.json").read_text()) == result
+
+
+def test_the_sweep_benchmark_runs_tiny(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert sweep.main(["--tiny", "--out", str(tmp_path)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["trials"] == 4 and 0 < row["cost"] <= 1

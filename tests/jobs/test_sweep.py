@@ -6,120 +6,59 @@ import math
 import re
 import shlex
 import tomllib
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 import pytest
+from pydantic import ValidationError
 
 from paceline.cli import cli
-from paceline.config import load_profile
-from paceline.errors import Conflict, InvalidInput, InvalidProfile, NotFound
-from paceline.jobs import Sweep, page_of, read_space, report_sweep, run_sweep
-from paceline.schemas import JobReport, JobState, SubmitJob, SweepShown, TrainingJob, new_run_id
+from paceline.config import Profile, load_profile, save_runtime
+from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.jobs import (
+    Sweep,
+    page_of,
+    read_space,
+    report_sweep,
+    run_sweep,
+    stored_run_id,
+    studies_of,
+)
+from paceline.jobs.sweep_study import HELD_S, held, opened
+from paceline.schemas import JobState, Resources, SweepShown, TrainingJob, new_run_id
+from tests.api.conftest import make_runtime
 from tests.support.command import paceline
+from tests.support.job_queue import SPACE, STEPS, Queue, final_loss
+from tests.support.postgres import PostgresServer
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/sweep-hyper-parameters.md"
-STEPS, A_LOOK = 320, 20
-SPACE = """
-[space."training.learning_rate"]
-kind = "float"
-low = 1e-5
-high = 1e-1
-log = true
-[space."training.weight_decay"]
-kind = "float"
-low = 0.0
-high = 0.5
-"""
-
-
-def final_loss(given: dict[str, Any]) -> float:
-    """The known function: its lowest is 1.0, at a learning rate of 1e-3 without decay."""
-    rate, decay = given["training.learning_rate"], given["training.weight_decay"]
-    return 1.0 + 0.5 * (math.log10(rate) + 3) ** 2 + 0.1 * decay
-
-
-class Queue:
-    """A client whose jobs make steps whenever they are looked at."""
-
-    def __init__(self) -> None:
-        self.coordinator, self.jobs = self, dict[str, TrainingJob]()
-        self.keys: list[str] = []
-        self.failing: set[str] = set()
-        self.refused: set[str] = set()
-        self.looks_left = math.inf
-        self.most_open = 0
-
-    def __enter__(self) -> Queue:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-    def runtime(self) -> Any:
-        return SimpleNamespace(profile=load_profile("embedded"))
-
-    def submit(self, model: str, version: str, url: str, *, key: str, **more: Any) -> TrainingJob:
-        if key in self.refused:
-            raise InvalidProfile("these settings do not go together")
-        self.keys.append(key)
-        job_id = f"tj-{abs(hash(key)) % 16**12:012x}"
-        spec = SubmitJob.model_validate(
-            {"model_id": model, "version": version, "data_snapshot": url, **more}
-        )
-        if job_id not in self.jobs:
-            self.jobs[job_id] = TrainingJob(
-                job_id=job_id, submission_id="0" * 64, spec=spec, run_id=new_run_id(),
-                state=JobState.QUEUED, created_at=0.0, updated_at=0.0,
-            )  # fmt: skip
-        if self.jobs[job_id].spec != spec:
-            raise Conflict("the idempotency key belongs to another submission")
-        self.most_open = max(self.most_open, sum(not e.state.is_final for e in self.jobs.values()))
-        return self.jobs[job_id]
-
-    def job(self, job_id: str) -> TrainingJob:
-        self.looks_left -= 1
-        if self.looks_left < 0:
-            raise KeyboardInterrupt
-        job = self.jobs[job_id]
-        if job.state.is_final:
-            return job
-        step = min(STEPS, (job.report.step if job.report else 0) + A_LOOK)
-        final, left = final_loss(job.spec.parameters), 1 - step / STEPS
-        loss = final + 3 * left**3 + 0.2 * left * math.sin(7 * final)  # the curves cross
-        report = JobReport(at=0.0, step=step, steps=STEPS, metrics={"loss": loss, "score": -loss})
-        state, reason = JobState.SUCCEEDED if step == STEPS else JobState.RUNNING, ""
-        if job.spec.name in self.failing and step > STEPS / 2:
-            state, reason = JobState.FAILED, "a rank was killed"
-        new = {"state": state, "report": report, "reason": reason}
-        self.jobs[job_id] = job.model_copy(update=new)
-        return self.jobs[job_id]
-
-    def change_job(self, job_id: str, what: str) -> None:
-        assert what == "cancel"
-        if self.jobs[job_id].state.is_final:
-            raise Conflict("it has ended")
-        self.jobs[job_id] = self.jobs[job_id].model_copy(update={"state": JobState.CANCELLED})
-
-    @property
-    def steps_made(self) -> int:
-        return sum(each.report.step for each in self.jobs.values() if each.report)
+STORAGE = "studies.sqlite"
 
 
 @pytest.fixture
 def sweep(tmp_path: Path) -> Sweep:
     (tmp_path / "space.toml").write_text(SPACE)
     return Sweep(
-        name="lr", model_id="org/m", version="1", snapshot="s3://b/d", seed=7, parallel=4,
-        space=read_space(tmp_path / "space.toml"), storage=str(tmp_path / "sweeps.sqlite"),
-        settings={"training.steps": STEPS},
+        name="lr", model_id="org/m", version="1", snapshot_url="s3://b/d", seed=7, parallel=4,
+        space=read_space(tmp_path / "space.toml"), settings={"training.steps": STEPS},
     )  # fmt: skip
 
 
-def run(sweep: Sweep, queue: Queue, **more: Any) -> SweepShown:
-    return run_sweep(sweep, queue, sleep=lambda _: None, **more)  # type: ignore[arg-type]
+@pytest.fixture(autouse=True)
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The file of the study, in the working directory of the test."""
+    monkeypatch.chdir(tmp_path)
+    return str(tmp_path / STORAGE)
+
+
+def replace(sweep: Sweep, **changes: Any) -> Sweep:
+    return sweep.model_copy(update=changes)
+
+
+def run(sweep: Sweep, queue: Queue, storage: str = STORAGE, **more: Any) -> SweepShown:
+    more = {"sleep": lambda _: None, **more}
+    return run_sweep(sweep, queue, storage, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
@@ -168,7 +107,7 @@ def test_an_interrupted_sweep_goes_on_with_the_same_jobs(sweep: Sweep, looks: in
     queue.looks_left = looks
     with pytest.raises(KeyboardInterrupt):
         run(sweep, queue)
-    before = report_sweep("lr", sweep.storage)
+    before = report_sweep("lr", STORAGE)
     queue.looks_left = math.inf
     found = run(sweep, queue)
     assert len(queue.jobs) == len(found.trials) == 16
@@ -220,7 +159,7 @@ def test_jobs_that_are_cancelled_with_the_sweep_are_replaced(sweep: Sweep) -> No
     queue = Queue()
     queue.looks_left = 10
     with pytest.raises(KeyboardInterrupt):
-        run(sweep, queue, cancel_jobs=True)
+        run(sweep, queue, cancels=lambda: True)
     assert {each.state for each in queue.jobs.values()} == {JobState.CANCELLED}
     queue.looks_left = math.inf
     found = run(sweep, queue)
@@ -298,18 +237,18 @@ def test_a_name_is_one_sweeps(sweep: Sweep) -> None:
     with pytest.raises(Conflict, match=r"another sweep's.*version 2"):
         run(replace(sweep, version="2"), Queue())
     with pytest.raises(NotFound, match="no such sweep"):
-        report_sweep("rl", sweep.storage)
+        report_sweep("rl", STORAGE)
     with pytest.raises(NotFound):
-        report_sweep("lr", sweep.storage + "-not")
-    assert not Path(sweep.storage + "-not").exists()
+        report_sweep("lr", STORAGE + "-not")
+    assert not Path(STORAGE + "-not").exists()
     with pytest.raises(InvalidInput, match="cannot be stored"):
-        run(replace(sweep, storage="/nowhere/at/all"), Queue())
+        run(sweep, Queue(), "/nowhere/at/all")
 
 
 def test_the_page_has_each_trial_and_loads_nothing(sweep: Sweep) -> None:
     queue = Queue()
     queue.failing = {"lr trial 2"}
-    found = run(replace(sweep, pruner="asha", snapshot="s3://b/<d>"), queue)
+    found = run(replace(sweep, pruner="asha", snapshot_url="s3://b/<d>"), queue)
     page = page_of(found)
     for each in found.trials:
         assert f"<td>{each.number}</td><td>{each.state}</td>" in page
@@ -325,10 +264,11 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
 ) -> None:
     queue = Queue()
     monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: queue)
-    monkeypatch.setattr("paceline.jobs.sweep.POLL_S", 0)
+    monkeypatch.setattr("paceline.jobs.sweep.LOOK_S", 0)
+    gang = ["--ranks", "2", "--memory", "80GB", "--capacity", "spot", "--within", "rack"]
     words = ["sweep", "lr", "org/m", "1", "--snapshot", "s3://b/d", "--space",
-             str(tmp_path / "space.toml"), "--trials", "6", "--ranks", "2", "--steps", str(STEPS),
-             "--storage", sweep.storage, "--seed", "1"]  # fmt: skip
+             str(tmp_path / "space.toml"), "--trials", "6", *gang, "--steps", str(STEPS),
+             "--storage", STORAGE, "--seed", "1", "--project", "study"]  # fmt: skip
     queue.looks_left = 20
     stopped = paceline(*words)
     assert stopped.returncode == 130
@@ -338,16 +278,100 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     assert done.returncode == 0, done.stderr
     assert all(each in done.stdout for each in queue.jobs)
     (line,) = re.findall(r"^reproduce: paceline (.*)$", done.stdout, re.MULTILINE)
-    assert "--ranks 2" in line
-    best = report_sweep("lr", sweep.storage).best
+    typed = parsed(shlex.split(line)).params
+    asked = {"ranks": 2, "memory_bytes": 80 * 10**9, "capacity": "spot", "within": "rack"}
+    assert asked.items() <= typed.items() and typed["project"] == "study"
+    (spec, *_) = [each.spec for each in queue.jobs.values()]
+    assert spec.resources == Resources.model_validate(asked) and spec.project == "study"
+    best = report_sweep("lr", STORAGE).best
     assert best is not None
-    typed = parsed(shlex.split(line)).params["overrides"]
-    given = tomllib.loads("\n".join(typed).replace("training.", "")) | {}
+    given = tomllib.loads("\n".join(typed["overrides"]).replace("training.", ""))
     assert given["learning_rate"] == best.parameters["training.learning_rate"]
     page = tmp_path / "lr.html"
-    shown = paceline("sweep", "report", "lr", "--storage", sweep.storage, "--html", page, "--json")
+    shown = paceline("sweep", "report", "lr", "--storage", STORAGE, "--html", page, "--json")
     assert SweepShown.model_validate_json(shown.stdout).best == best
     assert page.read_text().startswith("<!DOCTYPE html>")
+
+
+def test_one_process_runs_a_sweep(sweep: Sweep) -> None:
+    with opened(STORAGE, "lr", sweep.identity) as mine, opened(STORAGE, "lr", None) as other:
+        with held(mine, sleep=lambda _: None) as renew:
+            renew()
+            with (
+                pytest.raises(Conflict, match="another process runs this sweep"),
+                held(other, sleep=lambda _: renew()),
+            ):
+                raise AssertionError
+            waited = []
+            with held(other, sleep=waited.append):  # the holder changed nothing for so long
+                assert sum(waited) >= HELD_S
+                with pytest.raises(Conflict, match="another process"):
+                    renew()
+        with held(mine, sleep=lambda _: pytest.fail("nobody holds it")):
+            pass
+
+
+def test_trials_of_a_sweep_carry_the_run_that_it_began_with(sweep: Sweep) -> None:
+    first, queue, changes = new_run_id(), Queue(), list[SweepShown]()
+    assert stored_run_id(STORAGE, "lr") == ""
+    run(replace(sweep, trials=2), queue, run_id=first, on_change=changes.append)
+    assert {each.state for each in changes[-1].trials} == {"complete"}
+    found = run(replace(sweep, trials=4), queue, run_id="run-20261120-153600-9f3a1c")
+    assert found.run_id == stored_run_id(STORAGE, "lr") == first
+    assert [each.spec.sweep for each in queue.jobs.values()] == [first] * 4
+    once, again = (each.model_copy(update={"spec": each.spec.model_copy(update={"sweep": s})})
+                   for each in list(queue.jobs.values())[:1] for s in ("", first))  # fmt: skip
+    assert once.training_key == again.training_key, "the sweep changes nothing of what is trained"
+
+
+def test_a_study_in_postgresql_goes_on_from_another_host(
+    sweep: Sweep, postgres: PostgresServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = postgres.url(postgres.schema())
+    profile = Profile.model_validate({"sweeps": {"storage": url}})
+    monkeypatch.setenv("PACELINE_SWEEPS_PASSWORD", postgres.password)
+    hosts = [
+        studies_of(make_runtime(tmp_path / name).model_copy(update={"profile": profile}))
+        for name in ("one", "other")
+    ]
+    queue = Queue()
+    queue.looks_left = 30
+    with pytest.raises(KeyboardInterrupt):
+        run(replace(sweep, trials=4), queue, hosts[0])
+    queue.looks_left = math.inf
+    found = run(replace(sweep, trials=4), queue, hosts[1])
+    assert [each.state for each in found.trials] == ["complete"] * 4
+    assert len(queue.keys) == 4
+    monkeypatch.setenv("PACELINE_SWEEPS_PASSWORD", "another one")
+    with pytest.raises(InvalidInput, match="cannot be stored") as refused:
+        report_sweep(
+            "lr", studies_of(make_runtime(tmp_path).model_copy(update={"profile": profile}))
+        )
+    assert "another one" not in refused.value.one_line()
+
+
+@pytest.mark.parametrize(
+    "storage",
+    ["postgresql://ann:secret@host/db", "mysql://host/db", "studies.sqlite"],
+)
+def test_a_profile_names_postgresql_without_a_password(storage: str) -> None:
+    with pytest.raises(ValidationError, match="storage"):
+        Profile.model_validate({"sweeps": {"storage": storage}})
+
+
+def test_the_study_of_an_installation_is_in_its_state_directory(
+    sweep: Sweep, tmp_path: Path
+) -> None:
+    runtime = make_runtime(tmp_path / "state")
+    runtime.state_dir.mkdir()
+    save_runtime(runtime)
+    missing = paceline("sweep", "report", "lr", "--state", runtime.state_dir)
+    assert missing.returncode == 1 and "no such sweep" in missing.stderr
+    assert not (runtime.state_dir / "studies.sqlite").exists()
+    run(replace(sweep, trials=1), Queue(), studies_of(runtime))
+    assert (runtime.state_dir / "studies.sqlite").stat().st_mode & 0o077 == 0
+    shown = paceline("sweep", "report", "lr", "--state", runtime.state_dir)
+    assert "reproduce: paceline jobs submit" in shown.stdout
 
 
 def parsed(words: list[str]) -> click.Context:
@@ -364,10 +388,11 @@ def parsed(words: list[str]) -> click.Context:
 
 def test_the_page_of_the_docs_is_what_the_code_takes(sweep: Sweep, tmp_path: Path) -> None:
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (space,) = [text for kind, text in blocks if kind == "toml"]
+    space, profile = (text for kind, text in blocks if kind == "toml")
+    assert Profile.model_validate(tomllib.loads(profile)).sweeps.storage
     (tmp_path / "docs.toml").write_text(space)
     replace(sweep, space=read_space(tmp_path / "docs.toml")).check(load_profile("embedded"))
     lines = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
-    assert len(lines) == 2
+    assert len(lines) == 4
     for line in lines:
         parsed(shlex.split(line)[1:])

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Path as PathParameter, Query
 
 from paceline import __version__
 from paceline.api.flow_starter import PrefectStarter
+from paceline.api.jobs import require_team, team_of
 from paceline.config import (
     DEFAULT_S3,
     HubSettings,
@@ -27,6 +28,7 @@ from paceline.config import (
 )
 from paceline.coordinator import Coordinator, audit_event, current_call, current_caller
 from paceline.errors import AccessDenied, Conflict, GateRefused, InvalidInput, NotFound, short_repr
+from paceline.jobs import Sweep
 from paceline.relay import allowed_source
 from paceline.schemas import (
     APPROVAL,
@@ -43,6 +45,7 @@ from paceline.schemas import (
     FlowRunView,
     InstallationView,
     Name,
+    Scope,
     StageRecord,
     StartFlow,
     Success,
@@ -108,6 +111,7 @@ def make_flow_router(
     def start_flow(call: StartFlow) -> FlowRunView:
         """Start one of the installation's flows, or find the run that an earlier call started."""
         _require_allowed(call, runtime.profile, lambda url: allowed_source(url, runtime))
+        call = _of_caller(call)
         note_submitter(coordinator, call.run_id)  # before the flow can ask for an approval
         made = prefect().run(call.flow, call.run_id, call.parameters)
         if (request := current_call.get()) is not None:
@@ -126,7 +130,10 @@ def make_flow_router(
     @router.delete("/flows/{flow_run_id}", tags=["flows"])
     def cancel_flow_run(flow_run_id: FlowRunId) -> Success:
         """Request the cancellation of a flow run."""
-        prefect().view(flow_run_id)  # raises NotFound for a flow run that is not Paceline's
+        found = prefect().view(flow_run_id)  # raises NotFound for one that is not Paceline's
+        _require_scope(found.flow)
+        if found.flow == "sweep":
+            require_team(found.team)
         prefect().cancel(flow_run_id)
         return Success()
 
@@ -286,6 +293,8 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
         )
     reading, settings = _object(call, "reading"), _object(call, "settings")
     with_job_settings(profile, settings)
+    if call.flow == "sweep":
+        Sweep.of({**_object(call, "search"), **call.parameters, "search": None}).check(profile)
     features = reading.get("features") or []
     named = [call.parameters.get(each) for each in SOURCES]
     named += [reading.get("tokenizer"), *(features if isinstance(features, list) else [features])]
@@ -313,6 +322,26 @@ def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], o
         )
     if is_remote(model):
         allow(model)
+
+
+def _of_caller(call: StartFlow) -> StartFlow:
+    """Return ``call`` with the team of its jobs; raises AccessDenied for what the token may not."""
+    _require_scope(call.flow)
+    if "team" not in FLOW_PARAMETERS[call.flow]:
+        return call
+    team = team_of(str(call.parameters.get("team") or ""))
+    return call.model_copy(update={"parameters": call.parameters | {"team": team}})
+
+
+def _require_scope(flow: str) -> None:
+    """Raise AccessDenied unless the caller may start and cancel ``flow``."""
+    if flow != "sweep" and Scope.DEPLOY not in current_caller().scopes:
+        raise AccessDenied(
+            "the token does not open this flow",
+            got="scope train",
+            wanted="scope deploy",
+            where=flow,
+        )
 
 
 def _object(call: StartFlow, name: str) -> Mapping[str, object]:

@@ -152,7 +152,7 @@ def _add_submitting(
                 wanted="endpoints.prefect_api_url",
                 do="Have an operator name the server: `paceline init --prefect URL`.",
             )
-        job = _new_job(_of_team(call), new_run_id(), key)
+        job = _new_job(_with_team(call), new_run_id(), key)
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
         view = shown(table.add(job))
@@ -161,7 +161,9 @@ def _add_submitting(
     @router.post(f"{JOBS}/adopt", status_code=201)
     def adopt_job(call: AdoptJob) -> JobView:
         """Admit a training whose flow runs already; the flow waits until its job is admitted."""
-        job = _new_job(_of_team(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id]))
+        job = _new_job(
+            _with_team(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id])
+        )
         job = job.model_copy(
             update={"adopted": True, "flow_run_id": call.flow_run_id, "attempt": 1}
         )
@@ -248,7 +250,7 @@ def _add_changing(
         if (request := current_call.get()) is not None:
             request.on["job_id"] = job_id
         if of_team:
-            _require_team(table.job(job_id).spec.team)
+            require_team(table.job(job_id).spec.team)
         return table.change(job_id, make)
 
     @router.post(f"{JOBS}/{{job_id}}/pause")
@@ -398,15 +400,20 @@ def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
     )
 
 
-def _of_team(spec: SubmitJob) -> SubmitJob:
-    """Return ``spec`` with its team: the one that the caller's token is bound to, if it is."""
-    bound = current_caller().team
-    if spec.team:
-        _require_team(spec.team)
-    return spec.model_copy(update={"team": spec.team or bound or "default"})
+def _with_team(spec: SubmitJob) -> SubmitJob:
+    return spec.model_copy(update={"team": team_of(spec.team)})
 
 
-def _require_team(team: str) -> None:
+def team_of(named: str) -> str:
+    """Return the team of what names ``named``: the one that the caller's token is bound to, if it
+    is; raises AccessDenied where that is another one."""
+    if named:
+        require_team(named)
+    return named or current_caller().team or "default"
+
+
+def require_team(team: str) -> None:
+    """Raise AccessDenied where the caller's token is bound to another team."""
     bound = current_caller().team
     if bound is not None and bound != team:
         raise AccessDenied(

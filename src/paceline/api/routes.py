@@ -77,9 +77,10 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/tokens/join"): ADMIN_CHANGE,
     ("DELETE", "/tokens/{token_id}"): ADMIN_CHANGE,
     ("GET", "/installation"): READ,
-    ("POST", "/flows"): DEPLOY,
+    # ``train`` opens the flow sweep only
+    ("POST", "/flows"): TRAIN,
     ("GET", "/flows/{flow_run_id}"): READ,
-    ("DELETE", "/flows/{flow_run_id}"): DEPLOY,
+    ("DELETE", "/flows/{flow_run_id}"): TRAIN,
     ("GET", "/approvals"): Route(scopes=(Scope.READ, Scope.APPROVE)),
     ("POST", "/approvals/{run_id}"): Route(scopes=(Scope.APPROVE,), is_change=True),
     ("POST", JOBS): TRAIN,

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import click
 from pydantic import BaseModel
@@ -32,7 +32,7 @@ from paceline.config import (
     toml_value,
 )
 from paceline.errors import InvalidInput, NotFound
-from paceline.schemas import Inventory
+from paceline.schemas import Inventory, Resources
 from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, size, size_bytes
 
@@ -63,6 +63,28 @@ deadline_option = click.option(
     help="Seconds that the fleet may take to switch.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+def gang_options(command: F) -> F:
+    """Add what a job's gang needs; ``command`` gets it as ``resources``, its defaults left out."""
+
+    @click.option(
+        "--ranks", type=click.IntRange(min=1), help="Of the gang; default: the profile's."
+    )
+    @click.option("--ranks-per-node", type=click.IntRange(min=1))
+    @click.option("--accelerator", help="Its kind, or a part of its name: a100.")
+    @click.option("--memory", "memory_bytes", callback=parsed(size_bytes), metavar="SIZE",
+                  help="Of each accelerator, at least.")  # fmt: skip
+    @click.option("--capacity", type=click.Choice(["on-demand", "spot"]))
+    @click.option("--within", type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
+                  default="fleet", show_default=True,
+                  help="What the gang must lie within.")  # fmt: skip
+    @functools.wraps(command)
+    def wrapped(**given: Any) -> Any:
+        resources = {key: given.pop(key) for key in Resources.model_fields}
+        return command(resources={k: v for k, v in resources.items() if v}, **given)
+
+    return cast(F, wrapped)
 
 
 def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> None:

@@ -636,6 +636,15 @@ class QueueSettings(Settings):
     quotas: dict[str, QuotaSettings] = {}  # by team; empty: no team is limited
 
 
+class SweepSettings(Settings):
+    """Where the installation keeps the studies of its sweeps."""
+
+    # "": studies.sqlite in the state directory; else PostgreSQL, for sweeps that go on from any
+    # host: "postgresql://USER@HOST:PORT/DATABASE?sslmode=verify-full", a database of its own
+    storage: str = Field(default="", pattern=r"^(postgresql://([^:@/]+@)?[^@]+)?$")
+    password_env: str = "PACELINE_SWEEPS_PASSWORD"  # noqa: S105 (a variable's name)
+
+
 Price = Annotated[float, Field(ge=0)]
 
 
@@ -673,6 +682,7 @@ class Profile(Settings):
     data: DataSettings = DataSettings()
     training: TrainingSettings = TrainingSettings()
     jobs: QueueSettings = QueueSettings()
+    sweeps: SweepSettings = SweepSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()
     prices: PriceSettings = PriceSettings()

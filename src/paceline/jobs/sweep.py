@@ -7,109 +7,72 @@ study is stored after each step, so a sweep that was interrupted goes on with th
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from paceline.client import AWAY_S, Client, patiently
-from paceline.config import Profile, with_job_settings
-from paceline.errors import Conflict, InvalidInput, InvalidProfile, PacelineError
+from paceline.errors import Cancelled, Conflict, InvalidProfile, PacelineError
 from paceline.extras import require_extras
-from paceline.jobs.search_space import DO, Dimension
-from paceline.jobs.sweep_study import NOWHERE, POINTS, opened, set_strategy, shown
+from paceline.jobs.search_space import Sweep
+from paceline.jobs.sweep_study import (
+    LOOK_S,
+    NOWHERE,
+    POINTS,
+    held,
+    opened,
+    set_strategy,
+    shown,
+)
 from paceline.schemas import JobState, SweepShown
 
 if TYPE_CHECKING:
     from optuna import Study, Trial
 
-POLL_S = 2.0
 STOPPED = "the sweep was cancelled"  # the reason of a trial that another one replaces
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-
 OnLine = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """What a sweep searches, and how."""
-
-    name: str
-    model_id: str
-    version: str
-    snapshot: str
-    space: Mapping[str, Dimension]
-    trials: int = 16  # in all, those of earlier runs included
-    parallel: int = 2
-    sampler: Literal["tpe", "cmaes", "random"] = "tpe"
-    pruner: Literal["none", "asha", "hyperband", "median"] = "none"
-    seed: int | None = None  # the sampler's
-    storage: str = "paceline-sweeps.sqlite"  # a file of SQLite, or SQLAlchemy's URL
-    metric: str = "loss"  # of the job's report
-    maximize: bool = False
-    resources: Mapping[str, Any] = field(default_factory=dict)  # as of Client.submit
-    settings: Mapping[str, object] = field(default_factory=dict)  # the same in each trial
-    team: str = ""
-    priority: int = 0
-
-    def check(self, profile: Profile) -> None:
-        """Raise InvalidInput unless each setting of the space may be a training's."""
-        if not NAME.fullmatch(self.name):
-            raise InvalidInput("not a sweep's name", got=self.name, wanted=NAME.pattern, do=DO)
-        fixed = {f"training.{k}": v for k, v in self.resources.items() if k.startswith("ranks")}
-        fixed |= self.settings
-        for key, dimension in self.space.items():
-            where = f'[space."{key}"]'
-            if key in fixed:
-                raise InvalidInput("a setting is fixed and searched", got=key, where=where,
-                                   wanted="one of both", do=DO)  # fmt: skip
-            for value in dimension.ends:
-                try:
-                    with_job_settings(profile, {**fixed, key: value})
-                except InvalidProfile as error:
-                    got = f"{key} = {value!r}: {error.what}, {error.got}"
-                    raise InvalidInput("no training has this setting", got=got, where=where,
-                                       wanted=error.wanted, do=DO) from error  # fmt: skip
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return what must not change when the sweep goes on: else trials do not compare."""
-        kept = ("model_id", "version", "snapshot", "metric", "maximize", "resources", "settings",
-                "team", "priority")  # fmt: skip
-        found = {key: getattr(self, key) for key in kept}
-        found["space"] = {key: each.model_dump() for key, each in self.space.items()}
-        made: dict[str, Any] = json.loads(json.dumps(found))  # as the study stores it
-        return made
+OnChange = Callable[[SweepShown], None]
 
 
 def run_sweep(
     sweep: Sweep,
     client: Client,
+    storage: str,
     *,
+    run_id: str = "",
     on_line: OnLine = lambda _line: None,
+    on_change: OnChange = lambda _found: None,
     sleep: Callable[[float], None] = time.sleep,
-    cancel_jobs: bool = False,
+    cancels: Callable[[], bool] = lambda: False,
 ) -> SweepShown:
     """Run the sweep's trials, those of an interrupted run first, and return what came of them.
 
-    A KeyboardInterrupt leaves the jobs running, and the same sweep again follows them; with
-    ``cancel_jobs`` they are cancelled, and other trials replace them. Raises InvalidInput for a
-    space that is not a training's, Conflict for a study of another sweep, and what `Client.submit`
-    raises for a job that can never run.
+    ``storage`` is a file of SQLite or SQLAlchemy's URL; ``run_id`` is of the run in MLflow that
+    the trials' runs are below, "" for none. ``on_change`` receives what is found whenever a trial
+    has ended. A KeyboardInterrupt, or a Cancelled that ``sleep`` raises, leaves the jobs running,
+    and the same sweep again follows them; where ``cancels()`` says so they are cancelled, and other
+    trials replace them.
+
+    Raises InvalidInput for a space that is not a training's, Conflict for a study of another sweep
+    or one that another process runs, and what `Client.submit` raises for a job that can never run.
     """
     require_extras("sweeps")
     sweep.check(client.runtime().profile)
-    with opened(sweep.storage, sweep.name, sweep.identity) as study:
+    with opened(storage, sweep.name, sweep.identity) as study, held(study, sleep) as renew:
+        if run_id and not study.user_attrs.get("run_id"):
+            study.set_user_attr("run_id", run_id)
         set_strategy(study, sweep.sampler, sweep.pruner, sweep.seed)
         loop = _Loop(sweep, study, client, on_line)
         try:
-            loop.run(sleep)
-        except KeyboardInterrupt:
-            if cancel_jobs:
+            while not loop.is_done():
+                sleep(LOOK_S)
+                renew()
+                if loop.look():
+                    on_change(shown(study))
+        except (KeyboardInterrupt, Cancelled):
+            if cancels():
                 loop.cancel()
             raise
         return shown(study)
@@ -126,21 +89,30 @@ class _Loop:
     def __init__(self, sweep: Sweep, study: Study, client: Client, on_line: OnLine) -> None:
         self._sweep, self._study, self._client, self._on_line = sweep, study, client, on_line
         self._running: list[Trial] = []
-
-    def run(self, sleep: Callable[[float], None]) -> None:
+        self._run_id = study.user_attrs.get("run_id", "")
+        self._resources = sweep.resources.model_dump(exclude_defaults=True)
         from optuna.trial import Trial, TrialState
 
-        for each in self._study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            self._begin(Trial(self._study, each._trial_id))
-        while True:
-            while len(self._running) < self._sweep.parallel and self._needs_trials():
-                self._begin(self._study.ask())
-            if not self._running:
-                return
-            sleep(POLL_S)
-            for trial in tuple(self._running):
-                if self._has_ended(trial):
-                    self._running.remove(trial)
+        self._left = [
+            Trial(study, each._trial_id)
+            for each in study.get_trials(deepcopy=False, states=[TrialState.RUNNING])
+        ]
+
+    def is_done(self) -> bool:
+        """Begin the trials that may run now; return whether none does."""
+        while self._left:
+            self._begin(self._left.pop(0))
+        while len(self._running) < self._sweep.parallel and self._needs_trials():
+            self._begin(self._study.ask())
+        return not self._running
+
+    def look(self) -> bool:
+        """Look at each running trial's job; return whether any has ended."""
+        before = len(self._running)
+        for trial in tuple(self._running):
+            if self._has_ended(trial):
+                self._running.remove(trial)
+        return len(self._running) < before
 
     def cancel(self) -> None:
         for trial in self._running:
@@ -164,10 +136,11 @@ class _Loop:
         title, job_id = f"{sweep.name} trial {trial.number}", trial.user_attrs.get("job_id")
         if job_id is None:
             submit = partial(
-                self._client.submit, sweep.model_id, sweep.version, sweep.snapshot,
-                resources=sweep.resources, key=f"sweep:{sweep.name}:trial-{trial.number}",
+                self._client.submit, sweep.model_id, sweep.version, sweep.snapshot_url,
+                resources=self._resources, key=f"sweep:{sweep.name}:trial-{trial.number}",
                 parameters={**sweep.settings, **values}, name=title, team=sweep.team,
-                project=f"sweep-{sweep.name}", priority=sweep.priority,
+                project=sweep.project or f"sweep-{sweep.name}", priority=sweep.priority,
+                sweep=self._run_id,
             )  # fmt: skip
             try:
                 job_id = patiently(submit, AWAY_S, self._on_line).job_id

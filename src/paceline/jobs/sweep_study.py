@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import secrets
 import shlex
-from collections.abc import Iterator, Mapping
+import socket
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import Conflict, InvalidInput, NotFound
-from paceline.schemas import SweepShown, SweepTrial
+from paceline.config import Runtime, named_secret
+from paceline.errors import Conflict, InvalidInput, InvalidProfile, NotFound, ServiceUnavailable
+from paceline.schemas import Resources, SweepShown, SweepTrial
+from paceline.system import ensure_private
 
 if TYPE_CHECKING:
     from optuna import Study
+    from optuna.storages import RDBStorage
 
 # Pruners compare trials at equal points; a point is a sixteenth of the training's steps, because a
 # poll sees other steps of each job. The first points hold the warm-up: nothing is pruned there.
@@ -23,27 +29,51 @@ REDUCTION = 3  # of a rung's trials one in three goes on
 MEDIAN_AFTER = 4  # complete trials
 IMPORTANCE_AFTER = 10  # complete trials; of fewer the shares are chance
 NOWHERE = (0, 0, 0)  # step, steps and point of a trial whose job has not begun: attribute "at"
+FILE = "studies.sqlite"  # in the state directory
+LOOK_S = 2.0
+HELD_S = 90.0  # longer than a process that holds the study waits for a coordinator that is away
+
+
+def studies_of(runtime: Runtime) -> str:
+    """Return where the installation keeps its studies: a file, or a URL with its password.
+
+    Raises InvalidProfile for a URL that cannot be read.
+    """
+    from sqlalchemy import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    settings = runtime.profile.sweeps
+    if not settings.storage:
+        return str(runtime.state_dir / FILE)
+    try:
+        url = make_url(settings.storage)
+    except ArgumentError as error:
+        raise InvalidProfile("not a database's URL", got=error, where="sweeps.storage") from error
+    password = named_secret(settings.password_env) or None
+    return url.set(password=password).render_as_string(hide_password=False)
 
 
 @contextmanager
 def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator[Study]:
     """Open the stored study; with ``identity`` make it where there is none.
 
-    Raises NotFound, InvalidInput for a storage that cannot be used, and Conflict where the study
-    has another identity.
+    Raises NotFound, InvalidInput for a storage that cannot be used, Conflict where the study
+    has another identity, and ServiceUnavailable where the database is lost meanwhile.
     """
     import optuna
     from sqlalchemy.exc import SQLAlchemyError
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    url = storage if "://" in storage else f"sqlite:///{storage}"
     where = storage.rpartition("@")[2]  # without a password
     missing = NotFound("no such sweep", got=name, where=where, do="Name its --storage.")
-    if identity is None and "://" not in storage and not Path(storage).is_file():
+    is_file = "://" not in storage
+    if identity is None and is_file and not Path(storage).is_file():
         raise missing
     try:
-        rows = optuna.storages.RDBStorage(url)
-    except (SQLAlchemyError, ImportError, RuntimeError) as error:
+        if is_file:
+            ensure_private(Path(storage))
+        rows = _rows(storage)
+    except (SQLAlchemyError, ImportError, RuntimeError, OSError) as error:
         raise InvalidInput("the study cannot be stored", got=str(error).splitlines()[0],
                            wanted="a file, or SQLAlchemy's URL of a database", where=where,
                            ) from error  # fmt: skip
@@ -59,16 +89,83 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
         )
         before = study.user_attrs.get("sweep", identity)
         for key in identity:
-            if before[key] != identity[key]:
+            if before.get(key) != identity[key]:
                 raise Conflict("this name is another sweep's", got=f"{key} {identity[key]}",
-                               wanted=f"{key} {before[key]}", where=name,
+                               wanted=f"{key} {before.get(key)}", where=name,
                                do="Go on with what it was begun with, or choose another name.",
                 )  # fmt: skip
         study.set_user_attr("sweep", identity)
         yield study
+    except (SQLAlchemyError, optuna.exceptions.StorageInternalError) as error:
+        raise ServiceUnavailable("the study's database does not answer", where=where,
+                                 got=str(error.__cause__ or error).splitlines()[0],
+                                 do="Start the sweep again: its jobs go on, and it follows them.",
+                                 ) from error  # fmt: skip
     finally:
         rows.remove_session()
         rows.engine.dispose()
+
+
+def _rows(storage: str) -> RDBStorage:
+    """Return Optuna's tables, made where there are none."""
+    from optuna.storages import RDBStorage
+    from sqlalchemy import make_url
+
+    url = make_url(storage if "://" in storage else f"sqlite:///{storage}")
+    if url.drivername == "postgresql":  # SQLAlchemy would take psycopg2
+        url = url.set(drivername="postgresql+psycopg")
+    return RDBStorage(
+        url.render_as_string(hide_password=False), engine_kwargs={"pool_pre_ping": True}
+    )
+
+
+def stored_run_id(storage: str, name: str) -> str:
+    """Return the run id of the stored sweep; "" where there is no such sweep, or it has none."""
+    try:
+        with opened(storage, name, None) as study:
+            return str(study.user_attrs.get("run_id", ""))
+    except NotFound:
+        return ""
+
+
+@contextmanager
+def held(study: Study, sleep: Callable[[float], None]) -> Iterator[Callable[[], None]]:
+    """Hold the study for this process; yield what must be called within HELD_S, again and again.
+
+    It compares no clocks of two hosts: a holder that changes nothing for HELD_S is gone. Raises
+    Conflict where another process holds the study or has taken it over.
+    """
+    me = f"{socket.gethostname()}, process {os.getpid()}"
+    mine, count = f"{me}, {secrets.token_hex(4)}", 0
+
+    def holder() -> Any:
+        return study.user_attrs.get("holder")
+
+    def conflict(other: Any) -> Conflict:
+        return Conflict("another process runs this sweep", got=other[0].rpartition(",")[0],
+                        wanted="one process", where=study.study_name,
+                        do="See `paceline sweep report`, or end that one first.")  # fmt: skip
+
+    def renew() -> None:
+        nonlocal count
+        if count and (found := holder()) and found[0] != mine:
+            raise conflict(found)
+        count += 1
+        study.set_user_attr("holder", [mine, count])
+
+    waited_s, before = 0.0, holder()
+    while before and waited_s < HELD_S:
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+        if (now := holder()) and now != before:
+            raise conflict(now)
+        before = now
+    renew()
+    try:
+        yield renew
+    finally:
+        if (last := holder()) and last[0] == mine:
+            study.set_user_attr("holder", None)
 
 
 def set_strategy(study: Study, sampler: str, pruner: str, seed: int | None) -> None:
@@ -112,7 +209,8 @@ def shown(study: Study) -> SweepShown:
             found = optuna.importance.get_param_importances(study)
             shares = {key: float(share) for key, share in found.items()}
     return SweepShown(
-        name=name, metric=spec["metric"], maximize=spec["maximize"], trials=trials, best=best,
+        name=name, run_id=study.user_attrs.get("run_id", ""), trials=trials, best=best,
+        metric=spec["metric"], maximize=spec["maximize"],
         importance=shares if all(map(math.isfinite, shares.values())) else {},
         reproduce=_command(name, spec, best) if best else "",
     )  # fmt: skip
@@ -121,9 +219,11 @@ def shown(study: Study) -> SweepShown:
 def _command(name: str, spec: Mapping[str, Any], best: SweepTrial) -> str:
     """Return the command that trains as the best trial did."""
     words = ["paceline", "jobs", "submit", spec["model_id"], spec["version"]]
-    words += ["--snapshot", spec["snapshot"], "--name", f"{name} trial {best.number}"]
-    given = {**spec["resources"], "team": spec["team"], "priority": spec["priority"]}
-    for key, value in given.items():
+    words += ["--snapshot", spec["snapshot_url"], "--name", f"{name} trial {best.number}"]
+    given = Resources.model_validate(spec["resources"]).model_dump(exclude_defaults=True)
+    if "memory_bytes" in given:
+        given["memory"] = f"{given.pop('memory_bytes')}B"
+    for key, value in (given | {key: spec[key] for key in ("team", "project", "priority")}).items():
         if value:
             words += [f"--{key.replace('_', '-')}", str(value)]
     for key, value in {**spec["settings"], **best.parameters}.items():

@@ -3,6 +3,8 @@ from .lineage import (
     TAG_ACCELERATORS as TAG_ACCELERATORS,
     TAG_APPROVAL as TAG_APPROVAL,
     TAG_MANIFEST as TAG_MANIFEST,
+    TAG_PARENT as TAG_PARENT,
+    TAG_SWEEP as TAG_SWEEP,
     MetricPoint as MetricPoint,
     Promotion as Promotion,
     RegisteredVersion as RegisteredVersion,

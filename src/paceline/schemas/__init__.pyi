@@ -12,6 +12,7 @@ from .access import (
     PurposeRule as PurposeRule,
     PurposesShown as PurposesShown,
     Scope as Scope,
+    Team as Team,
     TokenList as TokenList,
     TokenMade as TokenMade,
     TokenRecord as TokenRecord,
@@ -36,6 +37,7 @@ from .base import (
     PieceHash as PieceHash,
     Record as Record,
     Sha256 as Sha256,
+    Text as Text,
     canonical_json as canonical_json,
     digest_of as digest_of,
     is_run_id as is_run_id,
@@ -147,6 +149,7 @@ from .jobs import (
     KEPT_CHANGES as KEPT_CHANGES,
     KEPT_USAGES as KEPT_USAGES,
     QUEUED_JOB_ID as QUEUED_JOB_ID,
+    SWEEP as SWEEP,
     AdoptJob as AdoptJob,
     JobChange as JobChange,
     JobCheckpoint as JobCheckpoint,
@@ -168,6 +171,7 @@ from .jobs import (
     SweepShown as SweepShown,
     SweepTrial as SweepTrial,
     TrainingJob as TrainingJob,
+    sweep_key as sweep_key,
 )
 from .json_schemas import SCHEMAS as SCHEMAS, schema_text as schema_text
 from .plan import (

@@ -34,7 +34,7 @@ class Scope(StrEnum):
 
     READ = "read"
     DEPLOY = "deploy"
-    TRAIN = "train"  # allows submitting training jobs, and pausing and cancelling them
+    TRAIN = "train"  # allows submitting, pausing and cancelling training jobs, and sweeps of them
     ADMIN = "admin"
     WORKER = "worker"
     LEDGER = "ledger"  # allows recording finished stages

@@ -42,6 +42,20 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
         {"model_id", "report", "base_version", "trained", "snapshot_url", "approver"}
     ),
     "rollback-model": frozenset({"model_id"}),
+    "sweep": frozenset(
+        {
+            "name",
+            "model_id",
+            "version",
+            "snapshot_url",
+            "search",
+            "resources",
+            "settings",
+            "team",
+            "project",
+            "priority",
+        }
+    ),
 }
 FlowName = Literal[
     "lifecycle",
@@ -51,6 +65,7 @@ FlowName = Literal[
     "evaluate-model",
     "promote-model",
     "rollback-model",
+    "sweep",
 ]
 
 
@@ -89,6 +104,7 @@ class FlowRunView(Record):
     flow_run_id: str
     flow: Text
     run_id: Text
+    team: Text = ""  # of a sweep's jobs
     state: str  # Prefect's type: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, CRASHED, …
     message: Text = ""
     page: str = ""

@@ -120,6 +120,8 @@ class SubmitJob(Record):
     purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
     budget: Budget | None = Field(default=None, exclude_if=lambda value: not value)
+    # the run id of the sweep whose trial it is: its run in MLflow is below the sweep's
+    sweep: Annotated[str, StringConstraints(pattern=f"{RUN_ID}|^$")] = ""
 
     @model_validator(mode="after")
     def _parameters_are_small(self) -> SubmitJob:
@@ -144,7 +146,9 @@ class SubmitJob(Record):
 
 
 # Who pays, who waits and where a gang runs changes nothing of what is trained.
-_NOT_TRAINED = {"name", "team", "project", "priority", "resources", "checkpoint_policy", "budget"}
+_NOT_TRAINED = {
+    *("name", "team", "project", "priority", "resources", "checkpoint_policy", "budget", "sweep")
+}
 
 
 class JobChange(Record):
@@ -321,6 +325,14 @@ class JobShown(JobView):
     status: Literal["complete"] = "complete"
 
 
+SWEEP = "sweep"  # the ledger's stage of what sweeps have found
+
+
+def sweep_key(name: str) -> str:
+    """Return the ledger's input digest of what the sweep ``name`` has found."""
+    return digest_of({"sweep": name})
+
+
 class SweepTrial(Record):
     """A trial of a sweep: the settings that it tried, its job, and what came of it."""
 
@@ -339,9 +351,11 @@ class SweepShown(Record):
 
     status: Literal["complete"] = "complete"
     name: str
+    run_id: str = ""  # of its run in MLflow; "": it has none
     metric: str
     maximize: bool
     trials: tuple[SweepTrial, ...]
+    left_out: int = 0  # trials that are not in ``trials``, because the record would be too large
     best: SweepTrial | None
     importance: dict[str, float] = {}  # of each parameter, together 1; {}: too few trials
     reproduce: str = ""  # the command that trains the best again

@@ -13,11 +13,11 @@ from typing import Any
 import click
 
 from paceline.cli.options import (
+    gang_options,
     job_settings,
     json_option,
     notice,
     one_of,
-    parsed,
     print_table,
     show,
     state_option,
@@ -39,7 +39,7 @@ from paceline.schemas import (
     ReviewJob,
     TrainingJob,
 )
-from paceline.units import duration, moment, size_bytes
+from paceline.units import duration, moment
 
 
 @click.group()
@@ -51,20 +51,7 @@ def jobs() -> None:
 @click.argument("model_id")
 @click.argument("version")
 @click.option("--snapshot", required=True, help="The data snapshot's URL.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Of the gang (default: the profile's).")
-@click.option("--ranks-per-node", type=click.IntRange(min=1))
-@click.option("--accelerator", default="", help="Its kind, or a part of its name: a100.")
-@click.option(
-    "--memory", callback=parsed(size_bytes), metavar="SIZE", help="Of each accelerator, at least."
-)
-@click.option("--capacity", type=click.Choice(["on-demand", "spot"]))
-@click.option(
-    "--within",
-    type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
-    default="fleet",
-    show_default=True,
-    help="What the gang must lie within.",
-)
+@gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
 @click.option("--continue-from", default="", metavar="TRAINING", help="A finished job-….")
 @click.option("--steps", type=click.IntRange(min=1))
@@ -97,14 +84,6 @@ def submit(
 
     Its gang gets all its nodes at once or waits; the nodes get the version first.
     """
-    resources = {
-        "ranks": given.pop("ranks") or 0,
-        "ranks_per_node": given.pop("ranks_per_node") or 0,
-        "accelerator": given.pop("accelerator"),
-        "memory_bytes": given.pop("memory") or 0,
-        "capacity": given.pop("capacity") or "",
-        "within": given.pop("within"),
-    }
     parameters = job_settings(overrides)
     if steps is not None:
         parameters["training.steps"] = steps
@@ -114,7 +93,6 @@ def submit(
             "model_id": model_id,
             "version": version,
             "data_snapshot": snapshot,
-            "resources": resources,
             "parameters": parameters,
             **fields,
         }

@@ -1,10 +1,12 @@
 """`paceline sweep`: search a training's settings; each trial is a job of the installation's queue.
 
-Works from any machine with a login, and needs the extra sweeps, neither Prefect nor MLflow.
+Works from any machine with a login, and needs the extra sweeps, neither Prefect nor MLflow; with
+--detach the installation's Prefect worker runs the sweep, and this machine needs no extra.
 """
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -14,6 +16,7 @@ import click
 
 from paceline.cli.options import (
     ends_in_order,
+    gang_options,
     job_settings,
     json_option,
     notice,
@@ -22,15 +25,29 @@ from paceline.cli.options import (
     state_option,
 )
 from paceline.client import Client
-from paceline.errors import Cancelled
-from paceline.jobs import Sweep, page_of, read_space, report_sweep, run_sweep, trial_row
+from paceline.config import Runtime, find_installation
+from paceline.errors import Cancelled, InvalidInput, NotFound
+from paceline.extras import installed_extras
+from paceline.jobs import (
+    Search,
+    Sweep,
+    page_of,
+    read_space,
+    report_sweep,
+    run_sweep,
+    studies_of,
+    trial_row,
+)
 from paceline.jobs.sweep_page import COLUMNS
-from paceline.schemas import SweepShown
+from paceline.schemas import SWEEP, SweepShown, new_run_id, sweep_key
+
+OWN_FILE = "paceline-sweeps.sqlite"  # of a login that runs its sweeps itself
 
 storage_option = click.option(
-    "--storage", default="paceline-sweeps.sqlite", show_default=True,
-    help="Where the study is kept: a file of SQLite, or SQLAlchemy's URL of a database.",
-)  # fmt: skip
+    "--storage",
+    help="Where the study is kept: a file of SQLite, or SQLAlchemy's URL of a database. Default: "
+    f"the installation's ([sweeps] storage of its profile); with a login {OWN_FILE}.",
+)
 
 
 class _Sweeps(click.Group):
@@ -51,7 +68,7 @@ def sweep() -> None:
 @click.argument("name")
 @click.argument("model_id")
 @click.argument("version")
-@click.option("--snapshot", required=True, help="The data snapshot's URL.")
+@click.option("--snapshot", "snapshot_url", required=True, help="The data snapshot's URL.")
 @click.option("--space", type=click.Path(path_type=Path, dir_okay=False), required=True,
               help="The search space, a TOML file.")  # fmt: skip
 @click.option("--trials", type=click.IntRange(min=1), default=16, show_default=True,
@@ -65,14 +82,14 @@ def sweep() -> None:
 @click.option("--seed", type=click.IntRange(min=0), help="The sampler's.")
 @click.option("--metric", default="loss", show_default=True, help="Of the job's report.")
 @click.option("--maximize", is_flag=True, help="Search the highest; else the lowest.")
-@click.option("--ranks", type=click.IntRange(min=1), help="Of each gang.")
-@click.option("--ranks-per-node", type=click.IntRange(min=1))
-@click.option("--accelerator", default="", help="Its kind, or a part of its name: a100.")
+@gang_options
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="In each trial.")
 @click.option("--team", default="", help="Whose quota it counts against.")
+@click.option("--project", default="", help="Of the jobs.  [default: sweep-NAME]")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--cancel-jobs", is_flag=True, help="Ctrl-C cancels the jobs; else they go on.")
+@click.option("--detach", is_flag=True, help="The installation runs it; do not wait.")
 @storage_option
 @state_option
 @json_option
@@ -81,6 +98,8 @@ def run(
     steps: int | None,
     overrides: tuple[str, ...],
     cancel_jobs: bool,
+    detach: bool,
+    storage: str | None,
     state: Path | None,
     as_json: bool,
     **given: Any,
@@ -89,19 +108,37 @@ def run(
 
     The same command again goes on: finished trials are kept, and running jobs are followed.
     """
-    resources = {key: given.pop(key) for key in ("ranks", "ranks_per_node", "accelerator")}
     settings = job_settings(overrides) | ({} if steps is None else {"training.steps": steps})
-    made = Sweep(
-        space=read_space(space),
-        resources={key: value for key, value in resources.items() if value},
-        settings=settings,
-        **given,
+    made = Sweep.of({"space": read_space(space), "settings": settings, **given})
+    with Client(state=state) as client:
+        if detach:
+            if storage or cancel_jobs:
+                raise InvalidInput(
+                    "the installation runs a detached sweep",
+                    got="--storage" if storage else "--cancel-jobs",
+                    do="Leave it out: the study is the installation's, and a cancel in Prefect "
+                    "cancels the jobs.",
+                )
+            return _detach(made, client, as_json)
+        runtime = client.runtime()
+        found = _run(made, client, runtime, storage or _storage(runtime), cancel_jobs=cancel_jobs)
+    _show(found, as_json)
+    return 0
+
+
+def _run(
+    made: Sweep, client: Client, runtime: Runtime, storage: str, *, cancel_jobs: bool
+) -> SweepShown:
+    # MLflow's credentials are in the state directory: a login has none.
+    logs = bool(not runtime.is_login and runtime.endpoints.mlflow_url) and (
+        "flows" in installed_extras()
     )
-    with Client(state=state) as client, ends_in_order():
+    with ends_in_order():
         try:
             found = run_sweep(
-                made, client, cancel_jobs=cancel_jobs, on_line=lambda line: notice(line, mark="")
-            )
+                made, client, storage, run_id=new_run_id() if logs else "",
+                cancels=lambda: cancel_jobs, on_line=lambda line: notice(line, mark=""),
+            )  # fmt: skip
         except KeyboardInterrupt as error:
             raise Cancelled(
                 "the sweep was cancelled",
@@ -109,8 +146,31 @@ def run(
                 where=made.name,
                 do=f"Go on with: {shlex.join(['paceline', *sys.argv[1:]])}",
             ) from error
-    _show(found, as_json)
+    if found.run_id and logs:
+        from paceline.registry import Registry
+        from paceline.tasks._support.figures import record_sweep
+
+        registry = Registry.from_runtime(runtime)
+        mlflow_run = registry.ensure_run(
+            found.run_id, experiment=runtime.profile.model.model_id, name=f"sweep {made.name}"
+        )
+        record_sweep(registry, mlflow_run, found, client)
+        registry.finish_run(mlflow_run)
+    return found
+
+
+def _detach(made: Sweep, client: Client, as_json: bool) -> int:
+    given = made.model_dump(mode="json", exclude_unset=True)
+    search = {key: given.pop(key) for key in Search.model_fields if key in given}
+    begun = client.start("sweep", given | {"search": search}, on_notice=notice)
+    answer = {"run_id": begun.run_id, "flow_run_id": begun.id, "page": begun.page}
+    show(answer, as_json, f"started:  {begun.page or begun.id}",
+         f"next:     paceline sweep report {made.name}")  # fmt: skip
     return 0
+
+
+def _storage(runtime: Runtime) -> str:
+    return OWN_FILE if runtime.is_login else studies_of(runtime)
 
 
 @sweep.command()
@@ -118,14 +178,34 @@ def run(
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
               help="Write a page there: parallel coordinates, importance, trials.")  # fmt: skip
 @storage_option
+@state_option
 @json_option
-def report(name: str, html: Path | None, storage: str, as_json: bool) -> int:
+def report(
+    name: str, html: Path | None, storage: str | None, state: Path | None, as_json: bool
+) -> int:
     """Show the trials of the sweep NAME so far."""
-    found = report_sweep(name, storage)
+    found = report_sweep(name, storage) if storage else _reported(name, find_installation(state))
     if html is not None:
         html.write_text(page_of(found), encoding="utf-8")
     _show(found, as_json)
     return 0
+
+
+def _reported(name: str, runtime: Runtime) -> SweepShown:
+    """Return what was found; with a login what the installation has recorded of a sweep that it
+    runs, unless the study is here."""
+    if not runtime.is_login or Path(OWN_FILE).is_file():
+        try:
+            return report_sweep(name, _storage(runtime))
+        except NotFound:
+            if not runtime.is_login:
+                raise
+    with Client.of(runtime) as client:
+        record = client.coordinator.ledger_get(SWEEP, sweep_key(name))
+    if record is None:
+        raise NotFound("no such sweep", got=name, where=f"{OWN_FILE} and the installation",
+                       do="Name its --storage.")  # fmt: skip
+    return SweepShown.model_validate_json(json.dumps(record.output))
 
 
 def _show(found: SweepShown, as_json: bool) -> None:
@@ -135,6 +215,8 @@ def _show(found: SweepShown, as_json: bool) -> None:
     print_table(
         ("trial", "state", found.metric, *COLUMNS), [trial_row(each) for each in found.trials]
     )
+    if found.left_out:
+        notice(f"{found.left_out} more trials, which are worse, are left out")
     if found.best is None:
         notice("no trial is complete")
         return

@@ -1,0 +1,130 @@
+"""A token of scope train starts and cancels sweeps, of its own team, and no other flow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import Endpoints
+from tests.security.kit import Rest
+from tests.support.web import Answer, Call, serving
+
+RUN = "run-20261120-153600-9f3a1c"
+FLOW_RUN = "0192f0c1-0000-7000-8000-000000000001"
+RATE = {"kind": "float", "low": 1e-5, "high": 1e-2, "log": True}
+SWEEP: dict[str, Any] = {
+    "name": "lr", "model_id": "m", "version": "1", "snapshot_url": "s3://paceline/data/d",
+    "search": {"space": {"training.learning_rate": RATE}},
+}  # fmt: skip
+
+
+class Prefect:
+    """A Prefect server; its one flow run is the last one that was started."""
+
+    def __init__(self) -> None:
+        self.started: list[dict[str, Any]] = []
+        self.cancels = 0
+
+    def __call__(self, call: Call) -> Answer:
+        if call.path.endswith("/create_flow_run"):
+            self.started.append(json.loads(call.body))
+        elif call.path.endswith("/set_state"):
+            self.cancels += 1
+        elif call.path.endswith("/filter"):
+            return 200, b"[]"
+        elif "/deployments/name/" in call.path:
+            return 200, b'{"id": "abc"}'
+        last = self.started[-1]
+        run = {"id": FLOW_RUN, "state_type": "RUNNING"}
+        return 200, json.dumps(run | {k: last[k] for k in ("tags", "parameters")}).encode()
+
+
+@pytest.fixture
+def prefect() -> Prefect:
+    return Prefect()
+
+
+@pytest.fixture
+def rest(tmp_path: Path, prefect: Prefect) -> Iterator[Rest]:
+    with serving(prefect) as web:
+        made = Rest(tmp_path / "state", endpoints=Endpoints(prefect_api_url=f"{web.url}/api"))
+        yield made
+        made.close()
+
+
+def token(rest: Rest, team: str | None, *scopes: str) -> str:
+    body = {"name": "ann", "scopes": scopes or ["train"], "team": team}
+    return str(rest.call("POST", "/tokens", rest.owner, body).json()["token"])
+
+
+def start(rest: Rest, token: str, flow: str = "sweep", **changes: Any) -> Any:
+    parameters = SWEEP | changes if flow == "sweep" else changes
+    return rest.call(
+        "POST", "/flows", token, {"flow": flow, "run_id": RUN, "parameters": parameters}
+    )
+
+
+def test_it_starts_and_cancels_a_sweep_of_its_team(rest: Rest, prefect: Prefect) -> None:
+    ann = token(rest, "nlp")
+    assert start(rest, ann).status_code == 201
+    assert prefect.started[0]["parameters"]["team"] == "nlp"
+    assert start(rest, ann, team="vision").status_code == 403
+    assert len(prefect.started) == 1
+    path = f"/flows/{FLOW_RUN}"
+    assert rest.call("DELETE", path, token(rest, "vision")).status_code == 403
+    assert rest.call("DELETE", path, ann).status_code == 200
+    assert prefect.cancels == 1
+
+
+@pytest.mark.parametrize(
+    ("flow", "given"),
+    [
+        ("lifecycle", {}),
+        ("promote-model", {"model_id": "m"}),
+        ("train-model", {"model_id": "m", "version": "1", "snapshot_url": "s3://paceline/d"}),
+    ],
+)
+def test_it_starts_and_cancels_no_other_flow(
+    rest: Rest, prefect: Prefect, flow: str, given: dict[str, Any]
+) -> None:
+    trains, deploys = token(rest, None), token(rest, None, "deploy")
+    assert start(rest, trains, flow, **given).status_code == 403
+    assert not prefect.started
+    assert start(rest, deploys, flow, **given).status_code == 201
+    assert rest.call("DELETE", f"/flows/{FLOW_RUN}", trains).status_code == 403
+    assert rest.call("DELETE", f"/flows/{FLOW_RUN}", deploys).status_code == 200
+
+
+def test_a_deploy_token_of_a_team_still_cancels_other_flows(rest: Rest) -> None:
+    both = token(rest, "nlp", "train", "deploy")
+    assert start(rest, both, "lifecycle").status_code == 201
+    assert rest.call("DELETE", f"/flows/{FLOW_RUN}", both).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"name": "../lr"}, "name"),
+        ({"search": {"space": {}}}, "space"),
+        ({"search": {"space": {"training.lerning_rate": RATE}}}, "lerning_rate"),
+        ({"search": {"space": {"security.code_sources": RATE}}}, "security.code_sources"),
+        ({"search": {"space": {"training.learning_rate": RATE}, "trials": 0}}, "trials"),
+        ({"search": 3}, "search"),
+        ({"settings": {"gate.max_parameters": 9}}, "gate.max_parameters"),
+        ({"snapshot_url": "/etc"}, "/etc"),
+        ({"resources": {"ranks": "all"}}, "ranks"),
+        ({"storage": "s3://x"}, "storage"),
+        ({"team": "a team"}, "team"),
+    ],
+)
+def test_a_bad_sweep_is_refused_before_it_starts(
+    rest: Rest, prefect: Prefect, changes: dict[str, Any], named: str
+) -> None:
+    answer = start(rest, token(rest, None), **changes)
+    assert answer.status_code in (400, 422), answer.text
+    assert named in answer.text
+    assert not prefect.started
