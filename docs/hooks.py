@@ -321,8 +321,9 @@ def _comments(module: ModuleType) -> dict[tuple[str, str], str]:
 def metrics() -> str:
     """Return every metric of coordinator and ranks."""
     none = Snapshot(
-        deployments=[], progress={}, workers=[], beats=0, beats_refused=0, leader_epoch=0
-    )
+        deployments=[], progress={}, workers=[], beats=0, beats_refused=0, leader_epoch=0,
+        jobs={},
+    )  # fmt: skip
     rank = exporter.RankMetrics(dict.fromkeys(("job_id", "rank"), "0"))
     rank._figures = dict.fromkeys(exporter._GAUGES, 0.0)
     rank._interval_s = 0.0

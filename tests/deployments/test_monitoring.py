@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.schemas import DeploymentStatus
-from paceline.telemetry import FleetMetrics, JobCounts, JobLevels
+from paceline.telemetry import FleetMetrics, Histogram, JobValues
+from paceline.telemetry.job_metrics import METRICS
 from paceline.training.loop import StepReport
 from paceline.training.metrics import AlertChange, Alerts, RankMetrics, Straggler
 from paceline.training.metrics.exporter import _GAUGES
@@ -75,24 +77,17 @@ def page_of_a_coordinator() -> bytes:
         update={"deployment_id": "dep-0", "status": DeploymentStatus.COMPLETE, "seconds": 9.0}
     )
     deployments = [ended, *shot.deployments]
-    return FleetMetrics(lambda: replace(shot, deployments=deployments, jobs=levels())).text()
+    return FleetMetrics(lambda: replace(shot, deployments=deployments, jobs=of_jobs())).text()
 
 
-def levels() -> JobLevels:
-    """Return every figure of jobs that a leader may show."""
-    counts = JobCounts()
-    counts.team("nlp")
-    counts.waits["nlp", "high"].observe(1.0)
-    counts.first_steps["nlp",].observe(1.0)
-    return JobLevels(
-        counts=counts,
-        held={("nlp",): 1.0},
-        states={("queued", "nlp"): 1.0},
-        oldest_wait_s={("nlp", "high"): 1.0},
-        checkpoint_age_s={("nlp",): 1.0},
-        slots={("cpu",): 2.0},
-        slots_held={("cpu",): 1.0},
-    )
+def of_jobs() -> JobValues:
+    """Return a value of each metric of jobs."""
+    waited = Histogram()
+    waited.observe(1.0)
+    return {
+        name: {labels: waited if kind is HistogramMetricFamily else 1.0}
+        for name, (kind, labels, _) in METRICS.items()
+    }
 
 
 @pytest.fixture(scope="module")

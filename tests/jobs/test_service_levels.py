@@ -7,7 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.jobs import hosts_of
 from paceline.schemas import JobCheckpoint, JobState
-from paceline.telemetry import FleetMetrics, JobLevels, Snapshot
+from paceline.telemetry import FleetMetrics, Snapshot
 from tests.jobs.test_scheduler import Queue, worker
 
 S = JobState
@@ -16,10 +16,10 @@ S = JobState
 def metrics_of(queue: Queue) -> dict[str, float]:
     """Return each series of the queue's jobs as Prometheus gets them."""
     hosts = hosts_of(queue.store.workers, queue.profile.training)
-    levels: JobLevels = queue.table.totals.levels(queue.table.jobs(), hosts, queue.now)
+    values = queue.table.metrics(hosts)
     shot = Snapshot(
         deployments=[], progress={}, workers=[], beats=0, beats_refused=0, leader_epoch=1,
-        jobs=levels,
+        jobs=values,
     )  # fmt: skip
     return {
         each.name.removeprefix("paceline_") + "".join(f" {v}" for v in each.labels.values()): (
@@ -105,7 +105,7 @@ def test_the_age_of_checkpoints_is_that_of_the_worst_job_of_a_team(queue: Queue)
 def test_series_stay_few_and_counts_stay_when_jobs_are_deleted(
     queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.telemetry.job_metrics.MOST_TEAMS", 3)
+    monkeypatch.setattr("paceline.jobs.service_levels.MOST_TEAMS", 3)
     monkeypatch.setattr("paceline.jobs.table.MOST_ENDED", 2)
     for number in range(9):
         job_id = queue.submit(1, team=f"team-{number}", priority=number)

@@ -9,9 +9,17 @@ from typing import Any
 import pytest
 
 from paceline.errors import Conflict
-from paceline.schemas import JobPlacement, JobReport, JobState, SubmitJob, TrainingJob, new_run_id
+from paceline.schemas import (
+    JobPlacement,
+    JobReport,
+    JobState,
+    RankEvent,
+    SubmitJob,
+    TrainingJob,
+    new_run_id,
+)
 from paceline.tasks._support import job as job_module
-from paceline.tasks._support.job import linked
+from paceline.tasks._support.job import StepTimes, linked
 from tests.support.stack import wait_until
 
 JOB_ID = "tj-0123456789ab"
@@ -105,3 +113,27 @@ def test_a_flow_run_that_lost_its_job_learns_it_while_it_trains(update: dict[str
         assert not link.superseded.is_set()
         coordinator.job = coordinator.job.model_copy(update=update)
         wait_until(link.superseded.is_set, 10, "it learns that the job is another's")
+
+
+def test_steps_are_counted_once_and_their_time_by_class() -> None:
+    times = StepTimes()
+
+    def step(now_s: float, number: int, attempt: int = 1, **more: float) -> None:
+        data: dict[str, object] = {"step_seconds": 1.0, **more}
+        times.take(RankEvent(event="step", rank=0, attempt=attempt, step=number, data=data), now_s)
+
+    times.take(RankEvent(event="resumed", rank=0, attempt=1, step=10), 0.0)
+    step(100.0, 11, waited_s=50.0)  # it waited in an earlier flow run
+    step(102.0, 12, waited_s=50.5, stalled_s=0.25)
+    assert (times.made_steps, times.seconds) == (
+        2,
+        {"useful": 2.25, "data_wait": 0.5, "checkpoint": 0.25, "recovery": 0.0},
+    )
+    # A rank dies; the gang goes on after step 11 and makes step 12 again.
+    times.take(RankEvent(event="resumed", rank=0, attempt=2, step=11), 120.0)
+    step(130.0, 12, attempt=2, waited_s=50.5)
+    step(131.0, 13, attempt=2, waited_s=50.5)
+    assert (times.made_steps, times.seconds) == (
+        3,
+        {"useful": 3.25, "data_wait": 0.5, "checkpoint": 0.25, "recovery": 28.0},
+    )

@@ -16,7 +16,6 @@ from starlette.concurrency import run_in_threadpool
 from paceline import __version__
 from paceline.api.access import IdentityIssuer, make_access_router, make_purpose_router
 from paceline.api.audit_writer import AuditWriter
-from paceline.api.costs import make_cost_router
 from paceline.api.deployments import make_router
 from paceline.api.flow_runs import make_flow_router
 from paceline.api.flow_starter import FlowRunSupervisor, PrefectStarter
@@ -112,7 +111,6 @@ def create_app(
     app.include_router(make_purpose_router(coordinator))
     app.include_router(make_flow_router(runtime, coordinator, flows))
     app.include_router(make_job_router(runtime, coordinator, jobs, flows))
-    app.include_router(make_cost_router(runtime, jobs))
     add_problem_handlers(app)
     describe(app)
     require_declared(app)

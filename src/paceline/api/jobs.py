@@ -17,7 +17,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Path as PathParameter, Query
 
 from paceline.api.flow_starter import ENDED, PrefectStarter
-from paceline.api.routes import JOBS
+from paceline.api.routes import COSTS, JOBS
 from paceline.config import PriceSettings, Profile, Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
 from paceline.errors import (
@@ -58,6 +58,7 @@ from paceline.schemas import (
     ResumeJob,
     ReviewJob,
     SubmitJob,
+    TrainingCosts,
     TrainingJob,
     digest_of,
     new_run_id,
@@ -78,6 +79,12 @@ def make_job_router(
     shown = _Shown(runtime, table, flows)
     _add_submitting(router, runtime, coordinator, table, shown)
     _add_reading(router, table, shown, flows)
+
+    @router.get(COSTS)
+    def get_training_costs() -> TrainingCosts:
+        """Return what each training and each attempt of a job used, and the prices of now."""
+        return training_costs(table.jobs(), runtime, time.time())
+
     _add_changing(router, runtime, coordinator, table, shown)
     return router
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -46,8 +45,7 @@ def add_observation(
         shot = coordinator.read(_snapshot)
         if coordinator.term is None:
             return shot
-        hosts = hosts_of(shot.workers, profile.training)
-        return replace(shot, jobs=jobs.totals.levels(jobs.jobs(), hosts, time.time()))
+        return replace(shot, jobs=jobs.metrics(hosts_of(shot.workers, profile.training)))
 
     metrics = FleetMetrics(snapshot)
 

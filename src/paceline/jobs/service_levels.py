@@ -1,101 +1,117 @@
-"""What users of the queue get: waits, starts, goodput, losses and free slots, for the metrics.
+"""What teams get from the queue: waits, starts, goodput, losses and free slots, for the metrics.
 
-Changes are counted as the leader stores them; what stands is read from the table at each scrape.
+Changes are counted as the leader stores them, from the beginning of its term: a job that is deleted
+takes nothing away. What stands is read from the table at each scrape.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from paceline.jobs.placement import Host
-from paceline.jobs.usage import is_held, lost_s, slots_of
-from paceline.schemas import JobReport, JobState, TrainingJob
-from paceline.telemetry import JobCounts, JobLevels
+from paceline.jobs.usage import is_held, lost_s
+from paceline.schemas import JobReport, JobState, LossCause, TrainingJob
+from paceline.telemetry import Histogram, JobValues
 
-
-def priority_class(priority: int) -> str:
-    """Return the label of a priority: low, normal or high."""
-    return "normal" if priority == 0 else "high" if priority > 0 else "low"
+MOST_TEAMS = 100  # with series of their own; the teams after them are "other"
+Labels = tuple[str, ...]
 
 
 class JobTotals:
     """Counts what happens to jobs from ``began_s`` on, in this process."""
 
     def __init__(self, began_s: float) -> None:
-        self.counts = JobCounts()
         self._began_s = began_s
+        self._teams: set[str] = set()
+        self._counts: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+        self._histograms: dict[str, dict[Labels, Histogram]] = defaultdict(
+            lambda: defaultdict(Histogram)
+        )
 
     def change(self, before: TrainingJob | None, after: TrainingJob) -> None:
         """Count a change of a job that was stored; ``before`` has its last report."""
-        team = self.counts.team(after.spec.team)
+        team = self._team(after)
         if before is None or before.state is after.state:
             return
-        since_s = after.updated_at - before.updated_at
         if before.state.waits and after.state is JobState.ADMITTED:
-            key = (team, priority_class(after.spec.priority))
-            self.counts.waits[key].observe(max(0.0, since_s))
+            self._observe("queue_wait", _queue(after, team), after.updated_at - before.updated_at)
         if before.state is JobState.STARTING and after.state is JobState.RUNNING and after.usage:
-            start_s = after.updated_at - after.usage[-1].since
-            self.counts.first_steps[team,].observe(max(0.0, start_s))
+            self._observe("first_step", (team,), after.updated_at - after.usage[-1].since)
         if is_held(before) and not is_held(after):
-            self.counts.held[team,] += self.held(before, after.updated_at)
+            self._counts["job_held_slot_seconds"][team,] += self._held(before, after.updated_at)
         cause = after.history[-1].cause if after.history else ""
         if cause:
-            self.counts.losses[team, cause] += 1
+            self._counts["job_losses"][team, cause] += 1
             if cause != "preempted" and before.usage:
-                slots = slots_of(before.usage[-1].accelerators)
-                self.counts.lost[team,] += lost_s(before) * slots
+                lost = lost_s(before) * before.usage[-1].slots
+                self._counts["job_lost_slot_seconds"][team,] += lost
         if after.state.is_final:
-            self.counts.ended[team, after.state.value] += 1
+            self._counts["jobs_ended"][team, after.state.value] += 1
 
     def report(self, job: TrainingJob, before: JobReport | None, after: JobReport) -> None:
         """Count the useful time between two reports of one flow run."""
         if before is not None and before.flow_run_id == after.flow_run_id and is_held(job):
             more = after.seconds.get("useful", 0.0) - before.seconds.get("useful", 0.0)
-            slots = slots_of(job.usage[-1].accelerators)
-            self.counts.useful[self.counts.team(job.spec.team),] += max(0.0, more) * slots
+            useful = self._counts["job_useful_slot_seconds"]
+            useful[self._team(job),] += max(0.0, more) * job.usage[-1].slots
 
-    def held(self, job: TrainingJob, now: float) -> float:
+    def values(self, jobs: Iterable[TrainingJob], hosts: Sequence[Host], now: float) -> JobValues:
+        """Return the value of each metric; ``jobs`` and ``hosts`` are those of ``now``."""
+        found: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
+        taken: Counter[str] = Counter()  # host → slots that jobs hold
+        for job in jobs:
+            team, state = self._team(job), job.state
+            found["jobs"][state.value, team] += 1
+            if state.waits:
+                _raise_to(found["job_queue_oldest_seconds"], _queue(job, team), now, job.updated_at)
+            if state is JobState.RUNNING:
+                saved = [each.created_at for each in job.report.checkpoints] if job.report else []
+                since = max([job.updated_at, *saved])
+                _raise_to(found["job_checkpoint_age_seconds"], (team,), now, since)
+            if is_held(job):
+                found["job_held_slot_seconds"][team,] += self._held(job, now)
+            taken.update(job.placement.hosts if job.placement is not None else ())
+        for host in hosts:
+            found["pool_slots"][host.kind,] += host.slots
+            found["pool_held_slots"][host.kind,] += min(host.slots, taken[host.name])
+        for team in self._teams:
+            for each in JobState:
+                found["jobs"][each.value, team] += 0
+        for name, counts in self._counts.items():
+            for labels, count in counts.items():
+                found[name][labels] += count
+        return {**found, **{name: dict(each) for name, each in self._histograms.items()}}
+
+    def _held(self, job: TrainingJob, now: float) -> float:
         """Return the slot-seconds of the job's present attempt since the counts began."""
         last = job.usage[-1]
-        return max(0.0, now - max(last.since, self._began_s)) * slots_of(last.accelerators)
+        return max(0.0, now - max(last.since, self._began_s)) * last.slots
 
-    def levels(self, jobs: Iterable[TrainingJob], hosts: Sequence[Host], now: float) -> JobLevels:
-        """Return how ``jobs`` and ``hosts`` stand at ``now``."""
-        states: dict[tuple[str, ...], float] = defaultdict(float)
-        oldest: dict[tuple[str, ...], float] = defaultdict(float)
-        ages: dict[tuple[str, ...], float] = defaultdict(float)
-        taken: Counter[str] = Counter()  # host → slots that jobs hold
-        held = dict(self.counts.held)
-        for job in jobs:
-            team = self.counts.team(job.spec.team)
-            states[job.state.value, team] += 1
-            if job.state.waits:
-                key = (team, priority_class(job.spec.priority))
-                oldest[key] = max(oldest[key], now - job.updated_at)
-            if job.state is JobState.RUNNING:
-                saved = [each.created_at for each in job.report.checkpoints] if job.report else []
-                ages[team,] = max(ages[team,], now - max([job.updated_at, *saved]))
-            if is_held(job):
-                held[team,] = held.get((team,), 0.0) + self.held(job, now)
-            if job.placement is not None:
-                taken.update(job.placement.hosts)
-        slots: dict[tuple[str, ...], float] = defaultdict(float)
-        for host in hosts:
-            slots[host.kind,] += host.slots
-        slots_held = dict.fromkeys(slots, 0.0)
-        for host in hosts:
-            slots_held[host.kind,] += min(host.slots, taken[host.name])
-        for team in self.counts.teams:
-            for state in JobState:
-                states[state.value, team] += 0
-        return JobLevels(
-            counts=self.counts,
-            held=held,
-            states=states,
-            oldest_wait_s=oldest,
-            checkpoint_age_s=ages,
-            slots=slots,
-            slots_held=slots_held,
-        )
+    def _observe(self, name: str, labels: Labels, seconds: float) -> None:
+        self._histograms[f"job_{name}_seconds"][labels].observe(max(0.0, seconds))
+
+    def _team(self, job: TrainingJob) -> str:
+        """Return the label of the job's team; each count of a team begins at 0."""
+        team = job.spec.team
+        if team not in self._teams and len(self._teams) >= MOST_TEAMS:
+            return "other"
+        if team not in self._teams:
+            self._teams.add(team)
+            for name in ("held", "useful", "lost"):
+                self._counts[f"job_{name}_slot_seconds"][team,] = 0.0
+            for cause in filter(None, get_args(LossCause)):
+                self._counts["job_losses"][team, cause] = 0.0
+            for state in filter(lambda each: each.is_final, JobState):
+                self._counts["jobs_ended"][team, state.value] = 0.0
+        return team
+
+
+def _queue(job: TrainingJob, team: str) -> Labels:
+    priority = job.spec.priority
+    return team, "normal" if priority == 0 else "high" if priority > 0 else "low"
+
+
+def _raise_to(ages: dict[Labels, float], labels: Labels, now: float, since: float) -> None:
+    ages[labels] = max(ages[labels], now - since)

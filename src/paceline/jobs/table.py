@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline.coordinator import Coordinator
 from paceline.errors import Conflict, NotFound
+from paceline.jobs.placement import Host
 from paceline.jobs.service_levels import JobTotals
 from paceline.schemas import JobReport, TrainingJob
+from paceline.telemetry import JobValues
 
 MOST_OPEN = 10_000  # jobs that have not ended, of all teams
 MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another ends
@@ -96,6 +98,11 @@ class JobTable:
                 self._reports[job_id] = report
                 job = self._with_report(job)
             return job
+
+    def metrics(self, hosts: Sequence[Host]) -> JobValues:
+        """Return the value of each metric of jobs; ``hosts`` are the living ones."""
+        with self._lock:
+            return self.totals.values(self.jobs(), hosts, self._wall())
 
     def _with_report(self, job: TrainingJob) -> TrainingJob:
         report = self._reports.get(job.job_id)

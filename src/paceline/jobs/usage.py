@@ -7,7 +7,7 @@ are in the stored record, so the next leader counts the same seconds. Pure funct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from paceline.config import PriceSettings
 from paceline.jobs.cost import held_price, money
@@ -141,15 +141,15 @@ def recorded(
 ) -> list[TrainingUsage]:
     """Return every attempt of ``jobs`` and every training in ``finished``, the newest first.
 
-    An attempt that finished its training has the figures of ``finished`` (tokens, classes of time),
-    and is held for as long as the job held its nodes.
+    The last attempt of a job whose training is in ``finished`` has its figures (tokens, classes of
+    time), for as long as the job held its nodes.
     """
     results = {each.run_id: each for each in finished}
     rows = []
     for job in jobs:
         for each in attempts_of(job, now):
-            good = each.state in (JobState.SUCCEEDED, JobState.NEEDS_REVIEW)
-            result = results.pop(job.run_id, None) if good else None
+            is_over = not JobState(each.state).holds_hosts
+            result = results.pop(job.run_id, None) if is_over else None
             rows.append(each if result is None else _finished(each, result))
     rows += results.values()
     return sorted(rows, key=lambda each: -(each.started_at or 0.0))
@@ -194,8 +194,3 @@ def budget_reason(job: TrainingJob, prices: PriceSettings, now: float) -> tuple[
     if cost < budget:
         return False, f"{cost / budget:.0%} of the budget is spent: {figures}"
     return True, f"the budget is spent: {figures}; `paceline jobs resume --budget` raises it"
-
-
-def slots_of(accelerators: Mapping[str, int]) -> int:
-    """Return how many slots these are."""
-    return sum(accelerators.values())

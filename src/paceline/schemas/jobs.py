@@ -223,6 +223,11 @@ class JobUsage(Record):
     steps: int = 0  # made, each counted once
     ended: JobState | None = None  # what the job became
 
+    @property
+    def slots(self) -> int:
+        """Return how many accelerators, or nodes without any, it held."""
+        return sum(self.accelerators.values())
+
 
 class TrainingJob(Record):
     """A training job as stored."""

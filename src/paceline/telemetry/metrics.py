@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from paceline.schemas import Deployment, DeploymentStatus, Worker
-from paceline.telemetry.job_metrics import JobLevels, job_metrics
+from paceline.telemetry.job_metrics import JobValues, job_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_SERIES = 2_000  # most workers and deployments with series; the oldest are left out
@@ -31,7 +31,7 @@ class Snapshot:
     beats: int
     beats_refused: int
     leader_epoch: int
-    jobs: JobLevels | None = None  # None: this replica does not lead
+    jobs: JobValues | None = None  # None: this replica does not lead
 
 
 class FleetMetrics(Collector):
