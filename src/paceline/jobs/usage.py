@@ -7,7 +7,7 @@ are in the stored record, so the next leader counts the same seconds. Pure funct
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.config import PriceSettings
 from paceline.jobs.cost import held_price, money
