@@ -54,6 +54,7 @@ RECORDS: dict[str, dict[str, Any]] = {
     },
     "/v1/training-jobs": JOB,
     "/v1/training-jobs/adopt": {"spec": JOB, "run_id": "run-20260101-000000-abcdef"},
+    "/v1/training-jobs/{job_id}/resume": {"budget": 1.0},
     "/v1/training-jobs/{job_id}/review": {"accepted": True},
     "/v1/training-jobs/{job_id}/report": {
         "at": 1.0,
