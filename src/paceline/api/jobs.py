@@ -165,7 +165,8 @@ def _add_reading(
             and project in ("", each.spec.project)
         ]
         page = found[offset : offset + limit]
-        brief = [each.model_copy(update={"history": (), "report": None}) for each in page]
+        left_out = {"history": (), "report": None, "usage": ()}
+        brief = [each.model_copy(update=left_out) for each in page]
         return JobList(jobs=tuple(brief), total=len(found))
 
     @router.get(f"{JOBS}/{{job_id}}")

@@ -309,8 +309,8 @@ class Client:
 
         ``resources``: ranks, ranks_per_node, accelerator, memory_bytes, capacity, within.
         ``more``: parameters (settings by their keys in a profile), code_ref, checkpoint_policy,
-        seed, continue_from, name, team, project, priority, budget. The same ``key`` and job again are the
-        same job. Raises InvalidInput for what can never run here.
+        seed, continue_from, name, team, project, priority, budget. The same ``key`` and job again
+        are the same job. Raises InvalidInput for what can never run here.
         """
         given = {"model_id": model_id, "version": version, "data_snapshot": snapshot, **more}
         spec = job_spec(given | {"resources": resources or {}})
