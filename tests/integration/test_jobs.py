@@ -181,6 +181,10 @@ def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
     resumed = [n for n in done.report.notes if "resumed at step" in n]
     assert resumed, "it went on from its checkpoint"
     assert lab.jobs("cancel", high).code == 0
+    costs = [e for e in lab.client.training_costs().usages if e.queued_job_id == low]
+    assert [each.state for each in costs] == ["succeeded", "preempted"]
+    assert all(each.by_class["useful"] > 0 for each in costs), costs
+    assert costs[0].tokens, "of the training's result"
     shown = lab.jobs("show", low)
     for each in ("preempted", "succeeded", "checkpoint", "rank 0", "prefect", "job-"):
         assert each in shown.out, shown.out

@@ -348,7 +348,7 @@ def _brief(job: TrainingJob) -> TrainingJob:
             steps=report.steps,
             metrics={key: report.metrics[key] for key in ("loss",) if key in report.metrics},
         )
-    return job.model_copy(update={"history": (), "report": report})
+    return job.model_copy(update={"history": (), "usage": (), "report": report})
 
 
 def _ended_by(job: TrainingJob, wanted: str, at_once: JobState, ending: JobState) -> TrainingJob:

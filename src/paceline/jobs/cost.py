@@ -257,7 +257,7 @@ def like(chosen: TrainingUsage, usages: Sequence[TrainingUsage]) -> list[Trainin
     """Return ``chosen`` and the trainings of its configuration, but for their steps."""
 
     def what(each: TrainingUsage) -> tuple[object, ...]:
-        return each.model_id, each.accelerators, each.tokens_per_step
+        return each.model_id, each.accelerators, round(each.tokens_per_step or 0)
 
     return [chosen, *(e for e in usages if e is not chosen and what(e) == what(chosen))]
 

@@ -141,15 +141,14 @@ def recorded(
 ) -> list[TrainingUsage]:
     """Return every attempt of ``jobs`` and every training in ``finished``, the newest first.
 
-    The last attempt of a job whose training is in ``finished`` has its figures (tokens, classes of
-    time), for as long as the job held its nodes.
+    The newest attempt of a job whose training is in ``finished`` has its figures (tokens, classes
+    of time), for as long as the job held its nodes.
     """
     results = {each.run_id: each for each in finished}
     rows = []
     for job in jobs:
         for each in attempts_of(job, now):
-            is_over = not JobState(each.state).holds_hosts
-            result = results.pop(job.run_id, None) if is_over else None
+            result = results.pop(job.run_id, None)
             rows.append(each if result is None else _finished(each, result))
     rows += results.values()
     return sorted(rows, key=lambda each: -(each.started_at or 0.0))
