@@ -60,19 +60,10 @@ def sweep(
     cancel in Prefect cancels the jobs of trials that run; a flow that is lost leaves them running.
     """
     given = Sweep.of(
-        {
-            **search.model_dump(),
-            "name": name,
-            "model_id": model_id,
-            "version": version,
-            "snapshot_url": snapshot_url,
-            "resources": resources,
-            "settings": settings,
-            "team": team,
-            "project": project,
-            "priority": priority,
-        }
-    )
+        {"name": name, "model_id": model_id, "version": version, "snapshot_url": snapshot_url,
+         "resources": resources, "settings": settings, "team": team, "project": project,
+         "priority": priority, **search.model_dump()}
+    )  # fmt: skip
     run = Run.open(state_dir, run_id)
     storage = studies_of(run.runtime)
     run = Run.open(run.state_dir, stored_run_id(storage, name) or run.run_id)

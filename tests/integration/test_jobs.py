@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,9 +18,11 @@ import pytest
 
 from paceline.cli.training import recorded_run
 from paceline.client import AccessClient, CoordinatorClient
+from paceline.client.installation import FINAL
 from paceline.config import Runtime
 from paceline.errors import AccessDenied, Conflict
-from paceline.schemas import CreateToken, JobState, ReviewJob, Scope, SubmitJob
+from paceline.registry import TAG_PARENT, Registry
+from paceline.schemas import CreateToken, JobState, ReviewJob, Scope, SubmitJob, SweepShown
 from tests.support.stack import (
     Ended,
     await_registered,
@@ -199,3 +202,27 @@ def _runs(process: psutil.Process, flow_run_id: str | None) -> bool:
         ).replace("-", "")
     except psutil.Error:
         return False
+
+
+def test_the_installation_runs_a_sweep_whose_trials_are_one_run_in_mlflow(
+    lab: Lab, tmp_path: Path
+) -> None:
+    space = tmp_path / "space.toml"
+    rates = "choices = [1e-4, 3e-3]"
+    space.write_text(f'[space."training.learning_rate"]\nkind = "categorical"\n{rates}\n')
+    given = (*lab.base, "--snapshot", lab.snapshot, "--space", str(space), "--steps", "9")
+    words = ("sweep", "lr", *given, "--ranks", "1", "--trials", "2", "--sampler", "random")
+    begun = paceline(*words, "--seed", "3", "--detach", "--json", state=lab.stack.state_dir)
+    assert begun.code == 0, begun.err
+    flow_run = str(begun.answer["flow_run_id"])
+    wait_until(lambda: lab.client.flow_run(flow_run).state in FINAL, 300, "the sweep ends")
+    assert lab.client.flow_run(flow_run).state == "COMPLETED", lab.client.flow_run(flow_run)
+    shown = paceline("sweep", "report", "lr", "--json", state=lab.stack.state_dir)
+    found = SweepShown.model_validate(shown.answer)
+    assert [each.state for each in found.trials] == ["complete"] * 2
+    assert found.run_id == begun.answer["run_id"] and found.best is not None
+    registry = Registry.from_runtime(lab.stack)
+    parent = registry.find_run(found.run_id)
+    for each in found.trials:
+        child = registry.call("get_run", registry.find_run(lab.job(each.job_id).run_id))
+        assert child.data.tags[TAG_PARENT] == parent

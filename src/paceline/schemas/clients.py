@@ -23,19 +23,8 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
     "train-model": frozenset(
-        {
-            "model_id",
-            "version",
-            "snapshot_url",
-            "labels",
-            "continue_from",
-            "steps",
-            "ranks",
-            "learning_rate",
-            "mesh",
-            "settings",
-            "purpose",
-        }
+        "model_id version snapshot_url labels continue_from steps ranks learning_rate mesh "
+        "settings purpose".split()
     ),
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),
     "promote-model": frozenset(
@@ -43,30 +32,13 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
     ),
     "rollback-model": frozenset({"model_id"}),
     "sweep": frozenset(
-        {
-            "name",
-            "model_id",
-            "version",
-            "snapshot_url",
-            "search",
-            "resources",
-            "settings",
-            "team",
-            "project",
-            "priority",
-        }
+        "name model_id version snapshot_url search resources settings team project priority".split()
     ),
 }
 FlowName = Literal[
-    "lifecycle",
-    "build-snapshot",
-    "verify-model",
-    "train-model",
-    "evaluate-model",
-    "promote-model",
-    "rollback-model",
-    "sweep",
-]
+    "lifecycle", "build-snapshot", "verify-model", "train-model", "evaluate-model",
+    "promote-model", "rollback-model", "sweep",
+]  # fmt: skip
 
 
 def flow_result_key(flow_run_id: str) -> str:
