@@ -23,8 +23,19 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
     "train-model": frozenset(
-        "model_id version snapshot_url labels continue_from steps ranks learning_rate mesh "
-        "settings purpose".split()
+        [
+            "model_id",
+            "version",
+            "snapshot_url",
+            "labels",
+            "continue_from",
+            "steps",
+            "ranks",
+            "learning_rate",
+            "mesh",
+            "settings",
+            "purpose",
+        ]
     ),
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),
     "promote-model": frozenset(
@@ -32,7 +43,18 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
     ),
     "rollback-model": frozenset({"model_id"}),
     "sweep": frozenset(
-        "name model_id version snapshot_url search resources settings team project priority".split()
+        [
+            "name",
+            "model_id",
+            "version",
+            "snapshot_url",
+            "search",
+            "resources",
+            "settings",
+            "team",
+            "project",
+            "priority",
+        ]
     ),
 }
 FlowName = Literal[
