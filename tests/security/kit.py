@@ -60,6 +60,7 @@ RECORDS: dict[str, dict[str, Any]] = {
         "checkpoints": [{"step": 1, "object_ref": "s3://paceline/c", "created_at": 1.0}],
         "workers": [{"rank": 0, "host": "w", "state": "running", "last_heartbeat": 1.0}],
     },
+    "/v1/data-purposes": {"purpose": "p", "data": ["s3://paceline/x"], "teams": ["t"]},
     "/approvals/{run_id}": {"evidence_digest": DIGEST, "approved": True},
     "/tokens": {"name": "n", "scopes": ["read"]},
     "/tokens/join": {"worker_id": "w"},
