@@ -9,7 +9,7 @@ from paceline.api import ROUTES, require_declared, routes, routes_of
 from paceline.coordinator import INCLUDES
 from paceline.errors import InvalidInput
 from paceline.schemas import Problem, Scope
-from tests.api.conftest import call
+from tests.api.conftest import BASE, call
 
 GRANTED = (Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER)
 GRANTS = [frozenset(each) for size in (1, 2) for each in itertools.combinations(GRANTED, size)]
@@ -31,7 +31,7 @@ def make_join(rest, worker_id="node-9", **more):
 
 def walk(app):
     """Every route and method that the app has, its path filled in; found in the app itself."""
-    fill = {"input_digest": "0" * 64, "stage": "train"}
+    fill = {"input_digest": "0" * 64, "stage": "train", "name": "fleet.js"}
     for method, path in routes_of(app):
         filled = re.sub(r"\{(\w+)\}", lambda found: fill.get(found[1], "none-1"), path)
         yield method, path, filled + ("?for_s=0.01" if path == "/events/stream" else "")
@@ -123,7 +123,7 @@ def test_the_agents_and_a_join_token_open_their_own_routes_only(rest):
 def test_what_no_route_answers_is_refused_before_the_app(rest):
     reader, _ = make(rest, Scope.READ)
     # A newline at the end is what some routers match all the same.
-    for path in ("/nowhere", "/tokens%0A", "/tokens/", "/deployments/a%2Fb", "//tokens"):
+    for path in ("/nowhere", "/tokens%0A", "/tokens/", "/deployments/a%2Fb", f"{BASE}//tokens"):
         answer = call(rest, "GET", path, reader)
         assert answer.status_code == 404, path
         assert Problem.model_validate_json(answer.content).code == "NotFound"

@@ -16,7 +16,8 @@ with warnings.catch_warnings():
     from schemathesis.config import SchemathesisConfig
 
 EXAMPLES = 2  # of each operation that fit, and as many that are wrong on purpose
-PAGES = {("GET", "/fleet"), ("GET", "/docs"), ("GET", "/openapi.json")}  # not part of the document
+# not part of the document
+PAGES = {("GET", path) for path in ("/", "/fleet", "/docs", "/pages/{name}", "/openapi.json")}
 
 
 @pytest.fixture(scope="module")

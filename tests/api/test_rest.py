@@ -54,9 +54,27 @@ def create_body(rest, **more):
 
 @pytest.mark.parametrize("path", [path for (_, path), each in ROUTES.items() if each.is_open])
 def test_open_paths_hold_no_data(rest, path):
-    answer = rest.get(path, headers={"Authorization": ""})
+    answer = rest.get(path.format(name="fleet.js"), headers={"Authorization": ""})
     assert answer.status_code == 200
     assert rest.headers["Authorization"].removeprefix("Bearer ") not in answer.text
+
+
+def test_the_start_page_leads_to_the_fleet_and_page_files_are_these_alone(rest):
+    answer = rest.get("/", follow_redirects=False)
+    assert (answer.status_code, answer.headers["Location"]) == (307, "/fleet")
+    script = rest.get("/pages/fleet.js")
+    assert script.headers["content-type"].startswith("text/javascript")
+    assert "script-src 'self'" in script.headers["Content-Security-Policy"]
+    for name in ("fleet.html", "page.py", "..%2Fpage.py", "x"):
+        assert rest.get(f"/pages/{name}").status_code == 404, name
+
+
+def test_one_worker_is_returned_with_its_version(rest):
+    given = {"worker_id": "w-9", "hostname": "h", "rack": "r", "available_storage": 5}
+    rest.post("/workers/register", json=given | {"version": "1.2.3"})
+    found = rest.get("/workers/w-9").json()
+    assert (found["version"], found["available_storage"]) == ("1.2.3", 5)
+    assert rest.get("/workers/w-10").json()["got"] == "w-10"
 
 
 def test_heartbeat_answers_with_continue_by_its_wire_name(rest):
