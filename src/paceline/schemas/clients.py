@@ -23,17 +23,38 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
     "train-model": frozenset(
-        "model_id version snapshot_url labels continue_from steps ranks learning_rate mesh "
-        "settings".split()
-    ),
+        {
+            "model_id",
+            "version",
+            "snapshot_url",
+            "labels",
+            "continue_from",
+            "steps",
+            "ranks",
+            "learning_rate",
+            "mesh",
+            "settings",
+        }
+    ),  # fmt: skip
     "evaluate-model": frozenset({"model_id", "base_version", "trained", "snapshot_url"}),
     "promote-model": frozenset(
         {"model_id", "report", "base_version", "trained", "snapshot_url", "approver"}
     ),
     "rollback-model": frozenset({"model_id"}),
     "sweep": frozenset(
-        "name model_id version snapshot_url search resources settings team project priority".split()
-    ),
+        {
+            "name",
+            "model_id",
+            "version",
+            "snapshot_url",
+            "search",
+            "resources",
+            "settings",
+            "team",
+            "project",
+            "priority",
+        }
+    ),  # fmt: skip
 }
 FlowName = Literal[
     "lifecycle", "build-snapshot", "verify-model", "train-model", "evaluate-model",
