@@ -105,9 +105,9 @@ def train_model(
         purpose=purpose,
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
-        nest(run, link.sweep)
         snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
         require_own_expectations(run, snapshot_url)
+        nest(run, link.sweep)
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
             distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)

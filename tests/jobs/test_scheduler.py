@@ -552,7 +552,7 @@ def test_a_job_resumes_on_the_kind_that_it_began_on() -> None:
     queue.look()
     assert queue.state(job_id) is S.PAUSED
     (mine,) = queue.job(job_id).history[-1:]
-    assert mine.reason == "paused: no step was made yet", "none was saved"
+    assert mine.reason == "pause; no step was made yet", "none was saved"
     queue.store.workers = [worker("x-0", 8, "NVIDIA L4"), worker("y-0", 8, kind, capacity="spot")]
     queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
     queue.look()

@@ -105,7 +105,7 @@ def send(rest: Any, method: str, path: str, **more: Any) -> Any:
 
 def test_each_record_of_these_is_accepted_as_it_stands(rest: Any) -> None:
     """Otherwise a place that was replaced would be tried behind an earlier refusal."""
-    bare = ("/activate", "/rollback", "/pause", "/resume", "/cancel")
+    bare = ("/activate", "/rollback", "/pause", "/cancel")
     assert set(RECORDS) == {path for _, path in TAKES_A_BODY if not path.endswith(bare)}
     for method, path in TAKES_A_BODY:
         if path in RECORDS:
