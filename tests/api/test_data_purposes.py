@@ -11,6 +11,7 @@ import pytest
 from paceline.config import DataSettings, Endpoints, Secrets
 from paceline.data import Snapshot, build_snapshot
 from tests.api.conftest import app_client, call, make_runtime
+from tests.support.stack import wait_until
 
 PURPOSES, JOBS = "/v1/data-purposes", "/v1/training-jobs"
 
@@ -90,8 +91,13 @@ def test_the_table_decides_at_submission_and_each_change_is_audited(at: Any) -> 
     found = [each["data"] for each in rows if each["data"]["what"].endswith(PURPOSES)]
     assert [each["on"]["purpose"] for each in found] == ["speech", "speech"]
     assert found[0]["on"] | {"reason": "agreed", "teams": "nlp"} == found[0]["on"]
-    refused = call(at, "GET", "/audit?name=change.refused&limit=1000", at.owner).json()["events"]
-    assert any(each["data"]["who"] == "nlp" for each in refused)
+
+    def is_kept() -> bool:  # refusals are written after their answers
+        path = "/audit?name=change.refused&limit=1000"
+        refused = call(at, "GET", path, at.owner).json()["events"]
+        return any(each["data"]["who"] == "nlp" for each in refused)
+
+    wait_until(is_kept, 20, "the refusal is in the audit history")
 
 
 @pytest.mark.parametrize(

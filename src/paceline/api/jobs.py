@@ -292,7 +292,6 @@ def _add_changing(
                     wanted=JobState.PAUSED,
                     where=job_id,
                 )
-            _require_room(job, runtime.profile, coordinator)  # of the kind that it began on
             is_spent, why = budget_reason(job, prices, time.time())
             if is_spent:
                 raise Conflict(
@@ -302,6 +301,8 @@ def _add_changing(
                     where=job_id,
                     do=f"`paceline jobs resume {job_id} --budget AMOUNT`, 0 for none.",
                 )
+            if job.kind:  # it goes on with the kind of accelerator that it began on
+                _require_room(job, runtime.profile, coordinator)
             return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
 
         return shown(change(job_id, make))
