@@ -67,7 +67,7 @@ def test_a_damaged_shard_stops_the_promotion_until_a_reviewer_accepts_it(
         parameters={"training.ranks": 1},
     )  # fmt: skip
     with job.linked(run, spec, None) as link:
-        assert link.admitted() == ["node-0"]
+        assert list(link.admitted().hosts) == ["node-0"]
         link.finished(Trained(**result.model_dump(), training_digest=digest))
     with pytest.raises(GateRefused, match=f"paceline jobs review {link.job_id}"):
         approval.require_reviewed(run, digest, result)
