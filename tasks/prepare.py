@@ -178,15 +178,7 @@ def _compare(run: Run, snapshot: Snapshot, columns: list[dict[str, Any]]) -> dic
         _judge(run, drift, str(last["snapshot"]), snapshot)
     kept = last and {name: last[name] for name in ("snapshot", "columns")}
     output: dict[str, Any] = {"snapshot": snapshot.digest, "columns": columns, "before": kept}
-    record = StageRecord(
-        stage=STATISTICS,
-        input_digest=key,
-        output=output,
-        output_digest=digest_of(output),
-        run_id=run.run_id,
-        seconds=0.0,
-        finished_at=time.time(),
-    )
+    record = StageRecord.of(STATISTICS, key, output, run.run_id)
     run.patiently(lambda: run.coordinator.ledger_put(record))
     return drift
 

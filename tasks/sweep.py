@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from typing import Any
 
 from paceline.client import Client
 from paceline.errors import Cancelled, PacelineError
 from paceline.jobs import Sweep, page_of, report_sweep, run_sweep
 from paceline.jobs.sweep_page import COLUMNS, trial_row
-from paceline.schemas import SWEEP, StageRecord, SweepShown, digest_of, sweep_key
+from paceline.schemas import SWEEP, StageRecord, SweepShown, sweep_key
 from paceline.tasks._support import artifacts, cancelling
 from paceline.tasks._support.figures import record_sweep
 from paceline.tasks._support.run import Run
@@ -69,10 +68,7 @@ def run_trials(run: Run, sweep: Sweep, storage: str) -> SweepShown:
 def _record(run: Run, found: SweepShown) -> None:
     """Keep what was found in the ledger and in MLflow; while one is away, the next record will."""
     output = _brief(found).model_dump(mode="json")
-    record = StageRecord(
-        stage=SWEEP, input_digest=sweep_key(found.name), output=output, run_id=run.run_id,
-        output_digest=digest_of(output), seconds=0.0, finished_at=time.time(),
-    )  # fmt: skip
+    record = StageRecord.of(SWEEP, sweep_key(found.name), output, run.run_id)
     try:
         run.coordinator.ledger_put(record)
         run.registry.log_artifact_text(run.mlflow_run, page_of(found), "sweep.html")

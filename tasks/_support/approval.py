@@ -236,15 +236,7 @@ def _request(run: Run, evidence: Evidence, version: str, seconds: float) -> Appr
     waiting = run.patiently(lambda: starter.run(FLOW, run.run_id, given))
     request = request.model_copy(update={"flow_run_id": waiting.flow_run_id, "page": waiting.page})
     output = request.model_dump(mode="json")
-    kept = StageRecord(
-        stage=APPROVAL_REQUEST,
-        input_digest=key,
-        output=output,
-        output_digest=digest_of(output),
-        run_id=run.run_id,
-        seconds=0.0,
-        finished_at=time.time(),
-    )
+    kept = StageRecord.of(APPROVAL_REQUEST, key, output, run.run_id)
     run.patiently(lambda: run.coordinator.ledger_put(kept))
     return request
 

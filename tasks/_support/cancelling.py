@@ -22,7 +22,7 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled as CancelledState
 
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError
-from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, digest_of, flow_result_key
+from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, flow_result_key
 from paceline.tasks._support.artifacts import send_log
 from paceline.tasks._support.run import Run
 
@@ -77,14 +77,12 @@ def _recorded_for_client(parameters: Mapping[str, Any]) -> Iterator[Callable[[An
 
     def record(result: Any) -> None:
         output = {"result": result.model_dump(mode="json"), "notes": list(run.summary.notes)}
-        kept = StageRecord(
-            stage=FLOW_RESULT,
-            input_digest=flow_result_key(str(flow_run_id)),
-            output=output,
-            output_digest=digest_of(output),
-            run_id=run.run_id,
-            seconds=time.monotonic() - began,
-            finished_at=time.time(),
+        kept = StageRecord.of(
+            FLOW_RESULT,
+            flow_result_key(str(flow_run_id)),
+            output,
+            run.run_id,
+            time.monotonic() - began,
         )
         try:
             run.patiently(lambda: run.coordinator.ledger_put(kept))

@@ -303,15 +303,7 @@ class Run:
         else:
             self.tell(name, 0.0, "started")
             output = work()
-            record = StageRecord(
-                stage=name,
-                input_digest=key,
-                output=output,
-                output_digest=digest_of(output),
-                run_id=self.run_id,
-                seconds=time.monotonic() - began,
-                finished_at=time.time(),
-            )
+            record = StageRecord.of(name, key, output, self.run_id, time.monotonic() - began)
             self.patiently(lambda: self.coordinator.ledger_put(record))
         result = StageResult(
             stage=name, output=output, seconds=time.monotonic() - began, reused=reused

@@ -68,6 +68,16 @@ def keys(s3: Gateway) -> dict[str, str]:
     return {"AWS_ACCESS_KEY_ID": s3.access_key, "AWS_SECRET_ACCESS_KEY": s3.secret_key}
 
 
+def make_bucket(host: Host, s3: Gateway) -> None:
+    """Make the fleet's bucket, as its owner would."""
+    host.run(
+        *(f"{SOFTWARE}/bin/python", "-c"),
+        f"import boto3; boto3.client('s3', endpoint_url='{s3.url}', region_name='us-east-1')"
+        ".create_bucket(Bucket='models')",
+        env=keys(s3),
+    ).ok()
+
+
 def hand_out_tokens(host: Host, s3: Gateway, logs: Path, file: str) -> None:
     """Start the host's source of tokens: the agent never sees the keys that this one has."""
     host.write("roles.py", ROLES.read_text())
@@ -84,12 +94,7 @@ def test_tokens_that_end_midway_are_renewed_in_every_way(
     fleet: Fleet, bed: Site, s3: Gateway
 ) -> None:
     control = fleet.control
-    control.run(
-        *(f"{SOFTWARE}/bin/python", "-c"),
-        f"import boto3; boto3.client('s3', endpoint_url='{s3.url}', region_name='us-east-1')"
-        ".create_bucket(Bucket='models')",
-        env=keys(s3),
-    ).ok()
+    make_bucket(control, s3)
     wanted = fleet.publish("1", MEGABYTES, WAYS["container"])
     for node, way in zip(fleet.nodes, WAYS, strict=True):
         fleet.agent(node, **WAYS[way])

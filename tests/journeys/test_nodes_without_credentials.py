@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.fleet import Fleet, bring_up
-from tests.journeys.hosts import SOFTWARE, Ended, Host, Site, site, until
-from tests.journeys.test_credentials_expire import WAYS, hand_out_tokens, keys
+from tests.journeys.hosts import Ended, Host, Site, site, until
+from tests.journeys.test_credentials_expire import WAYS, hand_out_tokens, make_bucket
 from tests.support.rgw import Gateway, gateway
 
 pytestmark = [
@@ -46,12 +46,7 @@ def fleet(bed: Site, s3: Gateway, tmp_path_factory: pytest.TempPathFactory) -> F
     logs = tmp_path_factory.mktemp("logs")
     hand_out_tokens(bed.hosts[0], s3, logs, "")
     made = bring_up(bed, logs, s3.url, WAYS["container"], "objects.presigned_s=900")
-    made.control.run(
-        *(f"{SOFTWARE}/bin/python", "-c"),
-        f"import boto3; boto3.client('s3', endpoint_url='{s3.url}', region_name='us-east-1')"
-        ".create_bucket(Bucket='models')",
-        env=keys(s3),
-    ).ok()
+    make_bucket(made.control, s3)
     return made
 
 

@@ -256,17 +256,7 @@ def _decided(
 def _keep(
     coordinator: Coordinator, stage: str, key: str, run_id: str, output: dict[str, object]
 ) -> None:
-    coordinator.save_stage(
-        StageRecord(
-            stage=stage,
-            input_digest=key,
-            output=output,
-            output_digest=digest_of(output),
-            run_id=run_id,
-            seconds=0.0,
-            finished_at=time.time(),
-        )
-    )
+    coordinator.save_stage(StageRecord.of(stage, key, output, run_id))
 
 
 def _client_profile(runtime: Runtime) -> dict[str, object]:

@@ -11,7 +11,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query
@@ -475,9 +474,7 @@ def _require_room(job: TrainingJob, profile: Profile, coordinator: Coordinator) 
     workers = coordinator.read(lambda state: state.fleet.workers())
     hosts = hosts_of(workers, profile.training)
     settings = with_job_settings(profile, job.spec.settings).training
-    gang = gang_of(job.spec, settings, hosts, job.job_id, job.created_at)
-    if job.kind:
-        gang = replace(gang, kind=job.kind)
+    gang = gang_of(job, settings, hosts)
     if never := why_never(hosts, gang, quotas_of(profile)):
         raise InvalidInput(
             "no state of this fleet can hold this gang",

@@ -173,10 +173,11 @@ class Demand:
 
     def place(self, ranks: int, slots: Mapping[str, int]) -> Placement | None:
         """Return where ``ranks`` fit in the free ``slots`` of each host, or None."""
+        on_one = self.per_host(ranks) in (0, ranks)
         hosts = [
             (slots[name], host.kind, name)
             for name, host in self.hosts.items()
-            if slots[name] >= ranks and self.on_host(name, ranks, slots) >= ranks
+            if on_one and slots[name] >= ranks
         ]
         if hosts:
             free, _, name = min(hosts)
@@ -184,7 +185,7 @@ class Demand:
         slots = self.empty(slots)
         if max((self.capacity(each, ranks, slots) for each in self.widest()), default=0) < ranks:
             return None
-        for number, level in list(enumerate(LEVELS))[1:]:
+        for number, level in enumerate(LEVELS[1:], start=1):
             fits = [
                 (sum(map(slots.__getitem__, names)), kind, unit)
                 for kind, levels in self.units.items()

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 from paceline.client import raised
@@ -41,7 +40,6 @@ from paceline.schemas import (
     JobPlacement,
     JobState,
     LossCause,
-    SubmitJob,
     TrainingJob,
     Worker,
 )
@@ -256,13 +254,13 @@ class JobScheduler(RepeatedTask):
         made = decide(hosts, gangs, running, self._quotas, self._wall())
         for job in jobs:
             if (placed := made.admitted.get(job.job_id)) is not None:
+                held = [each for each in hosts if each.name in placed.hosts]
                 placement = JobPlacement(
                     hosts=dict(placed.hosts),
-                    slots={each.name: each.slots for each in hosts if each.name in placed.hosts},
+                    slots={each.name: each.slots for each in held},
                     level=placed.level,
                     score=round(placed.score, 4),
                 )
-                held = [each for each in hosts if each.name in placed.hosts]
                 usage, kind = begun(job, held, placed.hosts, self._wall()), held[0].kind
                 self._change(
                     job, JobState.ADMITTED, "", placement=placement, usage=usage, kind=kind
@@ -287,8 +285,7 @@ class JobScheduler(RepeatedTask):
                     return None
                 settings = self._profile.training
             self._settings[job.job_id] = settings
-        gang = gang_of(job.spec, settings, hosts, job.job_id, job.created_at)
-        return replace(gang, kind=job.kind) if job.kind else gang
+        return gang_of(job, settings, hosts)
 
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None
@@ -378,16 +375,10 @@ def hosts_of(workers: Sequence[Worker], settings: TrainingSettings) -> list[Host
     return found
 
 
-def gang_of(
-    spec: SubmitJob,
-    settings: TrainingSettings,
-    hosts: Sequence[Host],
-    job_id: str,
-    queued_at: float,
-) -> Gang:
-    """Return what a job of ``spec`` with these settings asks admission for; spares are hosts of the
-    gang, too."""
-    asked = spec.resources
+def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
+    """Return what a job with these settings asks admission for: spares are hosts of the gang, too,
+    and one that has begun goes on with the kind of accelerator that it began on."""
+    asked = job.spec.resources
     spares, kind = settings.guard.spares, asked.accelerator
     if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
         spares = 0
@@ -396,12 +387,12 @@ def gang_of(
         # A part of one kind's name means that kind; of several, the reason names what was asked.
         kind = named.pop() if len(named) == 1 else kind
     return Gang(
-        job_id=job_id,
-        team=spec.team,
-        priority=spec.priority,
-        queued_at=queued_at,
+        job_id=job.job_id,
+        team=job.spec.team,
+        priority=job.spec.priority,
+        queued_at=job.created_at,
         ranks=settings.ranks + spares,
-        kind=kind,
+        kind=job.kind or kind,
         min_memory_bytes=asked.memory_bytes,
         pool=asked.capacity,
         within=asked.within,

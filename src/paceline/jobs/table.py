@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from paceline.coordinator import Coordinator
 from paceline.errors import Conflict, NotFound
@@ -36,15 +36,12 @@ class JobTable:
     def jobs(self) -> list[TrainingJob]:
         """Return every job, oldest first, each with its newest report."""
         with self._lock:
-            found = [self._with_report(each) for each in self._known().values()]
-        return sorted(found, key=lambda each: (each.created_at, each.job_id))
+            return self._listed(self._known().values())
 
     def open_jobs(self) -> list[TrainingJob]:
         """Return the jobs that have not ended, as ``jobs`` does."""
         with self._lock:
-            known = [each for each in self._known().values() if not each.state.is_final]
-            found = [self._with_report(each) for each in known]
-        return sorted(found, key=lambda each: (each.created_at, each.job_id))
+            return self._listed(e for e in self._known().values() if not e.state.is_final)
 
     def job(self, job_id: str) -> TrainingJob:
         """Return one job; raises NotFound."""
@@ -103,6 +100,10 @@ class JobTable:
         """Return the value of each metric of jobs; ``hosts`` are the living ones."""
         with self._lock:
             return self.totals.values(self.jobs(), hosts, self._wall())
+
+    def _listed(self, jobs: Iterable[TrainingJob]) -> list[TrainingJob]:
+        found = map(self._with_report, jobs)
+        return sorted(found, key=lambda each: (each.created_at, each.job_id))
 
     def _with_report(self, job: TrainingJob) -> TrainingJob:
         report = self._reports.get(job.job_id)

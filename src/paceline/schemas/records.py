@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from paceline.schemas.base import Count, ModelId, Name, Record, Sha256, Text
+from paceline.schemas.base import Count, ModelId, Name, Record, Sha256, Text, digest_of
 from paceline.schemas.plan import Labels, Topology
 
 
@@ -174,3 +175,19 @@ class StageRecord(Record):
     run_id: str
     seconds: float = Field(ge=0)
     finished_at: float
+
+    @classmethod
+    def of(
+        cls, stage: str, key: str, output: dict[str, object], run_id: str, seconds: float = 0.0
+    ) -> Self:
+        """Return the entry of ``output``, which has just been made in ``seconds``; ``key`` is the
+        digest of the inputs."""
+        return cls(
+            stage=stage,
+            input_digest=key,
+            output=output,
+            output_digest=digest_of(output),
+            run_id=run_id,
+            seconds=seconds,
+            finished_at=time.time(),
+        )
