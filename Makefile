@@ -12,7 +12,7 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test test-nightly journeys check format bench bench-links peers chaos schemas docs lock wheel release clean distclean
+.PHONY: help setup setup-services demo test test-nightly journeys gpu check format bench bench-links peers chaos schemas docs lock wheel release clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -42,6 +42,9 @@ test-nightly: setup ## the tests that show a promise again on slower, larger or 
 
 journeys: setup ## what the guide has a user type, on hosts that share nothing (root)
 	PACELINE_JOURNEY_MB=400 $(BIN)/python -m pytest -m "" -n 1 tests/journeys $(ARGS)
+
+gpu: setup ## what needs an NVIDIA GPU: skipped where there is none
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 check: setup ## what CI checks before the tests: format, lint, types, import layers
 	$(BIN)/ruff format --check .

@@ -10,7 +10,7 @@ Damage: bit flips, truncations and missing files, each in a fresh copy of two ge
 must be noticed, and training resume, bit for bit, from the generation before.
 
     python benchmarks/checkpoints.py [--ranks 1 2] [--parameters 30000000] [--windows 7] [--steps 8]
-                                     [--damages 200] [--quick]
+                                     [--damages 200] [--quick] [--device cuda]
 """
 
 from __future__ import annotations
@@ -59,24 +59,28 @@ CONTEXT, ROWS = 64, 2
 class Training:
     """A model that takes steps on one and the same batch."""
 
-    def __init__(self, parameters: int, group: Group) -> None:
+    def __init__(self, parameters: int, group: Group, device: str = "cpu") -> None:
+        self.device = device
         config = config_for(parameters, CONTEXT)
         settings = TrainingSettings(ranks=group.world_size)
         workload = TransformerWorkload(config)
-        mesh = open_mesh(MeshSpec.of(settings.mesh, group.world_size))
+        mesh = open_mesh(MeshSpec.of(settings.mesh, group.world_size), device)
         self.parallel = parallelise(new_model(config, 0), mesh, settings, workload)
         self.optimizer = new_optimizer(self.parallel.modules, settings)
         self.state = TrainState(self.parallel, self.optimizer, group, mesh)
         self.group = group
         generator = torch.Generator().manual_seed(group.rank)
         tokens_BT = torch.randint(0, 256, (ROWS, CONTEXT), generator=generator)
-        weight = float(ROWS * CONTEXT)
-        self._inputs = [Inputs((tokens_BT,), (tokens_BT, torch.ones(ROWS, CONTEXT)), weight)]
+        tokens_BT, weight = tokens_BT.to(device), float(ROWS * CONTEXT)
+        ones_BT = torch.ones(ROWS, CONTEXT, device=device)
+        self._inputs = [Inputs((tokens_BT,), (tokens_BT, ones_BT), weight)]
         self._scale = 1.0 / (weight * group.world_size)
 
     def step(self) -> None:
         self.parallel.accumulate(self._inputs, self._scale)
         self.optimizer.step()
+        if self.device != "cpu":  # as the loop does: it reads the loss
+            torch.cuda.synchronize()
 
     def bits(self) -> dict[str, Tensor]:
         return {name: tensor.clone() for name, tensor in self.state.tensors().items()}
@@ -97,7 +101,7 @@ class Training:
 
 def measure(options: argparse.Namespace, group: Group, root: Path) -> dict[str, Any]:
     """Return, on every rank, what each kind of window took."""
-    training = Training(options.parameters, group)
+    training = Training(options.parameters, group, options.device)
     training.step()
     saver = training.saver(Generations(DiskStore(), DiskStore.url_of(root / "ours")))
     saver.save_last(0, {}, {})  # makes the buffers, as the first save of a job does
@@ -175,7 +179,7 @@ def launch(options: argparse.Namespace, ranks: int, scratch: Path) -> dict[str, 
         port = server.getsockname()[1]
     out = scratch / "out.json"
     command = [sys.executable, str(Path(__file__)), "--out", str(out)]
-    for name in ("parameters", "windows", "steps"):
+    for name in ("parameters", "windows", "steps", "device"):
         command += [f"--{name}", str(getattr(options, name))]
     processes = [
         subprocess.Popen([*command, "--place", f"{rank}/{ranks}/{port}"]) for rank in range(ranks)
@@ -291,6 +295,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | None:
     parser.add_argument("--windows", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--damages", type=int, default=200)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--place", default="", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -306,6 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any] | None:
         "every_s": EVERY_S,
         "goal_stall_share": GOAL_STALL,
         "load": os.getloadavg()[0],
+        "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "stall": [stall(options, ranks) for ranks in options.ranks],
         "damage": damages(options.damages, small),
     }

@@ -1,8 +1,12 @@
-"""Model flops utilisation of a model of about 1 B parameters in bf16 with torch.compile on one GPU:
-``paceline.training.loop.loop`` beside a plain loop in nanoGPT's style, interleaved, on the same
-device.
+"""Model flops utilisation and memory of a model of about 1 B parameters in bf16 on one GPU:
+``paceline.training.loop.loop`` beside plain loops, interleaved, on the same device.
 
-    python benchmarks/mfu.py [--batch 8] [--context 2048] [--steps 10] [--pairs 5]
+``ours`` is the loop as jobs run it, with deterministic kernels; ``free`` without them; ``plain`` a
+loop in nanoGPT's style; ``fsdp2`` the same loop over ``fully_shard`` with a bf16 policy, as
+torchtitan's is on one GPU. All compile unless ``--eager``.
+
+    python benchmarks/mfu.py [--batch 8] [--context 2048] [--layers 18] [--steps 10] [--pairs 5]
+                             [--eager] [--only ours plain]
     python benchmarks/mfu.py --quick [--compile]   # a tiny model on the CPU: does it work?
 
 MFU counts as PaLM's does (``paceline.training.metrics.device``) against the matmul peak measured in
@@ -18,7 +22,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
+from torch import nn
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch
@@ -168,15 +174,41 @@ def ours(case: Case) -> Iterator[None]:
 def plain(case: Case) -> Iterator[None]:
     """The loop of nanoGPT: compiled model, autocast, clipping, fused AdamW."""
     model = new_model(case.config, 0).to(case.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     run = torch.compile(model) if case.compile else model
+    yield from plain_steps(case, model, run, torch.autocast(case.device.type, torch.bfloat16))
+
+
+def fsdp2(case: Case) -> Iterator[None]:
+    """The same loop with ``fully_shard`` around each block, compiled block by block."""
+    import torch.distributed as dist
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if not dist.is_initialized():
+        backend = "nccl" if case.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh(case.device.type, (1,))
+    model = new_model(case.config, 0).to(case.device)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.model.layers.values():
+        if case.compile:
+            block.compile()  # type: ignore[no-untyped-call]
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    yield from plain_steps(case, model, model, nullcontext())
+
+
+def plain_steps(
+    case: Case, model: nn.Module, run: Callable[..., Any], half: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """Step without end: loss, backward, clipping, fused AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
     batch = case.batch()
     inputs_BT, targets_BT = (
         torch.from_numpy(each.astype(np.int64)).to(case.device)
         for each in (batch.inputs_BT, batch.targets_BT)
     )
     while True:
-        with torch.autocast(case.device.type, dtype=torch.bfloat16):
+        with half:
             logits_BTV = run(inputs_BT)
             loss = F.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
         torch.autograd.backward(loss)
@@ -201,22 +233,59 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(case: Case, steps: int, pairs: int) -> dict[str, Any]:
-    """Return both MFUs; pairs are interleaved."""
-    kinds: dict[str, Callable[[Case], Iterator[None]]] = {"ours": ours, "plain": plain}
-    running = {name: kind(case) for name, kind in kinds.items()}
+KINDS: dict[str, Callable[[Case], Iterator[None]]] = {
+    "ours": ours,
+    "free": ours,
+    "plain": plain,
+    "fsdp2": fsdp2,
+}
+
+
+@contextmanager
+def deterministic(is_on: bool) -> Iterator[None]:
+    """Let torch use deterministic kernels only."""
+    torch.use_deterministic_algorithms(is_on)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _allocated(device: torch.device, *, reset: bool = False) -> int:
+    if device.type != "cuda":
+        return 0
+    if reset:
+        torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
+
+
+def _peak(device: torch.device) -> int:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def measure(case: Case, steps: int, pairs: int, kinds: Sequence[str]) -> dict[str, Any]:
+    """Return each kind's MFU and peak memory, and ours over the others'; rounds are interleaved."""
+    running: dict[str, Iterator[None]] = {}
     found: dict[str, list[float]] = {name: [] for name in kinds}
-    for steps_of in running.values():
-        rate(case, steps_of, 3)  # compiles, warms
+    own: dict[str, int] = {}  # bytes on the GPU between steps
+    for name in kinds:
+        before = _allocated(case.device)
+        running[name] = KINDS[name](case)
+        with deterministic(name == "ours"):
+            rate(case, running[name], 3)  # compiles, warms
+        own[name] = _allocated(case.device) - before
+    peaks: dict[str, int] = {}
     for number in range(pairs):
-        names = list(kinds) if number % 2 == 0 else list(reversed(kinds))
-        for name in names:
-            found[name].append(rate(case, running[name], steps))
+        for name in kinds if number % 2 == 0 else reversed(kinds):
+            before = _allocated(case.device, reset=True)
+            with deterministic(name == "ours"):
+                found[name].append(rate(case, running[name], steps))
+            peaks[name] = own[name] + _peak(case.device) - before
     for steps_of in running.values():
         steps_of.close()  # type: ignore[attr-defined] - they are generators
     peak = matmul_peak(case.device.type, torch.bfloat16, torch.get_num_threads())
     flops = flops_per_token(case.config)
-    ratios = [a / b for a, b in zip(found["ours"], found["plain"], strict=True)]
+    base = kinds[0]
     return {
         "parameters": count_parameters(case.config),
         "context": case.config.context,
@@ -225,18 +294,23 @@ def measure(case: Case, steps: int, pairs: int) -> dict[str, Any]:
         "peak_flops_measured": peak,
         **{f"{name}_tokens_per_second": statistics.median(rates) for name, rates in found.items()},
         **{f"{name}_mfu": statistics.median(rates) * flops / peak for name, rates in found.items()},
-        "ratio": statistics.median(ratios),
-        "ratios": [round(each, 4) for each in ratios],
+        **{f"{name}_peak_gb": round(peaks[name] / 1e9, 2) for name in kinds},
+        **{
+            f"{base}_over_{name}": [
+                round(a / b, 4) for a, b in zip(found[base], found[name], strict=True)
+            ]
+            for name in kinds[1:]
+        },
     }
 
 
-def billion(context: int) -> ModelConfig:
-    """Return a model of about 1 B parameters."""
+def billion(context: int, layers: int) -> ModelConfig:
+    """Return a model of about 1 B parameters with 18 layers."""
     return ModelConfig(
         vocab_size=VOCABULARY,
         hidden_size=2048,
         intermediate_size=5632,
-        num_hidden_layers=18,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=16,
         max_position_embeddings=context,
@@ -248,18 +322,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=18)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--tiny", "--quick", action="store_true")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--compile", action="store_true", help="with --tiny: compile, as on a GPU")
     asked = parser.parse_args(arguments)
     result: dict[str, Any] = {"benchmark": "mfu"}
     if asked.tiny:
         case = Case(config_for(20_000, 32), 2, torch.device("cpu"), compile=asked.compile)
-        result |= {"run": True, "tiny": True, **measure(case, steps=2, pairs=2)}
+        result |= {"run": True, "tiny": True, **measure(case, 2, 2, asked.only)}
     elif torch.cuda.is_available():
-        case = Case(billion(asked.context), asked.batch, torch.device("cuda"), compile=True)
-        result |= {"run": True, **measure(case, asked.steps, asked.pairs)}
+        config = billion(asked.context, asked.layers)
+        case = Case(config, asked.batch, torch.device("cuda"), compile=not asked.eager)
+        found = measure(case, asked.steps, asked.pairs, asked.only)
+        result |= {"run": True, "compiled": case.compile, **found}
         RESULT.parent.mkdir(parents=True, exist_ok=True)
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     else:

@@ -14,6 +14,7 @@ Train's recovery from the same kill on the same model, in the environment of ``m
 
     python benchmarks/training_recovery.py [--kills 10] [--freezes 3] [--parameters 100000]
                                            [--goodput-kills 5] [--ray] [--quick]
+    python benchmarks/training_recovery.py --ranks 1 --freezes 0 --goodput-kills 0   # on one GPU
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ STEP_DEADLINE_S = 5.0
 class Bench:
     """A base model and a snapshot on disk, and launchers that stay warm."""
 
-    def __init__(self, directory: Path, parameters: int) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, parameters: int, ranks: int) -> None:
+        self._directory, self.ranks = directory, ranks
         self.parameters = parameters
         texts = directory / "texts"
         texts.mkdir()
@@ -71,7 +72,7 @@ class Bench:
             model=ModelSettings(parameters=self.parameters, context=64),
             data=DataSettings(shard_bytes=16_384, held_out_share=0.2),
             training=TrainingSettings(
-                ranks=2,
+                ranks=self.ranks,
                 steps=steps,
                 batch_sequences=8,
                 checkpoints=CheckpointSettings(every_steps=every_steps, keep=2),
@@ -104,7 +105,7 @@ class Bench:
 
 
 class Striker:
-    """Strikes rank 1 whenever ``every`` new steps were made; notes what followed."""
+    """Strikes the last rank whenever ``every`` new steps were made; notes what followed."""
 
     def __init__(
         self, bench: Bench, number: signal.Signals, every: int, strikes: int, spread: int = 1
@@ -149,7 +150,7 @@ class Striker:
             self._left -= 1
             self._last_strike, self._later = event.step, self._random.randrange(self._spread)
             self._struck_in, self._resumed = event.attempt, False
-            os.kill(self._bench.launcher.pids[1], self._number)
+            os.kill(self._bench.launcher.pids[self._bench.ranks - 1], self._number)
             self._struck_at = time.monotonic()
             self.times.append(self._struck_at)
 
@@ -186,7 +187,7 @@ def freezes(bench: Bench, count: int) -> dict[str, Any]:
         "freezes": len(hung),
         "deadline_s": STEP_DEADLINE_S,
         "noticed_s": _spread(found),
-        "named": all(each.failed_rank == 1 for each in hung),
+        "named": all(each.failed_rank == bench.ranks - 1 for each in hung),
     }
 
 
@@ -274,6 +275,7 @@ def _spread(values: list[float]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     """Run what is asked for, print it as one line of JSON and keep it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--freezes", type=int, default=3)
     parser.add_argument("--goodput-kills", type=int, default=5)
@@ -283,21 +285,22 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--quick", action="store_true", help="One kill, nothing kept.")
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="recovery-") as directory:
-        bench = Bench(Path(directory), 20_000 if asked.quick else asked.parameters)
+        parameters = 20_000 if asked.quick else asked.parameters
+        bench = Bench(Path(directory), parameters, asked.ranks)
         with bench.launcher:
             result: dict[str, Any] = {"benchmark": "training_recovery", "quick": asked.quick}
             result["kills"] = kills(bench, 1 if asked.quick else asked.kills)
-            if not asked.quick:
+            if asked.freezes and not asked.quick:
                 result["freezes"] = freezes(bench, asked.freezes)
-        if not asked.quick:
+        if asked.goodput_kills and not asked.quick:
             larger = Path(directory) / "larger"
             larger.mkdir()
-            bench = Bench(larger, asked.goodput_parameters)
+            bench = Bench(larger, asked.goodput_parameters, asked.ranks)
             with bench.launcher:
                 result["goodput"] = goodput(bench, asked.goodput_kills)
     if asked.ray:
         result["ray"] = ray_train(asked.kills)
-    if not asked.quick:
+    if asked.freezes and asked.goodput_kills and not asked.quick:
         result["goals"] = {
             "recovery": result["kills"]["to_new_step_s"]["median"] <= GOAL_RECOVERY_S,
             "exact": result["kills"]["losses_identical"] and result["kills"]["weights_identical"],

@@ -149,6 +149,17 @@ def test_rows_and_tokens_must_fit_the_model(written, tmp_path) -> None:
         Pretrained.open(directory).require_trainable(64, "", 256)
 
 
+def test_files_in_halves_are_loaded_in_float32(tmp_path) -> None:
+    """Their weights are exact in float32; products in bfloat16 would be other figures."""
+    directory = write_model("llama", tmp_path, dtype=torch.bfloat16)
+    ours = Pretrained.open(directory).load()
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    assert {each.dtype for each in ours.parameters()} == {torch.float32}
+    tokens_BT = torch.arange(32)[None]
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens_BT), theirs(tokens_BT).logits, atol=1e-5)
+
+
 def test_transformers_reads_an_export_in_the_dtype_that_was_named(written, tmp_path) -> None:
     pretrained = Pretrained.open(written["llama"])
     model = pretrained.load()

@@ -217,6 +217,8 @@ class TrainingSettings(Settings):
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
     activation_checkpointing: bool = False
     compile: bool = False
+    # Only kernels that give the same bits each time; None: on a CPU, where they cost nothing.
+    deterministic: bool | None = None
     evaluate_every_steps: int = Field(default=0, ge=0)  # 0: never
     evaluate_sequences: int = Field(default=64, ge=1)
     early_stopping: EarlyStoppingSettings | None = None  # with evaluate_every_steps

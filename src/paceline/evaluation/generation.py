@@ -1,7 +1,7 @@
 """Generate text from a model directory, to look at what was trained.
 
-Keys and values are kept from token to token, on the CPU, one row at a time: to serve many, use vLLM
-or transformers, whose layout the directory has.
+Keys and values are kept from token to token, one row at a time: to serve many, use vLLM or
+transformers, whose layout the directory has.
 """
 
 from __future__ import annotations

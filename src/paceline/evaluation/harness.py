@@ -26,7 +26,7 @@ Pair = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of context 
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
-    """Log-likelihoods and greedy continuations of ``model``, on this machine's CPU."""
+    """Log-likelihoods and greedy continuations of ``model``, on the device that it is on."""
 
     def __init__(self, model: TextModel) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
     def _answer(logits_TV: torch.Tensor, row: list[int], length: int) -> tuple[float, bool]:
         if not length:
             return 0.0, True  # the tokenizer gave the continuation no token of its own
-        wanted_N = torch.tensor(row[-length:])
+        wanted_N = torch.tensor(row[-length:], device=logits_TV.device)
         logits_NV = logits_TV[len(row) - 1 - length : len(row) - 1]
         nats_N = torch.log_softmax(logits_NV, -1).gather(1, wanted_N[:, None])
         return float(nats_N.sum()), bool((logits_NV.argmax(-1) == wanted_N).all())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.schemas import EvaluationReport, Interval, ModelScore
+from paceline.schemas import EvaluationReport, Interval, ModelScore, Serving
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -131,13 +131,19 @@ def _serving(report: EvaluationReport) -> list[str]:
         f"| {_cell(score.name)} | {each.batch} × {each.context} | {each.prefill_ms:.1f} ms | "
         f"{each.decode_ms_per_token:.2f} ms | "
         f"{'–' if (peak := each.peak_memory_bytes) is None else f'{peak / 1e6:.0f} MB'} | "
-        f"{_cell(f'{each.machine}: {each.cpu}, {each.threads} thread')}"
-        f"{'' if each.threads == 1 else 's'}{_cell(f', {each.gpu} unused') if each.gpu else ''} |"
+        f"{_cell(_server(each))} |"
         for score in report.scores
         if (each := score.serving) is not None
     ]
     head = ["", "| served in float32 | rows × tokens | prefill | a token | peak memory | machine |"]
     return [*head, "|---|---|---:|---:|---:|---|", *rows] if rows else []
+
+
+def _server(serving: Serving) -> str:
+    if serving.gpu:
+        return f"{serving.machine}: {serving.gpu}"
+    threads = f"{serving.threads} thread{'' if serving.threads == 1 else 's'}"
+    return f"{serving.machine}: {serving.cpu}, {threads}"
 
 
 def _tasks(report: EvaluationReport) -> list[str]:

@@ -1,6 +1,8 @@
-"""What it costs to serve a model, measured on this machine: one row, float32, on the CPU.
+"""What it costs to serve a model, measured on this machine: one row, float32, on the GPU that the
+model is on, or on the CPU.
 
-Peak memory is of the whole process with its libraries: what a machine needs to answer such a row.
+Peak memory is what a machine needs to answer such a row: on a CPU that of the whole process with
+its libraries, on a GPU what torch allocated there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from pathlib import Path
 
 from paceline.evaluation.text_model import TextModel
 from paceline.schemas import Serving
-from paceline.system import gpus, processor
+from paceline.system import processor
 
 LATENCY_RUNS = 7
 DECODED_TOKENS = 16
@@ -36,28 +38,33 @@ def measure_serving(open_model: Callable[[], TextModel]) -> tuple[TextModel, Ser
     resets = _reset_peak()
     model = open_model()
     row = [model.separator] * model.context
+    on_gpu = model.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
     forward_ms = []
     with torch.inference_mode():
         for _ in range(LATENCY_RUNS):
             began = time.perf_counter()
             model.forward(torch.tensor([row]))
+            if on_gpu:
+                torch.cuda.synchronize(model.device)
             forward_ms.append(1000 * (time.perf_counter() - began))
     next_logits = model.decoder()
     token_ms = []
     for length in range(max(1, model.context - DECODED_TOKENS), model.context + 1):
         began = time.perf_counter()
-        next_logits(row[:length])
+        next_logits(row[:length])  # on the CPU, so that it has ended
         token_ms.append(1000 * (time.perf_counter() - began))
     serving = Serving(
         machine=platform.node(),
         cpu=processor()[0],
-        gpu=", ".join(line.split(",")[0] for line in gpus() or ()),
+        gpu=torch.cuda.get_device_name(model.device) if on_gpu else "",
         threads=torch.get_num_threads(),
         batch=1,
         context=model.context,
         prefill_ms=statistics.median(forward_ms[1:]),  # the first one warms up
         decode_ms_per_token=statistics.median(token_ms[1:] or token_ms),  # the first is a prefill
-        peak_memory_bytes=_peak_bytes() if resets else None,
+        peak_memory_bytes=_peak_bytes(model) if resets or on_gpu else None,
     )
     return model, serving
 
@@ -74,6 +81,10 @@ def _reset_peak() -> bool:
     return True
 
 
-def _peak_bytes() -> int | None:
+def _peak_bytes(model: TextModel) -> int | None:
+    if model.device.type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated(model.device)
     found = re.search(rf"^{PEAK}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     return None if found is None else 1024 * int(found[1])

@@ -1,10 +1,12 @@
 """A model directory opened to read text: the network, its tokenizer, and its limits.
 
-Reads only the model's files; runs on the CPU, in float32.
+Reads only the model's files. Runs in float32 on a GPU that this process sees and that has room for
+the weights, else on the CPU.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,11 +22,15 @@ from paceline.models import TOKENIZER_FILE, is_pretrained, require_tokenizer, we
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Tokens = NDArray[np.int64]
 
 MAX_CONTEXT = 1024  # tokens of a row of a model of others: theirs may be a million
+GPU_MARGIN_BYTES = 2 * 1024**3  # beside the weights: activations, logits, the libraries' buffers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +39,7 @@ class TextModel:
 
     directory: Path
     network: Any  # float32, in evaluation mode
+    device: torch.device  # where it runs
     tokenizer: Tokenizer
     vocabulary: int  # rows of the embedding
     separator: int  # before a document's first token, as in training, and after its last
@@ -42,8 +49,13 @@ class TextModel:
     dtype: str  # of the files
 
     @classmethod
-    def open(cls, directory: Path, of_the_data: Tokenizer | None = None) -> TextModel:
-        """Return the model in ``directory``.
+    def open(
+        cls,
+        directory: Path,
+        of_the_data: Tokenizer | None = None,
+        device: torch.device | None = None,
+    ) -> TextModel:
+        """Return the model in ``directory``, on ``device`` (default: ``device_for``).
 
         ``of_the_data`` is for a model of ours that was trained with this tokenizer and has no copy.
         Raises InvalidInput where the model is not in safetensors, or its tokenizer is not here or
@@ -59,9 +71,11 @@ class TextModel:
             found.require_sound()
             tokenizer = own or open_tokenizer("bytes")
             require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+            device = device or device_for(found.parameters)
             return cls(
                 directory=directory,
-                network=found.load(),
+                network=found.load(device),
+                device=device,
                 tokenizer=tokenizer,
                 vocabulary=found.vocab_size,
                 separator=tokenizer.vocabulary.separator,
@@ -77,9 +91,12 @@ class TextModel:
         if not config.tokenizer_digest:
             tokenizer = open_tokenizer("bytes")
         require_tokenizer(config, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+        device = device or device_for(count_parameters(config))
         return cls(
             directory=directory,
-            network=model.float().eval(),  # as Pretrained.load: few CPUs are fast in halves
+            # as Pretrained.load: few CPUs are fast in halves, and figures compare between machines
+            network=model.to(device).float().eval(),
+            device=device,
             tokenizer=tokenizer,
             vocabulary=config.vocab_size,
             separator=config.separator,
@@ -90,12 +107,12 @@ class TextModel:
         )
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
-        """Return logits_BTV."""
-        logits_BTV: Tensor = self.network(tokens_BT)
+        """Return logits_BTV, on the model's device."""
+        logits_BTV: Tensor = self.network(tokens_BT.to(self.device))
         return logits_BTV
 
     def decoder(self) -> Callable[[list[int]], Tensor]:
-        """Return a function from a row of tokens to the logits_V of its next token.
+        """Return a function from a row of tokens to the logits_V of its next token, on the CPU.
 
         For a row that grows: keys and values of tokens that it was called with are kept. A row
         longer than the context is computed whole, from its last tokens, at each call: every token
@@ -109,10 +126,11 @@ class TextModel:
             nonlocal known
             with torch.inference_mode():
                 if len(row) > self.context:
-                    return self.forward(torch.tensor([row[-self.context :]]))[0, -1].float()
+                    return self.forward(torch.tensor([row[-self.context :]]))[0, -1].float().cpu()
                 new, known = row[known:], len(row)
-                logits_TV: Tensor = self.network(torch.tensor([new]), cache=cache)[0]
-                return logits_TV[-1].float()
+                tokens_1T = torch.tensor([new], device=self.device)
+                logits_TV: Tensor = self.network(tokens_1T, cache=cache)[0]
+                return logits_TV[-1].float().cpu()
 
         return next_logits
 
@@ -143,3 +161,19 @@ class TextModel:
                 where=self.directory,
             )
         return tokens.astype(np.int64)
+
+
+def device_for(parameters: int) -> torch.device:
+    """Return the GPU with the most free memory, where the weights fit there in float32; the CPU
+    where they do not, or this process sees no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    free = [torch.cuda.mem_get_info(each)[0] for each in range(torch.cuda.device_count())]
+    number = max(range(len(free)), key=free.__getitem__)
+    wanted = 4 * parameters + GPU_MARGIN_BYTES
+    if free[number] < wanted:
+        log.warning("no GPU has room, on the CPU free=%d wanted=%d", free[number], wanted)
+        return torch.device("cpu")
+    return torch.device("cuda", number)

@@ -29,8 +29,8 @@ from paceline.schemas import Serving
 
 Reals = NDArray[np.float64]
 
-TOKENS_PER_BATCH = 4096  # at most; 4 MiB of logits in float32 with a vocabulary of 256
-LOGITS_BYTES = 512 * 1024 * 1024  # at most, of all threads together
+TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32_768}  # at most, by kind of device
+LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
 
 
@@ -138,11 +138,14 @@ def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | No
 def batch_rows(model: TextModel) -> int:
     """Return how many rows of a whole context are predicted at once, by each thread."""
     row_bytes = 4 * model.vocabulary * model.context
-    return max(1, min(TOKENS_PER_BATCH // model.context, LOGITS_BYTES // (4 * row_bytes)))
+    most = TOKENS_PER_BATCH[model.device.type] // model.context
+    return max(1, min(most, LOGITS_BYTES // (4 * row_bytes)))
 
 
 def _threads(model: TextModel, cores: int) -> int:
-    """Return how many threads keep the logits within their limit."""
+    """Return how many threads keep the logits within their limit; one drives a GPU."""
+    if model.device.type != "cpu":
+        return 1
     batch_bytes = 4 * model.vocabulary * model.context * batch_rows(model)
     return max(1, min(cores, LOGITS_BYTES // batch_bytes))
 
@@ -207,9 +210,11 @@ def _nats(
         wanted_BT[row, :length] = targets[window.document][window.start : window.end]
     logits_BTV = model.forward(torch.from_numpy(tokens_BT)).float()
     nats = F.cross_entropy(
-        logits_BTV.flatten(0, 1), torch.from_numpy(wanted_BT).flatten(), reduction="none"
+        logits_BTV.flatten(0, 1),
+        torch.from_numpy(wanted_BT).flatten().to(model.device),
+        reduction="none",
     )
-    found: NDArray[np.float64] = nats.view(len(group), longest).double().numpy()
+    found: NDArray[np.float64] = nats.view(len(group), longest).double().cpu().numpy()
     return found
 
 

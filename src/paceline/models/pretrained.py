@@ -37,6 +37,7 @@ from paceline.models.tensor_files import (
     stored_tensors,
 )
 
+CPU = torch.device("cpu")
 FAMILIES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -139,9 +140,9 @@ class Pretrained:
         """
         return _build(self.config)
 
-    def load(self) -> nn.Module:
-        """Return the whole model in float32 in host memory, with the values of the files."""
-        model = self.build().to_empty(device="cpu")
+    def load(self, device: torch.device = CPU) -> nn.Module:
+        """Return the whole model in float32 on ``device``, with the values of the files."""
+        model = self.build().float().to_empty(device=device)
         model.tie_weights()  # type: ignore[operator] # a method of transformers' models
         self.restore_buffers(model)
         self.fill({

@@ -54,7 +54,7 @@ class TrainJob(Record):
     checkpoint_url: str  # s3://bucket/prefix of this job's generations
     settings: TrainingSettings
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
-    deterministic: bool = True
+    deterministic: bool = True  # where the settings leave it open, on a CPU
     data: DataSettings = DataSettings()  # how samples become batches
     task: TaskSize | None = None  # of a ``code_ref`` without a base model
     continues: Continued | None = Field(default=None, exclude_if=_unset)
@@ -153,6 +153,8 @@ class TrainResult(Record):
     failures: Failures = Failures()
     # why it ended before its steps; None where it did not
     stopped_early: str | None = Field(default=None, exclude_if=_unset)
+    # False: by a GPU's faster kernels, whose bits differ from run to run
+    deterministic: bool | None = Field(default=None, exclude_if=_unset)
     # inputs of the training; None in a result of an older version
     snapshot_url: str | None = Field(default=None, exclude_if=_unset)
     snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
@@ -251,17 +253,18 @@ class Interval(Record):
 
 
 class Serving(Record):
-    """What it costs to serve a model, as measured on one machine in float32 on its CPU."""
+    """What it costs to serve a model, as measured on one machine in float32."""
 
     machine: str  # its host name
     cpu: str
-    gpu: str = ""  # of the machine, and not used; "": none
+    gpu: str = ""  # that it ran on; "": the CPU
     threads: int
     batch: int  # rows
     context: int  # tokens of a row
     prefill_ms: float  # one forward pass of the rows
     decode_ms_per_token: float  # one more token, with keys and values of the tokens before kept
-    peak_memory_bytes: int | None  # of the whole process; None: the kernel does not report it
+    # of the whole process, or on the GPU; None: the kernel does not report it
+    peak_memory_bytes: int | None
 
 
 class _Compared(Record):

@@ -22,6 +22,7 @@ _RESULT_NEUTRAL_SETTINGS = {
     "mesh",
     "accumulation",
     "compile",
+    "deterministic",
     "activation_checkpointing",
     "profile_steps",
     "evaluate_every_steps",

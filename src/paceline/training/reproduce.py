@@ -79,6 +79,7 @@ def reproduction_job(recorded: Recorded, runtime: Runtime) -> TrainJob:
             "job_id": f"{recorded.job.job_id[:100]}-again-{secrets.token_hex(3)}",
             "state_dir": str(runtime.state_dir),
             "deterministic": True,
+            "settings": recorded.job.settings.model_copy(update={"deterministic": True}),
             "skip_batches": recorded.result.skipped_batches or recorded.job.skip_batches,
         }
     )

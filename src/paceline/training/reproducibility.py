@@ -329,10 +329,9 @@ def _of_run_events(recorded: Recorded) -> Iterator[Difference]:
             "as they come",
             f"No such run repeats itself; {COMPARE_ANYWAY_HINT}",
         )
-    if not job.deterministic:
-        yield _decisive(
-            "deterministic mode", "off", "on", f"Its bits were not fixed; {COMPARE_ANYWAY_HINT}"
-        )
+    if not job.deterministic or result.deterministic is False:
+        how = "Its bits were not fixed (training.deterministic=true does that)"
+        yield _decisive("deterministic mode", "off", "on", f"{how}; {COMPARE_ANYWAY_HINT}")
     ranks = job.settings.ranks
     if sizes := sorted({each.ranks for each in result.restarts} - {0, ranks}):
         was = f"{', '.join(map(str, sizes))} for a time, {ranks} at first"

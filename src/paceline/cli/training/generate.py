@@ -27,10 +27,10 @@ from paceline.python_api import model_directory
 @click.option("--chat", is_flag=True, help="PROMPT is a user's message, by the chat template.")
 @state_option
 def generate(model: str, prompt: str, state: Path | None, **options: Any) -> int:
-    """Print what MODEL adds to PROMPT, token by token, on this machine's CPU.
+    """Print what MODEL adds to PROMPT, token by token, on a GPU of this machine or its CPU.
 
     MODEL is a directory (of transformers, or an export), s3://bucket/prefix, or models:/name@alias
-    of the installation. A smoke check, not a server: each token computes its whole row.
+    of the installation. A smoke check, not a server: it takes one prompt at a time.
     """
     from paceline.evaluation import TextModel, generate as generated
 

@@ -1,7 +1,7 @@
 """Process group of the ranks: join it, reduce and broadcast numbers.
 
 A single process is a group of one and needs no torch.distributed. Scalars use gloo, GPU tensors
-use NCCL; only gloo has been run. Does not depend on models.
+use NCCL, which has not been run between ranks. Does not depend on models.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ import sys
 import traceback
 from typing import TYPE_CHECKING
 
-from paceline.errors import PacelineError, PeerLost
+from paceline.errors import InvalidInput, PacelineError, PeerLost
 from paceline.schemas import TrainJob
 from paceline.text import log_to_stderr
 from paceline.training.checkpoint import stateful_of
@@ -73,11 +73,25 @@ def main() -> int:
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - report every failure before exit
         traceback.print_exc()
+        if type(error).__name__ == "OutOfMemoryError":  # torch's; the CPU has no such error
+            named = _does_not_fit(error)
+            events.emit("failed", code=named.code, message=named.one_line())
+            return named.exit_code
         # A collective inside the backward pass raises a bare RuntimeError from gloo.
         lost = isinstance(error, RuntimeError) and "gloo" in str(error)
         code = PeerLost.__name__ if lost else type(error).__name__
         events.emit("failed", code=code, message=str(error)[:2000])
         return PeerLost.exit_code if lost else 1
+
+
+def _does_not_fit(error: Exception) -> InvalidInput:
+    """Return the error of a job that needs more GPU memory; the same job needs it again."""
+    return InvalidInput(
+        "this job does not fit the GPU's memory",
+        got=str(error).splitlines()[0][:300],
+        do="Lower training.batch_sequences or model.context, raise training.accumulation, set "
+        "training.activation_checkpointing, or shard over more GPUs (training.mesh.shard).",
+    )
 
 
 def preload() -> None:

@@ -368,6 +368,7 @@ def result_of(
         "final_loss": progress.loss,
         "held_out": progress.held_out,
         "stopped_early": progress.stopped_early or None,
+        "deterministic": None if torch.are_deterministic_algorithms_enabled() else False,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "data_wait_share": progress.share(progress.data_wait_s),
         "checkpoint_stall_share": progress.share(progress.stall_s),

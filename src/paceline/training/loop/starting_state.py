@@ -110,8 +110,11 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
 
     retain_freed_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
-    torch.use_deterministic_algorithms(job.deterministic)
-    if job.deterministic and torch.cuda.is_available():
+    on_gpu, deterministic = torch.cuda.is_available(), job.settings.deterministic
+    if deterministic is None:
+        deterministic = job.deterministic and not on_gpu
+    torch.use_deterministic_algorithms(deterministic)
+    if deterministic and on_gpu:
         # without it torch refuses matrix products on a GPU
         os.environ.setdefault(*CUBLAS_DETERMINISTIC)
     runtime = load_runtime(job.state_dir)
