@@ -29,23 +29,35 @@ def evaluate_model(
     run = Run.open(state_dir, run_id)
     with recorded(run, "evaluate-model"):
         digest = sealed.resolve(run, trained, "training")
-        result = sealed.find(run, digest, "training", TrainResult)
-        agents = distribute.start_agents.submit(run)
-        base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
-        data = trained_on(run, base, result)
-        nodes = [each.worker_id for each in run.trainers(agents.result())]
-        models = {
-            "candidate": {"url": result.export_url, "digest": result.weights_digest},
-            "base": node_copy(base),
-        } | champion_reference(run, base, result.weights_digest)
-        evaluated = evaluate(
-            run,
-            models,
-            snapshot_reference(run, snapshot_url),
-            nodes,
-            base=base,
-            training_digest=digest,
-            trained_on=data,
-        )
-        sealed.refer(run, "evaluation", evaluated.report_digest, result.job_id)
-        return evaluated
+        return judge(run, model_id, base_version, digest, snapshot_url)
+
+
+def judge(
+    run: Run,
+    model_id: str,
+    base_version: str,
+    training_digest: str,
+    snapshot_url: str,
+    hosts: list[str] | None = None,
+) -> Evaluated:
+    """Score a recorded training's weights within a flow's run, on ``hosts`` (default: every
+    node)."""
+    result = sealed.find(run, training_digest, "training", TrainResult)
+    agents = distribute.start_agents.submit(run, hosts)
+    base = distribute.fetch_model_manifest(run, published_url(run, model_id, base_version))
+    data = trained_on(run, base, result)
+    models = {
+        "candidate": {"url": result.export_url, "digest": result.weights_digest},
+        "base": node_copy(base),
+    } | champion_reference(run, base, result.weights_digest)
+    evaluated = evaluate(
+        run,
+        models,
+        snapshot_reference(run, snapshot_url),
+        run.trainers(agents.result()),
+        base=base,
+        training_digest=training_digest,
+        trained_on=data,
+    )
+    sealed.refer(run, "evaluation", evaluated.report_digest, result.job_id)
+    return evaluated

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from paceline.config import with_job_settings
+from paceline.errors import Cancelled, PermanentError
 from paceline.flows.distribute import distribute_model
+from paceline.flows.evaluate import judge
 from paceline.schemas import SubmitJob, Trained
 from paceline.tasks import distribute
 from paceline.tasks._support import sealed
@@ -20,7 +22,7 @@ from paceline.tasks._support.declaring import (
     about,
     declared,
 )
-from paceline.tasks._support.job import linked
+from paceline.tasks._support.job import JobLink, linked
 from paceline.tasks._support.lineage import nest, recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
@@ -69,6 +71,14 @@ def train_model(
     purpose: Annotated[
         str, about("Purpose", "What the data are used for; default: the profile's.", "research")
     ] = "",
+    evaluate_on: Annotated[
+        str,
+        about(
+            "Evaluate on",
+            "The snapshot on whose held-out split the result is judged; empty: it is not judged.",
+            "s3://paceline/data/snapshots/5c1f…",
+        ),
+    ] = "",
     state_dir: str | None = None,
     run_id: str | None = None,
     job_id: str | None = None,
@@ -84,6 +94,9 @@ def train_model(
 
     ``settings`` are settings of the profile for this training alone, such as
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
+
+    With ``evaluate_on`` the result is judged as evaluate-model does, on the hosts of the gang.
+    What cannot be judged is trained all the same: a note says why.
     """
     run = Run.open(state_dir, run_id)
     named = {"steps": steps, "ranks": ranks, "learning_rate": learning_rate}
@@ -103,10 +116,13 @@ def train_model(
         labels=labels,
         continue_from=continue_from or "",
         purpose=purpose,
+        evaluate_on=evaluate_on,
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
         snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
         require_own_expectations(run, snapshot_url)
+        if evaluate_on and evaluate_on != snapshot_url:
+            permitted_snapshot(run, evaluate_on, purpose, [link.user])
         nest(run, link.sweep)
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
@@ -127,4 +143,18 @@ def train_model(
         )
         assert trained.training_digest is not None  # the stage has recorded it
         sealed.refer(run, "training", trained.training_digest, trained.job_id)
+        if evaluate_on:
+            _judge(run, link, model_id, version, trained, evaluate_on)
         return trained
+
+
+def _judge(
+    run: Run, link: JobLink, model_id: str, version: str, trained: Trained, evaluate_on: str
+) -> None:
+    try:
+        digest = str(trained.training_digest)
+        link.judged(judge(run, model_id, version, digest, evaluate_on, link.hosts or None))
+    except Cancelled:
+        raise
+    except PermanentError as error:
+        run.note(f"{trained.job_id} is not judged: {error.one_line()}")

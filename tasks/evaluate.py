@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.client import raised
+from paceline.cluster import Fleet, Node
 from paceline.data import load_snapshot
-from paceline.errors import Conflict, InvalidInput, WorkerLost
+from paceline.errors import Conflict, InvalidInput, PermanentError, WorkerLost
 from paceline.evaluation import as_markdown, plot_report, read_tasks
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
@@ -28,6 +31,7 @@ from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import (
     OnEvent,
+    Process,
     recorded_scores,
     scored_in_parts,
     scorer_version,
@@ -136,7 +140,7 @@ def evaluate(
     run: Run,
     models: dict[str, dict[str, str]],
     snapshot: dict[str, Any],
-    nodes: Sequence[str],
+    nodes: Sequence[Node],
     *,
     base: Manifest,
     training_digest: str,
@@ -185,27 +189,7 @@ def evaluate(
 
         longest_s = _deadline_s(run, spec, base)
         with run.fleet() as fleet, cancelling.noticed() as cancel:
-
-            def process(node: str, asked: EvaluationSpec, on_event: OnEvent) -> None:
-                ended = fleet.run_process(
-                    node,
-                    argv=[PYTHON, "-m", "paceline.evaluation.run"],
-                    env={},
-                    input_json=asked.model_dump_json(),
-                    on_event=on_event,
-                    deadline_s=longest_s,
-                    cancel=cancel,
-                )
-                if ended.exit_code != 0 or not (answer or asked.share):
-                    raise WorkerLost(
-                        "the evaluation process failed",
-                        got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
-                        wanted="a report",
-                        where=node,
-                        do="Run the same command again; read the node's log if it fails the same "
-                        "way.",
-                    )
-
+            process = _on_a_node(fleet, longest_s, cancel)
             missing = {name: url for name, url in spec.models.items() if name not in known}
             scores = [*known.values()]
             if missing and len(nodes) > 1 and scores_in_parts(run, spec):
@@ -258,6 +242,42 @@ def evaluate(
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
     return report
+
+
+def _on_a_node(fleet: Fleet, deadline_s: float, cancel: threading.Event) -> Process:
+    """Return a function that evaluates a spec on a node, in a process of its own."""
+
+    def process(node: Node, asked: EvaluationSpec, on_event: OnEvent) -> None:
+        last: dict[str, Any] = {}
+
+        def take(line: dict[str, Any]) -> None:
+            last.update(line)
+            on_event(line)
+
+        ended = fleet.run_process(
+            node.worker_id,
+            argv=[PYTHON, "-m", "paceline.evaluation.run"],
+            env={},
+            input_json=asked.model_dump_json(),
+            on_event=take,
+            deadline_s=deadline_s,
+            cancel=cancel,
+            accelerators=node.accelerator_count,
+        )
+        if last.get("event") == "failed":
+            kind, said = raised(f"{last['data']['code']}: {last['data']['message']}")
+            if kind is not None and issubclass(kind, PermanentError):
+                raise kind(said, where=node.worker_id)
+        if ended.exit_code != 0 or not (last.get("event") == "result" or asked.share):
+            raise WorkerLost(
+                "the evaluation process failed",
+                got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
+                wanted="a report",
+                where=node.worker_id,
+                do="Run the same command again; read the node's log if it fails the same way.",
+            )
+
+    return process
 
 
 def _output(report: EvaluationReport, digest: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from prefect.runtime import flow_run
 from paceline.errors import Cancelled, Conflict, PacelineError
 from paceline.schemas import (
     AdoptJob,
+    Evaluated,
     JobCheckpoint,
     JobPlacement,
     JobRank,
@@ -201,6 +202,15 @@ class JobLink:
                 "steps": result.steps,
                 "metrics": self._facts.get("metrics", {}) | figures,
             }
+
+    def judged(self, report: Evaluated) -> None:
+        """Take in the evaluation of the result."""
+        found = report.score("candidate")
+        with self._lock:
+            self._facts["report_digest"] = report.report_digest
+            if found is not None:
+                bits = {"evaluation_bits_per_byte": found.bits_per_byte.value}
+                self._facts["metrics"] = self._facts.get("metrics", {}) | bits
 
     def close(self, outcome: str, error: str = "") -> None:
         """Report how the flow ended; does nothing for a flow that needed no job."""

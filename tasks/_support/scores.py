@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paceline import data, evaluation
+from paceline.cluster import Node
 from paceline.errors import PermanentError, SourceMissing
 from paceline.models import DESCRIBING, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, score_key
@@ -21,7 +22,7 @@ from paceline.tasks.publish import published_url
 MAX_FILE_BYTES = 64 * 1024 * 1024  # of a tokenizer
 
 OnEvent = Callable[[dict[str, Any]], None]
-Process = Callable[[str, EvaluationSpec, OnEvent], None]
+Process = Callable[[Node, EvaluationSpec, OnEvent], None]
 
 
 def scorer_version() -> str:
@@ -85,7 +86,7 @@ def scores_in_parts(run: Run, spec: EvaluationSpec) -> bool:
 
 
 def scored_in_parts(
-    run: Run, spec: EvaluationSpec, nodes: Sequence[str], process: Process
+    run: Run, spec: EvaluationSpec, nodes: Sequence[Node], process: Process
 ) -> list[RecordedScore]:
     """Score ``spec``'s models on a part of the documents on each of ``nodes``, by ``process``, and
     record the whole: the same figures, to the bit, as of one node of that kind.

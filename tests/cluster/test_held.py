@@ -21,6 +21,26 @@ ARGV = (sys.executable, "-S", str(Path(__file__).with_name("stand_in_listener.py
 NODES = ("node-0", "node-1")
 
 
+def test_a_process_sees_an_accelerator_that_no_gang_holds(connected: Fleet) -> None:
+    seen: list[dict[str, Any]] = []
+    code = "import json, os; print(json.dumps({'gpus': os.environ.get('CUDA_VISIBLE_DEVICES')}))"
+
+    def look() -> None:
+        argv = [sys.executable, "-c", code]
+        connected.run_process(
+            "node-0", argv=argv, on_event=seen.append, deadline_s=30, accelerators=2
+        )
+
+    for held in (1, 2):
+        with connected.open_nodes(["node-0"], ARGV, wait_s=20, slots={"node-0": (held, 2)}):
+            look()
+    with connected.open_nodes(["node-0"], ARGV, wait_s=20):  # the whole node
+        look()
+    look()
+    look()
+    assert [each["gpus"] for each in seen] == ["1", "", "", "0", "0"]
+
+
 def receive(nodes: HeldNodes, enough: Callable[[list[NodeOutput]], bool]) -> list[NodeOutput]:
     """Return what was heard once it is enough."""
     received: list[NodeOutput] = []

@@ -188,10 +188,11 @@ def test_a_researcher_of_a_team_runs_jobs_from_a_laptop(ann: Researcher) -> None
     job = ann.job(found["job_id"])
     assert (job["state"], job["spec"]["team"], job["report"]["step"]) == ("succeeded", "nlp", 20)
     assert "succeeded" in done.out + done.err
+    assert job["report"]["report_digest"], "it was judged on the gang's hosts"
+    assert 0 < job["report"]["metrics"]["evaluation_bits_per_byte"] < 16
     shown = ann.types(ann.blocks["look"], JOB=job["job_id"]).ok().out
-    assert not [each for each in ("first", "team        nlp", "step 20") if each not in shown], (
-        shown
-    )
+    wanted = ("first", "team        nlp", "step 20", "bits per byte; next: paceline promote")
+    assert not [each for each in wanted if each not in shown], shown
 
     long = ann.submits("--steps 100000 --set training.checkpoints.every_steps=20")
     gang = ann.sees(long, "running")["report"]["workers"]
@@ -217,6 +218,8 @@ def test_a_job_that_can_never_run_or_is_not_theirs_is_one_line(ann: Researcher) 
     one_line(ann.types(submit.replace("--ranks 2", "--ranks 64")), 2, "64", "2")
     one_line(ann.types(f"{submit} --team vision"), 77, "another team")
     one_line(ann.types(submit, SNAPSHOT="s3://models/data/snapshots/none"), 1, "no such data")
+    elsewhere = submit.replace("--evaluate ", "--evaluate-on s3://models/data/snapshots/none ")
+    one_line(ann.types(elsewhere), 1, "no such data")
     one_line(ann.types("paceline distribute $MODEL 1"), 77, "scope read, train", "scope deploy")
     theirs = json.loads(ann.fleet.on_laptop("paceline jobs list --json").ok().out)["jobs"]
     others = [each["job_id"] for each in theirs if each["spec"]["team"] != "nlp"]

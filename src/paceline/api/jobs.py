@@ -487,25 +487,34 @@ def _require_room(job: TrainingJob, profile: Profile, coordinator: Coordinator) 
 
 def _require_snapshot(spec: SubmitJob, runtime: Runtime, coordinator: Coordinator) -> None:
     """Raise SourceMissing for a snapshot that is not there, AccessDenied or InvalidSnapshot for one
-    that may not be used so; where its package is not installed the flow checks it."""
+    that may not be used so, InvalidInput for one that cannot judge; where its package is not
+    installed the flow checks it."""
     from paceline.storage import ObjectStore
 
     try:
         from paceline.data import load_snapshot
     except ImportError:
         return
-    data, url = runtime.profile.data, spec.data_snapshot
-    try:
-        snapshot = load_snapshot(url, ObjectStore.from_runtime(runtime))
-    except SourceMissing as error:
-        raise SourceMissing(
-            "no such data snapshot", got=url, do="`paceline snapshot` prints a snapshot's URL."
-        ) from error
-    require_permitted(
-        coordinator.purposes(),
-        snapshot,
-        spec.purpose or data.purpose,
-        [(spec.team, spec.project)],
-        own_project=data.project,
-        now=time.time(),
-    )
+    data, store = runtime.profile.data, ObjectStore.from_runtime(runtime)
+    for url in dict.fromkeys((spec.data_snapshot, spec.evaluate_on or spec.data_snapshot)):
+        try:
+            snapshot = load_snapshot(url, store)
+        except SourceMissing as error:
+            raise SourceMissing(
+                "no such data snapshot", got=url, do="`paceline snapshot` prints a snapshot's URL."
+            ) from error
+        require_permitted(
+            coordinator.purposes(),
+            snapshot,
+            spec.purpose or data.purpose,
+            [(spec.team, spec.project)],
+            own_project=data.project,
+            now=time.time(),
+        )
+        if url == spec.evaluate_on and not snapshot.of_split("held-out"):
+            raise InvalidInput(
+                "nothing is held out to be judged on",
+                got=url,
+                wanted="a snapshot with a held-out split",
+                do="Build one with data.held_out_share above 0, or leave out the evaluation.",
+            )

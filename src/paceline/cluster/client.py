@@ -22,7 +22,14 @@ from paceline import __version__
 from paceline.cluster.addresses import AgentInfo, Machine, Node, by_number
 from paceline.cluster.agents import AGENT, REPORT, ensure_agent
 from paceline.cluster.held_nodes import LAUNCH_DEADLINE_S, HeldNodes, events_in
-from paceline.cluster.pinned_calls import Calls, Crew, Member, check_cancel, claimed
+from paceline.cluster.pinned_calls import (
+    Calls,
+    Crew,
+    Member,
+    check_cancel,
+    claimed,
+    one_accelerator,
+)
 from paceline.cluster.worker_processes import Order, Share
 from paceline.config import Runtime
 from paceline.errors import Conflict, PacelineError, ServiceUnavailable, WorkerLost
@@ -171,43 +178,42 @@ class Fleet:
         deadline_s: float,
         cancel: threading.Event | None = None,
         grace_s: float = 5.0,
+        accelerators: int = 0,
     ) -> ProcessResult:
         """Run ``argv`` on ``worker_id`` in a process group of its own, and return how it ended.
 
         ``input_json`` is its standard input; each line on its standard output that is a JSON object
         is passed to ``on_event`` at once. At the deadline, on ``cancel`` (Cancelled) or on any
         exception here it gets SIGTERM and, after ``grace_s``, SIGKILL, with everything it started.
-        Raises WorkerLost.
+        Of the node's ``accelerators`` it sees one that no gang holds, and holds it meanwhile; where
+        gangs hold all of them, none. Raises WorkerLost.
         """
         began = time.monotonic()
-        process = Member(
-            worker_id=worker_id,
-            address=self._await_nodes([worker_id], RETURN_DEADLINE_S)[worker_id],
-            order=Order(
-                process_id=f"process-{uuid.uuid4().hex[:12]}",
-                argv=tuple(argv),
-                env=dict(env or {}),
-                input_json=input_json,
-            ),
+        address = self._await_nodes([worker_id], RETURN_DEADLINE_S)[worker_id]
+        process_id = f"process-{uuid.uuid4().hex[:12]}"
+        order = Order(
+            process_id=process_id, argv=tuple(argv), env=dict(env or {}), input_json=input_json
         )
-        crew = Crew(self, [process])
         ended: Literal["exited", "deadline"] = "exited"
-        try:
-            crew.start(LAUNCH_DEADLINE_S)
-            while not process.over:
-                for _, event in events_in(crew.follow(TICK_S)):
-                    if on_event is not None:
-                        on_event(event)
-                check_cancel(cancel, worker_id)
-                if time.monotonic() - began > deadline_s and not process.over:
-                    ended = "deadline"
-                    break
-            if process.lost:
-                raise WorkerLost(
-                    "the process was lost with its node", got=process.lost, where=worker_id
-                )
-        finally:
-            crew.end(grace_s)
+        with one_accelerator(self, worker_id, address, order, accelerators) as order:
+            process = Member(worker_id=worker_id, address=address, order=order)
+            crew = Crew(self, [process])
+            try:
+                crew.start(LAUNCH_DEADLINE_S)
+                while not process.over:
+                    for _, event in events_in(crew.follow(TICK_S)):
+                        if on_event is not None:
+                            on_event(event)
+                    check_cancel(cancel, worker_id)
+                    if time.monotonic() - began > deadline_s and not process.over:
+                        ended = "deadline"
+                        break
+                if process.lost:
+                    raise WorkerLost(
+                        "the process was lost with its node", got=process.lost, where=worker_id
+                    )
+            finally:
+                crew.end(grace_s)
         code = process.report.exit_code
         return ProcessResult(
             exit_code=-9 if code is None else code,

@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.cluster import worker_processes as remote
@@ -311,6 +311,28 @@ def claimed(
         calls = fleet._calls(slot=False)
         for worker_id, address in nodes.items():
             calls.submit(worker_id, address, remote.release, gang_id)
+        with contextlib.suppress(Exception):  # a claim expires by itself
+            calls.gather(CLAIM_DEADLINE_S)
+
+
+@contextlib.contextmanager
+def one_accelerator(
+    fleet: Any, worker_id: str, address: str, order: Order, count: int
+) -> Iterator[Order]:
+    """Yield ``order`` so that its process sees one of the node's ``count`` accelerators, held for
+    the time of the ``with``, or none where gangs hold them all."""
+    if not count:
+        yield order
+        return
+    holder = call(fleet, worker_id, address, remote.claim, order.process_id, Share(1, count))
+    if holder is not None:
+        yield replace(order, env={**order.env, "CUDA_VISIBLE_DEVICES": ""})
+        return
+    try:
+        yield replace(order, gang_id=order.process_id)
+    finally:
+        calls = fleet._calls(slot=False)
+        calls.submit(worker_id, address, remote.release, order.process_id)
         with contextlib.suppress(Exception):  # a claim expires by itself
             calls.gather(CLAIM_DEADLINE_S)
 

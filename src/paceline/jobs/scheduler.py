@@ -417,6 +417,8 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
         given["continue_from"] = spec.continue_from
     if spec.purpose:
         given["purpose"] = spec.purpose
+    if spec.evaluate_on:
+        given["evaluate_on"] = spec.evaluate_on
     return given
 
 

@@ -120,6 +120,13 @@ class SubmitJob(Record):
     purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
     budget: Budget | None = Field(default=None, exclude_if=lambda value: not value)
+    # the snapshot on whose held-out split the result is judged; "": it is not judged
+    evaluate_on: Text = Field(
+        default="",
+        max_length=2000,
+        validation_alias=AliasChoices("evaluate_on", "evaluateOn"),
+        exclude_if=lambda value: not value,
+    )
     # the run id of the sweep whose trial it is: its run in MLflow is below the sweep's
     sweep: Annotated[str, StringConstraints(pattern=f"{RUN_ID}|^$")] = ""
 
@@ -145,9 +152,10 @@ class SubmitJob(Record):
         return made
 
 
-# Who pays, who waits and where a gang runs changes nothing of what is trained.
+# Who pays, who waits, where a gang runs and who judges changes nothing of what is trained.
 _NOT_TRAINED = {
-    *("name", "team", "project", "priority", "resources", "checkpoint_policy", "budget", "sweep")
+    *("name", "team", "project", "priority", "resources", "checkpoint_policy", "budget", "sweep"),
+    "evaluate_on",
 }
 
 
@@ -186,6 +194,8 @@ class JobReport(Record):
     at: float
     training_id: Annotated[str, StringConstraints(max_length=128)] = ""  # job-…
     training_digest: Sha256 | None = None  # of its result as recorded
+    # of its evaluation as recorded, which a promotion asks for
+    report_digest: Sha256 | None = Field(default=None, exclude_if=lambda value: value is None)
     attempt: int = Field(default=0, ge=0)
     step: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)

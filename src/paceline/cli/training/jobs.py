@@ -61,6 +61,8 @@ def jobs() -> None:
 @click.option("--project", default="")
 @click.option("--purpose", default="", help="What the data are used for (default: the profile's).")
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--evaluate", is_flag=True, help="Judge the result on the snapshot's held-out split.")
+@click.option("--evaluate-on", default="", metavar="URL", help="Judge it on this snapshot's.")
 @click.option("--budget", type=click.FloatRange(min=0), help="Pause the job when it has cost this.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="A setting.")
 @click.option("--key", "idempotency_key", help="The same key again finds the same job.")
@@ -74,6 +76,8 @@ def submit(
     steps: int | None,
     overrides: tuple[str, ...],
     team: str | None,
+    evaluate: bool,
+    evaluate_on: str,
     idempotency_key: str | None,
     follow: bool,
     state: Path | None,
@@ -94,6 +98,7 @@ def submit(
             "version": version,
             "data_snapshot": snapshot,
             "parameters": parameters,
+            "evaluate_on": evaluate_on or (snapshot if evaluate else ""),
             **fields,
         }
     )
@@ -286,6 +291,11 @@ def _lines(view: JobView) -> list[str]:
         lines.append(f"  progress    step {_progress(job) or report.step}{speed}")
         if report.training_id:
             lines.append(f"  training    {report.training_id}")
+        if report.report_digest:
+            bits = report.metrics.get("evaluation_bits_per_byte")
+            figure = "" if bits is None else f"{bits:.4f} bits per byte; "
+            by = f"paceline promote {spec.model_id} --report {report.training_id}"
+            lines.append(f"  judged      {figure}next: {by}")
         lines += [
             f"  checkpoint  step {each.step}, {moment(each.created_at)}, {each.object_ref}"
             for each in report.checkpoints[-3:]
