@@ -45,7 +45,7 @@ PacelineError
 
 from __future__ import annotations
 
-from paceline.text import printable
+from paceline.text import printable, without_passwords
 
 
 class PacelineError(Exception):
@@ -73,6 +73,7 @@ class PacelineError(Exception):
         """Return the whole message on one line: what, got, wanted, where, what to do.
 
         Each part is bounded and printable, because peers, servers and files supply some of them.
+        Passwords in URLs are left out.
         """
         parts = [_shown(self.what)]
         details = [
@@ -97,7 +98,8 @@ class PacelineError(Exception):
 
 
 def _shown(value: object) -> str:
-    return printable(str(value).replace("\r\n", " ").replace("\n", " ").replace("\t", " "))
+    line = str(value).replace("\r\n", " ").replace("\n", " ").replace("\t", " ")
+    return without_passwords(printable(line))
 
 
 def _rebuild(

@@ -6,9 +6,11 @@ Call ``printable`` where such text enters the process; ``OneLine`` is the format
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Sequence
 
 LONGEST = 4000  # characters of one value in an error message
+_PASSWORD = re.compile(r"://([^\s/:@?#]*):[^\s/@]+@")
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
@@ -24,6 +26,16 @@ def printable(text: str, longest: int = LONGEST) -> str:
         each if each.isprintable() else each.encode("unicode_escape").decode() for each in cut
     )
     return shown if len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def without_passwords(text: str) -> str:
+    """Return ``text`` with the password of each URL replaced by asterisks."""
+    return _PASSWORD.sub(r"://\1:***@", text) if "://" in text else text
+
+
+def has_password(text: str) -> bool:
+    """Return whether a URL in ``text`` has a password."""
+    return _PASSWORD.search(text) is not None
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:
@@ -48,16 +60,17 @@ def log_to_stderr(level: int | str, form: str) -> None:
 
 
 class OneLine(logging.Formatter):
-    """Log formatter that writes one line per event; line breaks in arguments are escaped.
+    """Log formatter that writes one line per event; line breaks in arguments are escaped, and
+    passwords in URLs are left out.
 
     A traceback follows on lines indented by two spaces, so that none is mistaken for an event.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 (logging's name)
         """Return the line with control characters escaped."""
-        record.message = printable(record.message, 16 * LONGEST)
+        record.message = without_passwords(printable(record.message, 16 * LONGEST))
         return super().formatMessage(record)
 
     def formatException(self, ei: object) -> str:  # noqa: N802 (logging's name)
         """Return the traceback indented, with control characters escaped."""
-        return indented(super().formatException(ei))  # type: ignore[arg-type]
+        return without_passwords(indented(super().formatException(ei)))  # type: ignore[arg-type]

@@ -11,12 +11,15 @@ import torch
 import torch.nn.functional as F
 import transformers
 
+from paceline.config import EvaluationSettings
 from paceline.data import Conversation, Document, open_tokenizer
 from paceline.errors import InvalidInput, InvalidSnapshot
 from paceline.evaluation import (
     HeldOutDocument,
+    as_markdown,
     choose_conversations,
     choose_prefixes,
+    score_models,
     score_transformer,
 )
 from paceline.models import config_for, new_model, save_model
@@ -78,6 +81,41 @@ def test_bits_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
     tokens = open_tokenizer(str(words)).encode(TEXTS)
     assert found.tokens == sum(map(len, tokens)) < sum(map(len, TEXTS)) / 1.5
     assert (found.dtype, found.format) == ("float32", "safetensors")
+
+
+def test_figures_of_tokens_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
+    """One window a text: perplexity, accuracy, and ten bins of certainty, by hand."""
+    texts = [text[:60].decode(errors="ignore").encode() for text in TEXTS]
+    report = score_models(
+        {"candidate": model},
+        documents_of(texts),
+        lambda: texts,
+        EvaluationSettings(bootstrap_samples=100),
+        snapshot_digest="0" * 64,
+        on_progress=lambda *_: None,
+    )
+    score = report.score("candidate")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(model, attn_implementation="eager")
+    encoded = transformers.PreTrainedTokenizerFast(tokenizer_file=str(words))
+    best, right, nats = [], [], []
+    for text in texts:
+        ids = encoded(text.decode(), add_special_tokens=False)["input_ids"]
+        row = torch.tensor([[encoded.convert_tokens_to_ids("<|endoftext|>"), *ids]])
+        with torch.no_grad():
+            p_TV = theirs(row[:, :-1]).logits[0].softmax(-1)
+        best.append(p_TV.max(-1).values)
+        right.append(p_TV.argmax(-1) == row[0, 1:])
+        nats.append(-p_TV.gather(1, row[0, 1:, None]).log()[:, 0])
+    best_N, right_N, nats_N = (torch.cat(each).double().numpy() for each in (best, right, nats))
+    of = np.minimum((best_N * 10).astype(int), 9)
+    apart = sum(abs((right_N - best_N)[of == each].sum()) for each in range(10)) / len(best_N)
+    assert score is not None
+    assert score.tokens == len(best_N)
+    assert score.perplexity == pytest.approx(float(np.exp(nats_N.mean())), rel=1e-5)
+    assert score.token_accuracy == pytest.approx(right_N.mean())
+    assert score.calibration_error == pytest.approx(apart, abs=2e-6)
+    assert "calibration error" in as_markdown(report)
+    assert report.score("gzip").perplexity is None  # type: ignore[union-attr]
 
 
 def test_our_model_reads_the_datas_tokens_and_not_bytes(words: Path, tmp_path: Path) -> None:

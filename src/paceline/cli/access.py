@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import click
 from pydantic import BaseModel, ValidationError
@@ -322,6 +323,14 @@ def init(
             where=directory,
             do="Name another with --state, or edit its profile in place.",
         )
+    for url in (*urls, prefect, mlflow):
+        if "@" in urlsplit(url).netloc:  # it would be printed, and copied to clients
+            raise InvalidInput(
+                "a server's URL has no user and password",
+                where=url,
+                do="Tokens are made here; Prefect's and MLflow's accounts are secrets of the "
+                "control plane (docs/how-to/run-the-control-plane.md).",
+            )
     settings = _with_names(settings, [Endpoint.of(url) for url in urls])
     ensure_own_directory(directory)
     kept = (directory / settings.security.authority / "ca-key.pem").exists()

@@ -12,13 +12,14 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from paceline.cli.commands import COMMANDS, Paceline
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
-from paceline.text import OneLine, indented
+from paceline.text import OneLine, has_password, indented
 
 cli = Paceline(
     "paceline",
@@ -35,6 +36,7 @@ def run() -> None:
     if logging.lastResort is not None:  # used by commands that configure no logging
         logging.lastResort.setFormatter(OneLine())
     try:
+        _refuse_passwords(sys.argv[1:])
         code = cli.main(prog_name="paceline", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
@@ -60,6 +62,20 @@ def run() -> None:
         click.echo("terminated", err=True)
         sys.exit(143)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _refuse_passwords(words: Sequence[str]) -> None:
+    """Raise InvalidInput for a URL with a password: it would be a parameter of flow runs and in
+    records. Of MLflow and a sweep's study it stays in this process; a profile is a file."""
+    for before, word in zip(["", *words], words, strict=False):
+        option = word.split("=")[0] if word.startswith("--") else before
+        if has_password(word) and option not in ("--mlflow", "--storage", "--set"):
+            raise InvalidInput(
+                "a URL has a password",
+                got=word,
+                wanted="a URL without it",
+                do="Credentials come from the environment and from files: docs/how-to.",
+            )
 
 
 def _fail(error: PacelineError, wants_json: bool) -> None:

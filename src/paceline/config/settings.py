@@ -586,6 +586,10 @@ class Policy(Settings):
     # by how much the candidate may be worse than the champion, or the base, on any of them.
     min_tasks: dict[str, float] = {}
     max_task_regression: float = Field(default=0.0, ge=0)
+    # Of the model's own tokens: how often the most likely one is right, and how far from that the
+    # model's own certainty is (expected calibration error).
+    min_token_accuracy: float | None = Field(default=None, ge=0, le=1)
+    max_calibration_error: float | None = Field(default=None, gt=0, le=1)
     max_model_bytes: int = Field(default=2_000_000_000, gt=0)
     # Of one row of the context's length, on the node that judges: a forward pass, one more token,
     # and the whole process's peak.

@@ -110,6 +110,13 @@ def decide(
                 (_at_least, "context", facts.context, policy.min_context),
                 (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
                 (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
+                (_at_least, "token accuracy", facts.token_accuracy, policy.min_token_accuracy),
+                (
+                    _at_most,
+                    "calibration error",
+                    facts.calibration_error,
+                    policy.max_calibration_error,
+                ),
             )
             if bound is not None
         ),

@@ -87,9 +87,9 @@ def joined(parts: Sequence[RecordedScore]) -> RecordedScore:
         del own[:GROUP]
     assert not any(rest), "each part has its groups in turn"
     tokens = sum(int(str(each.facts["tokens"])) for each in parts)
-    return parts[0].model_copy(
-        update={"bits": tuple(bits), "facts": parts[0].facts | {"tokens": tokens}}
-    )
+    of_parts = np.array([each.facts["calibration"] for each in parts], dtype=np.int64)
+    facts = parts[0].facts | {"tokens": tokens, "calibration": of_parts.sum(0).tolist()}
+    return parts[0].model_copy(update={"bits": tuple(bits), "facts": facts})
 
 
 def _prefix(text: bytes, size: int) -> bytes:

@@ -52,6 +52,7 @@ def as_markdown(report: EvaluationReport) -> str:
         f"of {'–' if each.overlapping is None else each.overlapping} at least half the text is."
         for each in report.overlaps or ()
     ]
+    lines += _of_tokens(report)
     lines += _serving(report)
     lines += _gains(report)
     lines += _tasks(report)
@@ -74,7 +75,7 @@ def comparison_rows(report: EvaluationReport) -> list[str]:
         for each in _ranked(report)
     ]
     head = ["| model | bits per byte | interval | tokens |", "|---|---:|---:|---:|"]
-    return [*head, *rows, *_gains(report), *_tasks(report)]
+    return [*head, *rows, *_of_tokens(report), *_gains(report), *_tasks(report)]
 
 
 def plot_report(report: EvaluationReport, path: Path) -> Path:
@@ -124,6 +125,20 @@ def _gains(report: EvaluationReport) -> list[str]:
     ]
     head = ["", "| difference in bits per byte | value | interval | |", "|---|---:|---:|---|"]
     return head + rows if rows else []
+
+
+def _of_tokens(report: EvaluationReport) -> list[str]:
+    rows = [
+        f"| {_cell(each.name)} | {each.perplexity:.3f} | {each.token_accuracy:.2%} | "
+        f"{each.calibration_error:.4f} | {each.tokens} |"
+        for each in _ranked(report)
+        if each.perplexity is not None
+    ]
+    head = [
+        "",
+        "| by the model's own tokens | perplexity | accuracy | calibration error | tokens |",
+    ]
+    return [*head, "|---|---:|---:|---:|---:|", *rows] if rows else []
 
 
 def _serving(report: EvaluationReport) -> list[str]:

@@ -25,7 +25,7 @@ from paceline.errors import PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
-from paceline.evaluation.transformer import score_transformer
+from paceline.evaluation.transformer import MILLION, score_transformer
 from paceline.models import local_model_digest
 from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
 
@@ -201,6 +201,19 @@ def _ngram_bits(train: Sequence[bytes], texts: Sequence[bytes], order: int) -> R
     return np.array([float(model.bits(text).sum()) for text in texts])
 
 
+def _by_token(bits_D: Reals, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``facts`` with the figures of its own tokens, which do not compare with those of
+    another tokenizer: perplexity, accuracy, and the expected calibration error over ten bins."""
+    found = dict(facts)
+    bins = np.array(found.pop("calibration", ()), dtype=np.float64)
+    if bins.size and (tokens := float(bins[:, 0].sum())):
+        found["perplexity"] = float(2.0 ** min(1000.0, bits_D.sum() / tokens))
+        found["token_accuracy"] = float(bins[:, 1].sum() / tokens)
+        apart = np.abs(bins[:, 1] - bins[:, 2] / MILLION)
+        found["calibration_error"] = float(apart.sum() / tokens)
+    return found
+
+
 def _scores(
     scored: Mapping[str, _Scored], sizes_D: Reals, settings: EvaluationSettings
 ) -> tuple[ModelScore, ...]:
@@ -222,7 +235,7 @@ def _scores(
                     for other, its in scored.items()
                     if other != name and each.kind == "transformer"
                 },
-                **each.facts,
+                **_by_token(each.bits, each.facts),
             )
         )
     return tuple(found)

@@ -28,6 +28,12 @@ from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
 
 Reals = NDArray[np.float64]
+# By tenths of the probability of the most likely token: tokens, how often it was the right one, and
+# the sum of those probabilities in millionths. Whole numbers: parts of the text add up exactly.
+Bins = tuple[tuple[int, int, int], ...]
+
+BINS = 10
+MILLION = 1_000_000
 
 TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32_768}  # at most, by kind of device
 LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
@@ -45,6 +51,7 @@ class TransformerScore:
     model_bytes: int
     weights_digest: str
     tokens: int
+    calibration: Bins
     parameters: int
     context: int  # that the model was made for; rows may be shorter
     format: str = FORMAT
@@ -94,7 +101,7 @@ def score_transformer(
     with one_core_an_operation() as cores:
         model, serving = measure_serving(lambda: TextModel.open(directory, tokenizer))
         read = [_read(model, each, tokenizer) for each in held_out]
-        bits_D = _bits(model, read, on_progress, _threads(model, cores))
+        bits_D, bins = _bits(model, read, on_progress, _threads(model, cores))
     return TransformerScore(
         bits=bits_D,
         latency_ms=serving.prefill_ms,
@@ -103,6 +110,7 @@ def score_transformer(
         model_bytes=sum(path.stat().st_size for path in weight_files(directory)),
         weights_digest=weights_digest(directory),
         tokens=sum(int(each.counts.sum()) for each in read),
+        calibration=bins,
         parameters=model.parameters,
         context=model.longest_context,
     )
@@ -155,7 +163,7 @@ def _bits(
     documents: Sequence[_Read],
     on_progress: Callable[[float], None],
     threads: int,
-) -> Reals:
+) -> tuple[Reals, Bins]:
     import torch
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
@@ -169,20 +177,22 @@ def _bits(
         ]
         todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
         batches += [todo[start : start + rows] for start in range(0, len(todo), rows)]
-    bits_D = np.zeros(len(documents))
+    bits_D, bins = np.zeros(len(documents)), np.zeros((BINS, 3), dtype=np.int64)
 
-    def predict(batch: Sequence[Window]) -> NDArray[np.float64]:
+    def predict(batch: Sequence[Window]) -> _Predicted:
         with torch.inference_mode():  # a thread-local setting
-            return _nats(model, batch, inputs, targets)
+            return _predicted(model, batch, inputs, targets)
 
     with ThreadPoolExecutor(threads) as pool:
-        for done, (batch, nats_BT) in enumerate(
+        for done, (batch, found) in enumerate(
             zip(batches, pool.map(predict, batches), strict=True), start=1
         ):
-            for row, window in zip(nats_BT, batch, strict=True):
-                fresh = row[window.fresh - window.start : window.end - window.start]
-                fresh = fresh[documents[window.document].counts[window.fresh : window.end]]
-                bits_D[window.document] += float(fresh.sum()) / np.log(2)
+            for row, window in enumerate(batch):
+                fresh = slice(window.fresh - window.start, window.end - window.start)
+                counts = documents[window.document].counts[window.fresh : window.end]
+                nats = found.nats[row, fresh][counts]
+                bits_D[window.document] += float(nats.sum()) / np.log(2)
+                _count(bins, found.best[row, fresh][counts], found.right[row, fresh][counts])
             on_progress(done / len(batches))
     if not np.isfinite(bits_D).all():
         raise CorruptData(
@@ -191,12 +201,29 @@ def _bits(
             wanted="probabilities",
             where=model.directory,
         )
-    return bits_D
+    return bits_D, tuple((int(n), int(right), int(sure)) for n, right, sure in bins)
 
 
-def _nats(
+def _count(bins: NDArray[np.int64], best: NDArray[np.int64], right: NDArray[np.bool_]) -> None:
+    """Add tokens to ``bins``; ``best`` are probabilities in millionths."""
+    of = np.minimum(best * BINS // MILLION, BINS - 1)
+    for column, each in enumerate((np.ones_like(best), right, best)):
+        np.add.at(bins[:, column], of, each)
+
+
+@dataclass(frozen=True)
+class _Predicted:
+    """Of each target, (B, T): its nats, the probability of the most likely token in millionths, and
+    whether that one is the target."""
+
+    nats: Reals
+    best: NDArray[np.int64]
+    right: NDArray[np.bool_]
+
+
+def _predicted(
     model: TextModel, group: Sequence[Window], inputs: Sequence[Tokens], targets: Sequence[Tokens]
-) -> NDArray[np.float64]:
+) -> _Predicted:
     import torch
     import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
@@ -208,14 +235,18 @@ def _nats(
         length = window.end - window.start
         tokens_BT[row, :length] = inputs[window.document][window.start : window.end]
         wanted_BT[row, :length] = targets[window.document][window.start : window.end]
-    logits_BTV = model.forward(torch.from_numpy(tokens_BT)).float()
-    nats = F.cross_entropy(
-        logits_BTV.flatten(0, 1),
-        torch.from_numpy(wanted_BT).flatten().to(model.device),
-        reduction="none",
+    logits_NV = model.forward(torch.from_numpy(tokens_BT)).float().flatten(0, 1)
+    targets_N = torch.from_numpy(wanted_BT).flatten().to(model.device)
+    nats_N = F.cross_entropy(logits_NV, targets_N, reduction="none")
+    highest_N, chosen_N = logits_NV.max(-1)
+    of_target_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
+    best_N = (highest_N - of_target_N - nats_N).exp().nan_to_num() * MILLION
+    shape = (len(group), longest)
+    return _Predicted(
+        nats_N.view(shape).double().cpu().numpy(),
+        best_N.round().clamp(0, MILLION).long().view(shape).cpu().numpy(),
+        (chosen_N == targets_N).view(shape).cpu().numpy(),
     )
-    found: NDArray[np.float64] = nats.view(len(group), longest).double().cpu().numpy()
-    return found
 
 
 @contextmanager

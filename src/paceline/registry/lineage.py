@@ -324,6 +324,8 @@ def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
         values[f"{prefix}/bits_per_byte_high"] = score.bits_per_byte.high
         values[f"{prefix}/latency_ms"] = score.latency_ms
         values[f"{prefix}/model_bytes"] = score.model_bytes
+        for name in ("perplexity", "token_accuracy", "calibration_error"):
+            values[f"{prefix}/{name}"] = getattr(score, name)
         if score.serving is not None:
             values[f"{prefix}/decode_ms_per_token"] = score.serving.decode_ms_per_token
             values[f"{prefix}/peak_memory_bytes"] = score.serving.peak_memory_bytes

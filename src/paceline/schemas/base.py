@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from paceline.errors import InvalidInput
-from paceline.text import printable
+from paceline.text import has_password, printable
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -40,6 +40,16 @@ COUNT_MAX = 2**63 - 1
 Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 # Text from another process that logs, tables and pages show: control characters are escaped.
 Text = Annotated[str, AfterValidator(printable)]
+
+
+def require_no_password(text: str) -> str:
+    """Return ``text``; raises ValueError where it is a URL with a password."""
+    if has_password(text):  # it would be kept, and shown
+        raise ValueError("a URL with a password is refused: credentials are the installation's")
+    return text
+
+
+Url = Annotated[Text, AfterValidator(require_no_password)]
 
 
 def _be_strict(schema: Any) -> None:

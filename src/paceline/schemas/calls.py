@@ -10,9 +10,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from paceline.schemas.base import COUNT_MAX, Count, ModelId, Name, Record, Text
+from paceline.schemas.base import COUNT_MAX, Count, ModelId, Name, Record, Text, require_no_password
 from paceline.schemas.events import Event
 from paceline.schemas.plan import Labels, Topology
 from paceline.schemas.records import (
@@ -43,7 +43,9 @@ class CreateDeployment(Record):
 
     model_id: ModelId | Literal[""] = ""
     version: Name | Literal[""] = ""
-    source_url: str = Field(min_length=1, max_length=2048)
+    source_url: Annotated[str, AfterValidator(require_no_password)] = Field(
+        min_length=1, max_length=2048
+    )
     target_workers: tuple[Name, ...] = Field(default=(), max_length=20_000)
     selector: Text | None = Field(default=None, max_length=2000)  # schemas.selectors; "": all alive
     topology: Topology = Topology.AUTO

@@ -21,6 +21,7 @@ from paceline.schemas.base import (
     Record,
     Sha256,
     Text,
+    Url,
     canonical_json,
     digest_of,
 )
@@ -96,13 +97,13 @@ class SubmitJob(Record):
 
     model_id: ModelId
     version: Name
-    data_snapshot: Text = Field(
+    data_snapshot: Url = Field(
         min_length=1,
         max_length=2000,
         validation_alias=AliasChoices("data_snapshot", "dataSnapshot"),
     )
     # "": the profile's; else a pinned function of security.code_sources
-    code_ref: Text = Field(
+    code_ref: Url = Field(
         default="", max_length=1000, validation_alias=AliasChoices("code_ref", "codeRef")
     )
     resources: Resources = Resources()
@@ -121,7 +122,7 @@ class SubmitJob(Record):
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
     budget: Budget | None = Field(default=None, exclude_if=lambda value: not value)
     # the snapshot on whose held-out split the result is judged; "": it is not judged
-    evaluate_on: Text = Field(
+    evaluate_on: Url = Field(
         default="",
         max_length=2000,
         validation_alias=AliasChoices("evaluate_on", "evaluateOn"),

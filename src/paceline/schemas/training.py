@@ -293,6 +293,11 @@ class ModelScore(_Compared):
     format: str | None = None  # of the weights that were loaded: "safetensors"
     model_bytes: int | None = None
     tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
+    # Of these tokens; they do not compare with those of another tokenizer.
+    perplexity: float | None = Field(default=None, exclude_if=_unset)
+    token_accuracy: float | None = Field(default=None, exclude_if=_unset)  # most likely = right
+    # mean distance of how sure the model is of its most likely token to how often that is right
+    calibration_error: float | None = Field(default=None, exclude_if=_unset)
     parameters: int | None = Field(default=None, exclude_if=_unset)
     context: int | None = Field(default=None, exclude_if=_unset)  # positions it was made for
     serving: Serving | None = Field(default=None, exclude_if=_unset)

@@ -38,6 +38,14 @@ def parse_url(url: str) -> tuple[str, str]:
     if len(url) > MAX_URL:
         raise bad("URL is too long", f"{len(url)} characters")
     bucket, _, key = url.removeprefix(SCHEME).partition("/")
+    if "@" in bucket:
+        raise InvalidInput(
+            "an S3 URL has no user and password",
+            got="an @ in the bucket's name",
+            wanted="s3://bucket/key",
+            where=url[:200],
+            do="Credentials come from AWS's own places: environment, profile, role.",
+        )
     if not _BUCKET.fullmatch(bucket):
         raise InvalidInput(
             "bad bucket name",
