@@ -77,6 +77,22 @@ def test_a_join_token_names_its_worker_and_the_authority(served):
     assert made["token"].endswith(made["ca_sha256"])
 
 
+def test_a_group_join_token_is_listed_with_uses_left_expiry_and_networks(served):
+    words = ("--nodes", "200", "--ttl", "2h", "--from", "10.1.0.0/16", "--from", "fd00::/8")
+    made = said(served, "token-made", "tokens", "join", *words)["record"]
+    assert (made["nodes"], made["joined"], made["networks"]) == (
+        200,
+        0,
+        ["10.1.0.0/16", "fd00::/8"],
+    )
+    assert made["expires_at"] - made["created_at"] == pytest.approx(7200)
+    listed = said(served, "tokens", "tokens", "list")["tokens"]
+    assert made["token_id"] in {each["token_id"] for each in listed if each.get("nodes")}
+    shown = " ".join(command(served, "tokens", "list").stdout.split())
+    assert "200 of 200 uses left, from 10.1.0.0/16, fd00::/8" in shown
+    assert said(served, "token-revoked", "tokens", "revoke", made["token_id"])
+
+
 def test_the_audit_command_tells_who_did_what(served):
     import time
 
@@ -107,6 +123,12 @@ def test_the_audit_command_tells_who_did_what(served):
         (("tokens", "create", "--name", "a\nb", "--scope", "read"), 2, "--name"),
         (("tokens", "join", "--worker-id", "../x"), 2, "--worker-id"),
         (("tokens", "join", "--worker-id", "x", "--ttl", "8d"), 2, "--ttl"),
+        (("tokens", "join"), 2, "--nodes for many"),
+        (("tokens", "join", "--worker-id", "x", "--nodes", "2"), 2, "--nodes for many"),
+        (("tokens", "join", "--nodes", "0"), 2, "--nodes 0"),
+        (("tokens", "join", "--nodes", "10001"), 2, "--nodes 10001"),
+        (("tokens", "join", "--nodes", "2", "--from", "10.0.0.1/8"), 2, "has host bits set"),
+        (("tokens", "join", "--nodes", "2", "--from", "lan"), 2, "--from 'lan'"),
         (("tokens", "revoke", "none"), 1, "no such token"),
         (("audit", "--name", "nothing.such"), 2, "not acceptable"),
     ],

@@ -34,7 +34,8 @@ def guard_of(route: Route, *, takes_body: bool) -> str:
     scopes = " or ".join(f"`{scope}`" for scope in route.scopes)
     parts = [f"token of scope {scopes}" if scopes else "open"]
     if route.scopes in ONE_WORKER:
-        parts.append("bound to its worker")
+        group = " (of a group: to new names)" if Scope.JOIN in route.scopes else ""
+        parts.append(f"bound to its worker{group}")
     parts.append(BUCKETS[route.bucket])
     if takes_body:
         parts.append(f"body ≤ {MAX_BODY_BYTES // 2**20} MiB in {BODY_S:.0f} s")

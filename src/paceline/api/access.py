@@ -26,6 +26,7 @@ from paceline.coordinator import (
     CoordinatorState,
     current_call,
     current_caller,
+    member_id,
     new_token,
 )
 from paceline.coordinator.state import AdmitWorker, IssueToken, RevokeToken
@@ -60,6 +61,7 @@ from paceline.schemas import (
     Name,
     PurposeList,
     PurposeRule,
+    Scope,
     Success,
     TokenList,
     TokenView,
@@ -125,22 +127,28 @@ class IdentityIssuer:
     def admit(self, asked: JoinWorker) -> WorkerIdentity:
         """Return the caller's next identity; this spends a join token for the request's key.
 
-        Raises AccessDenied if the caller's token is not bound to that worker or was spent for
-        another key, Conflict if a living worker has that id already, InvalidInput if the
+        Raises AccessDenied if the caller's token is not bound to that worker, was spent for
+        another key or is for other networks, or if it is a group join token without uses left, or
+        for a name that is not new; Conflict if a living worker has that id, InvalidInput if the
         certificate request is malformed, ServiceUnavailable if this installation's own files cannot
         be read.
         """
-        who = current_caller()
-        if who.worker_id != asked.worker_id:
+        who, call = current_caller(), current_call.get()
+        by_group = who.worker_id is None and Scope.JOIN in who.scopes
+        if who.worker_id != asked.worker_id and not by_group:
             raise AccessDenied(
                 "the token is not that worker's",
                 got=asked.worker_id,
                 wanted=who.worker_id or "a token that is bound to a worker",
                 do="Make a join token for this worker: `paceline tokens join --worker-id ID`.",
             )
-        self._require_free(who.token_id, asked.worker_id)
+        if not by_group:  # the registry of tokens has a stricter rule for these
+            self._require_free(who.token_id, asked.worker_id)
         known = self._runtime.endpoints
         key, now = requested_key(asked.csr.encode()), self._wall()
+        key_digest, admission = key_sha256(key), who.admission
+        if by_group:
+            admission = member_id(who.token_id, asked.worker_id, key_digest)
         days = self._runtime.profile.security.identity_days
         with _unavailable_on_file_error():
             authority, rest_ca = self._authority(), self._rest_ca()
@@ -155,7 +163,7 @@ class IdentityIssuer:
                 asked.worker_id,
                 key,
                 valid_days=days,
-                admission=who.admission,
+                admission=admission,
             )
         token, expires_at = new_token(), now + days * DAY_S
         self._coordinator.handle(
@@ -165,8 +173,9 @@ class IdentityIssuer:
                 token_id=token.token_id,
                 sha256=token.sha256,
                 expires_at=expires_at,
-                key_sha256=key_sha256(key),
+                key_sha256=key_digest,
                 authority=trusted,
+                address=call.address if call else "",
                 at=now,
             )
         )
@@ -272,7 +281,7 @@ def make_access_router(
 
     @router.post("/tokens/join", status_code=201, tags=["access"])
     def create_join_token(call: CreateJoinToken) -> CreatedToken:
-        """Create a join token, with which one agent may join once."""
+        """Create a join token, with which one agent may join once, or as many as ``nodes``."""
         return issue(call, admission.ca_sha256())
 
     @router.get("/tokens", tags=["access"])
@@ -287,7 +296,8 @@ def make_access_router(
         """Revoke a token; it is refused from the next call on.
 
         Revoking a worker's token revokes every token of that worker; revoking a spent join token
-        revokes the identity that was issued for it.
+        revokes the identity that was issued for it; revoking a group join token ends its uses, and
+        nodes that joined with it keep their identities.
         """
         answer = coordinator.handle(RevokeToken(token_id=token_id, at=coordinator.now()))
         assert isinstance(answer, Success)

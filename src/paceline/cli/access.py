@@ -124,16 +124,40 @@ def create(
 
 
 @tokens.command()
-@click.option("--worker-id", required=True, help="The worker that the node will be.")
+@click.option("--worker-id", default=None, help="The one worker that the node will be.")
+@click.option(
+    "--nodes", type=int, default=None, help="For so many nodes with new names, at most 10,000."
+)
 @click.option("--ttl", **DURATION, default="1h", show_default=True, help="At most 7d.")
+@click.option(
+    "--from",
+    "networks",
+    multiple=True,
+    metavar="CIDR",
+    help="Nodes of this network alone may use it (repeatable); default: of any.",
+)
 @state_option
 @json_option
-def join(worker_id: str, ttl: float, state: Path | None, as_json: bool) -> int:
-    """Make a token with which one node may join, once, and print it.
+def join(
+    worker_id: str | None,
+    nodes: int | None,
+    ttl: float,
+    networks: tuple[str, ...],
+    state: Path | None,
+    as_json: bool,
+) -> int:
+    """Make a token with which one node may join, once, or --nodes of them, and print it.
 
-    On the node: paceline agent --state DIR --worker-id ID --coordinator URL --join TOKEN
+    On a node: paceline agent --state DIR --worker-id ID --coordinator URL --join TOKEN
     """
-    given = {"worker_id": worker_id, "ttl_seconds": ttl}
+    if (worker_id is None) == (nodes is None):
+        raise click.UsageError("Name --worker-id for one node, or --nodes for many.")
+    given = {
+        "worker_id": worker_id,
+        "nodes": nodes,
+        "ttl_seconds": ttl,
+        "networks": networks,
+    }
     made = _client(state).create_join_token(_checked(CreateJoinToken, given))
     _say_made(made, as_json)
     return 0
@@ -230,9 +254,10 @@ def _checked(kind: type[Call], given: Mapping[str, object]) -> Call:
     except ValidationError as error:
         first = error.errors()[0]
         option = "--" + str(first["loc"][0] if first["loc"] else "").replace("_", "-")
+        option = option.removesuffix("-seconds").replace("--networks", "--from")
         raise InvalidInput(
             "not a token that can be made",
-            got=f"{option.removesuffix('-seconds')} {first.get('input')!r}",
+            got=f"{option} {first.get('input')!r}",
             wanted=first["msg"],
         ) from error
 
@@ -253,7 +278,10 @@ def _state(token: TokenView) -> str:
     if token.expires_at is None:
         return "good"
     ended = token.expires_at <= time.time()
-    return f"{'expired' if ended else 'good until'} {_at(token.expires_at)}"
+    state = f"{'expired' if ended else 'good until'} {_at(token.expires_at)}"
+    if token.nodes is not None:
+        state += f", {token.nodes - (token.joined or 0)} of {token.nodes} uses left"
+    return f"{state}, from {', '.join(token.networks)}" if token.networks else state
 
 
 def _at(seconds: float | None) -> str:

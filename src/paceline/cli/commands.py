@@ -157,7 +157,8 @@ EXAMPLES = {  # where more is typed than the command's words
     "workers": "workers --to rack=r1,pool=a100",
     "init": "init --profile hosts --coordinator https://control-1:7443",
     "tokens create": "tokens create --name ci --scope deploy --ttl 90d",
-    "tokens join": "tokens join --worker-id node-1",
+    "tokens join": "tokens join --worker-id node-1\n"
+    "tokens join --nodes 200 --ttl 24h --from 10.1.0.0/16",
     "tokens revoke": "tokens revoke --worker-id node-1",
     "keys new": "keys new publisher.key",
     "keys show": "keys show publisher.key",

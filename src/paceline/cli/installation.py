@@ -162,7 +162,7 @@ JOIN_OPTIONS = (
         "join_token",
         default="",
         metavar="TOKEN",
-        help="Join with this one-time token (`paceline tokens join`), or @FILE that holds it; later"
+        help="Join with this join token (`paceline tokens join`), or @FILE that holds it; later"
         " starts need it no more, and spend nothing.",
     ),
     click.option(
@@ -242,7 +242,7 @@ def agent(
     """
     from paceline.relay import AgentConfig, read_inventory, run_agent
 
-    # first: a configuration error must not use up the one-time token
+    # first: a configuration error must not use up the join token
     config = AgentConfig(state_dir=state.absolute(), **options)
     if join_token or coordinator_url:
         _join(state.absolute(), config.worker_id, coordinator_url, join_token, ca)

@@ -353,7 +353,7 @@ class AccessClient(CoordinatorClient):
         return self._call(CreatedToken, "POST", "/tokens", call)
 
     def create_join_token(self, call: CreateJoinToken) -> CreatedToken:
-        """Create a join token for one worker; only this result contains its text."""
+        """Create a join token, for one worker or many; only this result contains its text."""
         return self._call(CreatedToken, "POST", "/tokens/join", call)
 
     def tokens(self) -> list[TokenView]:

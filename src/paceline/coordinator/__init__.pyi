@@ -23,6 +23,7 @@ from .tokens import (
     MAX_UNUSED as MAX_UNUSED,
     NewToken as NewToken,
     TokenRegistry as TokenRegistry,
+    member_id as member_id,
     new_token as new_token,
     scopes_of as scopes_of,
     sha256_of as sha256_of,

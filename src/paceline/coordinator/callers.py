@@ -103,6 +103,8 @@ def audit_event(
                 on.setdefault("worker_id", worker.worker_id)
             case SaveToken(token):
                 on["token_id"] = token.token_id  # the last one is the one that was issued
+                if token.worker_id is not None:
+                    on["worker_id"] = token.worker_id
             case SavePurpose(rule):
                 on |= {"rule_id": rule.rule_id, "purpose": rule.purpose, "reason": rule.reason}
                 for key in ("data", "teams", "projects"):

@@ -12,8 +12,9 @@ import hmac
 import math
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
 
 from paceline.coordinator.state import (
     AdmitWorker,
@@ -71,6 +72,14 @@ def sha256_of(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def member_id(group_id: str, worker_id: str, key_sha256: str | None) -> str:
+    """Return the id of the join token that stands for one node of a group join token.
+
+    It depends on the node's key: the same request again is the same node, another is not.
+    """
+    return sha256_of(f"{group_id} {worker_id} {key_sha256}")[:32]
+
+
 def scopes_of(record: TokenRecord) -> frozenset[Scope]:
     """Return every scope that ``record`` grants, included ones too."""
     return frozenset().union(*(INCLUDES[scope] for scope in record.scopes))
@@ -79,7 +88,9 @@ def scopes_of(record: TokenRecord) -> frozenset[Scope]:
 class TokenRegistry:
     """Every token record; ``handle`` is the only way to change them."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_registered: Callable[[str], bool] = lambda _: False) -> None:
+        """``is_registered``: whether the fleet has a worker of this id, with a token or without."""
+        self._is_registered = is_registered
         self._tokens: dict[str, TokenRecord] = {}
         self._ids_of: dict[str, set[str]] = {}  # token ids of each worker, of every kind
         self._barred: tuple[str, ...] | None = ()  # None: to be computed
@@ -207,12 +218,15 @@ class TokenRegistry:
             record = TokenRecord(
                 token_id=event.token_id,
                 kind="join",
-                name=f"join {call.worker_id}"[:128],
+                name=f"join {call.worker_id or f'of {call.nodes} nodes'}"[:128],
                 scopes=(Scope.JOIN,),
                 sha256=event.sha256,
                 worker_id=call.worker_id,
                 created_at=at,
                 expires_at=at + call.ttl_seconds,
+                nodes=call.nodes,
+                joined=None if call.nodes is None else 0,
+                networks=call.networks,
             )
         effects = self._forget(at)
         self._require_room(len(effects))
@@ -237,7 +251,7 @@ class TokenRegistry:
         """Return every token that is revoked together with ``record``, itself last.
 
         For a worker's token these are all tokens of the worker; for a join token, those of its
-        admission.
+        admission; for a group join token, itself alone: its nodes keep theirs.
         """
         others = [] if record.worker_id is None else self._of(record.worker_id)
         if record.kind == "join":
@@ -245,12 +259,9 @@ class TokenRegistry:
         return [*(each for each in others if each is not record), record]
 
     def _admit(self, event: AdmitWorker) -> list[Effect]:
-        shown, at = self._tokens.get(event.spends), event.at
-        if shown is None or (why := unusable_reason(shown, at, event.key_sha256)) is not None:
-            reason = "is not known" if shown is None else f"{why}"
-            raise AccessDenied(
-                f"the token {reason}", got=event.spends, do="Make another join token."
-            )
+        shown, group, at = self._usable(event.spends, event), None, event.at
+        if shown.nodes is not None:
+            group, shown = shown, self._member(shown, event)
         if shown.worker_id != event.worker_id:
             raise AccessDenied(
                 "the token is another worker's", got=event.worker_id, wanted=shown.worker_id
@@ -270,6 +281,9 @@ class TokenRegistry:
         if shown.kind == "join" and shown.used_at is None:
             spent = {"used_at": at, "key_sha256": event.key_sha256}
             effects.append(SaveToken(shown.model_copy(update=spent)))
+            if group is not None:
+                joined = {"joined": (group.joined or 0) + 1}
+                effects.append(SaveToken(group.model_copy(update=joined)))
         unused = []
         for other in self._of(event.worker_id):
             unspent = other.kind == "join" and other.used_at is None
@@ -286,6 +300,60 @@ class TokenRegistry:
         effects += [_end(e, made, at) for e in unused[: 1 - MAX_UNUSED]]
         self._require_room(sum(isinstance(each, DropToken) for each in effects))
         return [*self._apply([*effects, SaveToken(made)]), Answer(TokenView.of(made))]
+
+    def _usable(self, token_id: str, event: AdmitWorker) -> TokenRecord:
+        """Return the token if the event's key and address may use it; raises AccessDenied."""
+        record = self._tokens.get(token_id)
+        why = unusable_reason(record, event.at, event.key_sha256) if record else "is not known"
+        if record is None or why is not None:
+            raise AccessDenied(f"the token {why}", got=token_id, do="Make another join token.")
+        if record.networks and not _is_within(event.address, record.networks):
+            raise AccessDenied(
+                "the token is not for this network",
+                got=event.address or "no address",
+                wanted=", ".join(record.networks),
+                do="Join from there, or make a token for it: `paceline tokens join --from`.",
+            )
+        return record
+
+    def _member(self, group: TokenRecord, event: AdmitWorker) -> TokenRecord:
+        """Return the join token of one node of ``group``: an unspent one, or, if this key has
+        joined under this name already, the one that it spent.
+
+        A group token names no worker, so it opens no name that was given or promised to one.
+        """
+        worker_id = event.worker_id
+        token_id = member_id(group.token_id, worker_id, event.key_sha256)
+        if token_id in self._tokens:
+            return self._usable(token_id, event)
+        mine = [each for each in self._of(worker_id) if unusable_reason(each, event.at) is None]
+        if mine or self._identities(worker_id) or self._is_registered(worker_id):
+            # Conflict: a node that holds this identity may go on with it.
+            holds = any(each.kind == "access" for each in mine)
+            raise (Conflict if holds else AccessDenied)(
+                "a group token admits new names only",
+                got=f"{worker_id}, which {'is' if holds else 'was, or is to be,'} another node",
+                wanted="a name that no worker has had",
+                do="Join under another --worker-id, or with a token made for this one:"
+                f" `paceline tokens join --worker-id {worker_id}`.",
+            )
+        if group.joined == group.nodes:
+            raise AccessDenied(
+                "the token is used up",
+                got=f"{group.joined} nodes have joined with it",
+                wanted="a token with uses left",
+                do="Make another one: `paceline tokens join --nodes N`.",
+            )
+        return TokenRecord(
+            token_id=token_id,
+            kind="join",
+            name=f"join by {group.token_id} of {worker_id}"[:128],
+            scopes=(Scope.JOIN,),
+            sha256=group.sha256,
+            worker_id=worker_id,
+            created_at=event.at,
+            expires_at=group.expires_at,
+        )
 
     def _begin(self, event: TokenFirstUsed) -> list[Effect]:
         """End the predecessors of a worker's token on its first use."""
@@ -365,6 +433,17 @@ def unusable_reason(record: TokenRecord, now: float, key_sha256: str | None = No
     if record.expires_at is not None and record.expires_at <= now:
         return "has expired"
     return None
+
+
+def _is_within(address: str, networks: Iterable[str]) -> bool:
+    """Return whether ``address`` lies in one of ``networks``; what is no IP address does not."""
+    try:
+        found = ip_address(address)
+    except ValueError:
+        return False
+    # A socket that takes both versions has IPv4 callers as ::ffff:a.b.c.d.
+    found = getattr(found, "ipv4_mapped", None) or found
+    return any(found in ip_network(each) for each in networks)
 
 
 def _end(record: TokenRecord, successor: TokenRecord, at: float) -> Effect:

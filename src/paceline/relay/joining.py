@@ -1,4 +1,4 @@
-"""How a node becomes a worker, and stays one: ``join`` with a one-time token, ``Renewal`` after.
+"""How a node becomes a worker, and stays one: ``join`` with a join token, ``Renewal`` after.
 
 The node creates its private key, which never leaves it; the coordinator answers the certificate
 request with a certificate, a token for this worker, and the part of the profile that an agent
@@ -70,8 +70,9 @@ def join(
 ) -> bool:
     """Make this node ``worker_id``; return False where it is that already, without using the token.
 
-    A node that joined with another token before, and was taken out since, joins anew with this one;
-    "" stands for the token that it joined with.
+    A node that joined with another token before, and was taken out since, joins anew with this one,
+    unless that is a group token, which is for new names; "" stands for the token that it joined
+    with.
     ``ca`` is the authority that the coordinator's certificate is checked against; without one, the
     authority whose fingerprint is in the token. Raises AccessDenied (the token was used for another
     node, is expired, or belongs to another worker), Conflict (the directory belongs to another
@@ -113,11 +114,15 @@ def join(
         require_trusted(identity, {pinned})
         runtime = _runtime_of(state_dir, endpoint.url, identity)
         _store_identity(state_dir, identity, key, runtime, joined_with=_id_of(token))
-    except PermanentError:
+    except PermanentError as error:
         kept.unlink(missing_ok=True)
         for each in made:
             with suppress(OSError):  # something else is in it by now
                 each.rmdir()
+        if about is not None and isinstance(error, Conflict):
+            # The worker's identity is in use, by this node: it got a new group token, for others.
+            log.warning("keeps the identity that it has: %s", error)
+            return False
         raise
     kept.unlink()
     log.info("joined worker=%s coordinator=%s", worker_id, endpoint.url)

@@ -2,15 +2,17 @@
 
 A token is ``pl_<token_id>_<secret>``: the id is public, the secret is 256 random bits. Only the
 SHA-256 of the whole token is stored, which is enough for a secret of that size. A join token is
-spent once, for a certificate and a token that are bound to one worker id.
+spent once, for a certificate and a token that are bound to one worker id; a group join token once
+for each of its nodes.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from ipaddress import ip_network
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
 from paceline.schemas.base import Name, Record, Sha256, Text
 from paceline.schemas.events import Event
@@ -27,6 +29,19 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
+def _is_empty(value: tuple[str, ...]) -> bool:
+    return not value
+
+
+def _cidr(text: str) -> str:
+    return str(ip_network(text))
+
+
+# An IPv4 or IPv6 network as CIDR; an address alone is the network of that address.
+Cidr = Annotated[str, Field(max_length=64), AfterValidator(_cidr)]
+Networks = Annotated[tuple[Cidr, ...], Field(max_length=32)]
+
+
 class Scope(StrEnum):
     """What a token allows. Admin includes all others; deploy, train and approve include read;
     Prefect flows need deploy and ledger.
@@ -39,7 +54,7 @@ class Scope(StrEnum):
     WORKER = "worker"
     LEDGER = "ledger"  # allows recording finished stages
     APPROVE = "approve"  # allows deciding on promotions that wait for an approval
-    JOIN = "join"  # of join tokens only: one route, once
+    JOIN = "join"  # of join tokens only: one route, once for each node
 
 
 GrantedScope = Literal[
@@ -81,6 +96,11 @@ class TokenRecord(Record):
     replaced_at: float | None = None
     # The authorities that came with it (``rotation.trusted_set``); None before any was replaced.
     authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
+    # Of a group join token: how many nodes may join with it, and how many have.
+    nodes: int | None = Field(default=None, exclude_if=_is_none)
+    joined: int | None = Field(default=None, exclude_if=_is_none)
+    # Of a join token: the networks that it is accepted from; (): from any.
+    networks: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
 
 
 class TokenView(Record):
@@ -98,6 +118,9 @@ class TokenView(Record):
     last_used_at: float | None = None
     authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
     team: str | None = Field(default=None, exclude_if=_is_none)
+    nodes: int | None = Field(default=None, exclude_if=_is_none)  # that may join with it
+    joined: int | None = Field(default=None, exclude_if=_is_none)  # that have joined with it
+    networks: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
 
     @classmethod
     def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
@@ -124,10 +147,21 @@ class CreateToken(Record):
 
 
 class CreateJoinToken(Record):
-    """Create a join token for one worker."""
+    """Create a join token: for the one worker ``worker_id``, or a group token for ``nodes`` nodes
+    with names that no worker has yet.
+    """
 
-    worker_id: Name
+    worker_id: Name | None = Field(default=None, exclude_if=_is_none)
+    nodes: int | None = Field(default=None, ge=1, le=10_000, exclude_if=_is_none)
     ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)
+    # The networks that callers' connections must come from; (): any.
+    networks: Networks = Field(default=(), exclude_if=_is_empty)
+
+    @model_validator(mode="after")
+    def _is_for_one_or_many(self) -> Self:
+        if (self.worker_id is None) == (self.nodes is None):
+            raise ValueError("wants worker_id (for one node) or nodes (for many), and not both")
+        return self
 
 
 class CreatedToken(Record):

@@ -165,6 +165,9 @@ def token(name: str, at: float = 1.0) -> SaveToken:
         admission="first",
         begun_at=at + 1,
         replaced_at=at + 2,
+        nodes=3,
+        joined=1,
+        networks=("10.0.0.0/8",),
     )
     return SaveToken(record)
 

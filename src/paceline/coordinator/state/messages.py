@@ -129,7 +129,7 @@ class RevokeToken(_Event):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdmitWorker(_Event):
     """Issue a worker's own token in exchange for a join token, which is used up, or for the
-    worker's previous token.
+    worker's previous token; a group join token loses one use.
 
     The answer may be lost. So the previous token stays valid until the first use of the new one,
     and a join token is accepted again for the same key.
@@ -142,6 +142,7 @@ class AdmitWorker(_Event):
     expires_at: float
     key_sha256: str | None = None  # of the public key in the certificate
     authority: str | None = None  # digest of the authorities that the worker gets with it
+    address: str = ""  # of the caller, as its connection has it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

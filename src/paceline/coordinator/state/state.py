@@ -93,7 +93,7 @@ class CoordinatorState:
         self.settings = settings or CoordinatorSettings()
         self.leader_epoch = leader_epoch
         self.fleet = Membership(self.settings)
-        self.tokens = TokenRegistry()
+        self.tokens = TokenRegistry(lambda each: self.fleet.find(each) is not None)
         self._index = DeploymentIndex()
         self._activations = ActivationManager(self._index, self.fleet, self.settings)
         self._last_s: float | None = None
