@@ -151,6 +151,8 @@ def test_a_model_of_ones_own_is_adapted(text: Path, tmp_path: Path) -> None:
         (["lora.r=2", "mesh.pp=2", "ranks=2"], "adapters are trained by replicas or shards"),
         (["lora.use_dora=true", "mesh.tp=2", "ranks=2"], "need whole matrices: got tp 2, use_dora"),
         (["lora.lora_dropout=0.1", "mesh.tp=2", "ranks=2"], "lora_dropout 0.1, wanted tp 1"),
+        (['no_decay=["*q_porj*"]'], "no trained parameter has such a name: got *q_porj*"),
+        (['groups=[{match=["*norm*"]}]', "lora.r=2"], "got *norm*, wanted names such as model"),
         (["lora.r=2", "synchrony.kind=local-sgd"], "adapters are trained by replicas or shards"),
     ],
 )
@@ -166,6 +168,7 @@ def test_what_cannot_be_adapted_is_one_line_before_any_data_are_read(
 @pytest.mark.parametrize(
     ("more", "named"),
     [
+        ('groups=[{match=["*embde*"]}]', "no trained parameter has such a name: got *embde*"),
         ("lora.r=2", "a model of your own has no default layers to adapt"),
         pytest.param(
             "lora.target_modules=gates", "got gates, wanted linear layers: 0, 1, candidate, gate",

@@ -49,6 +49,7 @@ from .settings import (
     EarlyStoppingSettings as EarlyStoppingSettings,
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
+    GroupSettings as GroupSettings,
     GuardSettings as GuardSettings,
     HostSettings as HostSettings,
     HubSettings as HubSettings,

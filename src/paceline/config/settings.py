@@ -194,6 +194,17 @@ class EarlyStoppingSettings(Settings):
     min_delta: float = Field(default=0.0, ge=0)  # nats a token by which a new best is lower
 
 
+Glob = Annotated[str, Field(min_length=1, max_length=512)]  # of parameters' names; * is any part
+
+
+class GroupSettings(Settings):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: tuple[Glob, ...] = Field(min_length=1)  # names such as "*embed*"; the first group wins
+    learning_rate_factor: float = Field(default=1.0, gt=0)  # times learning_rate
+    weight_decay: float | None = Field(default=None, ge=0)  # None: as without the group
+
+
 class TrainingSettings(Settings):
     """The training job."""
 
@@ -210,7 +221,9 @@ class TrainingSettings(Settings):
     warmup_steps: int = Field(default=10, ge=0)
     decay_share: float = Field(default=0.2, gt=0, le=1)  # of the steps, at the end of wsd
     final_share: float = Field(default=0.1, ge=0, le=1)  # of the learning rate, at the last step
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)  # of matrices, by AdamW
+    no_decay: tuple[Glob, ...] = ()  # names without it, besides norms and biases: "*embed*"
+    groups: Annotated[tuple[GroupSettings, ...], Field(max_length=64)] = ()
     clip_norm: float = Field(default=1.0, gt=0)
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
     # Of the weights that are exported; "base": the base's.
@@ -240,6 +253,13 @@ class TrainingSettings(Settings):
                 raise ValueError("early_stopping needs evaluate_every_steps")
             if self.synchrony.kind == "parameter-server":
                 raise ValueError("a parameter server has no early_stopping")
+        return self
+
+    @model_validator(mode="after")
+    def _sgd_has_no_decay(self) -> TrainingSettings:
+        decays = any(each.weight_decay for each in self.groups)
+        if self.optimizer == "sgd" and (self.no_decay or decays):
+            raise ValueError("sgd has no weight decay: no_decay and groups cannot change it")
         return self
 
 

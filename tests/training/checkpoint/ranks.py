@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paceline.config import CheckpointSettings, MeshSettings, TrainingSettings
+from paceline.config import CheckpointSettings, GroupSettings, MeshSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.models import ModelConfig, config_for, new_model
@@ -61,7 +61,10 @@ def config() -> ModelConfig:
 
 def settings_for(mesh: dict[str, int]) -> TrainingSettings:
     return TrainingSettings(
-        precision="float64", batch_sequences=ROWS, mesh=MeshSettings.model_validate(mesh)
+        precision="float64",
+        batch_sequences=ROWS,
+        mesh=MeshSettings.model_validate(mesh),
+        groups=(GroupSettings(match=("*embed*",), learning_rate_factor=0.5, weight_decay=0.01),),
     )
 
 

@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import TrainingFailed
 from paceline.training.checkpoint.records import (
-    Groups,
     Index,
+    ParameterGroup,
     Sizes,
     StoredChunk,
     StoredTensor,
@@ -140,21 +140,26 @@ class TrainState:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield clean(name), parameter
 
-    def groups(self) -> Groups:
-        """Return the optimizer's present settings (rates, decay), as JSON values.
+    def members(self) -> list[list[str]]:
+        """Return the names of this rank's parameters in each of the optimizer's groups."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.parameters():
+            names.setdefault(parameter, []).append(name)
+        groups = self.optimizer.param_groups
+        return [[name for each in group["params"] for name in names[each]] for group in groups]
 
-        Our recipes group parameters by their number of dimensions only.
-        """
-        found: dict[str, dict[str, Any]] = {}
-        for group in self.optimizer.param_groups:
-            values = {
+    def groups(self, members: Sequence[Sequence[str]]) -> tuple[ParameterGroup, ...]:
+        """Return the optimizer's groups with their present settings (rates, decay), as JSON values;
+        ``members`` are those of all ranks."""
+        found = []
+        for group, names in zip(self.optimizer.param_groups, members, strict=True):
+            settings = {
                 name: value
                 for name, value in group.items()
                 if name != "params" and isinstance(value, bool | int | float | str | tuple | None)
             }
-            for parameter in group["params"]:
-                found.setdefault("matrices" if parameter.ndim >= 2 else "vectors", values)
-        return Groups.model_validate(found)
+            found.append(ParameterGroup(settings=settings, parameters=tuple(names)))
+        return tuple(found)
 
     def layout(self) -> dict[str, int]:
         """Return dp, shard, tp and pp, as far as the mesh has them."""

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.config import TrainingSettings
-from paceline.errors import CorruptData, TrainingFailed
+from paceline.config import GroupSettings, TrainingSettings
+from paceline.errors import CorruptData, InvalidInput, TrainingFailed
+from paceline.training.checkpoint import clean
+
+FACTOR = "learning_rate_factor"  # key of a parameter group; missing: 1
 
 
 def new_optimizer(
@@ -25,26 +30,70 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
 
-    AdamW applies weight decay to matrices only, not to norms. SGD has no momentum and no decay, so
-    that averaging weights after each step equals averaging gradients.
+    AdamW applies weight decay to matrices only, not to norms and biases. SGD has no momentum and no
+    decay, so that averaging weights after each step equals averaging gradients. Every rank has the
+    same list of parameter groups; on a stage of a pipeline some may be empty.
     """
-    parts = [modules] if isinstance(modules, nn.Module) else modules
-    # A parameter may appear in several modules of a rank; it is updated once.
-    trained = list(dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad))
+    groups = _parameter_groups([modules] if isinstance(modules, nn.Module) else modules, settings)
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=settings.learning_rate, foreach=True)
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+        return torch.optim.SGD(groups, lr=settings.learning_rate, foreach=True)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+def _parameter_groups(
+    modules: Sequence[nn.Module], settings: TrainingSettings
+) -> list[dict[str, Any]]:
+    """Return two groups, with and without weight decay, for each of ``training.groups`` and for the
+    parameters that none of them matches; SGD has one each. A trained parameter is in one of them.
+    """
+    decays = (0.0,) if settings.optimizer == "sgd" else (settings.weight_decay, 0.0)
+    rules = (GroupSettings(match=("*",)), *settings.groups)
+    found: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": decay if its.weight_decay is None else its.weight_decay}
+        | ({FACTOR: its.learning_rate_factor} if its.learning_rate_factor != 1 else {})
+        for its in rules
+        for decay in decays
     ]
-    filled = [each for each in groups if each["params"]]
-    return torch.optim.AdamW(filled, lr=settings.learning_rate, betas=settings.betas, fused=True)
+    for parameter, names in _trained(modules).items():
+        mine = (n for n, each in enumerate(settings.groups, 1) if _matches(each.match, names))
+        plain = parameter.ndim < 2 or _matches(settings.no_decay, names)
+        number = len(decays) * next(mine, 0) + (plain and len(decays) > 1)
+        found[number]["params"].append(parameter)
+    return found
+
+
+def _trained(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
+    """Return each trained parameter once, with the names that it has in the plain model."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for module in modules:
+        for name, each in module.named_parameters(remove_duplicate=False):
+            if each.requires_grad:
+                found.setdefault(each, []).append(clean(name))
+    return found
+
+
+def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns for name in names)
+
+
+def require_groups(model: nn.Module, settings: TrainingSettings) -> None:
+    """Raise InvalidInput for a pattern that matches no trained parameter of the whole ``model``."""
+    names = [name for its in _trained([model]).values() for name in its]
+    patterns = [("groups", each) for group in settings.groups for each in group.match]
+    for where, each in [*patterns, *(("no_decay", each) for each in settings.no_decay)]:
+        if not _matches([each], names):
+            raise InvalidInput(
+                "no trained parameter has such a name",
+                got=each,
+                wanted=f"names such as {', '.join(names[:: len(names) // 6 + 1])}; * is any part",
+                where=f"training.{where}",
+            )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups: ``rate`` times their factors."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(FACTOR, 1.0)
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, rate: float) -> None:
