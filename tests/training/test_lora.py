@@ -153,6 +153,7 @@ def test_a_model_of_ones_own_is_adapted(text: Path, tmp_path: Path) -> None:
         (["lora.lora_dropout=0.1", "mesh.tp=2", "ranks=2"], "lora_dropout 0.1, wanted tp 1"),
         (['no_decay=["*q_porj*"]'], "no trained parameter has such a name: got *q_porj*"),
         (['groups=[{match=["*norm*"]}]', "lora.r=2"], "got *norm*, wanted names such as model"),
+        (["optimizer=muon", "mesh.shard=2", "ranks=2"], "muon needs whole matrices: got mesh"),
         (["lora.r=2", "synchrony.kind=local-sgd"], "adapters are trained by replicas or shards"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
@@ -19,6 +20,10 @@ from paceline.training.loop import (
     new_optimizer,
     require_groups,
 )
+from paceline.training.parallel import MeshSpec, require_layout
+from paceline.training.strategies.learner import Learner, norm_of
+from tests.support.two_ranks import run_two
+from tests.training.optimizer_ranks import CASES
 from tests.training.test_loop import CONFIG, Batches, change, run
 
 EMBED = {"match": ["*embed*"], "learning_rate_factor": 0.1, "weight_decay": 0.0}
@@ -90,6 +95,109 @@ def test_the_first_matching_group_wins_and_tied_weights_have_all_their_names() -
     assert [each["weight_decay"] for each in sgd.param_groups] == [0.0, 0.0]
 
 
+def muon(settings: TrainingSettings) -> Callable[[nn.Module], Stepping]:
+    """Return torch's own two optimisers, as Muon's authors divide parameters."""
+
+    def optimizers(model: nn.Module) -> Stepping:
+        decay, betas = settings.weight_decay, settings.betas
+        hidden = named(model, lambda name, each: "layers" in name and each.ndim == 2)
+        vectors = named(model, lambda _, each: each.ndim < 2)
+        groups = [
+            {"params": named(model, lambda name, _: "embed" in name), "weight_decay": decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        first = torch.optim.Muon(hidden, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+        return [first, torch.optim.AdamW(groups, betas=betas)]
+
+    return optimizers
+
+
+def test_muon_takes_the_steps_of_a_plain_loop_with_torchs_two_optimizers() -> None:
+    settings = change(optimizer="muon")
+    losses, _ = by_hand(settings, muon(settings))
+    whole = run(settings)
+    assert whole.losses == pytest.approx(losses, abs=1e-6)
+    assert losses != pytest.approx(run().losses, abs=1e-4)
+    half = run(settings, should_stop=iter([False, False, True]).__next__)
+    rest = run(settings, before=half)
+    assert half.losses + rest.losses == whole.losses, "its state is that of one optimiser"
+
+
+def test_muon_leaves_ends_vectors_and_what_a_group_says_to_adamw() -> None:
+    config = CONFIG.model_copy(update={"tie_word_embeddings": False})
+    model = new_model(config, 0)
+    rules = [{"match": ["*down_proj*"], "optimizer": "adamw", "learning_rate_factor": 2.0}]
+    optimizer = new_optimizer(model, change(optimizer="muon", groups=rules))
+    names = {each: name for name, each in model.named_parameters()}
+    by_adamw = {
+        names[each]
+        for group in optimizer.param_groups
+        if "betas" in group
+        for each in group["params"]
+    }
+    ends = {"model.embed_tokens.weight", "lm_head.weight"}
+    assert (
+        by_adamw
+        == {name for name in names.values() if "norm" in name or "down_proj" in name} | ends
+    )
+    (down,) = [each for each in optimizer.param_groups if each["params"] and len(each) and
+               each.get("learning_rate_factor") == 2.0]  # fmt: skip
+    assert "momentum" not in down
+
+
+def test_muon_without_a_matrix_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.LayerNorm(4))
+    with pytest.raises(InvalidInput, match="muon has no matrix to train"):
+        require_groups(model, change(optimizer="muon"))
+
+
+@pytest.mark.parametrize("cut", ["shard", "tp", "pp"])
+def test_muon_on_parts_of_matrices_is_refused_before_ranks_start(cut: str) -> None:
+    settings = change(optimizer="muon", mesh={cut: 2})
+    with pytest.raises(InvalidInput, match="muon needs whole matrices"):
+        require_layout(MeshSpec.of(settings.mesh, 2), settings, None)
+
+
+def test_a_parameter_server_keeps_muons_state() -> None:
+    settings = change(optimizer="muon")
+    learners = [Learner(new_model(CONFIG, seed), settings, workers=1) for seed in (0, 1)]
+    gradient = np.random.default_rng(0).normal(size=learners[0].count).astype(np.float32)
+    learners[0].apply(gradient, 1, norm_of(gradient))
+    learners[1].from_bytes(learners[0].to_bytes())
+    for each in learners:
+        each.apply(gradient, 2, norm_of(gradient))
+    assert learners[0].to_bytes() == learners[1].to_bytes()
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks and then one of them said, in one launch."""
+    root = str(tmp_path_factory.mktemp("optimizers"))
+    return run_two("tests.training.optimizer_ranks", root)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_checkpoint_is_resumed_to_the_bit_on_as_many_ranks(
+    said: list[dict[str, Any]], case: str
+) -> None:
+    for each in (rank[case] for rank in said):
+        assert each["again"]["restored"] == each["saved"]
+        assert each["again"]["bits"] == each["bits"]
+        assert each["again"]["losses"] == each["losses"]
+    if CASES[case][0] == "dp2":
+        assert said[0][case]["bits"] == said[1][case]["bits"], "replicas stay equal"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_rank_goes_on_from_two(said: list[dict[str, Any]], case: str) -> None:
+    two = said[0][case]
+    if CASES[case][0] == "dp2":
+        assert two["alone"]["restored"] == two["saved"]
+    # Muon rounds to bfloat16, so another order of a gradient's sum is seen.
+    tolerance = 1e-4 if case == "muon" else 1e-9
+    assert two["alone"]["losses"] == pytest.approx(two["losses"], rel=tolerance)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -112,6 +220,7 @@ def test_a_pattern_without_a_parameter_is_refused(changes: dict[str, Any], named
         ({"groups": [{"match": ["*"], "weight_decay": -1.0}]}, "greater than or equal to 0"),
         ({"groups": [{"match": ["*"], "lr": 1.0}]}, "Extra inputs"),
         ({"no_decay": [""]}, "at least 1 character"),
+        ({"groups": [EMBED | {"optimizer": "adamw"}]}, "beside muon only"),
         ({"optimizer": "sgd", "no_decay": ["*embed*"]}, "sgd has no weight decay"),
         ({"optimizer": "sgd", "groups": [EMBED | {"weight_decay": 0.1}]}, "sgd has no weight"),
     ],

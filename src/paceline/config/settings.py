@@ -203,6 +203,7 @@ class GroupSettings(Settings):
     match: tuple[Glob, ...] = Field(min_length=1)  # names such as "*embed*"; the first group wins
     learning_rate_factor: float = Field(default=1.0, gt=0)  # times learning_rate
     weight_decay: float | None = Field(default=None, ge=0)  # None: as without the group
+    optimizer: Literal["adamw"] | None = None  # with muon: adamw for matrices that it would take
 
 
 class TrainingSettings(Settings):
@@ -215,7 +216,8 @@ class TrainingSettings(Settings):
     batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
     learning_rate: float = Field(default=1e-3, gt=0)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    # muon: of the matrices of hidden layers, on whole replicas; AdamW for all other parameters
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW's two moments
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     warmup_steps: int = Field(default=10, ge=0)
@@ -256,10 +258,12 @@ class TrainingSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _sgd_has_no_decay(self) -> TrainingSettings:
+    def _groups_fit_the_optimizer(self) -> TrainingSettings:
         decays = any(each.weight_decay for each in self.groups)
         if self.optimizer == "sgd" and (self.no_decay or decays):
             raise ValueError("sgd has no weight decay: no_decay and groups cannot change it")
+        if self.optimizer != "muon" and any(each.optimizer for each in self.groups):
+            raise ValueError("groups have an optimizer of their own beside muon only")
         return self
 
 

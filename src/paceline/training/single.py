@@ -424,7 +424,8 @@ def _base(
 def _require_targets(config: ModelConfig | Pretrained, settings: TrainingSettings) -> None:
     """Raise InvalidInput where ``training`` names layers or parameters that the model does not
     have."""
-    if not (settings.lora or settings.groups or settings.no_decay):
+    named = settings.lora or settings.groups or settings.no_decay
+    if not named and settings.optimizer != "muon":
         return
     import torch
 

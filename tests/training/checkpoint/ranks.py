@@ -91,8 +91,8 @@ def batch_of(step: int, first: int, count: int) -> Batch:
 class Run:
     """A model under one layout, from its first step or from a checkpoint."""
 
-    def __init__(self, name: str, group: Group) -> None:
-        settings = settings_for(LAYOUTS[group.world_size][name])
+    def __init__(self, name: str, group: Group, **changes: object) -> None:
+        settings = settings_for(LAYOUTS[group.world_size][name]).model_copy(update=changes)
         mesh = open_mesh(MeshSpec.of(settings.mesh, group.world_size))
         self.workload = TransformerWorkload(config(), seed=1)
         self.parallel = parallelise(new_model(config(), 1), mesh, settings, self.workload)

@@ -1,4 +1,4 @@
-"""Optimiser (AdamW or SGD) and its state, learning-rate schedule, and mixed precision.
+"""Optimiser (AdamW, SGD or Muon) and its state, learning-rate schedule, and mixed precision.
 
 Does not depend on ranks or files. The learning rate is a pure function of (step, settings): it is
 not saved, and a resumed run continues at the same rate. Schedules: cosine (arXiv 1608.03983),
@@ -13,14 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from paceline.config import GroupSettings, TrainingSettings
 from paceline.errors import CorruptData, InvalidInput, TrainingFailed
+from paceline.models import output_layer
 from paceline.training.checkpoint import clean
+from paceline.training.loop.muon import MuonWithAdamW
 
 FACTOR = "learning_rate_factor"  # key of a parameter group; missing: 1
 
@@ -31,35 +34,60 @@ def new_optimizer(
     """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
 
     AdamW applies weight decay to matrices only, not to norms and biases. SGD has no momentum and no
-    decay, so that averaging weights after each step equals averaging gradients. Every rank has the
-    same list of parameter groups; on a stage of a pipeline some may be empty.
+    decay, so that averaging weights after each step equals averaging gradients. Muon updates
+    matrices, except embeddings, the output layer and what a group gives to AdamW. Every rank has
+    the same list of parameter groups; on a stage of a pipeline some may be empty.
     """
     groups = _parameter_groups([modules] if isinstance(modules, nn.Module) else modules, settings)
+    its = list(groups.values())
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=settings.learning_rate, foreach=True)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+        return torch.optim.SGD(its, lr=settings.learning_rate, foreach=True)
+    if settings.optimizer == "muon":
+        hidden = [each for key, each in groups.items() if key.hidden]
+        others = [each for key, each in groups.items() if not key.hidden]
+        return MuonWithAdamW(hidden, others, settings)
+    return torch.optim.AdamW(its, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+class _Key(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    rule: int  # of training.groups, from 1; 0: none of them
+    hidden: bool  # Muon updates them
+    decays: bool
 
 
 def _parameter_groups(
     modules: Sequence[nn.Module], settings: TrainingSettings
-) -> list[dict[str, Any]]:
-    """Return two groups, with and without weight decay, for each of ``training.groups`` and for the
-    parameters that none of them matches; SGD has one each. A trained parameter is in one of them.
-    """
-    decays = (0.0,) if settings.optimizer == "sgd" else (settings.weight_decay, 0.0)
+) -> dict[_Key, dict[str, Any]]:
+    """Return the parameter groups in the optimiser's order; a trained parameter is in one."""
+    is_muon, is_sgd = (settings.optimizer == each for each in ("muon", "sgd"))
     rules = (GroupSettings(match=("*",)), *settings.groups)
-    found: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": decay if its.weight_decay is None else its.weight_decay}
-        | ({FACTOR: its.learning_rate_factor} if its.learning_rate_factor != 1 else {})
-        for its in rules
-        for decay in decays
-    ]
+    found: dict[_Key, dict[str, Any]] = {}
+    for key in map(_Key._make, product(range(len(rules)), (True, False), (True, False))):
+        its = rules[key.rule]
+        if (key.hidden and not is_muon) or (key.decays and is_sgd):
+            continue
+        default = settings.weight_decay if key.decays else 0.0
+        decay = default if its.weight_decay is None else its.weight_decay
+        found[key] = {"params": [], "weight_decay": decay}
+        if its.learning_rate_factor != 1:
+            found[key][FACTOR] = its.learning_rate_factor
+    ends = set().union(*map(_end_weights, modules))
     for parameter, names in _trained(modules).items():
-        mine = (n for n, each in enumerate(settings.groups, 1) if _matches(each.match, names))
+        matching = (n for n, each in enumerate(settings.groups, 1) if _matches(each.match, names))
+        rule = next(matching, 0)
+        hidden = is_muon and parameter.ndim == 2 and parameter not in ends
         plain = parameter.ndim < 2 or _matches(settings.no_decay, names)
-        number = len(decays) * next(mine, 0) + (plain and len(decays) > 1)
-        found[number]["params"].append(parameter)
+        key = _Key(rule, hidden and not rules[rule].optimizer, not (plain or is_sgd))
+        found[key]["params"].append(parameter)
     return found
+
+
+def _end_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of embeddings and of the output layer, which Muon does not update."""
+    ends = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    return {each.weight for each in (*ends, output_layer(model)) if each is not None}
 
 
 def _trained(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
@@ -77,7 +105,8 @@ def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
 
 
 def require_groups(model: nn.Module, settings: TrainingSettings) -> None:
-    """Raise InvalidInput for a pattern that matches no trained parameter of the whole ``model``."""
+    """Raise InvalidInput for a pattern that matches no trained parameter of the whole ``model``,
+    and for one without matrices for Muon."""
     names = [name for its in _trained([model]).values() for name in its]
     patterns = [("groups", each) for group in settings.groups for each in group.match]
     for where, each in [*patterns, *(("no_decay", each) for each in settings.no_decay)]:
@@ -88,6 +117,16 @@ def require_groups(model: nn.Module, settings: TrainingSettings) -> None:
                 wanted=f"names such as {', '.join(names[:: len(names) // 6 + 1])}; * is any part",
                 where=f"training.{where}",
             )
+
+    groups = _parameter_groups([model], settings).items() if settings.optimizer == "muon" else ()
+    if groups and not any(key.hidden and each["params"] for key, each in groups):
+        raise InvalidInput(
+            "muon has no matrix to train",
+            got="embeddings, an output layer, vectors, or groups of AdamW",
+            wanted="trained parameters of two dimensions in hidden layers",
+            where="training.optimizer",
+            do="Use training.optimizer adamw.",
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
