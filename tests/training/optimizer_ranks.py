@@ -17,7 +17,10 @@ from paceline.training.checkpoint import Generations, resume_newest_healthy
 from paceline.training.loop import Group, join_group
 from tests.training.checkpoint.ranks import DIGEST, SAVE_AT, STEPS, Run, saver_of
 
-CASES: dict[str, tuple[str, dict[str, object]]] = {"muon": ("dp2", {"optimizer": "muon"})}
+CASES: dict[str, tuple[str, dict[str, object]]] = {
+    "muon": ("dp2", {"optimizer": "muon"}),
+    "sgd": ("shard2", {"optimizer": "sgd"}),
+}
 
 
 def resumed(run: Run, root: Path, case: str) -> dict[str, object]:

@@ -10,21 +10,30 @@ import pytest
 import torch
 from pydantic import ValidationError
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import new_model
 from paceline.training.loop import (
+    CPU,
+    Evaluator,
+    Group,
+    Progress,
+    StepReport,
     TransformerWorkload,
+    WeightAverage,
+    apply_gradients,
     learning_rate,
     new_optimizer,
     require_groups,
+    train,
 )
-from paceline.training.parallel import MeshSpec, require_layout
+from paceline.training.parallel import Mesh, MeshSpec, parallelise, require_layout
 from paceline.training.strategies.learner import Learner, norm_of
 from tests.support.two_ranks import run_two
 from tests.training.optimizer_ranks import CASES
-from tests.training.test_loop import CONFIG, Batches, change, run
+from tests.training.test_loop import CONFIG, ROWS, Batches, batch_of, change, run
 
 EMBED = {"match": ["*embed*"], "learning_rate_factor": 0.1, "weight_decay": 0.0}
 Stepping = list[torch.optim.Optimizer]
@@ -121,6 +130,41 @@ def test_muon_takes_the_steps_of_a_plain_loop_with_torchs_two_optimizers() -> No
     half = run(settings, should_stop=iter([False, False, True]).__next__)
     rest = run(settings, before=half)
     assert half.losses + rest.losses == whole.losses, "its state is that of one optimiser"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_evaluations_have_the_moving_average_and_training_goes_on_without_it(
+    optimizer: str,
+) -> None:
+    settings = change(optimizer=optimizer, ema={"decay": 0.8}, evaluate_every_steps=1)
+    workload = TransformerWorkload(CONFIG)
+    parallel = parallelise(workload.build(), Mesh(MeshSpec()), settings, workload)
+    its = new_optimizer(parallel.modules, settings)
+    average, reports = WeightAverage(its, settings.ema), list[StepReport]()
+    evaluator = Evaluator(Batches, ROWS, averaged=average.applied)
+    train(
+        parallel, workload, its, Batches(), settings, Group(),
+        progress=Progress(), evaluator=evaluator, on_step=reports.append,
+    )  # fmt: skip
+    assert [each.loss for each in reports] == run(change(optimizer=optimizer)).losses
+
+    plain = parallelise(workload.build(), Mesh(MeshSpec()), settings, workload)
+    averaged = AveragedModel(plain.modules[0], multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    stepping = new_optimizer(plain.modules, settings)
+    for step, report in enumerate(reports):
+        part = workload.inputs(batch_of(step), CPU)
+        plain.accumulate([part], 1 / part.weight)
+        plain.clip(settings.clip_norm)
+        apply_gradients(stepping, learning_rate(step, settings.steps, settings))
+        averaged.update_parameters(plain.modules[0])
+        first = workload.inputs(batch_of(0), CPU)
+        with torch.no_grad():
+            loss = workload.loss_sum(averaged(*first.args), *first.targets)
+        held_out = report.held_out["held_out_loss"]
+        assert held_out == pytest.approx(float(loss) / first.weight, abs=1e-6)
+    with average.applied():
+        both = zip(parallel.modules[0].parameters(), averaged.parameters(), strict=True)
+        assert all(mine.equal(theirs) for mine, theirs in both)
 
 
 def test_muon_leaves_ends_vectors_and_what_a_group_says_to_adamw() -> None:
@@ -221,6 +265,10 @@ def test_a_pattern_without_a_parameter_is_refused(changes: dict[str, Any], named
         ({"groups": [{"match": ["*"], "lr": 1.0}]}, "Extra inputs"),
         ({"no_decay": [""]}, "at least 1 character"),
         ({"groups": [EMBED | {"optimizer": "adamw"}]}, "beside muon only"),
+        ({"ema": {"decay": 1.0}}, "less than 1"),
+        ({"ema": {"decay": 0.0}}, "greater than 0"),
+        ({"ema": {}, "synchrony": {"kind": "local-sgd"}}, "ema needs synchrony every-step, not"),
+        ({"ema": {}, "synchrony": {"kind": "parameter-server"}}, "not parameter-server"),
         ({"optimizer": "sgd", "no_decay": ["*embed*"]}, "sgd has no weight decay"),
         ({"optimizer": "sgd", "groups": [EMBED | {"weight_decay": 0.1}]}, "sgd has no weight"),
     ],

@@ -47,6 +47,7 @@ from .settings import (
     ControlSettings as ControlSettings,
     DataSettings as DataSettings,
     EarlyStoppingSettings as EarlyStoppingSettings,
+    EmaSettings as EmaSettings,
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     GroupSettings as GroupSettings,

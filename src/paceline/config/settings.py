@@ -194,6 +194,12 @@ class EarlyStoppingSettings(Settings):
     min_delta: float = Field(default=0.0, ge=0)  # nats a token by which a new best is lower
 
 
+class EmaSettings(Settings):
+    """An exponential moving average of the trained weights, evaluated and exported instead."""
+
+    decay: float = Field(default=0.999, gt=0, lt=1)  # of the average, at each step
+
+
 Glob = Annotated[str, Field(min_length=1, max_length=512)]  # of parameters' names; * is any part
 
 
@@ -227,6 +233,7 @@ class TrainingSettings(Settings):
     no_decay: tuple[Glob, ...] = ()  # names without it, besides norms and biases: "*embed*"
     groups: Annotated[tuple[GroupSettings, ...], Field(max_length=64)] = ()
     clip_norm: float = Field(default=1.0, gt=0)
+    ema: EmaSettings | None = None  # None: the weights of the last step are exported
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
     # Of the weights that are exported; "base": the base's.
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
@@ -255,6 +262,12 @@ class TrainingSettings(Settings):
                 raise ValueError("early_stopping needs evaluate_every_steps")
             if self.synchrony.kind == "parameter-server":
                 raise ValueError("a parameter server has no early_stopping")
+        return self
+
+    @model_validator(mode="after")
+    def _ema_has_one_set_of_weights(self) -> TrainingSettings:
+        if self.ema is not None and self.synchrony.kind != "every-step":
+            raise ValueError(f"ema needs synchrony every-step, not {self.synchrony.kind}")
         return self
 
     @model_validator(mode="after")

@@ -61,7 +61,7 @@ def spoil(path: Path, at: int = -9) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """One rank's training at step 2, saved below ``single``, and that training itself."""
     root = tmp_path_factory.mktemp("dcp")
-    run = Run("single", Group())
+    run = Run("single", Group(), ema=None)
     run.take(0, SAVE_AT)
     generations = Generations(DiskStore(), DiskStore.url_of(root / "single"))
     saver_of(run, generations).save_last(SAVE_AT, {"batch": SAVE_AT}, {})
@@ -136,6 +136,8 @@ def test_shards_are_one_model_for_a_single_process(
     theirs = plain()[0].state_dict()
     dcp.load({"model": theirs}, checkpoint_id=gangs / "by-dcp")
     export_dcp(*generation_at(gangs / "jobs" / "shard2"), tmp_path / "out", model_prefix="")
+    names = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert {f"ema.{name}" for name in theirs} <= set(names), "averages beside the weights"
     exported = plain()[0].state_dict()
     dcp.load(exported, checkpoint_id=tmp_path / "out")  # weights at the root, as torchtitan has
     assert bits_of(theirs) == bits_of(exported)

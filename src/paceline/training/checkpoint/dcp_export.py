@@ -5,7 +5,7 @@ SHA-256 before any of its bytes are used.
 
 Names are those of plain PyTorch: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg`` and
 ``optimizer.param_groups.…``, flattened or nested as in ``get_optimizer_state_dict``;
-``paceline.step`` and ``paceline.job_id`` identify the checkpoint.
+``ema.<parameter>`` is the moving average of a weight; ``paceline.step`` and ``paceline.job_id`` identify the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from paceline.errors import (
 )
 from paceline.system import make_directories, sync_directory, sync_tree
 from paceline.training.checkpoint.generations import Generation, Generations
-from paceline.training.checkpoint.layout import DTYPES, EXTRA, KEPT, MODEL, reads_for
+from paceline.training.checkpoint.layout import DTYPES, EMA, EXTRA, KEPT, MODEL, reads_for
 from paceline.training.checkpoint.records import Commit, Groups, Index, StoredTensor
 from paceline.training.checkpoint.resume import VerifiedFiles
 
@@ -70,6 +70,8 @@ class DcpContents:
                 continue
             elif name.startswith((EXTRA, KEPT)):
                 path = (name,)
+            elif kind == EMA:
+                path = (EMA, of)
             else:
                 path = ("optimizer", "state", of, kind)
                 trained[of] = len(index.tensors[MODEL + of].shape)

@@ -1,6 +1,7 @@
 """State of a training as flat named tensors, and the boxes of each that a rank writes and reads.
 
 ``model.<name>`` for the model, ``<moment>.<name>`` for the optimizer's state of each parameter,
+``ema.<name>`` for the moving average of a parameter,
 ``extra.<name>`` for what the caller adds, ``kept.<name>`` for further state (``Stateful``). A
 sharded tensor stays a DTensor.
 
@@ -79,6 +80,7 @@ def stateful_of(*owners: object) -> list[Stateful]:
 
 
 MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
+EMA = "ema"  # in the place of a moment
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 
 
@@ -112,6 +114,7 @@ class TrainState:
     position: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
     keeps: Sequence[Stateful] = ()
+    averages: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # moving, of weights
     without_frozen: bool = False  # each start loads frozen weights from the base
 
     def tensors(self) -> dict[str, Tensor]:
@@ -127,6 +130,8 @@ class TrainState:
             for moment, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found[f"{moment}.{name}"] = value.detach()
+            if parameter in self.averages:
+                found[f"{EMA}.{name}"] = self.averages[parameter]
         for name, value in self.extra.items():
             if isinstance(value, Tensor):
                 found[EXTRA + name] = value.detach()

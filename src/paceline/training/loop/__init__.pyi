@@ -68,6 +68,7 @@ from .step_guard import (
     StepGuard as StepGuard,
     Verdict as Verdict,
 )
+from .weight_average import WeightAverage as WeightAverage
 from .workload import (
     Inputs as Inputs,
     LossSums as LossSums,
