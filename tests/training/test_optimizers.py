@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -33,7 +35,10 @@ from paceline.training.parallel import Mesh, MeshSpec, parallelise, require_layo
 from paceline.training.strategies.learner import Learner, norm_of
 from tests.support.two_ranks import run_two
 from tests.training.optimizer_ranks import CASES
+from tests.training.test_continuing import text, train as train_here
 from tests.training.test_loop import CONFIG, ROWS, Batches, batch_of, change, run
+
+__all__ = ["text"]  # a fixture
 
 EMBED = {"match": ["*embed*"], "learning_rate_factor": 0.1, "weight_decay": 0.0}
 Stepping = list[torch.optim.Optimizer]
@@ -211,6 +216,22 @@ def test_a_parameter_server_keeps_muons_state() -> None:
     for each in learners:
         each.apply(gradient, 2, norm_of(gradient))
     assert learners[0].to_bytes() == learners[1].to_bytes()
+
+
+def test_what_is_exported_is_the_average_of_the_last_checkpoint(text: Path, tmp_path: Path) -> None:
+    words = [f"training.{each}" for each in ("ema.decay=0.6", "optimizer=muon")]
+    words += ['training.groups=[{match=["*norm*"], learning_rate_factor=0.5}]']
+    asked = [word for each in words for word in ("--set", each)]
+    done, _ = train_here(text, tmp_path, "--steps", "5", "--ranks", "2", *asked)
+    job = tmp_path / "checkpoints" / done["job_id"]
+    assert done["ema_decay"] == 0.6
+    stored = {}
+    for each in job.glob("step-00000005-*/rank-*.safetensors"):
+        stored |= {name.partition("@")[0]: found for name, found in load_file(each).items()}
+    files = [load_file(each) for each in (job / "export").glob("*.safetensors")]
+    for name, exported in (each for file in files for each in file.items()):
+        assert exported.equal(stored[f"ema.{name}"])
+        assert not exported.equal(stored[f"model.{name}"])
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ SHA-256 before any of its bytes are used.
 
 Names are those of plain PyTorch: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg`` and
 ``optimizer.param_groups.…``, flattened or nested as in ``get_optimizer_state_dict``;
-``ema.<parameter>`` is the moving average of a weight; ``paceline.step`` and ``paceline.job_id`` identify the checkpoint.
+``ema.<parameter>`` is the moving average of a weight. ``paceline.step`` and ``paceline.job_id``
+identify the checkpoint.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """State of a training as flat named tensors, and the boxes of each that a rank writes and reads.
 
 ``model.<name>`` for the model, ``<moment>.<name>`` for the optimizer's state of each parameter,
-``ema.<name>`` for the moving average of a parameter,
-``extra.<name>`` for what the caller adds, ``kept.<name>`` for further state (``Stateful``). A
-sharded tensor stays a DTensor.
+``ema.<name>`` for a parameter's moving average, ``extra.<name>`` for what the caller adds,
+``kept.<name>`` for further state (``Stateful``). A sharded tensor stays a DTensor.
 
 torch.distributed.checkpoint computes the local box of a DTensor and how saved boxes intersect
 wanted ones. A box that several ranks hold is written once, by the least loaded of them. Pure: no
