@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from paceline.training.checkpoint import (
     generation_at,
     generations_at,
 )
+from paceline.training.checkpoint.dcp_export import DcpContents
+from paceline.training.checkpoint.records import Index
 from paceline.training.loop import Group, new_optimizer
 from tests.training.checkpoint.ranks import (
     SAVE_AT,
@@ -144,6 +147,19 @@ def test_shards_are_one_model_for_a_single_process(
     wanted = run.state.tensors()
     for name, tensor in exported.items():  # the same training under another layout
         torch.testing.assert_close(tensor, wanted[f"model.{name}"], rtol=1e-9, atol=1e-12)
+
+
+def test_groups_of_an_earlier_release_are_those_of_their_parameters(
+    saved: tuple[Path, Run],
+) -> None:
+    generations, generation = generation_at(saved[0] / "single")
+    commit = generations.commit_of(generation)
+    index = generations.index_of(generation, commit)
+    earlier = json.loads(index.model_dump_json())
+    earlier["groups"] = {"matrices": {"lr": 0.5}, "vectors": {"lr": 0.25}}
+    values = DcpContents(commit, Index.model_validate(earlier), "model").values
+    assert values["optimizer.param_groups.0.lr"] == 0.5
+    assert values["optimizer.param_groups.model.norm.weight.lr"] == 0.25
 
 
 def test_a_damaged_file_is_named_and_nothing_is_exported(

@@ -16,8 +16,8 @@ from paceline.training.checkpoint import local_of
 class WeightAverage:
     """The average over the steps that an optimiser takes; the first step's weights begin it.
 
-    The values are those of ``torch.optim.swa_utils.AveragedModel``. ``values`` is empty without
-    settings and before the first step; checkpoints contain it (``TrainState.averages``).
+    The values are those of torch's AveragedModel. ``values`` is empty without settings and before
+    the first step; checkpoints contain it (``TrainState.averages``).
     """
 
     def __init__(self, optimizer: Optimizer, settings: EmaSettings | None) -> None:
