@@ -73,7 +73,7 @@ def _parameter_groups(
         found[key] = {"params": [], "weight_decay": decay}
         if its.learning_rate_factor != 1:
             found[key][FACTOR] = its.learning_rate_factor
-    ends = set().union(*map(_end_weights, modules))
+    ends = {each for module in modules if is_muon for each in _end_weights(module)}
     for parameter, names in _trained(modules).items():
         matching = (n for n, each in enumerate(settings.groups, 1) if _matches(each.match, names))
         rule = next(matching, 0)
@@ -87,7 +87,8 @@ def _parameter_groups(
 def _end_weights(model: nn.Module) -> set[nn.Parameter]:
     """Return the weights of embeddings and of the output layer, which Muon does not update."""
     ends = [each for each in model.modules() if isinstance(each, nn.Embedding)]
-    return {each.weight for each in (*ends, output_layer(model)) if each is not None}
+    weights = (getattr(each, "weight", None) for each in (*ends, output_layer(model)))
+    return {each for each in weights if isinstance(each, nn.Parameter)}
 
 
 def _trained(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
@@ -117,7 +118,6 @@ def require_groups(model: nn.Module, settings: TrainingSettings) -> None:
                 wanted=f"names such as {', '.join(names[:: len(names) // 6 + 1])}; * is any part",
                 where=f"training.{where}",
             )
-
     groups = _parameter_groups([model], settings).items() if settings.optimizer == "muon" else ()
     if groups and not any(key.hidden and each["params"] for key, each in groups):
         raise InvalidInput(
