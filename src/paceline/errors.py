@@ -63,9 +63,9 @@ class PacelineError(Exception):
         do: str | None = None,
     ) -> None:
         self.what = what
-        self.got = got
-        self.wanted = wanted
-        self.where = where
+        self.got = _hidden(got)
+        self.wanted = _hidden(wanted)
+        self.where = _hidden(where)
         self.do = do
         super().__init__(self.one_line())
 
@@ -95,6 +95,11 @@ class PacelineError(Exception):
     def code(self) -> str:
         """Return the stable name of the error class, as used in JSON output and REST."""
         return type(self).__name__
+
+
+def _hidden(value: object) -> object:
+    """Return ``value``; a text without the passwords of its URLs: callers may show it."""
+    return without_passwords(value) if isinstance(value, str) else value
 
 
 def _shown(value: object) -> str:

@@ -25,6 +25,7 @@ __all__ = ["nothing_starts", "text"]  # fixtures
 
 LORA = ("--set", "training.lora.r=4", "--set", "training.lora.use_dora=true")
 LORA += ("--set", "training.lora.lora_dropout=0.1")
+FIRST, AVERAGED = "model.layers.0.self_attn.q_proj.lora_B.weight", ("ema.", "model.")
 OFTEN = ("--set", "training.checkpoints.every_steps=4", "--set", "training.checkpoints.keep=9")
 GRU = ("training.code_ref=paceline.training.recurrent:byte_gru", "data.batching=carried")
 
@@ -55,12 +56,24 @@ def saved(output: Path, job: str) -> int:
 def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
     text: Path, model: Path, tmp_path: Path, way: tuple[str, ...]
 ) -> None:
-    """Dropout draws the same in each."""
-    asked = ("--model", str(model), *LORA, *OFTEN, *way)
+    """Dropout draws the same in each; of the adapters there is a moving average."""
+    averaged = ("--set", "training.ema.decay=0.6")
+    asked = ("--model", str(model), *LORA, *OFTEN, *averaged, *way)
     whole, _ = train(text, tmp_path / "whole", "--steps", "12", *asked)
     job = tmp_path / "whole" / "checkpoints" / whole["job_id"]
     at_once = losses(tmp_path / "whole", whole["job_id"])
     adapter = (job / "adapter/adapter_model.safetensors").read_bytes()
+    (newest,) = job.glob("step-00000012-*")
+    names = json.loads((newest / "index.json").read_text())["tensors"]
+    of = {kind: {n.partition(".")[2] for n in names if n.startswith(kind)} for kind in AVERAGED}
+    assert of["ema."] == of["model."], "adapters alone"
+    exported = load_file(job / "adapter/adapter_model.safetensors")["base_model.model." + FIRST]
+    file = newest / "rank-00000-of-00001.safetensors"
+    if file.exists():
+        stored = load_file(file)
+        key = FIRST.replace(".weight", ".default.weight") + "@0,0"
+        assert stored[f"ema.{key}"].equal(exported)
+        assert not stored[f"model.{key}"].equal(exported)
     for each in (*job.glob("step-00000012-*"), job / "export", job / "adapter"):
         shutil.rmtree(each)
     again, _ = train(text, tmp_path / "whole", "--steps", "12", *asked)
@@ -151,6 +164,9 @@ def test_a_model_of_ones_own_is_adapted(text: Path, tmp_path: Path) -> None:
         (["lora.r=2", "mesh.pp=2", "ranks=2"], "adapters are trained by replicas or shards"),
         (["lora.use_dora=true", "mesh.tp=2", "ranks=2"], "need whole matrices: got tp 2, use_dora"),
         (["lora.lora_dropout=0.1", "mesh.tp=2", "ranks=2"], "lora_dropout 0.1, wanted tp 1"),
+        (['no_decay=["*q_porj*"]'], "no trained parameter has such a name: got *q_porj*"),
+        (['groups=[{match=["*norm*"]}]', "lora.r=2"], "got *norm*, wanted names such as model"),
+        (["optimizer=muon", "mesh.shard=2", "ranks=2"], "muon needs whole matrices: got mesh"),
         (["lora.r=2", "synchrony.kind=local-sgd"], "adapters are trained by replicas or shards"),
     ],
 )
@@ -166,6 +182,7 @@ def test_what_cannot_be_adapted_is_one_line_before_any_data_are_read(
 @pytest.mark.parametrize(
     ("more", "named"),
     [
+        ('groups=[{match=["*embde*"]}]', "no trained parameter has such a name: got *embde*"),
         ("lora.r=2", "a model of your own has no default layers to adapt"),
         pytest.param(
             "lora.target_modules=gates", "got gates, wanted linear layers: 0, 1, candidate, gate",

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from paceline.config import SecuritySettings, save_runtime
+from paceline.config import EmaSettings, SecuritySettings, save_runtime
 from paceline.errors import Cancelled
 from paceline.schemas import RankEvent
 from paceline.training import LocalLauncher
@@ -38,6 +38,26 @@ def test_a_spare_takes_over_and_no_bit_changes(
     assert len(story.result.restarts) == 1
     assert story.losses == pair.losses
     assert story.result.weights_digest == pair.result.weights_digest
+
+
+def test_muon_and_a_moving_average_survive_a_kill_to_the_bit(
+    camp: Camp, launcher: LocalLauncher
+) -> None:
+    struck: list[int] = []
+
+    def kill(event: RankEvent, story: Story) -> None:
+        if event.event == "checkpoint" and event.step >= 8 and not struck:
+            struck.append(launcher.pids[1])
+            os.kill(struck[0], signal.SIGKILL)
+
+    how = {"optimizer": "muon", "ema": EmaSettings(decay=0.9), "evaluate_every_steps": 12}
+    how |= {"ranks": 2, "checkpoints": {"every_steps": 4}}
+    whole = run(camp, launcher, camp.job("averaged", **how)).result
+    killed = run(camp, launcher, camp.job("averaged-killed", **how), kill).result
+    assert killed.restarts
+    assert killed.weights_digest == whole.weights_digest, "of the average"
+    assert killed.held_out == whole.held_out
+    assert killed.ema_decay == 0.9
 
 
 def test_a_cancel_saves_on_all_ranks_and_the_same_job_goes_on(

@@ -194,6 +194,24 @@ class EarlyStoppingSettings(Settings):
     min_delta: float = Field(default=0.0, ge=0)  # nats a token by which a new best is lower
 
 
+class EmaSettings(Settings):
+    """An exponential moving average of the trained weights, evaluated and exported instead."""
+
+    decay: float = Field(default=0.999, gt=0, lt=1)  # of the average, at each step
+
+
+Glob = Annotated[str, Field(min_length=1, max_length=512)]  # of parameters' names; * is any part
+
+
+class GroupSettings(Settings):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    match: tuple[Glob, ...] = Field(min_length=1)  # names such as "*embed*"; the first group wins
+    learning_rate_factor: float = Field(default=1.0, gt=0)  # times learning_rate
+    weight_decay: float | None = Field(default=None, ge=0)  # None: as without the group
+    optimizer: Literal["adamw"] | None = None  # with muon: adamw for matrices that it would take
+
+
 class TrainingSettings(Settings):
     """The training job."""
 
@@ -204,14 +222,18 @@ class TrainingSettings(Settings):
     batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
     learning_rate: float = Field(default=1e-3, gt=0)
-    optimizer: Literal["adamw", "sgd"] = "adamw"
+    # muon: of the matrices of hidden layers, on whole replicas; AdamW for all other parameters
+    optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW's two moments
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     warmup_steps: int = Field(default=10, ge=0)
     decay_share: float = Field(default=0.2, gt=0, le=1)  # of the steps, at the end of wsd
     final_share: float = Field(default=0.1, ge=0, le=1)  # of the learning rate, at the last step
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: float = Field(default=0.1, ge=0)  # of matrices, by AdamW
+    no_decay: tuple[Glob, ...] = ()  # names without it, besides norms and biases: "*embed*"
+    groups: Annotated[tuple[GroupSettings, ...], Field(max_length=64)] = ()
     clip_norm: float = Field(default=1.0, gt=0)
+    ema: EmaSettings | None = None  # None: the weights of the last step are exported
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
     # Of the weights that are exported; "base": the base's.
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
@@ -240,6 +262,21 @@ class TrainingSettings(Settings):
                 raise ValueError("early_stopping needs evaluate_every_steps")
             if self.synchrony.kind == "parameter-server":
                 raise ValueError("a parameter server has no early_stopping")
+        return self
+
+    @model_validator(mode="after")
+    def _ema_has_one_set_of_weights(self) -> TrainingSettings:
+        if self.ema is not None and self.synchrony.kind != "every-step":
+            raise ValueError(f"ema needs synchrony every-step, not {self.synchrony.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit_the_optimizer(self) -> TrainingSettings:
+        decays = any(each.weight_decay for each in self.groups)
+        if self.optimizer == "sgd" and (self.no_decay or decays):
+            raise ValueError("sgd has no weight decay: no_decay and groups cannot change it")
+        if self.optimizer != "muon" and any(each.optimizer for each in self.groups):
+            raise ValueError("groups have an optimizer of their own beside muon only")
         return self
 
 

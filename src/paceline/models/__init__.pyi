@@ -32,5 +32,9 @@ from .files import (
     weights_digest as weights_digest,
 )
 from .pretrained import Pretrained as Pretrained
-from .transformer import Transformer as Transformer, new_model as new_model
+from .transformer import (
+    Transformer as Transformer,
+    new_model as new_model,
+    output_layer as output_layer,
+)
 from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model

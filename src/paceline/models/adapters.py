@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.config import LoraSettings
 from paceline.errors import InvalidInput
+from paceline.models.transformer import output_layer
 from paceline.system import write_durably
 
 NAME = "default"  # peft's, of the only adapter
@@ -173,8 +174,7 @@ def _ends(name: str, wanted: Iterable[str]) -> bool:
 
 def _linear_layers(model: Any) -> list[str]:
     """Return the names of linear layers, without the output layer: it may be tied."""
-    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    output = output or getattr(model, "lm_head", None)
+    output = output_layer(model)
     return [
         name
         for name, each in model.named_modules()

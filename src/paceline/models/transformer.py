@@ -232,6 +232,12 @@ def rotate(x_BHTE: Tensor, rotation: Rotation) -> Tensor:
     return turned.to(x_BHTE.dtype)
 
 
+def output_layer(model: Any) -> Any:
+    """Return the layer that gives the logits, of ours or in transformers' layout; None: unknown."""
+    found = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return found or getattr(model, "lm_head", None)
+
+
 def new_model(config: ModelConfig, seed: int) -> Transformer:
     """Return a freshly initialised model; the same seed gives the same bits."""
     with torch.device("meta"):  # skips torch's own initialisation, which uses the global RNG

@@ -153,6 +153,8 @@ class TrainResult(Record):
     failures: Failures = Failures()
     # why it ended before its steps; None where it did not
     stopped_early: str | None = Field(default=None, exclude_if=_unset)
+    # of the average of the weights that was exported; None: the weights of the last step
+    ema_decay: float | None = Field(default=None, exclude_if=_unset)
     # False: by a GPU's faster kernels, whose bits differ from run to run
     deterministic: bool | None = Field(default=None, exclude_if=_unset)
     # inputs of the training; None in a result of an older version

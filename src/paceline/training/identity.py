@@ -37,6 +37,9 @@ _LATER_DEFAULTS = {
     "lora": None,
     "dpo": None,
     "early_stopping": None,
+    "no_decay": [],
+    "groups": [],
+    "ema": None,
 }
 # Of the mesh, only the settings that change how gradients are rounded in transit.
 _RESULT_MESH_SETTINGS = {"hook", "powersgd_rank"}

@@ -422,16 +422,21 @@ def _base(
 
 
 def _require_targets(config: ModelConfig | Pretrained, settings: TrainingSettings) -> None:
-    """Raise InvalidInput where ``training.lora`` names layers that the model does not have."""
-    if settings.lora is None:
+    """Raise InvalidInput where ``training`` names layers or parameters that the model does not
+    have."""
+    named = settings.lora or settings.groups or settings.no_decay
+    if not named and settings.optimizer != "muon":
         return
     import torch
 
     from paceline.models import Pretrained, Transformer, add_adapters
+    from paceline.training.loop import require_groups
 
     with torch.device("meta"):
         empty = config.build() if isinstance(config, Pretrained) else Transformer(config)
-    add_adapters(empty, settings.lora, settings.seed)
+    if settings.lora is not None:
+        add_adapters(empty, settings.lora, settings.seed)
+    require_groups(empty, settings)
 
 
 def _weights_bytes(runtime: Runtime) -> int:

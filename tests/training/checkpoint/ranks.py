@@ -19,7 +19,13 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
-from paceline.config import CheckpointSettings, MeshSettings, TrainingSettings
+from paceline.config import (
+    CheckpointSettings,
+    EmaSettings,
+    GroupSettings,
+    MeshSettings,
+    TrainingSettings,
+)
 from paceline.data import Batch
 from paceline.errors import PacelineError, ServiceUnavailable
 from paceline.models import ModelConfig, config_for, new_model
@@ -31,7 +37,13 @@ from paceline.training.checkpoint import (
     export,
     resume_newest_healthy,
 )
-from paceline.training.loop import Group, TransformerWorkload, join_group, new_optimizer
+from paceline.training.loop import (
+    Group,
+    TransformerWorkload,
+    WeightAverage,
+    join_group,
+    new_optimizer,
+)
 from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 
 STEPS, SAVE_AT, ROWS, CONTEXT = 4, 2, 4, 8
@@ -61,7 +73,11 @@ def config() -> ModelConfig:
 
 def settings_for(mesh: dict[str, int]) -> TrainingSettings:
     return TrainingSettings(
-        precision="float64", batch_sequences=ROWS, mesh=MeshSettings.model_validate(mesh)
+        precision="float64",
+        batch_sequences=ROWS,
+        mesh=MeshSettings.model_validate(mesh),
+        ema=EmaSettings(decay=0.75),
+        groups=(GroupSettings(match=("*embed*",), learning_rate_factor=0.5, weight_decay=0.01),),
     )
 
 
@@ -88,13 +104,15 @@ def batch_of(step: int, first: int, count: int) -> Batch:
 class Run:
     """A model under one layout, from its first step or from a checkpoint."""
 
-    def __init__(self, name: str, group: Group) -> None:
-        settings = settings_for(LAYOUTS[group.world_size][name])
+    def __init__(self, name: str, group: Group, **changes: object) -> None:
+        settings = settings_for(LAYOUTS[group.world_size][name]).model_copy(update=changes)
         mesh = open_mesh(MeshSpec.of(settings.mesh, group.world_size))
         self.workload = TransformerWorkload(config(), seed=1)
         self.parallel = parallelise(new_model(config(), 1), mesh, settings, self.workload)
         self.optimizer = new_optimizer(self.parallel.modules, settings)
-        self.state = TrainState(self.parallel, self.optimizer, group, mesh)
+        self.average = WeightAverage(self.optimizer, settings.ema)
+        averages = self.average.values
+        self.state = TrainState(self.parallel, self.optimizer, group, mesh, averages=averages)
         self.group = group
         self.losses: list[float] = []
 
@@ -115,6 +133,16 @@ class Run:
             self.optimizer.step()
             loss, weight = self.group.sums([float(sums.loss), sums.weight])
             self.losses.append(loss / weight)
+
+    def averaged_loss(self) -> float:
+        """Return the loss of the last step's batch under the average of the weights."""
+        batch, share = batch_of(STEPS - 1, 0, ROWS), ROWS // self.parallel.data_world
+        part = batch.split(self.parallel.data_world)[self.parallel.data_rank]
+        assert len(part.rows) == share
+        with self.average.applied():
+            sums = self.parallel.evaluate(self.workload.inputs(part, torch.device("cpu")))
+        loss, weight = self.group.sums([float(sums.loss), sums.weight])
+        return loss / weight
 
     def bits(self) -> str:
         """Return a digest of every byte this rank holds."""
@@ -178,8 +206,10 @@ def work(root: Path, group: Group) -> dict[str, object]:
         saver.finish()
         saver.close()
         assert set(saver.saved) == {SAVE_AT}
-        export(run.state, config(), root / "exports" / name)
-        found["saved"][name] = {"losses": run.losses, "bits": run.bits()}
+        with run.average.applied():
+            export(run.state, config(), root / "exports" / name)
+        averaged = run.averaged_loss()
+        found["saved"][name] = {"losses": run.losses, "averaged": averaged, "bits": run.bits()}
     group.all(True)
     for saved, name in [(name, name) for name in names] + OTHERS[group.world_size]:
         if not (root / "jobs" / saved).exists():
@@ -193,8 +223,14 @@ def work(root: Path, group: Group) -> dict[str, object]:
         assert restored is not None
         assert restored.step == SAVE_AT
         assert restored.position == {"batch": SAVE_AT}
-        run.take(SAVE_AT, STEPS)
-        found["resumed"][f"{saved} as {name}"] = {"losses": run.losses, "bits": run.bits()}
+        run.take(SAVE_AT, STEPS - 1)
+        run.averaged_loss()  # changes nothing
+        run.take(STEPS - 1, STEPS)
+        found["resumed"][f"{saved} as {name}"] = {
+            "losses": run.losses,
+            "averaged": run.averaged_loss(),
+            "bits": run.bits(),
+        }
     if group.world_size == 2:
         found["cases"] = cases(root / "cases", group)
     return found

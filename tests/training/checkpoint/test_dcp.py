@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from paceline.training.checkpoint import (
     generation_at,
     generations_at,
 )
+from paceline.training.checkpoint.dcp_export import DcpContents
+from paceline.training.checkpoint.records import Index
 from paceline.training.loop import Group, new_optimizer
 from tests.training.checkpoint.ranks import (
     SAVE_AT,
@@ -61,7 +64,7 @@ def spoil(path: Path, at: int = -9) -> None:
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
     """One rank's training at step 2, saved below ``single``, and that training itself."""
     root = tmp_path_factory.mktemp("dcp")
-    run = Run("single", Group())
+    run = Run("single", Group(), ema=None)
     run.take(0, SAVE_AT)
     generations = Generations(DiskStore(), DiskStore.url_of(root / "single"))
     saver_of(run, generations).save_last(SAVE_AT, {"batch": SAVE_AT}, {})
@@ -78,10 +81,15 @@ def gangs(runs: dict[int, list[dict[str, Any]]], root: Path) -> Path:
     return root
 
 
+def filled(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return [each for each in optimizer.param_groups if each["params"]]
+
+
 def plain() -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model and an optimiser as anybody makes them, with moments to be filled."""
     model = new_model(config(), 5).double()
     optimizer = new_optimizer(model, settings_for({}))
+    optimizer.param_groups = filled(optimizer)
     for each in model.parameters():
         each.grad = torch.zeros_like(each)
     optimizer.step()
@@ -118,7 +126,7 @@ def test_plain_torch_loads_weights_and_optimizer_bit_for_bit(
     set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
     same_as(run, model, optimizer)
     assert state["paceline"] == {"step": SAVE_AT}
-    for mine, theirs in zip(optimizer.param_groups, run.optimizer.param_groups, strict=True):
+    for mine, theirs in zip(filled(optimizer), filled(run.optimizer), strict=True):
         assert mine["lr"] == theirs["lr"] != 9.0
         assert mine["betas"] == theirs["betas"]
         assert mine["weight_decay"] == theirs["weight_decay"]
@@ -131,12 +139,27 @@ def test_shards_are_one_model_for_a_single_process(
     theirs = plain()[0].state_dict()
     dcp.load({"model": theirs}, checkpoint_id=gangs / "by-dcp")
     export_dcp(*generation_at(gangs / "jobs" / "shard2"), tmp_path / "out", model_prefix="")
+    names = dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
+    assert {f"ema.{name}" for name in theirs} <= set(names), "averages beside the weights"
     exported = plain()[0].state_dict()
     dcp.load(exported, checkpoint_id=tmp_path / "out")  # weights at the root, as torchtitan has
     assert bits_of(theirs) == bits_of(exported)
     wanted = run.state.tensors()
     for name, tensor in exported.items():  # the same training under another layout
         torch.testing.assert_close(tensor, wanted[f"model.{name}"], rtol=1e-9, atol=1e-12)
+
+
+def test_groups_of_an_earlier_release_are_those_of_their_parameters(
+    saved: tuple[Path, Run],
+) -> None:
+    generations, generation = generation_at(saved[0] / "single")
+    commit = generations.commit_of(generation)
+    index = generations.index_of(generation, commit)
+    earlier = json.loads(index.model_dump_json())
+    earlier["groups"] = {"matrices": {"lr": 0.5}, "vectors": {"lr": 0.25}}
+    values = DcpContents(commit, Index.model_validate(earlier), "model").values
+    assert values["optimizer.param_groups.0.lr"] == 0.5
+    assert values["optimizer.param_groups.model.norm.weight.lr"] == 0.25
 
 
 def test_a_damaged_file_is_named_and_nothing_is_exported(

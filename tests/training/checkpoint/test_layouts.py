@@ -34,9 +34,11 @@ def test_every_layout_takes_the_same_steps(runs: dict[int, list[dict[str, Any]]]
 
 
 def test_every_checkpoint_resumes_on_every_layout(runs: dict[int, list[dict[str, Any]]]) -> None:
-    wanted = runs[1][0]["saved"]["single"]["losses"][SAVE_AT:]
+    single = runs[1][0]["saved"]["single"]
+    wanted = [*single["losses"][SAVE_AT:], single["averaged"]]
+    assert abs(wanted[-1] - wanted[-2]) > 1e-4, "the average is another model"
     resumed = {
-        name: each["losses"]
+        name: [*each["losses"], each["averaged"]]
         for found in runs.values()
         for name, each in found[0]["resumed"].items()
     }
@@ -56,6 +58,22 @@ def test_resume_on_the_same_layout_is_bit_identical(
                 kept = found["saved"][name]
                 assert again["bits"] == kept["bits"], f"{name}, rank {rank}"
                 assert again["losses"] == kept["losses"][SAVE_AT:STEPS]
+
+
+def test_every_layout_stores_the_same_parameter_groups(
+    runs: dict[int, list[dict[str, Any]]], root: Path
+) -> None:
+    found = {}
+    for name in (each for names in LAYOUTS.values() for each in names):
+        generations = Generations(DiskStore(), DiskStore.url_of(root / "jobs" / name))
+        newest = generations.find().committed[0]
+        found[name] = generations.index_of(newest, generations.commit_of(newest)).groups
+    matrices, vectors, embedding, empty = found["single"]
+    assert embedding.parameters == ("model.embed_tokens.weight",)
+    assert (matrices.settings["weight_decay"], embedding.settings["weight_decay"]) == (0.1, 0.01)
+    assert embedding.settings["learning_rate_factor"] == 0.5
+    assert len(matrices.parameters) > len(vectors.parameters) > len(empty.parameters) == 0
+    assert all(each == found["single"] for each in found.values()), "a pipeline's stages too"
 
 
 def test_replicas_write_each_box_once_and_share_the_work(

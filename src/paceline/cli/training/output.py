@@ -355,6 +355,8 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
         f"checkpoints {result.checkpoint_stall_share:.1%}",
         f"  checkpoints   {len(result.checkpoints)} in {display_url(checkpoints_url(job))}",
     ]
+    if result.ema_decay is not None:
+        lines.append(f"  weights       their moving average, decay {result.ema_decay:g}")
     if (record / METRICS_FILE).exists():
         lines.append(f"  each step     {record / METRICS_FILE}")
     if (record / "traces").exists():

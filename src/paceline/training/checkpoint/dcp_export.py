@@ -5,7 +5,8 @@ SHA-256 before any of its bytes are used.
 
 Names are those of plain PyTorch: ``model.<parameter>``, ``optimizer.state.<parameter>.exp_avg`` and
 ``optimizer.param_groups.…``, flattened or nested as in ``get_optimizer_state_dict``;
-``paceline.step`` and ``paceline.job_id`` identify the checkpoint.
+``ema.<parameter>`` is the moving average of a weight. ``paceline.step`` and ``paceline.job_id``
+identify the checkpoint.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ from paceline.errors import (
 )
 from paceline.system import make_directories, sync_directory, sync_tree
 from paceline.training.checkpoint.generations import Generation, Generations
-from paceline.training.checkpoint.layout import DTYPES, EXTRA, KEPT, MODEL, reads_for
-from paceline.training.checkpoint.records import Commit, Index, StoredTensor
+from paceline.training.checkpoint.layout import DTYPES, EMA, EXTRA, KEPT, MODEL, reads_for
+from paceline.training.checkpoint.records import Commit, Groups, Index, StoredTensor
 from paceline.training.checkpoint.resume import VerifiedFiles
 
 SUMS_FILE = "SHA256SUMS"
@@ -70,6 +71,8 @@ class DcpContents:
                 continue
             elif name.startswith((EXTRA, KEPT)):
                 path = (name,)
+            elif kind == EMA:
+                path = (EMA, of)
             else:
                 path = ("optimizer", "state", of, kind)
                 trained[of] = len(index.tensors[MODEL + of].shape)
@@ -78,10 +81,12 @@ class DcpContents:
             return
         self._value(("paceline", "step"), commit.step)
         self._value(("paceline", "job_id"), commit.job_id)
-        if index.groups is not None:
+        if isinstance(index.groups, Groups):
             matrices = [name for name, dimensions in trained.items() if dimensions >= 2]
             vectors = [name for name, dimensions in trained.items() if dimensions < 2]
             self._groups([(index.groups.matrices, matrices), (index.groups.vectors, vectors)])
+        for_each = index.groups if isinstance(index.groups, tuple) else ()
+        self._groups([(e.settings, [n for n in e.parameters if n in trained]) for e in for_each])
 
     def _groups(self, groups: list[tuple[dict[str, Any], list[str]]]) -> None:
         for number, (settings, members) in enumerate(each for each in groups if each[1]):

@@ -1,8 +1,8 @@
 """State of a training as flat named tensors, and the boxes of each that a rank writes and reads.
 
 ``model.<name>`` for the model, ``<moment>.<name>`` for the optimizer's state of each parameter,
-``extra.<name>`` for what the caller adds, ``kept.<name>`` for further state (``Stateful``). A
-sharded tensor stays a DTensor.
+``ema.<name>`` for a parameter's moving average, ``extra.<name>`` for what the caller adds,
+``kept.<name>`` for further state (``Stateful``). A sharded tensor stays a DTensor.
 
 torch.distributed.checkpoint computes the local box of a DTensor and how saved boxes intersect
 wanted ones. A box that several ranks hold is written once, by the least loaded of them. Pure: no
@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 
 from paceline.errors import TrainingFailed
 from paceline.training.checkpoint.records import (
-    Groups,
     Index,
+    ParameterGroup,
     Sizes,
     StoredChunk,
     StoredTensor,
@@ -79,6 +79,7 @@ def stateful_of(*owners: object) -> list[Stateful]:
 
 
 MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
+EMA = "ema"  # in the place of a moment
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 
 
@@ -112,6 +113,7 @@ class TrainState:
     position: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
     keeps: Sequence[Stateful] = ()
+    averages: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # moving, of weights
     without_frozen: bool = False  # each start loads frozen weights from the base
 
     def tensors(self) -> dict[str, Tensor]:
@@ -127,6 +129,8 @@ class TrainState:
             for moment, value in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
                     found[f"{moment}.{name}"] = value.detach()
+            if parameter in self.averages:
+                found[f"{EMA}.{name}"] = self.averages[parameter]
         for name, value in self.extra.items():
             if isinstance(value, Tensor):
                 found[EXTRA + name] = value.detach()
@@ -140,21 +144,26 @@ class TrainState:
             for name, parameter in module.named_parameters(remove_duplicate=False):
                 yield clean(name), parameter
 
-    def groups(self) -> Groups:
-        """Return the optimizer's present settings (rates, decay), as JSON values.
+    def members(self) -> list[list[str]]:
+        """Return the names of this rank's parameters in each of the optimizer's groups."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.parameters():
+            names.setdefault(parameter, []).append(name)
+        groups = self.optimizer.param_groups
+        return [[name for each in group["params"] for name in names[each]] for group in groups]
 
-        Our recipes group parameters by their number of dimensions only.
-        """
-        found: dict[str, dict[str, Any]] = {}
-        for group in self.optimizer.param_groups:
-            values = {
+    def groups(self, members: Sequence[Sequence[str]]) -> tuple[ParameterGroup, ...]:
+        """Return the optimizer's groups with their present settings (rates, decay), as JSON values;
+        ``members`` are those of all ranks."""
+        found = []
+        for group, names in zip(self.optimizer.param_groups, members, strict=True):
+            settings = {
                 name: value
                 for name, value in group.items()
                 if name != "params" and isinstance(value, bool | int | float | str | tuple | None)
             }
-            for parameter in group["params"]:
-                found.setdefault("matrices" if parameter.ndim >= 2 else "vectors", values)
-        return Groups.model_validate(found)
+            found.append(ParameterGroup(settings=settings, parameters=tuple(names)))
+        return tuple(found)
 
     def layout(self) -> dict[str, int]:
         """Return dp, shard, tp and pp, as far as the mesh has them."""

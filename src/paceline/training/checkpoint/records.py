@@ -92,8 +92,15 @@ class StoredTensor(Record):
         return self
 
 
+class ParameterGroup(Record):
+    """A parameter group of the optimizer: its settings (rate, decay), and its members' names."""
+
+    settings: dict[str, Any]
+    parameters: tuple[str, ...]
+
+
 class Groups(Record):
-    """Optimizer settings (rates, decay) of two parameter groups; {} for a group without members."""
+    """Two parameter groups as earlier releases stored them; {} for a group without members."""
 
     matrices: dict[str, Any] = {}  # parameters of two dimensions and more
     vectors: dict[str, Any] = {}
@@ -103,7 +110,7 @@ class Index(Record):
     """The location of each tensor of a generation."""
 
     tensors: dict[str, StoredTensor]
-    groups: Groups | None = None  # None: saved by a version without groups
+    groups: tuple[ParameterGroup, ...] | Groups | None = None  # None: of a release without them
 
 
 class Rejected(Record):

@@ -22,6 +22,7 @@ from paceline.errors import CorruptData, PacelineError, TemporaryError, Training
 from paceline.training.checkpoint.generations import Generation, Generations
 from paceline.training.checkpoint.layout import (
     DTYPES,
+    EMA,
     EXTRA,
     KEPT,
     MODEL,
@@ -238,11 +239,15 @@ class _Plan:
                 files.fill(target, reads)
         for each in self._state.keeps:
             each.restore({name: its for name, its in self._kept.items() if each.wants(name)})
-        optimizer = self._state.optimizer
+        optimizer, averages = self._state.optimizer, self._state.averages
         optimizer.state.clear()
+        averages.clear()
         for name, parameter in self._state.parameters():
-            if name in self._moments and parameter not in optimizer.state:
-                optimizer.state[parameter] = dict(self._moments[name])
+            moments = dict(self._moments.get(name, {}))
+            if EMA in moments:
+                averages.setdefault(parameter, moments.pop(EMA))
+            if moments and parameter not in optimizer.state:
+                optimizer.state[parameter] = moments
 
 
 def _new_moments(index: Index, state: TrainState) -> dict[str, dict[str, Tensor]]:

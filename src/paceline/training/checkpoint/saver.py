@@ -9,6 +9,7 @@ order.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import random
@@ -82,6 +83,7 @@ class Checkpointer:
         self._signature: object = None
         self._staging: Staging | None = None
         self._index = Index(tensors={})
+        self._members: list[list[str]] = []  # names in each of the optimizer's groups
         self._waiting = False  # a save was postponed and not made up for
         self._retry = False  # it is due again
         self._flight: Future[SaveResult] | None = None
@@ -156,7 +158,7 @@ class Checkpointer:
             copy.deepcopy(dict(position)),  # it and ``extra`` change while the thread writes
             {name: value for name, value in metrics.items() if math.isfinite(value)},
             copy.deepcopy(extra),
-            self._state.groups() if first else None,
+            self._state.groups(self._members) if first else None,
         )
         self._start(save, self._staging, self._index)
         now = self._clock()
@@ -213,6 +215,9 @@ class Checkpointer:
         """Agree on who writes what, and allocate the buffer; once a layout."""
         written = assign_writes(self._exchange.chunks(chunks_of(tensors)))
         self._index = index_of(written)
+        every = self._exchange.all(json.dumps(self._state.members()).encode())
+        parts = zip(*map(json.loads, sorted(set(every))), strict=True)  # of a pipeline, by group
+        self._members = [sorted({name for part in group for name in part}) for group in parts]
         self._staging = None  # release the old buffer first
         pin = any(each.device.type == "cuda" for each in tensors.values())
         self._staging = Staging(written[self._state.group.rank], pin=pin)

@@ -51,7 +51,7 @@ from paceline.training.checkpoint.layout import (
     local_of,
     to_bytes,
 )
-from paceline.training.checkpoint.records import Commit, Groups, Index, SavedFile
+from paceline.training.checkpoint.records import Commit, Index, ParameterGroup, SavedFile
 from paceline.training.loop import Group, as_peer_lost
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class SaveRequest:
     position: dict[str, Any]
     metrics: dict[str, float]
     extra: dict[str, Any]
-    groups: Groups | None = None  # the optimizer's settings
+    groups: tuple[ParameterGroup, ...] | None = None  # the optimizer's
 
 
 @dataclass

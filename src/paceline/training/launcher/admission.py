@@ -145,7 +145,8 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
     None means unknown and passes; ``weights_bytes`` is the whole model's size, 0 if unknown.
     """
     mesh = settings.mesh
-    copies = 4 if settings.optimizer == "adamw" else 2  # weights, gradients; AdamW: two moments
+    # weights, gradients, moments: AdamW has two, Muon one of its matrices
+    copies = {"adamw": 4, "muon": 3}.get(settings.optimizer, 2) + (settings.ema is not None)
     copies = copies + (settings.dpo is not None) if settings.lora is None else 1
     share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)

@@ -31,6 +31,7 @@ from .optimizer import (
     learning_rate as learning_rate,
     master_dtype as master_dtype,
     new_optimizer as new_optimizer,
+    require_groups as require_groups,
 )
 from .preemption import MetadataWatcher as MetadataWatcher
 from .preferences import Preferences as Preferences
@@ -67,6 +68,7 @@ from .step_guard import (
     StepGuard as StepGuard,
     Verdict as Verdict,
 )
+from .weight_average import WeightAverage as WeightAverage
 from .workload import (
     Inputs as Inputs,
     LossSums as LossSums,

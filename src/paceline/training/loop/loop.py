@@ -71,6 +71,7 @@ class Evaluator:
     parts: int = 1  # forward passes per batch, as in training
     bytes_per_token: float | None = 1.0
     during: Callable[[], AbstractContextManager[object]] = nullcontext  # entered per evaluation
+    averaged: Callable[[], AbstractContextManager[object]] = nullcontext  # changes the weights
 
     def evaluate(
         self, parallel: Parallel, workload: Workload, group: Group, device: torch.device
@@ -82,7 +83,13 @@ class Evaluator:
         parts_sums: list[LossSums] = []
         own: Counter[str] = Counter()
         # A task with carried state recognises an evaluation by the disabled gradients.
-        with self.during(), self.open_stream() as stream, _together(parallel), torch.no_grad():
+        with (
+            self.during(),
+            self.open_stream() as stream,
+            self.averaged(),
+            _together(parallel),
+            torch.no_grad(),
+        ):
             for _ in range(math.ceil(self.sequences / stream.global_batch)):
                 for part in stream.next().split(self.parts):
                     inputs = workload.inputs(part, device)

@@ -1,4 +1,4 @@
-"""Optimiser (AdamW or SGD) and its state, learning-rate schedule, and mixed precision.
+"""Optimiser (AdamW, SGD or Muon) and its state, learning-rate schedule, and mixed precision.
 
 Does not depend on ranks or files. The learning rate is a pure function of (step, settings): it is
 not saved, and a resumed run continues at the same rate. Schedules: cosine (arXiv 1608.03983),
@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from paceline.config import TrainingSettings
-from paceline.errors import CorruptData, TrainingFailed
+from paceline.config import GroupSettings, TrainingSettings
+from paceline.errors import CorruptData, InvalidInput, TrainingFailed
+from paceline.models import output_layer
+from paceline.training.checkpoint import clean
+from paceline.training.loop.muon import MuonWithAdamW
+
+FACTOR = "learning_rate_factor"  # key of a parameter group; missing: 1
 
 
 def new_optimizer(
@@ -25,26 +33,106 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
 
-    AdamW applies weight decay to matrices only, not to norms. SGD has no momentum and no decay, so
-    that averaging weights after each step equals averaging gradients.
+    AdamW applies weight decay to matrices only, not to norms and biases. SGD has no momentum and no
+    decay, so that averaging weights after each step equals averaging gradients. Muon updates
+    matrices, except embeddings, the output layer and what a group gives to AdamW. Every rank has
+    the same list of parameter groups; on a stage of a pipeline some may be empty.
     """
-    parts = [modules] if isinstance(modules, nn.Module) else modules
-    # A parameter may appear in several modules of a rank; it is updated once.
-    trained = list(dict.fromkeys(p for part in parts for p in part.parameters() if p.requires_grad))
+    groups = _parameter_groups([modules] if isinstance(modules, nn.Module) else modules, settings)
+    its = list(groups.values())
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(trained, lr=settings.learning_rate, foreach=True)
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    filled = [each for each in groups if each["params"]]
-    return torch.optim.AdamW(filled, lr=settings.learning_rate, betas=settings.betas, fused=True)
+        return torch.optim.SGD(its, lr=settings.learning_rate, foreach=True)
+    if settings.optimizer == "muon":
+        hidden = [each for key, each in groups.items() if key.hidden]
+        others = [each for key, each in groups.items() if not key.hidden]
+        return MuonWithAdamW(hidden, others, settings)
+    return torch.optim.AdamW(its, lr=settings.learning_rate, betas=settings.betas, fused=True)
+
+
+class _Key(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    rule: int  # of training.groups, from 1; 0: none of them
+    hidden: bool  # Muon updates them
+    decays: bool
+
+
+def _parameter_groups(
+    modules: Sequence[nn.Module], settings: TrainingSettings
+) -> dict[_Key, dict[str, Any]]:
+    """Return the parameter groups in the optimiser's order; a trained parameter is in one."""
+    is_muon, is_sgd = (settings.optimizer == each for each in ("muon", "sgd"))
+    rules = (GroupSettings(match=("*",)), *settings.groups)
+    found: dict[_Key, dict[str, Any]] = {}
+    for key in map(_Key._make, product(range(len(rules)), (True, False), (True, False))):
+        its = rules[key.rule]
+        if (key.hidden and not is_muon) or (key.decays and is_sgd):
+            continue
+        default = settings.weight_decay if key.decays else 0.0
+        decay = default if its.weight_decay is None else its.weight_decay
+        found[key] = {"params": [], "weight_decay": decay}
+        if its.learning_rate_factor != 1:
+            found[key][FACTOR] = its.learning_rate_factor
+    ends = {each for module in modules if is_muon for each in _end_weights(module)}
+    for parameter, names in _trained(modules).items():
+        matching = (n for n, each in enumerate(settings.groups, 1) if _matches(each.match, names))
+        rule = next(matching, 0)
+        hidden = is_muon and parameter.ndim == 2 and parameter not in ends
+        plain = parameter.ndim < 2 or _matches(settings.no_decay, names)
+        key = _Key(rule, hidden and not rules[rule].optimizer, not (plain or is_sgd))
+        found[key]["params"].append(parameter)
+    return found
+
+
+def _end_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Return the weights of embeddings and of the output layer, which Muon does not update."""
+    ends = [each for each in model.modules() if isinstance(each, nn.Embedding)]
+    weights = (getattr(each, "weight", None) for each in (*ends, output_layer(model)))
+    return {each for each in weights if isinstance(each, nn.Parameter)}
+
+
+def _trained(modules: Iterable[nn.Module]) -> dict[nn.Parameter, list[str]]:
+    """Return each trained parameter once, with the names that it has in the plain model."""
+    found: dict[nn.Parameter, list[str]] = {}
+    for module in modules:
+        for name, each in module.named_parameters(remove_duplicate=False):
+            if each.requires_grad:
+                found.setdefault(each, []).append(clean(name))
+    return found
+
+
+def _matches(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, each) for each in patterns for name in names)
+
+
+def require_groups(model: nn.Module, settings: TrainingSettings) -> None:
+    """Raise InvalidInput for a pattern that matches no trained parameter of the whole ``model``,
+    and for one without matrices for Muon."""
+    names = [name for its in _trained([model]).values() for name in its]
+    patterns = [("groups", each) for group in settings.groups for each in group.match]
+    for where, each in [*patterns, *(("no_decay", each) for each in settings.no_decay)]:
+        if not _matches([each], names):
+            raise InvalidInput(
+                "no trained parameter has such a name",
+                got=each,
+                wanted=f"names such as {', '.join(names[:: len(names) // 6 + 1])}; * is any part",
+                where=f"training.{where}",
+            )
+    groups = _parameter_groups([model], settings).items() if settings.optimizer == "muon" else ()
+    if groups and not any(key.hidden and each["params"] for key, each in groups):
+        raise InvalidInput(
+            "muon has no matrix to train",
+            got="embeddings, an output layer, vectors, or groups of AdamW",
+            wanted="trained parameters of two dimensions in hidden layers",
+            where="training.optimizer",
+            do="Use training.optimizer adamw.",
+        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Set the learning rate of all parameter groups: ``rate`` times their factors."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(FACTOR, 1.0)
 
 
 def apply_gradients(optimizer: torch.optim.Optimizer, rate: float) -> None:

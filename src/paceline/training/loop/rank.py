@@ -137,7 +137,6 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
     from paceline.training.checkpoint import TrainState
     from paceline.training.loop import rank_setup as setup
     from paceline.training.loop.loop import average_replicas, train
-    from paceline.training.loop.optimizer import new_optimizer
     from paceline.training.loop.step_guard import StepGuard
     from paceline.training.parallel import MeshSpec, is_asynchronous, open_mesh
     from paceline.training.reproducibility import current_environment
@@ -156,7 +155,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
         parallel, follow = setup.parallelise_model(its, mesh)
-        optimizer = new_optimizer(parallel.modules, settings)
+        optimizer, average = setup.optimizer_of(parallel, settings)
 
         state = TrainState(
             parallel,
@@ -164,6 +163,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             group,
             mesh,
             keeps=stateful_of(parallel, its.workload),
+            averages=average.values,
             without_frozen=its.adapters is not None,
         )
         events.enter("resuming")
@@ -192,7 +192,9 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             progress=progress,
             device=device,
             saver=checkpointer,
-            evaluator=setup.evaluator_of(its, mesh, lambda: events.phase("evaluating")),
+            evaluator=setup.evaluator_of(
+                its, mesh, lambda: events.phase("evaluating"), average.applied
+            ),
             guard=StepGuard(settings.guard, bad=len(job.skip_batches)),
             numbers=setup.metrics_of(its, parallel, group, device, place.rank, events),
             on_step=step_reporter,
@@ -208,7 +210,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
             events.emit("failed", progress.step, code="Stopped", message="stopped, state saved")
             return STOPPED_EXIT
 
-        with events.phase("exporting"):
+        with events.phase("exporting"), average.applied():
             exported = setup.export_model(its, state, place.rank)
         if place.rank == 0:
             done = setup.result_of(

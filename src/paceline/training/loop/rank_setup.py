@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from paceline.config import TrainingSettings
 from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
@@ -50,8 +51,10 @@ from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
 from paceline.training.loop.loop import Evaluator, Progress
+from paceline.training.loop.optimizer import new_optimizer
 from paceline.training.loop.preferences import Preferences
 from paceline.training.loop.starting_state import RankContext
+from paceline.training.loop.weight_average import WeightAverage
 from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise
@@ -106,6 +109,14 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
     if isinstance(its.workload, Preferences):
         its.workload.reference = _reference(its, parallel, base, mesh)
     return parallel, lambda *_: None
+
+
+def optimizer_of(
+    parallel: Parallel, settings: TrainingSettings
+) -> tuple[torch.optim.Optimizer, WeightAverage]:
+    """Return the optimiser, and the moving average of the weights, empty where it is off."""
+    optimizer = new_optimizer(parallel.modules, settings)
+    return optimizer, WeightAverage(optimizer, settings.ema)
 
 
 def _reference(
@@ -163,6 +174,7 @@ def evaluator_of(
     its: RankContext,
     mesh: Mesh,
     during: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    averaged: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Evaluator | None:
     """Return the evaluator over this rank's held-out share; None where evaluation is off."""
     settings = its.job.settings
@@ -177,6 +189,7 @@ def evaluator_of(
         settings.accumulation,
         text_bytes / tokens if tokens and text_bytes and not settings.dpo else None,
         during,
+        averaged,
     )
 
 
@@ -368,6 +381,7 @@ def result_of(
         "final_loss": progress.loss,
         "held_out": progress.held_out,
         "stopped_early": progress.stopped_early or None,
+        "ema_decay": None if its.job.settings.ema is None else its.job.settings.ema.decay,
         "deterministic": None if torch.are_deterministic_algorithms_enabled() else False,
         "tokens_per_second": progress.tokens / progress.seconds if progress.seconds else 0.0,
         "data_wait_share": progress.share(progress.data_wait_s),

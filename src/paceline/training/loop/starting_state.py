@@ -107,6 +107,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
     from paceline.data import ShardCache, load_snapshot, require_purpose
     from paceline.data.loading import open_transforms
     from paceline.models import add_adapters
+    from paceline.training.loop.optimizer import require_groups
 
     retain_freed_memory()
     torch.set_num_threads(job.settings.threads_per_rank)
@@ -136,6 +137,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
     if (lora := job.settings.lora) is not None:
         require_extras("lora")
         adapters = add_adapters(model, lora, job.settings.seed)
+    require_groups(model, job.settings)
     cache = ShardCache(
         snapshot,
         store,

@@ -79,6 +79,13 @@ def require_layout(
             do="Raise training.batch_sequences, or use fewer replicas.",
         )
     _require_hook(spec, settings)
+    if settings.optimizer == "muon" and spec.shard * spec.tp * spec.pp > 1:
+        raise _refused(
+            "muon needs whole matrices",
+            got=f"mesh {spec}",
+            wanted="shard, tp and pp of 1",
+            do="Use replicas alone, or training.optimizer adamw.",
+        )
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)
     _require_adaptable(spec, settings, config)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline import errors
-from paceline.config import LoraSettings, scrub_variables
+from paceline.config import TrainingSettings, scrub_variables
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.training.identity import task_size_of
 from paceline.training.user_code.loading import MAX_MESSAGE_CHARACTERS, Task, load, user_code_error
@@ -39,13 +39,13 @@ def check(
     cache: Path,
     task: Task,
     *,
-    lora: LoraSettings | None = None,
+    settings: TrainingSettings | None = None,
     deadline_s: float = CHECK_S,
 ) -> None:
     """Load the reference and build its model in a process of its own, before any rank starts.
 
-    Raises what ``load`` raises, with the same fields, and InvalidInput where ``lora`` names layers
-    that the model does not have. The process gets no ambient credentials.
+    Raises what ``load`` raises, with the same fields, and InvalidInput where ``settings`` name
+    layers or parameters that the model does not have. The process gets no ambient credentials.
     """
     ref = parse(text)
     require_allowed(ref, sources)
@@ -57,7 +57,7 @@ def check(
         "cache": str(cache),
         "task": asdict(task),
     }
-    asked["lora"] = None if lora is None else lora.model_dump()
+    asked["settings"] = None if settings is None else settings.model_dump()
     command = [sys.executable, "-m", "paceline.training.user_code.checking"]
     try:
         done = subprocess.run(
@@ -105,7 +105,7 @@ def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
         parameters=size.parameters or runtime.profile.model.parameters,
     )
     sources = runtime.profile.security.code_sources
-    check(job.settings.code_ref, sources, runtime.state_dir / "code", task, lora=job.settings.lora)
+    check(job.settings.code_ref, sources, runtime.state_dir / "code", task, settings=job.settings)
 
 
 _KINDS: dict[str, type[PacelineError]] = {
@@ -121,10 +121,8 @@ def main() -> int:
     try:
         task, ref = Task(**asked["task"]), parse(asked["text"])
         model = _build(load(asked["text"], asked["sources"], Path(asked["cache"]), task), ref)
-        if asked["lora"] is not None:
-            from paceline.models import add_adapters
-
-            add_adapters(model, LoraSettings(**asked["lora"]), task.seed)
+        if asked["settings"] is not None:
+            _require_names(model, TrainingSettings(**asked["settings"]))
     except PacelineError as error:
         said = {"code": error.code, "what": error.what, "do": error.do}
         for name in ("got", "wanted", "where"):
@@ -133,6 +131,15 @@ def main() -> int:
         sys.stdout.write("\n" + json.dumps(said) + "\n")
         return error.exit_code
     return 0
+
+
+def _require_names(model: nn.Module, settings: TrainingSettings) -> None:
+    from paceline.models import add_adapters
+    from paceline.training.loop import require_groups
+
+    if settings.lora is not None:
+        add_adapters(model, settings.lora, settings.seed)
+    require_groups(model, settings)
 
 
 def _build(workload: Workload, ref: CodeRef) -> nn.Module:
