@@ -8,8 +8,7 @@ from typing import Any
 
 from paceline.client import Client
 from paceline.errors import Cancelled, PacelineError
-from paceline.jobs import Sweep, page_of, report_sweep, run_sweep
-from paceline.jobs.sweep_page import COLUMNS, trial_row
+from paceline.jobs import COLUMNS, Sweep, page_of, report_sweep, run_sweep, trial_row
 from paceline.schemas import SWEEP, StageRecord, SweepShown, sweep_key
 from paceline.tasks._support import artifacts, cancelling
 from paceline.tasks._support.figures import record_sweep

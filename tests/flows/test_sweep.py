@@ -72,7 +72,7 @@ def installation(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Installat
     found = Installation()
     monkeypatch.setattr(tasks.Client, "of", lambda _runtime: found)
     monkeypatch.setattr(Run, "coordinator", found)
-    monkeypatch.setattr("paceline.jobs.sweep.LOOK_S", 0.0)
+    monkeypatch.setattr("paceline.jobs.sweeps.sweep.LOOK_S", 0.0)
     return found
 
 

@@ -25,7 +25,7 @@ from paceline.jobs import (
     stored_run_id,
     studies_of,
 )
-from paceline.jobs.sweep_study import HELD_S, held, opened
+from paceline.jobs.sweeps import HELD_S, held, opened
 from paceline.schemas import JobState, Resources, SweepShown, TrainingJob, new_run_id
 from tests.api.conftest import make_runtime
 from tests.support.command import paceline
@@ -264,7 +264,7 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
 ) -> None:
     queue = Queue()
     monkeypatch.setattr("paceline.cli.training.sweep.Client", lambda **_: queue)
-    monkeypatch.setattr("paceline.jobs.sweep.LOOK_S", 0)
+    monkeypatch.setattr("paceline.jobs.sweeps.sweep.LOOK_S", 0)
     gang = ["--ranks", "2", "--memory", "80GB", "--capacity", "spot", "--within", "rack"]
     words = ["sweep", "lr", "org/m", "1", "--snapshot", "s3://b/d", "--space",
              str(tmp_path / "space.toml"), "--trials", "6", *gang, "--steps", str(STEPS),

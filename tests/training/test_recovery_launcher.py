@@ -19,8 +19,7 @@ import pytest
 
 from paceline.errors import Cancelled, InvalidInput
 from paceline.training import Deadlines, GangMember, GangResult, GangSupervisor, LocalLauncher
-from paceline.training.launcher import launcher_argv, local
-from paceline.training.loop import MetadataWatcher
+from paceline.training.launcher import MetadataWatcher, launcher_argv, local
 
 pytestmark = pytest.mark.xdist_group("gangs")
 

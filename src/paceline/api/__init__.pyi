@@ -1,6 +1,5 @@
 from .access import IdentityIssuer as IdentityIssuer
 from .app import create_app as create_app, serve as serve
-from .audit_writer import BATCH as BATCH, ROWS_AT_ONCE as ROWS_AT_ONCE, AuditWriter as AuditWriter
 from .event_stream import (
     EventStream as EventStream,
     SnapshotReader as SnapshotReader,
@@ -23,8 +22,11 @@ from .limits import (
     host_of as host_of,
 )
 from .middleware import (
+    BATCH as BATCH,
     OPEN_PER_S as OPEN_PER_S,
+    ROWS_AT_ONCE as ROWS_AT_ONCE,
     AccessMiddleware as AccessMiddleware,
+    AuditWriter as AuditWriter,
     Authenticator as Authenticator,
     LeaderGate as LeaderGate,
     RefusedCall as RefusedCall,

@@ -35,11 +35,19 @@ from .scheduler import (
     parameters_of as parameters_of,
     quotas_of as quotas_of,
 )
-from .search_space import Search as Search, Sweep as Sweep, read_space as read_space
 from .service_levels import JobTotals as JobTotals
 from .states import NEXT as NEXT, changed as changed, require_open as require_open
-from .sweep import report_sweep as report_sweep, run_sweep as run_sweep
-from .sweep_page import page_of as page_of, trial_row as trial_row
-from .sweep_study import stored_run_id as stored_run_id, studies_of as studies_of
+from .sweeps import (
+    COLUMNS as COLUMNS,
+    Search as Search,
+    Sweep as Sweep,
+    page_of as page_of,
+    read_space as read_space,
+    report_sweep as report_sweep,
+    run_sweep as run_sweep,
+    stored_run_id as stored_run_id,
+    studies_of as studies_of,
+    trial_row as trial_row,
+)
 from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable
 from .usage import budget_reason as budget_reason, recorded as recorded, spent as spent

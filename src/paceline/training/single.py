@@ -65,8 +65,14 @@ from paceline.training.continuing import (
     stored_job,
 )
 from paceline.training.identity import code_ref_task_size, with_derived_id
-from paceline.training.launcher import LocalLauncher, free_memory, require_memory, run_job
-from paceline.training.loop import MetadataWatcher, require_model, require_pretrained
+from paceline.training.launcher import (
+    LocalLauncher,
+    MetadataWatcher,
+    free_memory,
+    require_memory,
+    run_job,
+)
+from paceline.training.loop import require_model, require_pretrained
 from paceline.training.parallel import MeshSpec, replicas_of, require_layout, require_planned
 
 if TYPE_CHECKING:

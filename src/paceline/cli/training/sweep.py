@@ -29,6 +29,7 @@ from paceline.config import Runtime, find_installation
 from paceline.errors import Cancelled, InvalidInput, NotFound
 from paceline.extras import installed_extras
 from paceline.jobs import (
+    COLUMNS,
     Search,
     Sweep,
     page_of,
@@ -38,7 +39,6 @@ from paceline.jobs import (
     studies_of,
     trial_row,
 )
-from paceline.jobs.sweep_page import COLUMNS
 from paceline.schemas import SWEEP, SweepShown, new_run_id, sweep_key
 
 OWN_FILE = "paceline-sweeps.sqlite"  # of a login that runs its sweeps itself

@@ -29,4 +29,5 @@ from .ports import (
     Launcher as Launcher,
     NodeMessage as NodeMessage,
 )
+from .preemption import MetadataWatcher as MetadataWatcher
 from .served_attempt import STATE_LOST_EXIT as STATE_LOST_EXIT, ServedAttempt as ServedAttempt

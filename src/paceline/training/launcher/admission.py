@@ -28,7 +28,7 @@ from paceline.schemas import TrainJob
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, task_size_of
-from paceline.training.loop import MetadataWatcher
+from paceline.training.launcher.preemption import MetadataWatcher
 from paceline.training.parallel import MeshSpec, replicas_of, require_cuttable, require_layout
 from paceline.training.user_code import require_code
 

@@ -352,7 +352,7 @@ def keep_store(host: str, answer_fd: int) -> NoReturn:
 
 def watch_preemption(url: str) -> int:
     """Return 0 once the metadata service at ``url`` reports a notice."""
-    from paceline.training.loop import MetadataWatcher
+    from paceline.training.launcher.preemption import MetadataWatcher
 
     MetadataWatcher(url).wait()
     return 0

@@ -33,7 +33,6 @@ from .optimizer import (
     new_optimizer as new_optimizer,
     require_groups as require_groups,
 )
-from .preemption import MetadataWatcher as MetadataWatcher
 from .preferences import Preferences as Preferences
 from .rank import run_rank as run_rank
 from .rank_process import (

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from paceline.client import AWAY_S, Client, patiently
 from paceline.errors import Cancelled, Conflict, InvalidProfile, PacelineError
 from paceline.extras import require_extras
-from paceline.jobs.search_space import Sweep
-from paceline.jobs.sweep_study import (
+from paceline.jobs.sweeps.search_space import Sweep
+from paceline.jobs.sweeps.study import (
     LOOK_S,
     NOWHERE,
     POINTS,
