@@ -72,7 +72,7 @@ def distribute_model(
             targets,
             stage=f"{stage_prefix}relay",
             deployment_id=deployment_id,
-            allow_older=allow_older or not activate,  # to hold an older version hurts nobody
+            allow_older=allow_older or not activate,  # held and not active: it changes nothing
         )
         verified = stages.verify_on_nodes(
             run, manifest, relayed.holders, stage=f"{stage_prefix}verify"

@@ -42,7 +42,7 @@ def promote_model(
     """
     run = Run.open(state_dir, run_id)
     # An approved promotion goes on by itself, maybe while its submitter runs it again.
-    with recorded(run, "promote-model"), run.alone(f"the promotion of run {run.run_id}"):
+    with recorded(run, "promote-model"), run.lock(f"the promotion of run {run.run_id}"):
         report_digest, evaluation, result = promote.recorded_evidence(run, report)
         promote.require_same(
             evaluation,

@@ -157,4 +157,4 @@ def _judge(
     except Cancelled:
         raise
     except PermanentError as error:
-        run.note(f"{trained.job_id} is not judged: {error.one_line()}")
+        run.warn(f"{trained.job_id} is not judged: {error.one_line()}")

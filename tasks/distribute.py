@@ -46,7 +46,7 @@ def locate(run: Run, source_url: str) -> str:
     if is_remote(source_url):
         return str(publish.import_remote(run, source_url).output["url"])
     if source_url.startswith("models:/"):
-        return run.patiently(lambda: resolve_source(source_url, run.runtime, run.store)[0])
+        return run.retry(lambda: resolve_source(source_url, run.runtime, run.store)[0])
     return source_url
 
 
@@ -79,11 +79,11 @@ def start_agents(
     unknown label, NotReady where there is none or agents do not register in time.
     """
     if nodes is None and selector:
-        dask = run.reachable(run.patiently(run.nodes, BRIEFLY_S))
+        dask = run.reachable(run.retry(run.nodes, BRIEFLY_S))
         if dask and "=" in selector:
             start_agents.fn(run, dask, deadline_s)  # their labels are known once they registered
         nodes = _selected(run, selector, dask)
-    wanted = set(run.patiently(run.nodes, BRIEFLY_S) if nodes is None else nodes)
+    wanted = set(run.retry(run.nodes, BRIEFLY_S) if nodes is None else nodes)
     if not wanted:
         raise NotReady(
             "no node is there",
@@ -93,7 +93,7 @@ def start_agents(
         )
     ours = run.reachable(sorted(wanted, key=by_number))
     if resident := wanted - set(ours):
-        known = {each.worker_id for each in run.patiently(run.coordinator.workers, BRIEFLY_S)}
+        known = {each.worker_id for each in run.retry(run.coordinator.workers, BRIEFLY_S)}
         if strangers := sorted(resident - known, key=by_number):
             raise NotFound(
                 "no such node",
@@ -127,7 +127,7 @@ def _selected(run: Run, selector: str, dask: list[str]) -> list[str]:
         names = [part.strip() for part in parts if part.strip()]
         if set(names) <= set(dask):
             return names
-    return list(select_workers(selector, run.patiently(run.coordinator.workers, BRIEFLY_S)))
+    return list(select_workers(selector, run.retry(run.coordinator.workers, BRIEFLY_S)))
 
 
 @stage("relay")
@@ -157,7 +157,7 @@ def relay(
     def moved(page: artifacts.Progress) -> dict[str, Any]:
         stop_if_cancelled()
         _require_space(run, manifest, targets)
-        seen = run.patiently(lambda: deployment.last_event(run), BRIEFLY_S)
+        seen = run.retry(lambda: deployment.last_event(run), BRIEFLY_S)
         if deployment_id is not None:
             driven = deployment.take_up(run, deployment_id, manifest).deployment_id
         else:
@@ -174,7 +174,7 @@ def relay(
             )
             driven = deployment.begin(run, call, manifest.digest, stage)
         view = deployment.watch(run, driven, stage, page, seen)
-        report = run.patiently(lambda: _relay_report(run, view))
+        report = run.retry(lambda: _relay_report(run, view))
         log_relay(run, stage, report)
         return report
 
@@ -249,7 +249,7 @@ def verify_on_nodes(
             ),
         )
     message = f"{len(targets)} nodes verified {format_bytes(manifest.total_size)} each"
-    seconds = run.did(stage, began, message + (f", {len(resident)} vouched" if resident else ""))
+    seconds = run.finish(stage, began, message + (f", {len(resident)} vouched" if resident else ""))
     return Verified(
         verified=len(targets),
         vouched=len(resident),
@@ -274,9 +274,9 @@ def activate(
     began = time.monotonic()
     stop_if_cancelled()
     client = run.coordinator
-    run.patiently(lambda: client.activate(deployment_id, allow_older=allow_older), BRIEFLY_S)
+    run.retry(lambda: client.activate(deployment_id, allow_older=allow_older), BRIEFLY_S)
     client.await_switch(deployment_id, deadline_s, list(targets))
-    seconds = run.did(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
+    seconds = run.finish(stage, began, f"{manifest.version} is active on {len(targets)} nodes")
     return Activated(activated=tuple(targets), seconds=seconds, deployment_id=deployment_id)
 
 

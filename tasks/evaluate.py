@@ -184,7 +184,7 @@ def evaluate(
                 sealed.keep_score(run, RecordedScore.model_validate(line["data"]))
             elif line.get("event") == "progress":
                 data = line.get("data", {})
-                run.tell("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
+                run.report("evaluate", float(data.get("fraction", 0)), str(data.get("message", "")))
                 page.show(float(data.get("fraction", 0)))
 
         longest_s = _deadline_s(run, spec, base)

@@ -82,9 +82,9 @@ def build_data_snapshot(
     )
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
-        run.note(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
+        run.warn(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
     if (same := result.output.get("duplicates", 0)) and source != STDLIB:
-        run.note(f"{same} samples that say the same as another are left out of the snapshot")
+        run.warn(f"{same} samples that say the same as another are left out of the snapshot")
     return result
 
 
@@ -111,7 +111,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         drift = _compare(run, loaded, report.columns)
         if report.needs_review:
             reasons = sorted({each["reason"] for each in report.quarantined})
-            run.note(
+            run.warn(
                 f"{len(report.quarantined)} data shards are in quarantine: needs review "
                 f"({'; '.join(reasons)[:200]})"
             )
@@ -168,7 +168,7 @@ def _compare(run: Run, snapshot: Snapshot, columns: list[dict[str, Any]]) -> dic
     this one's statistics for the next. Raises DataRejected above ``data.max_drift``."""
     columns, made = columns[:MOST_COMPARED], snapshot.record
     key = digest_of([made.source, made.project, made.purpose, made.format])
-    known = run.patiently(lambda: run.coordinator.ledger_get(STATISTICS, key))
+    known = run.retry(lambda: run.coordinator.ledger_get(STATISTICS, key))
     last: dict[str, Any] | None = None if known is None else dict(known.output)
     if last is not None and last["snapshot"] == snapshot.digest:  # validated anew
         last = last["before"]
@@ -179,7 +179,7 @@ def _compare(run: Run, snapshot: Snapshot, columns: list[dict[str, Any]]) -> dic
     kept = last and {name: last[name] for name in ("snapshot", "columns")}
     output: dict[str, Any] = {"snapshot": snapshot.digest, "columns": columns, "before": kept}
     record = StageRecord.of(STATISTICS, key, output, run.run_id)
-    run.patiently(lambda: run.coordinator.ledger_put(record))
+    run.retry(lambda: run.coordinator.ledger_put(record))
     return drift
 
 
@@ -198,7 +198,7 @@ def _judge(run: Run, drift: dict[str, float], before: str, snapshot: Snapshot) -
             do="Look at the data; if they are right, raise data.max_drift.",
         )
     if said:
-        run.note(f"data moved since snapshot {before[:12]}: {said}")
+        run.warn(f"data moved since snapshot {before[:12]}: {said}")
 
 
 @stage("publish-base-model")
@@ -263,7 +263,7 @@ def permitted_snapshot(
     """
     data, snapshot = run.runtime.profile.data, load_snapshot(url, run.store)
     require_permitted(
-        run.patiently(run.coordinator.data_purposes),
+        run.retry(run.coordinator.data_purposes),
         snapshot,
         purpose or data.purpose,
         users,
@@ -325,7 +325,9 @@ def _train_base(run: Run, snapshot: dict[str, Any], url: str) -> BaseResult:
     def on_event(line: dict[str, Any]) -> None:
         if line.get("event") == "step":
             step, total = int(line["step"]), max(profile.model.base_steps, 1)
-            run.tell("base", step / total, f"step {step}/{total}, loss {line['data']['loss']:.3f}")
+            run.report(
+                "base", step / total, f"step {step}/{total}, loss {line['data']['loss']:.3f}"
+            )
 
     node = run.trainers(run.nodes())[0].worker_id
     with run.fleet() as fleet:

@@ -148,13 +148,13 @@ def gate(
     run.registry.log_metrics(run.mlflow_run, gate_metrics(decision))
     if excepted := policy.except_baselines:
         unbeaten = [each.name for each in decision.checks if each.wanted == EXCEPTED]
-        run.note(
+        run.warn(
             f"the policy excepts {', '.join(excepted)} (gate.except_baselines); the candidate is "
             + (f"not {', not '.join(unbeaten)}" if unbeaten else "better than each of them")
         )
     own = f"{base.model_id}'s own" if base.model_id in run.runtime.profile.gate.models else "common"
     message = "passed" if decision.passed else "refused: " + "; ".join(decision.reasons)
-    run.did("gate", began, f"{message} ({own} policy {str(decision.policy_digest)[:12]})")
+    run.finish("gate", began, f"{message} ({own} policy {str(decision.policy_digest)[:12]})")
     return decision
 
 
@@ -199,7 +199,7 @@ def promote(run: Run, evidence: Evidence, source_url: str) -> StageResult:
         require_judged(evidence, fetch_manifest(source_url, run.store))
         described = mlmodel(evidence.model_id, source_url, evidence.manifest_digest)
         run.store.put_bytes(f"{source_url}/{MLMODEL_FILE}", described)
-        with run.alone(_aliases_of(evidence.model_id)):
+        with run.lock(_aliases_of(evidence.model_id)):
             version = run.registry.register_candidate(
                 evidence.model_id, source_url, evidence, run.mlflow_run
             )
@@ -240,9 +240,9 @@ def _move_back(active: Transaction) -> None:
     if (done := active.get("promoted", None)) is not None:
         state_dir, run_id, model_id, version = done
         run = Run.open(state_dir, run_id)
-        with run.alone(_aliases_of(model_id)):
+        with run.lock(_aliases_of(model_id)):
             run.registry.retract(model_id, version, by_person=False)
-        run.note(f"the promotion of {model_id}, version {version} in MLflow, was undone")
+        run.warn(f"the promotion of {model_id}, version {version} in MLflow, was undone")
 
 
 def require_champion(run: Run, evidence: Evidence, promoted: dict[str, Any]) -> None:
@@ -250,7 +250,7 @@ def require_champion(run: Run, evidence: Evidence, promoted: dict[str, Any]) -> 
     that were judged; Cancelled where the run was cancelled meanwhile."""
     stop_if_cancelled()
     address = f"models:/{evidence.model_id}@{promoted['alias']}"
-    found = run.patiently(lambda: resolve_source(address, run.runtime, run.store)[1])
+    found = run.retry(lambda: resolve_source(address, run.runtime, run.store)[1])
     if found.digest != evidence.manifest_digest:
         raise Conflict(
             "the champion leads to other bytes than the gate judged",
@@ -384,7 +384,7 @@ def restore_previous(run: Run, model_id: str) -> Restored:
     The first champion has none before it: it steps down, the model has no champion, and the nodes
     go back to the base that it was trained from.
     """
-    with run.alone(_aliases_of(model_id)):
+    with run.lock(_aliases_of(model_id)):
         return _restore(run, model_id)
 
 
@@ -404,14 +404,16 @@ def _restore(run: Run, model_id: str) -> Restored:
         assert restored is not None  # rollback has read the alias back
         version, url = restored.published_version, restored.source_url
         registry_version: str | None = restored.version
-        run.did("rollback", began, f"{model_id} v{version} is champion again")
+        run.finish("rollback", began, f"{model_id} v{version} is champion again")
     else:
         assert champion.evidence is not None  # champion() reads it
         version = champion.evidence.base_version
         url = published_url(run, model_id, version)
         registry_version = None
         run.registry.retract(model_id, champion.version)
-        run.did("rollback", began, f"{model_id} has no champion; the nodes go back to v{version}")
+        run.finish(
+            "rollback", began, f"{model_id} has no champion; the nodes go back to v{version}"
+        )
     return Restored(
         model_id=model_id,
         version=version,

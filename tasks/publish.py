@@ -56,7 +56,7 @@ def publish_given_base(run: Run, model: str) -> StageResult:
         model_id, version = published_reference(model)
         url = published_url(run, model_id, version)
         output = _published(run.manifest(url), url)
-        seconds = run.did("base", began, f"{model_id} {version} at {url}")
+        seconds = run.finish("base", began, f"{model_id} {version} at {url}")
         return StageResult(stage="base", output=output, seconds=seconds, reused=None)
     weights = weights_digest(directory)
     model_id = f"{run.runtime.profile.model.model_id}-{weights[:8]}"
@@ -87,7 +87,7 @@ def publish_directory(run: Run, directory: str, model_id: str, version: str) -> 
         manifest = _publish(run, Path(directory), model_id, version, **progress)
     output = _published(manifest, url)
     said = f"{format_bytes(manifest.total_size)} in {len(manifest.files)} files at {url}"
-    seconds = run.did("publish", began, said)
+    seconds = run.finish("publish", began, said)
     return StageResult(stage="publish", output=output, seconds=seconds, reused=None)
 
 
@@ -116,7 +116,7 @@ def import_remote(run: Run, url: str) -> StageResult:
         )
     output = _published(manifest, place) | {"source": remote.url}
     said = f"{format_bytes(manifest.total_size)} of {remote.url} at {place}"
-    seconds = run.did("import", began, said)
+    seconds = run.finish("import", began, said)
     return StageResult(stage="import", output=output, seconds=seconds, reused=None)
 
 
@@ -228,7 +228,7 @@ class _ShownProgress:
                 continue
             is_done = is_over or moved.is_over or number + 1 < len(begun)
             text, share = self._format.said(moved, time.monotonic()), moved.share
-            self._run.tell(stage, 1.0 if is_done else share, text, done=is_done)
+            self._run.report(stage, 1.0 if is_done else share, text, done=is_done)
             whole = share if stage == IMPORT else ((stage == UPLOAD) + share) / STAGES
             self._page.show(1.0 if is_over else whole, f"{stage}: {text}")
             if is_done:

@@ -118,7 +118,7 @@ def train(
                 on_event=_follow(run, settings.steps, figures),
                 store=run.store,
                 cancel=cancel,
-                on_wait=run.note,
+                on_wait=run.warn,
                 state_dir=run.state_dir,
                 accelerators=accelerators_of(known, held, placement),
                 slots=None if placement is None else slots_of(placement),
@@ -285,10 +285,10 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
             run.job.take(event, steps)
         if event.event == "step":
             for text in (*alerts_of(event), *checkpoint_alerts_of(event)):
-                run.note(text)
+                run.warn(text)
             named = stragglers_of(event) if event.rank == 0 else {}
             for rank in named.keys() - stragglers:  # each is noted once
-                run.note(named[rank])
+                run.warn(named[rank])
             stragglers.update(named)
         if event.event == "step" and event.rank == 0:
             fraction = event.step / max(steps, 1)
@@ -296,14 +296,14 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
             shown = f", loss {loss:.3f}" if isinstance(loss, float) else ""
             rate = event.data.get("tokens_per_second")
             shown += f", {rate:,.0f} tokens/s" if isinstance(rate, float) else ""
-            run.tell("train", fraction, f"step {event.step}/{steps}{shown}")
+            run.report("train", fraction, f"step {event.step}/{steps}{shown}")
             figures.take(points_of(event), fraction)
             if early := event.data.get("stopped_early"):
-                run.note(f"training ends at step {event.step}: {early}")
+                run.warn(f"training ends at step {event.step}: {early}")
         elif event.event == "resumed" and event.step > 0 and event.rank == 0:
-            run.note(f"training resumed at step {event.step} (attempt {event.attempt})")
+            run.warn(f"training resumed at step {event.step} (attempt {event.attempt})")
         elif event.event == "failed" and event.data.get("code") != "Stopped":
-            run.note(f"rank {event.rank} failed at step {event.step}: {event.data.get('message')}")
+            run.warn(f"rank {event.rank} failed at step {event.step}: {event.data.get('message')}")
 
     return on_event
 
@@ -338,14 +338,14 @@ def stragglers_of(event: RankEvent) -> dict[str, str]:
 
 def _report(run: Run, result: TrainResult) -> None:
     for restart in result.restarts:
-        run.note(
+        run.warn(
             f"gang restarted (attempt {restart.attempt}): rank {restart.failed_rank} on "
             f"{restart.worker_id}: {restart.reason}; resumed at step {restart.resumed_step}, "
             f"{restart.lost_steps} steps lost, {restart.seconds:.1f} s to the first new step"
         )
     if result.quarantined_shards:
         named = "; ".join(result.quarantine_lines[:5])
-        run.note(
+        run.warn(
             f"{len(result.quarantined_shards)} data shards or samples were passed over: "
             f"the job needs review ({named})"
         )

@@ -101,7 +101,7 @@ def _accepted(run: Run, digest: str, training: TrainResult) -> str | None:
 def require_still_permitted(run: Run, digest: str, training: TrainResult) -> None:
     """Raise AccessDenied where the table of purposes does not allow (any more) what ``training``
     used its data for; without a table the training itself has checked it."""
-    if run.patiently(run.coordinator.data_purposes):
+    if run.retry(run.coordinator.data_purposes):
         users = {(each.spec.team, each.spec.project) for each in _jobs_of(run, digest)}
         url = training.snapshot_url or ""
         permitted_snapshot(run, url, training.purpose or "", users or {("default", "")})
@@ -109,8 +109,8 @@ def require_still_permitted(run: Run, digest: str, training: TrainResult) -> Non
 
 def _jobs_of(run: Run, digest: str) -> list[TrainingJob]:
     """Return the newest jobs of the training that is recorded under ``digest``."""
-    found = run.patiently(lambda: run.coordinator.jobs(training=digest))
-    return [run.patiently(partial(run.coordinator.job, each.job_id)).job for each in found.jobs]
+    found = run.retry(lambda: run.coordinator.jobs(training=digest))
+    return [run.retry(partial(run.coordinator.job, each.job_id)).job for each in found.jobs]
 
 
 def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:
@@ -154,7 +154,7 @@ def decided(run: Run, request: ApprovalRequest) -> Approval | None:
 
     Raises GateRefused for a rejection, and where the deadline is over without a decision.
     """
-    record = run.patiently(lambda: run.coordinator.ledger_get(APPROVAL, request.key))
+    record = run.retry(lambda: run.coordinator.ledger_get(APPROVAL, request.key))
     do = f"Submit it again as a new run; the decision on {run.run_id} stays."
     if record is None:
         if time.time() > request.expires_at:
@@ -210,7 +210,7 @@ def _request(run: Run, evidence: Evidence, version: str, seconds: float) -> Appr
     run that waits, and record it."""
     claim = claim_digest(evidence)
     key = digest_of(run.run_id)
-    record = run.patiently(lambda: run.coordinator.ledger_get(APPROVAL_REQUEST, key))
+    record = run.retry(lambda: run.coordinator.ledger_get(APPROVAL_REQUEST, key))
     known = None if record is None else ApprovalRequest.model_validate(record.output)
     if known is not None and known.evidence_digest == claim:
         if time.time() > known.expires_at or run.coordinator.ledger_get(APPROVAL, known.key):
@@ -233,11 +233,11 @@ def _request(run: Run, evidence: Evidence, version: str, seconds: float) -> Appr
     given = {"flow": flow, "parameters": parameters, "request": request.model_dump(mode="json")}
     starter = PrefectStarter.of(run.runtime)
     # Prefect refuses while its database is busy; the same start twice is one flow run.
-    waiting = run.patiently(lambda: starter.run(FLOW, run.run_id, given))
+    waiting = run.retry(lambda: starter.run(FLOW, run.run_id, given))
     request = request.model_copy(update={"flow_run_id": waiting.flow_run_id, "page": waiting.page})
     output = request.model_dump(mode="json")
     kept = StageRecord.of(APPROVAL_REQUEST, key, output, run.run_id)
-    run.patiently(lambda: run.coordinator.ledger_put(kept))
+    run.retry(lambda: run.coordinator.ledger_put(kept))
     return request
 
 

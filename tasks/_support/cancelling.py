@@ -1,4 +1,4 @@
-"""A cancel in Prefect: noticed while work goes on, and told as what it was.
+"""A cancel in Prefect: noticed while work goes on, and reported as a cancel.
 
 Nothing is published or promoted after it was acknowledged (I11).
 """
@@ -85,7 +85,7 @@ def _recorded_for_client(parameters: Mapping[str, Any]) -> Iterator[Callable[[An
             time.monotonic() - began,
         )
         try:
-            run.patiently(lambda: run.coordinator.ledger_put(kept))
+            run.retry(lambda: run.coordinator.ledger_put(kept))
         except PacelineError as error:  # too large, or the ledger is full: the run itself is done
             logger.warning("the result is not recorded for the client: %s", error)
 
@@ -95,7 +95,7 @@ def _recorded_for_client(parameters: Mapping[str, Any]) -> Iterator[Callable[[An
 def stop_if_cancelled() -> None:
     """Raise Cancelled where Prefect says that the flow run we are in, or its parent, is cancelled.
 
-    Outside a flow run there is nobody who could have cancelled through Prefect.
+    Outside a flow run no one can have cancelled through Prefect.
     """
     if found := cancelled_flow_run():
         raise Cancelled(
@@ -108,7 +108,7 @@ def stop_if_cancelled() -> None:
 
 
 def cancelled_flow_run() -> str | None:
-    """Return which flow run, ours or the outermost, somebody cancelled in Prefect; None if none."""
+    """Return which flow run, ours or the outermost, a person cancelled in Prefect; None if none."""
     return _cancelled_of(ids) if (ids := _ids()) else None
 
 
@@ -129,10 +129,10 @@ def _cancelled_of(ids: list[str]) -> str | None:
 
 @contextlib.contextmanager
 def held_back(
-    heard: Callable[[], None] = lambda: None, *, ends: Callable[[], bool] = lambda: False
+    on_signal: Callable[[], None] = lambda: None, *, ends: Callable[[], bool] = lambda: False
 ) -> Iterator[None]:
-    """Keep SIGTERM and Ctrl-C from tearing the ``with`` apart: ``heard`` is called at once, and the
-    signal is delivered at the end. A second Ctrl-C is not held back.
+    """Keep SIGTERM and Ctrl-C from tearing the ``with`` apart: ``on_signal`` is called at once, and
+    the signal is delivered at the end. A second Ctrl-C is not held back.
 
     Prefect's worker ends a cancelled flow by SIGTERM, and by SIGKILL 30 s later. Where ``ends()``
     says that the flow ends by itself as cancelled, its SIGTERM has done its work: delivered, it
@@ -147,7 +147,7 @@ def held_back(
         if number == signal.SIGINT and number in came:
             raise KeyboardInterrupt
         came.append(number)
-        heard()
+        on_signal()
 
     before = {number: signal.signal(number, hear) for number in _ENDINGS}
     try:

@@ -1,7 +1,7 @@
 """The deployment that a flow drives: taken up or begun, watched to its end, ended with the flow.
 
-One deployment has one record at the coordinator, whoever asked for it. A flow that the coordinator
-started is told which; a flow that a person started makes its own and names itself in it. Either
+One deployment has one record at the coordinator, whatever asked for it. A flow that the coordinator
+started receives its id; a flow that a person started makes its own and names itself in it. Either
 way a flow that crashed and runs again finds the record under way and goes on from there.
 """
 
@@ -62,7 +62,7 @@ def take_up(run: Run, deployment_id: str, manifest: Manifest) -> Deployment:
     Raises SourceChanged where the source holds something else by now, and what it ended with where
     it has ended without a model on its targets.
     """
-    view = run.patiently(lambda: run.coordinator.deployment(deployment_id), BRIEFLY_S)
+    view = run.retry(lambda: run.coordinator.deployment(deployment_id), BRIEFLY_S)
     if view.deployment.manifest_digest != manifest.digest:
         raise SourceChanged(
             "the source holds another manifest than when the deployment was asked for",
@@ -90,7 +90,7 @@ def begin(run: Run, call: CreateDeployment, manifest_digest: str, stage: str) ->
             and set(each.target_workers) == set(call.target_workers)
         )
 
-    earlier = [each for each in run.patiently(run.coordinator.deployments) if is_same(each)]
+    earlier = [each for each in run.retry(run.coordinator.deployments) if is_same(each)]
     under_way = [each for each in earlier if not each.status.is_final]
     if under_way:
         logger.info("deployment %s is under way, following it", under_way[-1].deployment_id)
@@ -99,7 +99,7 @@ def begin(run: Run, call: CreateDeployment, manifest_digest: str, stage: str) ->
     asked = call.model_dump(mode="json", exclude={"flow_run_id"})
     attempt = digest_of({"call": asked, "after": len(earlier)})
     key = f"{run.run_id}-{stage}-{attempt[:16]}"
-    return run.patiently(lambda: run.coordinator.create(call, idempotency_key=key)).deployment_id
+    return run.retry(lambda: run.coordinator.create(call, idempotency_key=key)).deployment_id
 
 
 def watch(
@@ -117,7 +117,7 @@ def watch(
         run.driving.remove(deployment_id)
         _cancel_with_us(run, deployment_id)
         raise
-    except BaseException:  # a signal: whoever started us says what becomes of it
+    except BaseException:  # a signal: the process that started this one decides
         _cancel_with_us(run, deployment_id)
         raise
     run.driving.remove(deployment_id)
@@ -169,7 +169,7 @@ def _watch(
             continue
         done = len(view.workers_complete)
         targets = len(view.deployment.target_workers)
-        run.tell(stage, view.progress, f"{view.status}: {done} of {targets} workers complete")
+        run.report(stage, view.progress, f"{view.status}: {done} of {targets} workers complete")
         page.show(view.progress)
         if view.status == DeploymentStatus.COMPLETE:
             page.show(1.0)
@@ -196,7 +196,7 @@ def _show_plan(run: Run, view: DeploymentView, stage: str) -> None:
     plan = run.coordinator.plan(view.deployment_id)
     line = shortened([each.worker_id for each in plan.workers], PLANNED_NAMED)
     seconds = f"predicted {plan.predicted_seconds:.2f} s, bound {plan.bound_seconds:.2f} s"
-    run.tell(stage, view.progress, f"{plan.topology} {line}: {seconds}")
+    run.report(stage, view.progress, f"{plan.topology} {line}: {seconds}")
     artifacts.markdown(
         f"plan {view.deployment.model_id}",
         f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n{seconds}, "
@@ -207,7 +207,7 @@ def _show_plan(run: Run, view: DeploymentView, stage: str) -> None:
 
 def _cancel_with_us(run: Run, deployment_id: str) -> None:
     """Cancel the deployment where our flow run was cancelled in Prefect; a mere interruption
-    leaves it to whoever goes on. Never raises: something else ended the relay."""
+    leaves it for the next run. Never raises: something else ended the relay."""
     try:
         ended = cancelled_flow_run()
         if ended is None:
@@ -217,7 +217,7 @@ def _cancel_with_us(run: Run, deployment_id: str) -> None:
         if record.run_id == run.run_id or record.flow_run_id in ours:
             with contextlib.suppress(Conflict):  # it was complete before
                 run.coordinator.cancel(deployment_id)
-    except Exception as error:  # noqa: BLE001 - what ended the relay is what must be told
+    except Exception as error:  # noqa: BLE001 - what ended the relay is what must be reported
         logger.warning("deployment %s could not be cancelled: %s", deployment_id, error)
 
 
@@ -225,7 +225,7 @@ def _read_events(run: Run, deployment_id: str, seen: int) -> int:
     news = run.coordinator.events(seen, 0)
     for event in news.events:
         if event.name in NOTEWORTHY and event.deployment_id in (None, deployment_id):
-            run.note(_sentence(event))
+            run.warn(_sentence(event))
     return news.last
 
 

@@ -110,7 +110,7 @@ class Figures:
             logger.warning("metrics wait for MLflow: %s", error)
             with self._changed:
                 self._points = points + self._points
-        except PacelineError as error:  # no ranks are stopped for it, but it is told
+        except PacelineError as error:  # no ranks are stopped for it, but it is reported
             logger.warning("MLflow takes no metrics: %s", error)
             with self._changed:
                 self._refused = error.one_line()

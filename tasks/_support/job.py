@@ -114,7 +114,7 @@ class JobLink:
             return self.placement
         run = self._run
         call = AdoptJob(spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id)
-        self.job_id = run.patiently(lambda: run.coordinator.adopt_job(call)).job_id
+        self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
         said = ""
         while True:
             job = self._send()
@@ -129,7 +129,7 @@ class JobLink:
                 )
             if job is not None and job.reason != said:
                 said = job.reason
-                run.tell("train", 0.0, said or "waiting to be admitted")
+                run.report("train", 0.0, said or "waiting to be admitted")
             stop_if_cancelled()
             time.sleep(WAIT_S)
 
@@ -139,7 +139,7 @@ class JobLink:
         """
         until = time.monotonic() + RESERVED_S
         while True:
-            job = self._run.patiently(self._call)
+            job = self._run.retry(self._call)
             if job.flow_run_id == self._flow_run_id and job.placement is not None:
                 self.placement = job.placement
                 self.user = job.spec.team, job.spec.project
@@ -218,7 +218,7 @@ class JobLink:
         if self.job_id is None:
             return
         try:
-            self._run.patiently(lambda: self._call(outcome, error))
+            self._run.retry(lambda: self._call(outcome, error))
         except PacelineError as refused:  # the scheduler reads it from Prefect
             logger.warning("the end is not reported to the job: %s", refused)
 

@@ -47,7 +47,7 @@ _opening = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class StageUpdate:
-    """How far a stage is, for whoever shows it (terminal, progress artifact)."""
+    """How far a stage is, to be shown (terminal, progress artifact)."""
 
     stage: str
     fraction: float  # 0 to 1
@@ -213,7 +213,7 @@ class Run:
             self._manifests[url] = fetch_allowed_manifest(url, self.runtime, self.store)
         return self._manifests[url]
 
-    def patiently(self, call: Callable[[], Answer], away_s: float = AWAY_S) -> Answer:
+    def retry(self, call: Callable[[], Answer], away_s: float = AWAY_S) -> Answer:
         """Return what ``call`` gives, asking again while a server is away for at most ``away_s``.
 
         ``call`` must be safe to repeat. What takes hours is not lost to a moment's restart.
@@ -229,7 +229,7 @@ class Run:
                 time.sleep(RETRY_S)
 
     @contextmanager
-    def alone(self, what: str, deadline_s: float = ALONE_S) -> Iterator[None]:
+    def lock(self, what: str, deadline_s: float = ALONE_S) -> Iterator[None]:
         """Keep every other flow of this installation out of ``what`` meanwhile.
 
         Raises Conflict past ``deadline_s``. The lock goes with this process, however it ends.
@@ -253,7 +253,7 @@ class Run:
                     time.sleep(0.1)
             yield
 
-    def tell(self, stage: str, fraction: float, message: str, **more: Any) -> None:
+    def report(self, stage: str, fraction: float, message: str, **more: Any) -> None:
         """Send how far ``stage`` is to the listeners, and every ``LOG_S`` to the run's log."""
         if not more.get("done") and time.monotonic() - self._logged.get(stage, 0.0) >= LOG_S:
             self._logged[stage] = time.monotonic()
@@ -264,17 +264,17 @@ class Run:
         for listener in _listeners:
             listener(update)
 
-    def did(self, stage: str, began: float, message: str) -> float:
+    def finish(self, stage: str, began: float, message: str) -> float:
         """Close a stage that is done anew in every run; return its seconds since ``began``."""
         seconds = time.monotonic() - began
         done = StageResult(stage=stage, output={}, seconds=seconds, reused=None)
         with self._lock:
             self.summary.stages.append(done)
-        self.tell(stage, 1.0, message, done=True, seconds=seconds)
+        self.report(stage, 1.0, message, done=True, seconds=seconds)
         logger.info("stage %s done in %.1f s run=%s %s", stage, seconds, self.run_id, message)
         return seconds
 
-    def note(self, line: str) -> None:
+    def warn(self, line: str) -> None:
         """Keep ``line`` (a lost worker, a restart) for the summary, and log it."""
         logger.warning("%s", line)
         with self._lock:
@@ -296,22 +296,22 @@ class Run:
         """
         began = time.monotonic()
         key = digest_of({"stage": name, "inputs": dict(inputs)})
-        known = self.patiently(lambda: self.coordinator.ledger_get(name, key), BRIEFLY_S)
+        known = self.retry(lambda: self.coordinator.ledger_get(name, key), BRIEFLY_S)
         reused = known is not None and still_true(dict(known.output))
         if known is not None and reused:
             output = dict(known.output)
         else:
-            self.tell(name, 0.0, "started")
+            self.report(name, 0.0, "started")
             output = work()
             record = StageRecord.of(name, key, output, self.run_id, time.monotonic() - began)
-            self.patiently(lambda: self.coordinator.ledger_put(record))
+            self.retry(lambda: self.coordinator.ledger_put(record))
         result = StageResult(
             stage=name, output=output, seconds=time.monotonic() - began, reused=reused
         )
         with self._lock:
             self.summary.stages.append(result)
         message = describe(output)
-        self.tell(name, 1.0, message, done=True, reused=reused, seconds=result.seconds)
+        self.report(name, 1.0, message, done=True, reused=reused, seconds=result.seconds)
         logger.info(
             "stage %s %s in %.1f s run=%s %s",
             name,

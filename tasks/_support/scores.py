@@ -54,7 +54,7 @@ def recorded_scores(
             )
             score = sealed.find_score(run, key)
         except PermanentError as error:
-            run.note(f"{name} is scored again: {error.one_line()}")
+            run.warn(f"{name} is scored again: {error.one_line()}")
             continue
         if score is not None:
             found[name] = score
@@ -101,7 +101,7 @@ def scored_in_parts(
                 found = RecordedScore.model_validate(line["data"])
                 parts.setdefault(found.subject, {})[number] = found
             elif line.get("event") == "progress" and number == 0:
-                run.tell("evaluate", 0.9 * float(line["data"]["fraction"]), "a part on each node")
+                run.report("evaluate", 0.9 * float(line["data"]["fraction"]), "a part on each node")
 
         share = spec.model_copy(update={"share": (number, len(nodes))})
         process(nodes[number], share, on_event)

@@ -2,7 +2,7 @@
 
 A record lies at ``<bucket>/records/KIND/DIGEST.json`` (a score: under the digest of what it follows
 from, which is in it) beside its seal, an HMAC over kind and the record's digest under a key that
-follows from the installation's own token. Trust boundary: whoever has ``runtime.json`` or
+follows from the installation's own token. Trust boundary: a process that has ``runtime.json`` or
 ``secrets.json`` of the installation (mode 0600) can make a record. A token of any scope, the
 bucket, the ledger, MLflow, Prefect's parameters and files can not: a record without the right seal
 is refused. The key stays the same as long as ``secrets.json`` does.

@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from paceline.cli import Board, cells, cli, render, told
+from paceline.cli import Board, cells, cli, event_line, render
 from paceline.config import Endpoints, save_runtime
 from paceline.errors import Conflict, NotFound
 from paceline.schemas import (
@@ -243,7 +243,7 @@ def test_what_a_worker_says_does_not_steer_the_terminal() -> None:
     words = "no room\x1b]0;owned\x07\n12:00:00 deployment.complete [bold]\u202e"
     failure = {"code": "x\x1b[2J", "message": words}
     event = Event(seq=1, name="deployment.worker_failed", at=0, worker_id="node-1", data=failure)
-    assert told(event).isprintable()
+    assert event_line(event).isprintable()
     board = Board()
     shown = moment(3, status="failed")
     parts = tuple(

@@ -252,9 +252,9 @@ def test_a_promotion_whose_champion_leads_elsewhere_is_undone(
         stage=lambda *_, **__: StageResult(
             stage="promote", output=output, seconds=0.0, reused=False
         ),
-        patiently=lambda call: call(),
+        retry=lambda call: call(),
         alone=lambda _what: nullcontext(),
-        note=lambda _line: None,
+        warn=lambda _line: None,
         registry=SimpleNamespace(
             retract=lambda model, version, *, by_person: undone.append((model, version, by_person))
         ),

@@ -59,7 +59,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_of(coordinator: Coordinator) -> Any:
     return SimpleNamespace(
         coordinator=coordinator,
-        patiently=lambda call: call(),
+        retry=lambda call: call(),
         summary=SimpleNamespace(notes=[]),
         run_id=new_run_id(),
         job=None,

@@ -74,7 +74,7 @@ def test_drift_is_noted_or_refused_and_the_last_good_snapshot_is_the_measure() -
 
     run = run_of(Bucket())
     run.__dict__["coordinator"] = Ledger()
-    run.patiently = lambda call, *_: call()  # type: ignore[method-assign,assignment]
+    run.retry = lambda call, *_: call()  # type: ignore[method-assign,assignment]
     assert compare("a", 50) == {}, "there is none before"
     assert compare("b", 52) == {"tokens": 0.02}
     assert run.summary.notes == []

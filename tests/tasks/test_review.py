@@ -152,7 +152,7 @@ def test_the_flow_that_promotes_asks_before_it_does_anything(
     report = sealed.keep(run, evaluation, "evaluation")
     monkeypatch.setattr(flow, "recorded", lambda *_: nullcontext())
     monkeypatch.setattr(flow.Run, "open", lambda *_: run)
-    monkeypatch.setattr(run, "alone", lambda _: nullcontext())
+    monkeypatch.setattr(run, "lock", lambda _: nullcontext())
     waiting: Any = run.coordinator
     waiting.add(digest, S.NEEDS_REVIEW)
     with pytest.raises(GateRefused, match="paceline jobs review tj-"):

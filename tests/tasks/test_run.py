@@ -250,12 +250,12 @@ def test_the_next_version_is_one_higher(before: str, after: str) -> None:
 
 
 def test_two_flows_do_not_move_one_models_aliases_at_once(opened: Run) -> None:
-    with opened.alone("m"):
-        with pytest.raises(Conflict, match="another flow"), opened.alone("m", deadline_s=0.0):
+    with opened.lock("m"):
+        with pytest.raises(Conflict, match="another flow"), opened.lock("m", deadline_s=0.0):
             pass
-        with opened.alone("another", deadline_s=0.0):
+        with opened.lock("another", deadline_s=0.0):
             pass
-    with opened.alone("m", deadline_s=0.0):
+    with opened.lock("m", deadline_s=0.0):
         pass
 
 

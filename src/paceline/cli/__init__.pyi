@@ -1,8 +1,8 @@
 from .board import (
     Board as Board,
     cells as cells,
+    event_line as event_line,
     render as render,
-    told as told,
 )
 from .commands import COMMANDS as COMMANDS
 from .distribution import PublishBars as PublishBars, RelayBars as RelayBars

@@ -40,7 +40,7 @@ def show_authority(state: Path | None, as_json: bool) -> int:
 def add(state: Path | None, as_json: bool) -> int:
     """Make the next authority. Every node trusts it from its next heartbeats on."""
     runtime = _runtime(state)
-    _found(runtime)  # first: without a coordinator nobody learns of it
+    _found(runtime)  # first: without a coordinator no node receives it
     add_authority(_directory(runtime))
     _show(_found(runtime), as_json)
     return 0

@@ -136,7 +136,7 @@ def figures(shown: DeploymentMoment) -> str:
     return ", ".join(parts)
 
 
-def told(event: Event) -> str:
+def event_line(event: Event) -> str:
     """Return an event as a line of text."""
     at = time.strftime("%H:%M:%S", time.localtime(event.at))
     data = dict(event.data)
@@ -298,7 +298,7 @@ def _source(key: str | None) -> str:
 
 
 def _sentence(event: Event) -> Text:
-    text = Text(told(event), style="red" if is_bad(event) else "dim")
+    text = Text(event_line(event), style="red" if is_bad(event) else "dim")
     text.no_wrap, text.overflow = True, "ellipsis"
     return text
 

@@ -27,7 +27,7 @@ from paceline.cli.options import (
     show,
     state_option,
 )
-from paceline.client import START_S, CoordinatorClient, patiently
+from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
 from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
 from paceline.registry import Registry, published_reference
@@ -411,7 +411,7 @@ def approve(
             evidence_digest=evidence or request.evidence_digest, approved=not reject, reason=reason
         )
         # a repeat of the same decision resumes what Prefect was too busy to resume
-        shown = patiently(lambda: client.decide_promotion(run_id, call), START_S, notice)
+        shown = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
     show(shown.model_dump(mode="json"), as_json, *_approval_lines(shown))
     return 0
 

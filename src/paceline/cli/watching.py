@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 from rich.live import Live
 
-from paceline.cli.board import Board, View, figures, is_bad, render, told
+from paceline.cli.board import Board, View, event_line, figures, is_bad, render
 from paceline.cli.options import (
     deadline_option,
     json_option,
@@ -361,7 +361,7 @@ def _lines(follower: Follower, board: Board) -> DeploymentMoment:
         now_s = time.monotonic()
         if isinstance(item, EventItem):
             mark = "! " if is_bad(item.event) else ""
-            click.echo(f"{mark}{told(item.event)}")
+            click.echo(f"{mark}{event_line(item.event)}")
         elif isinstance(item, Missed):
             click.echo(f"{item.first - item.after - 1} earlier events are no longer held")
         elif isinstance(item, Lost):

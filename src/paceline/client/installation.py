@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from paceline import errors
 from paceline.client.calls import CoordinatorClient
 from paceline.client.jobs import JobMethods
-from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, patiently
+from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.config import Login, Profile, Runtime, find_installation, read_certificate
 from paceline.errors import (
     Cancelled,
@@ -80,7 +80,7 @@ class FlowRun:
         """
         after = 0
         while True:
-            view = patiently(partial(self._coordinator.flow_run, self.id, after), AWAY_S, on_notice)
+            view = retry(partial(self._coordinator.flow_run, self.id, after), AWAY_S, on_notice)
             for line in view.lines:
                 on_line(line)
             after += len(view.lines)
@@ -233,7 +233,7 @@ class Client(JobMethods):
         """Return the deployment once it has ended; TemporaryError as ``FlowRun.wait`` says."""
         while True:
             call = partial(self.coordinator.deployment, deployment_id)
-            view = patiently(call, AWAY_S, on_notice)
+            view = retry(call, AWAY_S, on_notice)
             if view.deployment.status.is_final:
                 return view
             time.sleep(POLL_S)
@@ -304,7 +304,7 @@ class Client(JobMethods):
             raise InvalidInput(
                 "this cannot be started from here", got=error.errors()[0]["msg"], where=flow
             ) from error
-        view = patiently(lambda: self.coordinator.start_flow(call), START_S, on_notice)
+        view = retry(lambda: self.coordinator.start_flow(call), START_S, on_notice)
         return FlowRun(self.coordinator, view)
 
     def lifecycle(

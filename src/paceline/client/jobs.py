@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.client.calls import CoordinatorClient
-from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, patiently
+from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.errors import Cancelled, InvalidInput, TrainingFailed
 from paceline.schemas import JobState, ReviewJob, SubmitJob, TrainingJob
 
@@ -58,7 +58,7 @@ class JobMethods:
         Raises TrainingFailed, Cancelled, and TemporaryError as ``FlowRun.wait`` says.
         """
         while True:
-            job = patiently(partial(self.job, job_id), AWAY_S, on_notice)
+            job = retry(partial(self.job, job_id), AWAY_S, on_notice)
             if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
                 require_success(job)
                 return job

@@ -19,7 +19,7 @@ def drop(_line: str) -> None:
     """Drop a line."""
 
 
-def patiently(call: Callable[[], Answer], away_s: float, on_notice: OnLine = drop) -> Answer:
+def retry(call: Callable[[], Answer], away_s: float, on_notice: OnLine = drop) -> Answer:
     """Return what ``call`` returns, repeated while a server is away for at most ``away_s``.
 
     ``on_notice`` receives why it is repeated, each reason once.

@@ -275,7 +275,7 @@ def claimed(
     Nodes that other gangs hold are waited for, in one order; ``on_wait`` gets a message that names
     the holder. Raises Conflict after ``deadline_s``, Cancelled.
     """
-    told: str | None = None
+    named: str | None = None
     nodes = dict(sorted(addresses.items()))
     deadline = time.monotonic() + deadline_s
     held: list[str] = []
@@ -300,8 +300,8 @@ def claimed(
                     where=worker_id,
                     do="Wait for the other job to end, or cancel it.",
                 )
-            if on_wait is not None and holder != told:
-                told = holder
+            if on_wait is not None and holder != named:
+                named = holder
                 on_wait(
                     f"waiting for {worker_id}: it is held by {holder} (at most {deadline_s:.0f} s)"
                 )

@@ -636,7 +636,7 @@ class Policy(Settings):
     max_parameters: int | None = Field(default=None, gt=0)
     min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
-    # Who must approve, by a token of scope approve: nobody; anyone; someone who did not submit it.
+    # Who must approve, by a token of scope approve: no one; any; one who did not submit it.
     approval: Literal["none", "anyone", "four-eyes"] = "none"
     approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off
 

@@ -52,7 +52,7 @@ from paceline.manifest import Manifest
 from paceline.schemas import (
     CreatedDeployment,
     CreateDeployment,
-    Event as Told,
+    Event as StoredEvent,
     EventList,
     EventName,
     HeartbeatAnswer,
@@ -337,8 +337,8 @@ class Coordinator:
             "team": job.spec.team,
             "run_id": job.run_id,
         }
-        told = EmitEvent(EventName.JOB_CHANGED, self._wall(), None, None, data)
-        effects = with_audit_event([SaveJob(job), told], self._wall())
+        event = EmitEvent(EventName.JOB_CHANGED, self._wall(), None, None, data)
+        effects = with_audit_event([SaveJob(job), event], self._wall())
         with self._lock:
             self._commit(self._require_leading(), [*map(DropJob, dropped), *effects])
 
@@ -393,7 +393,7 @@ class Coordinator:
         """Return the events after sequence number ``after``."""
         return self._ring.after(after)
 
-    def history(self, asked: EventQuery) -> list[Told]:
+    def history(self, asked: EventQuery) -> list[StoredEvent]:
         """Return events from the audit store."""
         return self._audit.query(asked)
 
@@ -483,7 +483,7 @@ class Coordinator:
             raise _again(self._trouble) from self._trouble
         self._role.require_current(self._coordination.backend)
 
-    def _commit(self, term: Term, effects: Sequence[Effect]) -> list[Told]:
+    def _commit(self, term: Term, effects: Sequence[Effect]) -> list[StoredEvent]:
         try:
             stored = self._coordination.commit(term, effects)
         except PacelineError as error:
@@ -550,7 +550,7 @@ def _again(error: PacelineError) -> ServiceUnavailable:
     )
 
 
-def _log_event(event: Told) -> None:
+def _log_event(event: StoredEvent) -> None:
     fields = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
     text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
     log.info("%s %s", event.name.value, text)

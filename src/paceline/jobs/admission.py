@@ -261,7 +261,7 @@ class _Round:
         return found
 
     def _take(self, gang: Gang, placement: Placement) -> None:
-        """Give the slots to the gang, now or once they are free: nobody else gets them now."""
+        """Give the slots to the gang, now or once they are free: no other gang gets them."""
         self.used[gang.team] += gang.ranks
         self.most_free.clear()
         now = gang.job_id in self.admitted

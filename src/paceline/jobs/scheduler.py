@@ -203,7 +203,7 @@ class JobScheduler(RepeatedTask):
         elif job.wanted == "pause":
             reason = "; ".join(filter(None, (job.reason, why)))
             self._change(job, JobState.PAUSED, reason, cause=cause)
-        elif job.adopted:  # whoever started its flow starts it again
+        elif job.adopted:  # its flow was started outside the queue, and is again
             reason = f"{why}; start it again: it resumes its checkpoint"
             self._change(job, JobState.FAILED, reason, cause=cause)
         elif job.losses >= MOST_LOSSES:

@@ -72,7 +72,7 @@ def changed(
 
 
 def require_open(job: TrainingJob, what: str) -> None:
-    """Raise Conflict where ``job`` has ended, so that nobody can ``what`` it."""
+    """Raise Conflict where ``job`` has ended, and there is nothing to ``what``."""
     if job.state.is_final or job.state is JobState.NEEDS_REVIEW:
         raise Conflict(
             f"nothing to {what}: the job has ended",

@@ -210,7 +210,7 @@ class JobReport(Record):
     # how the flow ended; None while it goes on
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None
     error: Text = Field(default="", max_length=2000)
-    review: Text = Field(default="", max_length=500)  # why a person must look at it; "": nobody
+    review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
 
 
 class JobPlacement(Record):

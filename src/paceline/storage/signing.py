@@ -1,4 +1,4 @@
-"""Reads with URLs that somebody else signs, for a process without credentials.
+"""Reads with URLs that the coordinator signs, for a process without credentials.
 
 The client builds each request as usual; before it is sent, its URL is replaced by one that carries
 a signature (a presigned URL). Conditions and ranges are headers, which the signature leaves free,

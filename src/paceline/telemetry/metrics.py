@@ -101,9 +101,11 @@ def _of_deployments(shot: Snapshot) -> Iterator[Metric]:
 
 def _of_workers(shot: Snapshot) -> Iterator[Metric]:
     alive = sum(worker.alive for worker in shot.workers)
-    yield GaugeMetricFamily("paceline_workers_alive", "Workers heard of.", value=alive)
+    yield GaugeMetricFamily("paceline_workers_alive", "Workers that send heartbeats.", value=alive)
     yield GaugeMetricFamily(
-        "paceline_workers_lost", "Workers not heard of.", value=len(shot.workers) - alive
+        "paceline_workers_lost",
+        "Workers that send none.",
+        value=len(shot.workers) - alive,
     )
     rate = GaugeMetricFamily(
         "paceline_worker_bytes_per_second",

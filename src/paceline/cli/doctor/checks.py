@@ -116,13 +116,13 @@ def coordinator(runtime: Runtime, url: str, *, token: bool = True) -> Iterator[C
     yield _clock(date, (began + time.time()) / 2)
     if not token:
         return
-    told = client.installation()
-    if told.version != __version__:
+    answer = client.installation()
+    if answer.version != __version__:
         do = "Install the same version here; one version apart works while you upgrade."
-        yield warning("coordinator-version", f"{told.version} there, {__version__} here", do)
-    scopes = ", ".join(told.token_scopes)
-    found = f"{told.token_name}: {scopes}"
-    ends, do = told.token_expires_at, "Have an admin make another: `paceline tokens create`."
+        yield warning("coordinator-version", f"{answer.version} there, {__version__} here", do)
+    scopes = ", ".join(answer.token_scopes)
+    found = f"{answer.token_name}: {scopes}"
+    ends, do = answer.token_expires_at, "Have an admin make another: `paceline tokens create`."
     if ends is not None and ends - time.time() < SOON_S:
         yield warning("token", f"{found}; it ends {_day(ends)}", do)
     else:

@@ -36,8 +36,8 @@ from paceline.cli.training.output import (
     facts,
     preparing,
     say,
+    shown_warnings,
     summary,
-    warnings_told,
 )
 from paceline.errors import Cancelled, InvalidInput
 from paceline.relay import SignalEvent
@@ -282,7 +282,11 @@ def train_here(
     if mlflow is not None:
         location(mlflow)  # raises before any data are read
     cancel = SignalEvent()
-    with warnings_told() as told, single.locked_output(output), _stopping_gently(cancel) as signals:
+    with (
+        shown_warnings() as handler,
+        single.locked_output(output),
+        _stopping_gently(cancel) as signals,
+    ):
         with preparing(output):
             job = single.prepare(asked, run_id)
         record, place = (
@@ -290,7 +294,7 @@ def train_here(
             single.display_url(checkpoints_url(job)),
         )
         lines = Lines(job, record)
-        told.addFilter(lines.is_news)
+        handler.addFilter(lines.is_news)
         lines.begin(output)
         for line in (*facts(job, *single.snapshot_and_config(job)), beside(job, record)):
             if line:

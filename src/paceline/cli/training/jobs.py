@@ -27,8 +27,8 @@ from paceline.client import (
     POLL_S,
     CoordinatorClient,
     job_spec,
-    patiently,
     require_success,
+    retry,
 )
 from paceline.config import find_installation
 from paceline.jobs import money
@@ -209,7 +209,7 @@ _changing("cancel", "End JOB for good; its checkpoints stay.")
 
 @jobs.command()
 @click.argument("job")
-@click.option("--reject", is_flag=True, help="The job failed: nobody should use its model.")
+@click.option("--reject", is_flag=True, help="The job failed: its model must not be used.")
 @click.option("--reason", default="", help="Why; kept with the decision.")
 @state_option
 @json_option
@@ -236,7 +236,7 @@ def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:
     """Print the job's log and changes of its state until it ends; raise what it ended with."""
     flow_run, after, said = None, 0, ""
     while True:
-        view = patiently(lambda: client.job(job_id), AWAY_S, notice)
+        view = retry(lambda: client.job(job_id), AWAY_S, notice)
         job = view.job
         line = f"{job.state}{f': {job.reason}' if job.reason else ''}"
         if line != said and not as_json:
@@ -244,7 +244,7 @@ def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:
         said = line
         if job.flow_run_id != flow_run:
             flow_run, after = job.flow_run_id, 0
-        found = patiently(lambda: client.job_log(job_id, after), AWAY_S, notice)  # noqa: B023
+        found = retry(lambda: client.job_log(job_id, after), AWAY_S, notice)  # noqa: B023
         for each in found.lines:
             notice(each, mark="")
         after = found.after

@@ -196,8 +196,8 @@ def ranges_of(numbers: Sequence[int]) -> str:
             stretches[-1][1] = each
         else:
             stretches.append([each, each])
-    told = [f"{first}-{last}" if last > first else str(first) for first, last in stretches[:10]]
-    return ", ".join(told) + (", …" if len(stretches) > 10 else "")
+    ranges = [f"{first}-{last}" if last > first else str(first) for first, last in stretches[:10]]
+    return ", ".join(ranges) + (", …" if len(stretches) > 10 else "")
 
 
 def _hear_again() -> None:

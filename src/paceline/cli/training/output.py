@@ -44,7 +44,7 @@ def say(line: str) -> None:
 
 
 @contextmanager
-def warnings_told() -> Iterator[logging.Handler]:
+def shown_warnings() -> Iterator[logging.Handler]:
     """Print the engine's warnings among the other lines; yield the handler, for filters."""
     handler, logger = logging.StreamHandler(sys.stderr), logging.getLogger("paceline")
     handler.setLevel(logging.WARNING)
@@ -369,12 +369,12 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
     if result.ledger is not None:
         ledger = result.ledger
         parts = {name: getattr(ledger, name) for name in type(ledger).model_fields}
-        told = [
+        accounts = [
             f"{name.removesuffix('_s').replace('_', ' ')} {seconds:.1f}"
             for name, seconds in parts.items()
             if name not in ("wall_s", "goodput") and seconds >= 0.05
         ]
-        lines.append(f"  seconds       {', '.join(told)} of {ledger.wall_s:.1f}")
+        lines.append(f"  seconds       {', '.join(accounts)} of {ledger.wall_s:.1f}")
         lines.append(f"  goodput       {ledger.goodput:.1%} from the first step to the last")
     for restart in result.restarts:
         lines.append(

@@ -44,7 +44,7 @@ async def serve_allocation(runtime: Runtime, stop: asyncio.Event) -> None:
 
     Raises InvalidInput where Slurm refuses the request, MissingTool where its commands are not
     installed, ServiceUnavailable where it does not answer at the start, and Cancelled where
-    somebody cancels the job.
+    a person cancels the job.
     """
     name = job_name(runtime)
     await _call("scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}")  # of a killed one

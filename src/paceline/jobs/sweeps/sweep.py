@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from paceline.client import AWAY_S, Client, patiently
+from paceline.client import AWAY_S, Client, retry
 from paceline.errors import Cancelled, Conflict, InvalidProfile, PacelineError
 from paceline.extras import require_extras
 from paceline.jobs.sweeps.search_space import Sweep
@@ -143,7 +143,7 @@ class _Loop:
                 sweep=self._run_id,
             )  # fmt: skip
             try:
-                job_id = patiently(submit, AWAY_S, self._on_line).job_id
+                job_id = retry(submit, AWAY_S, self._on_line).job_id
             except InvalidProfile as error:  # these settings do not go together
                 self._end(trial, "FAIL", reason=error.one_line())
                 return
@@ -158,7 +158,7 @@ class _Loop:
     def _has_ended(self, trial: Trial) -> bool:
         """Look at the trial's job; report, prune, or tell the study how it ended."""
         known, metric = trial.user_attrs, self._sweep.metric
-        job = patiently(partial(self._client.job, known["job_id"]), AWAY_S, self._on_line)
+        job = retry(partial(self._client.job, known["job_id"]), AWAY_S, self._on_line)
         step, steps = (job.report.step, job.report.steps) if job.report else (0, 0)
         value = job.report.metrics.get(metric, math.nan) if job.report else math.nan
         # After a fault the job makes earlier points again: those are not new.

@@ -95,7 +95,7 @@ def transport_for(runtime: Runtime, listen_host: str, worker_id: str) -> Transpo
     if not token and not is_loopback(listen_host):
         raise InvalidProfile(
             "workers have no token to greet each other with",
-            got=f"peer port on {listen_host}, an empty token: whoever knows the port would pass",
+            got=f"peer port on {listen_host}, an empty token: any caller would pass",
             wanted="the peer token of the cluster",
             where=f"{runtime.state_dir}/runtime.json",
             do="Join the node with a token (`paceline tokens join`), or start the installation.",

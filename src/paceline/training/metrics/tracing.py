@@ -107,12 +107,12 @@ class Tracer:
 class TraceUploader:
     """Uploads traces below ``url``, beside the job's checkpoints, and deletes the local files.
 
-    ``told`` is called with the step and the URL of each.
+    ``on_uploaded`` is called with the step and the URL of each.
     """
 
     store: ObjectStore
     url: str
-    told: Callable[[int, str], None] = lambda *_: None
+    on_uploaded: Callable[[int, str], None] = lambda *_: None
 
     def __call__(self, step: int, path: Path) -> None:
         """Upload the trace of ``step``; if storage fails, it stays on this node's disk."""
@@ -123,7 +123,7 @@ class TraceUploader:
             log.warning("trace of step %d stays at %s: %s", step, path, error)
             return
         path.unlink()
-        self.told(step, where)
+        self.on_uploaded(step, where)
 
 
 class BackgroundUpload:
