@@ -5,11 +5,11 @@ from __future__ import annotations
 from paceline.schemas import Evaluated, TrainResult
 from paceline.tasks import distribute
 from paceline.tasks._support import sealed
+from paceline.tasks._support.approval import snapshot_for
 from paceline.tasks._support.declaring import ModelId, SnapshotUrl, Training, Version, declared
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks.evaluate import evaluate, trained_on
-from paceline.tasks.prepare import snapshot_reference
 from paceline.tasks.promote import champion_reference, node_copy
 from paceline.tasks.publish import published_url
 
@@ -53,7 +53,7 @@ def judge(
     evaluated = evaluate(
         run,
         models,
-        snapshot_reference(run, snapshot_url),
+        snapshot_for(run, training_digest, result, snapshot_url),
         run.trainers(agents.result()),
         base=base,
         training_digest=training_digest,

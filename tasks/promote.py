@@ -139,7 +139,9 @@ def gate(
     if now is not None and evaluation.models.get("champion") != now["digest"]:
         champion = f"champion of manifest {now['digest'][:12]}"  # the report has no such score
     policy = run.runtime.profile.gate.policy(base.model_id)
-    decision = decide(report, policy, champion=champion, lineage=lineage)
+    decision = decide(
+        report, policy, champion=champion, lineage=lineage, judged_on=evaluation.snapshot_url
+    )
     text = canonical_json(policy).decode()
     run.registry.log_artifact_text(run.mlflow_run, text, f"policy/{decision.policy_digest}.json")
     artifacts.table(

@@ -102,9 +102,16 @@ def require_still_permitted(run: Run, digest: str, training: TrainResult) -> Non
     """Raise AccessDenied where the table of purposes does not allow (any more) what ``training``
     used its data for; without a table the training itself has checked it."""
     if run.retry(run.coordinator.data_purposes):
+        snapshot_for(run, digest, training, training.snapshot_url or "")
+
+
+def snapshot_for(run: Run, digest: str, training: TrainResult, url: str) -> dict[str, Any]:
+    """Return ``snapshot_reference`` of the snapshot at ``url`` where those who trained, with the
+    purpose that they trained for, may use it; raises AccessDenied or InvalidSnapshot."""
+    users = set()
+    if run.retry(run.coordinator.data_purposes):
         users = {(each.spec.team, each.spec.project) for each in _jobs_of(run, digest)}
-        url = training.snapshot_url or ""
-        permitted_snapshot(run, url, training.purpose or "", users or {("default", "")})
+    return permitted_snapshot(run, url, training.purpose or "", users or {("default", "")})
 
 
 def _jobs_of(run: Run, digest: str) -> list[TrainingJob]:

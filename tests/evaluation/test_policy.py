@@ -154,6 +154,27 @@ def test_a_slice_that_is_worse_refuses_alone() -> None:
     assert names(0.5, None) == ["no regression against base in size: 1 to 900 bytes"]
 
 
+@pytest.mark.parametrize(
+    ("judged_on", "url", "passes"),
+    [
+        ((), "s3://b/data/snapshots/x", True),
+        (("s3://b/data/snapshots/x",), "s3://b/data/snapshots/x", True),
+        (("s3://b/data",), "s3://b/data/snapshots/x/", True),
+        (("s3://b/data/snapshots/x",), "s3://b/data/snapshots/xy", False),
+        (("s3://b/data",), "s3://b/database/x", False),
+        ((passing().snapshot_digest,), "s3://elsewhere/x", True),
+        (("s3://b/data",), "", False),
+    ],
+)
+def test_the_policy_says_which_snapshot_may_judge(
+    judged_on: tuple[str, ...], url: str, passes: bool
+) -> None:
+    policy = Policy(**LOOSE, judged_on=judged_on)
+    decision = decide(passing(), policy, champion=None, lineage=LINEAGE, judged_on=url)
+    failed = [each.name for each in decision.checks if not each.passed]
+    assert failed == ([] if passes else ["snapshot that may judge"])
+
+
 def test_margin_and_documents_are_the_policys() -> None:
     assert refused(Policy(**LOOSE, min_documents=41)) == ["held-out documents"]
     report = passing(difference_to={"base": interval(-0.4), "champion": interval(0.1)})

@@ -253,7 +253,7 @@ def test_a_promotion_whose_champion_leads_elsewhere_is_undone(
             stage="promote", output=output, seconds=0.0, reused=False
         ),
         retry=lambda call: call(),
-        alone=lambda _what: nullcontext(),
+        lock=lambda _what: nullcontext(),
         warn=lambda _line: None,
         registry=SimpleNamespace(
             retract=lambda model, version, *, by_person: undone.append((model, version, by_person))

@@ -22,7 +22,7 @@ Missing evidence counts against the candidate and is listed. The rules:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from paceline.config import Policy
 from paceline.schemas import (
@@ -65,12 +65,14 @@ def decide(
     *,
     champion: str | None,
     lineage: Mapping[str, str | None],
+    judged_on: str = "",
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
 
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
-    ``lineage`` must have every key of ``LINEAGE``.
+    ``lineage`` must have every key of ``LINEAGE``; ``judged_on`` is the URL of the report's
+    snapshot.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
@@ -133,6 +135,7 @@ def decide(
             lineage.get("snapshot_digest") or MISSING,
             report.snapshot_digest,
         ),
+        *_may_judge(policy.judged_on, judged_on, report.snapshot_digest),
         *_not_trained_on(report, lineage.get("training_snapshot_digest"), policy.max_overlap),
     ]  # fmt: skip
     return GateDecision(
@@ -140,6 +143,14 @@ def decide(
         checks=tuple(checks),
         policy_digest=digest_of(policy),
     )
+
+
+def _may_judge(allowed: Sequence[str], url: str, digest: str) -> list[GateCheck]:
+    if not allowed:
+        return []
+    begins = [f"{each.rstrip('/')}/" for each in allowed]
+    passed = digest in allowed or any(f"{url.rstrip('/')}/".startswith(each) for each in begins)
+    return [_check("snapshot that may judge", passed, url or digest, " or ".join(allowed))]
 
 
 def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[GateCheck]:
