@@ -43,10 +43,10 @@ class FakeRun:
         self.runtime = SimpleNamespace(profile=Profile(), models_url=MODELS)
         self.told: list[tuple[str, str, bool]] = []
 
-    def tell(self, stage: str, _fraction: float, message: str, *, done: bool = False) -> None:
+    def report(self, stage: str, _fraction: float, message: str, *, done: bool = False) -> None:
         self.told.append((stage, message, done))
 
-    def did(self, stage: str, _began: float, message: str) -> float:
+    def finish(self, stage: str, _began: float, message: str) -> float:
         self.told.append((stage, message, True))
         return 0.0
 

@@ -115,10 +115,10 @@ class Notes:
         self.notes: list[str] = []
         self.job = None
 
-    def note(self, line: str) -> None:
+    def warn(self, line: str) -> None:
         self.notes.append(line)
 
-    def tell(self, *_: object) -> None:
+    def report(self, *_: object) -> None:
         """Hear how far it is."""
 
 
