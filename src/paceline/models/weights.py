@@ -65,8 +65,8 @@ def file_groups(config: ModelConfig, names: list[str]) -> list[list[str]]:
 def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
     """Return the model in ``directory`` and its configuration.
 
-    Raises InvalidInput or SourceMissing for a directory without such a model, CorruptData for
-    weights that do not match its config.
+    Raises InvalidInput or SourceMissing for a directory without such a model, InvalidInput for
+    weights that are not finite, CorruptData for weights that do not match its config.
     """
     directory = Path(directory)
     config = read_config(directory)
@@ -96,6 +96,13 @@ def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
                 got=f"{name}: {tuple(tensor.shape)} {tensor.dtype}",
                 wanted=f"{shape} {dtype}",
                 where=directory / index[name],
+            )
+        if not tensor.isfinite().all():
+            raise InvalidInput(
+                "weights are not finite",
+                got=f"NaN or infinity in {name}",
+                where=directory / index[name],
+                do="Take another checkpoint of this model.",
             )
     model = model.to_empty(device="cpu").to(dtype)
     model.load_state_dict(state)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import functools
+import math
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.layouts.layouts import CONFIG, CPU, Layout, Run, batch_of
 from paceline.config import TrainingSettings
-from paceline.models import attention, new_model
-from paceline.training.loop import Inputs, TransformerWorkload
+from paceline.errors import InvalidInput
+from paceline.models import (
+    Pretrained,
+    attention,
+    config_for,
+    load_model,
+    new_model,
+    read_index,
+    save_model,
+)
+from paceline.training.loop import Inputs, TransformerWorkload, load_weights
 from paceline.training.parallel import Mesh, MeshSpec, parallelise, recompute_blocks
+from tests.support.hugging_face import write_model
 
 
 def fresh(**changes: object) -> Run:
@@ -135,3 +148,28 @@ def test_a_model_of_the_users_own_is_driven_alike() -> None:
         optimizer.step()
     assert float(sums.loss) < 1e-6
     assert parallel.modules[0].weight.item() == pytest.approx(2.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_base_that_is_not_finite_is_named_before_the_first_step(
+    tmp_path: Path, bad: float
+) -> None:
+    """Of transformers each rank checks its own parts as they arrive; ours are read whole."""
+    directory = write_model("llama", tmp_path / "theirs")
+    file = directory / "model.safetensors"
+    weights = load_file(file)
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
+    save_file(weights, file, metadata={"format": "pt"})
+    pretrained = Pretrained.open(directory)
+    workload, settings = TransformerWorkload(pretrained), TrainingSettings(ranks=1)
+    parallel = parallelise(workload.build(), Mesh(MeshSpec()), settings, workload)
+    with pytest.raises(InvalidInput, match=r"not finite.*layers\.1\.mlp\.up_proj"):
+        load_weights(pretrained, parallel)
+    config = config_for(20_000, 32)
+    save_model(new_model(config, 0), config, tmp_path / "ours")
+    file = tmp_path / "ours" / read_index(tmp_path / "ours")["model.norm.weight"]
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = bad
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InvalidInput, match=r"not finite.*model\.norm\.weight"):
+        load_model(tmp_path / "ours")

@@ -144,7 +144,7 @@ def load_weights(
 ) -> int:
     """Fill this rank's parts of the model from the files; return the number of bytes read.
 
-    Parts of ``adapters`` get their initial values.
+    Raises InvalidInput where one is not finite. Parts of ``adapters`` get their initial values.
     """
     read = 0
     for module in parallel.modules:
@@ -160,6 +160,14 @@ def load_weights(
                 into.copy_(whole[tuple(slice(start, start + size) for start, size in box)])
             parts = {base_name(name): part for name, part in parts.items()}
         read += pretrained.fill(parts)
+        for name, (part, _) in parts.items():
+            if not part.isfinite().all():  # no rank reads all weights: each checks its own
+                raise InvalidInput(
+                    "weights are not finite",
+                    got=f"NaN or infinity in {name}",
+                    where=pretrained.directory,
+                    do="Take another checkpoint of this model.",
+                )
         if adapters is not None:
             set_magnitudes(module)
     return read
