@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from paceline.jobs import By
     from paceline.schemas import (
         Distribution,
+        EvaluationReport,
         PlanTable,
         Published,
         RankEvent,
@@ -238,6 +239,38 @@ def cost(
     prices = load_profile(profile).prices if profile else found.prices
     costs = [cost_of(each, prices) for each in found.usages]
     return pd.DataFrame([cost_row(each) for each in (grouped(costs, by) if by else costs)])
+
+
+def evaluate(
+    models: Mapping[str, Path | str] | Path | str,
+    snapshot: Path | str,
+    *,
+    settings: Settings | None = None,
+    state: Path | str | None = None,
+) -> EvaluationReport:
+    """Score models on the held-out split of ``snapshot``, beside an n-gram model and compressors;
+    several models, by name, are compared in pairs.
+
+    ``snapshot`` is a snapshot's directory (`paceline.train` leaves one below ``data/snapshots``) or
+    its URL; ``models`` are as for ``load``. In this process, on a GPU that has room, else the CPU;
+    nothing is recorded, so a promotion needs `paceline evaluate`. Raises as
+    ``paceline.data.load_snapshot``; a model that cannot be scored is in the report's ``failures``.
+    """
+    from paceline.evaluation import compare
+    from paceline.storage import DiskStore
+
+    named = models if isinstance(models, Mapping) else {"candidate": models}
+    profile, where = _profile("embedded", settings), str(snapshot)
+    disk = not where.startswith("s3://")
+    if disk and not where.startswith("file://"):
+        where = DiskStore.url_of(Path(where).absolute())
+    store = DiskStore() if disk else _store(profile, installation(state))
+    with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
+        here = {
+            name: model_directory(str(each), Path(scratch) / name, state)
+            for name, each in named.items()
+        }
+        return compare(here, where, store, Path(scratch) / "cache", profile.evaluation)
 
 
 def load(

@@ -56,6 +56,12 @@ def test_a_program_trains_and_reads_what_came_of_it(tmp_path: Path) -> None:
     lines = ran(program_with("paceline.train("), tmp_path).splitlines()
     assert lines[0].startswith("4 file://")
     assert len("\n".join(lines[1:])) > 0
+    scores = [
+        each.split() for each in ran(program_with("paceline.evaluate("), tmp_path).splitlines()
+    ]
+    assert [each[0] for each in scores] == ["trained", "ngram", "gzip", "xz"]
+    assert 0 < float(scores[0][1]) < 16 and 0 < float(scores[0][2]) < 1
+    assert scores[1][2] == "None", "a baseline has no tokens of its own"
 
 
 def test_a_program_reads_what_is_wrong(tmp_path: Path) -> None:

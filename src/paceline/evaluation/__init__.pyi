@@ -17,7 +17,7 @@ from .held_out import (
 )
 from .overlap import find_overlap as find_overlap
 from .report import as_frame as as_frame, as_markdown as as_markdown, plot_report as plot_report
-from .run import download_model as download_model
+from .run import compare as compare, download_model as download_model
 from .scoring import (
     Resampler as Resampler,
     ngram_subject as ngram_subject,

@@ -25,11 +25,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from paceline.config import load_runtime, this_node
-from paceline.data import Snapshot, documents, load_snapshot, tokenizer_of
+from paceline.config import EvaluationSettings, load_runtime, this_node
+from paceline.data import Snapshot, Tokenizer, documents, load_snapshot, tokenizer_of
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
-from paceline.evaluation.held_out import choose_conversations, choose_prefixes, share_of
+from paceline.evaluation.held_out import (
+    HeldOutDocument,
+    choose_conversations,
+    choose_prefixes,
+    share_of,
+)
 from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import score_tasks
@@ -60,21 +65,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     budget = spec.settings.held_out_bytes
     tokenizer = tokenizer_of(snapshot, store)
-    most, text_of = HELD_OUT_READ_FACTOR * budget, tokenizer.text if snapshot.is_masked else None
-    found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
-    read = [
-        (each.path, tokenizer.text(each.conversation.tokens) if each.conversation else each.text)
-        for each in found
-    ]
-    answers = {each.path: each.text for each in found} if snapshot.is_masked else None
-    if snapshot.is_masked:
-        held_out = choose_conversations(found, budget)
-    else:
-        held_out = choose_prefixes(read, budget)
-
-    def train() -> list[bytes]:
-        found = documents(snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text)
-        return [each.text for each in found]
+    held_out, read, answers = _held_out(snapshot, tokenizer, store, cache_dir, budget)
 
     def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
         if spec.scorer and len(bits_D) <= MOST_RECORDED:
@@ -89,7 +80,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             )
             _emit("score", score.model_dump(mode="json"))
 
-    def compare() -> tuple[Overlap, ...]:
+    def overlaps_found() -> tuple[Overlap, ...]:
         return tuple(_overlap(each, read, answers, store, cache_dir) for each in spec.trained_on)
 
     overlaps: list[Future[tuple[Overlap, ...]]] = []
@@ -104,14 +95,14 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         report = score_models(
             models,
             held_out,
-            train,
+            lambda: _training_texts(snapshot, tokenizer, store, cache_dir),
             spec.settings,
             snapshot_digest=snapshot.digest,
             on_progress=_progress,
             tokenizer=tokenizer,
             known=[each for each in spec.known if len(each.bits) == len(held_out)],
             on_scored=on_scored,
-            on_models_scored=lambda: overlaps.append(beside.submit(compare)),
+            on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
         )
         if spec.tasks_url:
             report = _with_tasks(report, spec, models, store, Path(scratch))
@@ -123,6 +114,54 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
     return report.model_copy(update={"overlaps": compared, "seconds": seconds})
+
+
+def compare(
+    models: Mapping[str, Path],
+    snapshot_url: str,
+    store: ObjectStore,
+    cache_dir: Path,
+    settings: EvaluationSettings,
+) -> EvaluationReport:
+    """Return every model's score on the held-out split of the snapshot at ``snapshot_url``, beside
+    the simple baselines, in this process: nothing is recorded, or compared with training data."""
+    snapshot = load_snapshot(snapshot_url, store)
+    tokenizer = tokenizer_of(snapshot, store)
+    budget = settings.held_out_bytes
+    return score_models(
+        models,
+        _held_out(snapshot, tokenizer, store, cache_dir, budget)[0],
+        lambda: _training_texts(snapshot, tokenizer, store, cache_dir),
+        settings,
+        snapshot_digest=snapshot.digest,
+        on_progress=lambda _fraction, _message: None,
+        tokenizer=tokenizer,
+    )
+
+
+def _held_out(
+    snapshot: Snapshot, tokenizer: Tokenizer, store: ObjectStore, cache_dir: Path, budget: int
+) -> tuple[list[HeldOutDocument], list[tuple[str, bytes]], dict[str, bytes] | None]:
+    """Return the documents to score, what was read (path, text), and of conversations what
+    assistants say in each."""
+    masked = snapshot.is_masked
+    most, text_of = HELD_OUT_READ_FACTOR * budget, tokenizer.text if masked else None
+    found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
+    read = [
+        (each.path, tokenizer.text(each.conversation.tokens) if each.conversation else each.text)
+        for each in found
+    ]
+    if masked:
+        answers = {each.path: each.text for each in found}
+        return choose_conversations(found, budget), read, answers
+    return choose_prefixes(read, budget), read, None
+
+
+def _training_texts(
+    snapshot: Snapshot, tokenizer: Tokenizer, store: ObjectStore, cache_dir: Path
+) -> list[bytes]:
+    found = documents(snapshot, "train", store, cache_dir, TRAIN_BYTES, text_of=tokenizer.text)
+    return [each.text for each in found]
 
 
 def _with_tasks(
