@@ -19,12 +19,13 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from paceline.data import open_tokenizer
-from paceline.evaluation import HeldOutDocument, score_transformer, text_model as opened
+from paceline.evaluation import HeldOutDocument, score_transformer
 
 ROOT = Path(__file__).resolve().parents[1]
 LINES = [f"line {n} of file {n % 7} is {n * n}\n" for n in range(4000)]
@@ -104,9 +105,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             "host_peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }
         if asked.same:
-            opened.device_for = lambda _: torch.device("cpu")
-            few = texts[:1]
-            theirs = score_transformer(directory, few, lambda _: None).bits
+            there = "paceline.evaluation.text_model.device_for"
+            with mock.patch(there, lambda _: torch.device("cpu")):
+                theirs = score_transformer(directory, texts[:1], lambda _: None).bits
             apart = np.abs(scored.bits[:1] - theirs) / theirs
             result["apart_from_the_cpu"] = float(apart.max())
     print(json.dumps(result), flush=True)

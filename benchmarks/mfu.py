@@ -194,7 +194,10 @@ def fsdp2(case: Case) -> Iterator[None]:
             block.compile()  # type: ignore[no-untyped-call]
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    yield from plain_steps(case, model, model, nullcontext())
+    try:
+        yield from plain_steps(case, model, model, nullcontext())
+    finally:
+        dist.destroy_process_group()
 
 
 def plain_steps(
