@@ -32,6 +32,7 @@ from .files import (
     weights_digest as weights_digest,
 )
 from .pretrained import Pretrained as Pretrained
+from .tensor_files import not_finite as not_finite
 from .transformer import (
     Transformer as Transformer,
     new_model as new_model,

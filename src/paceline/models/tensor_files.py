@@ -108,12 +108,17 @@ def require_finite(stored: Mapping[str, StoredTensor]) -> None:
         with _opened(file) as opened:
             for name in sorted(each.name for each in stored.values() if each.file == file):
                 if not all(bool(each.isfinite().all()) for each in _rows(opened, name)):
-                    raise InvalidInput(
-                        "weights are not finite",
-                        got=f"NaN or infinity in {name}",
-                        where=file,
-                        do="Take another checkpoint of this model.",
-                    )
+                    raise not_finite(name, file)
+
+
+def not_finite(name: str, where: Path) -> InvalidInput:
+    """Return the error of a model whose tensor ``name`` has NaN or infinity."""
+    return InvalidInput(
+        "weights are not finite",
+        got=f"NaN or infinity in {name}",
+        where=where,
+        do="Take another checkpoint of this model.",
+    )
 
 
 def require_equal(one: StoredTensor, other: StoredTensor) -> None:

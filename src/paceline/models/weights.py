@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.errors import CorruptData, InvalidInput
 from paceline.models.config import ModelConfig
 from paceline.models.files import CONFIG_FILE, INDEX_FILE, read_config, read_index, weight_files
+from paceline.models.tensor_files import not_finite
 from paceline.models.transformer import Transformer
 
 MAX_BLOCK_FILES = 8
@@ -98,12 +99,7 @@ def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
                 where=directory / index[name],
             )
         if not tensor.isfinite().all():
-            raise InvalidInput(
-                "weights are not finite",
-                got=f"NaN or infinity in {name}",
-                where=directory / index[name],
-                do="Take another checkpoint of this model.",
-            )
+            raise not_finite(name, directory / index[name])
     model = model.to_empty(device="cpu").to(dtype)
     model.load_state_dict(state)
     return model, config

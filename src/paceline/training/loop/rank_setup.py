@@ -29,6 +29,7 @@ from paceline.models import (
     Pretrained,
     base_name,
     merge_adapters,
+    not_finite,
     set_magnitudes,
     weights_digest,
     without_adapters,
@@ -162,12 +163,7 @@ def load_weights(
         read += pretrained.fill(parts)
         for name, (part, _) in parts.items():
             if not part.isfinite().all():  # no rank reads all weights: each checks its own
-                raise InvalidInput(
-                    "weights are not finite",
-                    got=f"NaN or infinity in {name}",
-                    where=pretrained.directory,
-                    do="Take another checkpoint of this model.",
-                )
+                raise not_finite(name, pretrained.directory)
         if adapters is not None:
             set_magnitudes(module)
     return read
