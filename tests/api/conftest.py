@@ -129,16 +129,23 @@ class Served:
         return process.returncode, out
 
 
-@pytest.fixture
-def served(tmp_path):
-    """A running coordinator."""
-    server = Served(make_runtime(tmp_path / "state"))
-    server.runtime.state_dir.mkdir()
+@contextlib.contextmanager
+def running(runtime):
+    """Yield a coordinator that serves ``runtime`` in a new state directory; it is killed."""
+    server = Served(runtime)
+    runtime.state_dir.mkdir()
     server.start()
     yield server
     if server.process is not None:
         with contextlib.suppress(ProcessLookupError):
             server.end(signal.SIGKILL)
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A running coordinator."""
+    with running(make_runtime(tmp_path / "state")) as server:
+        yield server
 
 
 @dataclass

@@ -22,7 +22,7 @@ from paceline.schemas import (
     WorkerStatus,
     revoked_admission,
 )
-from tests.api.conftest import Served, make_runtime
+from tests.api.conftest import make_runtime, running
 from tests.support.etcd import etcd
 
 __all__ = ["etcd"]
@@ -42,13 +42,8 @@ def served(request, tmp_path_factory):
             "etcd_prefix": "/tests/group",
         }
         runtime = runtime.model_copy(update={"profile": Profile.model_validate(settings)})
-    server = Served(runtime)
-    runtime.state_dir.mkdir()
-    server.start()
-    yield server
-    if server.process is not None:
-        with contextlib.suppress(ProcessLookupError):
-            server.end(signal.SIGKILL)
+    with running(runtime) as server:
+        yield server
 
 
 def client_of(served, token):

@@ -37,7 +37,7 @@ from paceline.schemas import (
     Scope,
     WorkerStatus,
 )
-from tests.api.conftest import PATIENT, Served, creation, make_model, make_runtime
+from tests.api.conftest import PATIENT, creation, make_model, make_runtime, running
 from tests.support.command import paceline
 
 DEADLINE_S = 40.0
@@ -52,13 +52,8 @@ def served(tmp_path_factory):
     runtime = runtime.model_copy(
         update={"profile": runtime.profile.model_copy(update={"security": security})}
     )
-    server = Served(runtime)
-    runtime.state_dir.mkdir()
-    server.start()
-    yield server
-    if server.process is not None:
-        with contextlib.suppress(ProcessLookupError):
-            server.end(signal.SIGKILL)
+    with running(runtime) as server:
+        yield server
 
 
 @pytest.fixture

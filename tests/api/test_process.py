@@ -10,7 +10,7 @@ import pytest
 from paceline.api import serve
 from paceline.errors import Conflict, PortInUse, ServiceUnavailable
 from paceline.schemas import EventName
-from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
+from tests.api.conftest import FakeAgent, creation, make_model, make_runtime, running
 
 DEADLINE_S = 30.0
 
@@ -31,12 +31,8 @@ def status(client, deployment_id):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A coordinator process for all tests here; the last one ends it."""
-    server = Served(make_runtime(tmp_path_factory.mktemp("process") / "state"))
-    server.runtime.state_dir.mkdir()
-    server.start()
-    yield server
-    if server.process is not None:
-        server.end(signal.SIGKILL)
+    with running(make_runtime(tmp_path_factory.mktemp("process") / "state")) as server:
+        yield server
 
 
 def test_cancel_returns_once_every_living_agent_has_stopped(served):
