@@ -12,7 +12,7 @@ import pytest
 from benchmarks.reuse import main
 from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
-from paceline.relay.protocol import Extent
+from paceline.relay.protocol import Extent, SessionLimits
 from paceline.relay.store import (
     DiskSpace,
     Store,
@@ -342,6 +342,10 @@ def test_a_version_that_changes_two_percent_moves_three_at_most(
 ) -> None:
     assert main(["--bytes", "16e6", "--workers", "3", "--changed", "0.02"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert 1.0 <= result["first_moved_share"] <= 1.02  # a busy machine may request a piece twice
-    assert result["second_moved_share"] <= 0.03
-    assert result["second_origin_share"] <= 0.03
+    reused = result["reused_bytes"] / (result["bytes"] * result["workers"])
+    assert reused >= 0.97
+    # On a busy machine the end of a transfer may be requested from a second source too.
+    hedged = SessionLimits().least_hedges * result["piece_bytes"] / result["bytes"]
+    assert 1.0 <= result["first_moved_share"] <= 1.0 + hedged
+    assert 1 - reused <= result["second_moved_share"] <= 1 - reused + hedged
+    assert result["second_origin_share"] <= 0.03 + hedged
