@@ -10,7 +10,11 @@ import re
 from collections.abc import Sequence
 
 LONGEST = 4000  # characters of one value in an error message
-_PASSWORD = re.compile(r"://([^\s/:@?#]*):[^\s/@]+@")
+# Everything before the ``@`` of an HTTP URL (tokens stand alone there, or as the user), and what
+# follows the user's name in any other. A password may hold an ``@``.
+_PASSWORD = re.compile(
+    r"""((?:https?|oci)://)[^\s/?#"'<>]+@|(://[^\s/:@?#"'<>]*):[^\s/"'<>]+@""", re.IGNORECASE
+)
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
@@ -29,12 +33,16 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return ``text`` with the password of each URL replaced by asterisks."""
-    return _PASSWORD.sub(r"://\1:***@", text) if "://" in text else text
+    """Return ``text`` with the passwords and tokens of its URLs replaced by asterisks."""
+    return _PASSWORD.sub(_hidden, text) if "://" in text else text
+
+
+def _hidden(found: re.Match[str]) -> str:
+    return f"{found[1]}***@" if found[1] else f"{found[2]}:***@"
 
 
 def has_password(text: str) -> bool:
-    """Return whether a URL in ``text`` has a password."""
+    """Return whether a URL in ``text`` has a password, or a token before its host."""
     return _PASSWORD.search(text) is not None
 
 

@@ -63,14 +63,18 @@ def test_files_and_the_process_list_have_none(stack: Runtime, lifecycle: Ended) 
         assert each.stat().st_mode & 0o077 == 0
 
 
-def test_a_password_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_path: Path) -> None:
+def test_a_secret_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_path: Path) -> None:
     """Whatever the command and, over REST, whatever the field."""
     place = f"user:{PLANTED}@127.0.0.1:9"
+    token = f"{PLANTED}@127.0.0.1:9"
     commands = [
         ("snapshot", f"s3://{place}/texts"),
         ("publish", str(tmp_path), f"s3://{place}/m", "--model", "m", "--version", "1"),
         ("publish", f"oci://{place}/m:1"),
+        ("publish", f"oci://{token}/m:1"),
         ("distribute", f"https://{place}/m"),
+        ("distribute", f"https://{token}/m"),
+        ("train", "m", "1", "--factory", f"git+https://{token}/r.git@{'0' * 40}#m:f"),
         ("generate", f"s3://{place}/m", "hello"),
         ("train", "m", "1", f"--snapshot=s3://{place}/x"),
         ("jobs", "submit", "m", "1", "--snapshot", f"s3://{place}/x"),
@@ -84,8 +88,9 @@ def test_a_password_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_pat
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/deployments", {"model_id": "m", "version": "1", "source_url": f"s3://{place}/m"}),
         *(
-            ("/v1/training-jobs", JOB | {field: f"git+https://{place}/r"})
+            ("/v1/training-jobs", JOB | {field: f"git+https://{where}/r"})
             for field in ("dataSnapshot", "codeRef", "evaluateOn")
+            for where in (place, token)
         ),
     ]
     for path, body in bodies:
@@ -102,7 +107,7 @@ def test_a_password_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_pat
         with caught.value as answer:
             said = answer.read().decode()
         assert caught.value.code == 422
-        assert "a URL with a password is refused" in said, said
+        assert "a URL with a password or token is refused" in said, said
         assert PLANTED not in said
     for each in stack.state_dir.rglob("*"):
         if each.is_file():

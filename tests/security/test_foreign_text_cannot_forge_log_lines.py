@@ -20,7 +20,7 @@ from paceline.errors import PacelineError, PeerLost, TrainingFailed
 from paceline.relay.transport import GrpcPullStream, Kind, PlainChannel, encode_payload, read_frame
 from paceline.schemas import Failure, Problem, RegisterWorker
 from paceline.storage import from_client_error
-from paceline.text import OneLine, printable
+from paceline.text import OneLine, has_password, printable, without_passwords
 
 EVIL = (
     "gone\r\n2026-01-01 00:00:00 INFO promoted model=m\x1b[2J\x1b]0;title\x07"
@@ -39,6 +39,24 @@ def logged(*arguments: object, form: str = "%s") -> str:
     logger.addHandler(logging.StreamHandler(stream))
     logger.warning(form, *arguments)
     return stream.getvalue().removesuffix("\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("s3://ann:secret@host/m", "s3://ann:***@host/m"),
+        ("redis://:se@cret@host:1", "redis://:***@host:1"),
+        ("git+https://secret@host/r.git@abc", "git+https://***@host/r.git@abc"),
+        ("HTTPS://secret:x-oauth-basic@host, oci://secret@h", "HTTPS://***@host, oci://***@h"),
+        ("https://host/team/r@1", None),
+        ("hf://org/name@main and models:/m@champion", None),
+        ("ssh://git@host/r, postgresql://ann@host/d", None),
+        ('{"url":"https://host","mail":"ann@host"}', None),
+    ],
+)
+def test_secrets_of_urls_are_hidden_and_nothing_else(text: str, shown: str | None) -> None:
+    assert without_passwords(text) == (shown or text)
+    assert has_password(text) == (shown is not None)
 
 
 def test_a_tcp_peers_error_frame() -> None:

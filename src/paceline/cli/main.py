@@ -65,13 +65,15 @@ def run() -> None:
 
 
 def _refuse_passwords(words: Sequence[str]) -> None:
-    """Raise InvalidInput for a URL with a password: it would be a parameter of flow runs and in
-    records. Of MLflow and a sweep's study it stays in this process; a profile is a file."""
+    """Raise InvalidInput for a URL with a password or token: flow runs and records would show it.
+
+    Of MLflow and a sweep's study it stays in this process; a profile is a file.
+    """
     for before, word in zip(["", *words], words, strict=False):
         option = word.split("=")[0] if word.startswith("--") else before
         if has_password(word) and option not in ("--mlflow", "--storage", "--set"):
             raise InvalidInput(
-                "a URL has a password",
+                "a URL has a password or a token before its host",
                 got=word,
                 wanted="a URL without it",
                 do="Credentials come from the environment and from files: docs/how-to.",

@@ -45,7 +45,9 @@ Text = Annotated[str, AfterValidator(printable)]
 def require_no_password(text: str) -> str:
     """Return ``text``; raises ValueError where it is a URL with a password."""
     if has_password(text):  # it would be kept, and shown
-        raise ValueError("a URL with a password is refused: credentials are the installation's")
+        raise ValueError(
+            "a URL with a password or token is refused: credentials are the installation's"
+        )
     return text
 
 
