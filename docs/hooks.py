@@ -35,7 +35,7 @@ from paceline import errors
 from paceline.api import create_app
 from paceline.api.problems import status_of
 from paceline.cli import cli
-from paceline.config import Endpoints, Profile, Runtime, Secrets, settings
+from paceline.config import Endpoints, Profile, Runtime, Secrets, cluster, settings, training
 from paceline.schemas import events as events_module
 from paceline.schemas.json_schemas import SCHEMAS
 from paceline.telemetry.metrics import FleetMetrics, Snapshot
@@ -206,7 +206,8 @@ def events() -> str:
 def profile_keys() -> str:
     """Return each section of a profile with its keys."""
     whole = Profile.model_json_schema(ref_template=REFERENCE + "{model}")
-    return "\n\n".join(_section("", whole, whole["$defs"], _comments(settings)))
+    meanings = _comments(settings) | _comments(cluster) | _comments(training)
+    return "\n\n".join(_section("", whole, whole["$defs"], meanings))
 
 
 def _section(

@@ -4,6 +4,15 @@ from .authority import (
     read_certificate as read_certificate,
     read_other as read_other,
 )
+from .base import (
+    module_allowed as module_allowed,
+    scrub_variables as scrub_variables,
+)
+from .cluster import (
+    ClusterSettings as ClusterSettings,
+    HostSettings as HostSettings,
+    KubernetesSettings as KubernetesSettings,
+)
 from .loading import (
     load_profile as load_profile,
     toml_value as toml_value,
@@ -42,21 +51,10 @@ from .runtime import (
     this_node as this_node,
 )
 from .settings import (
-    CheckpointSettings as CheckpointSettings,
-    ClusterSettings as ClusterSettings,
     ControlSettings as ControlSettings,
-    DataSettings as DataSettings,
-    EarlyStoppingSettings as EarlyStoppingSettings,
-    EmaSettings as EmaSettings,
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
-    GroupSettings as GroupSettings,
-    GuardSettings as GuardSettings,
-    HostSettings as HostSettings,
     HubSettings as HubSettings,
-    KubernetesSettings as KubernetesSettings,
-    LoraSettings as LoraSettings,
-    MeshSettings as MeshSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
     OciSettings as OciSettings,
@@ -66,8 +64,16 @@ from .settings import (
     SecuritySettings as SecuritySettings,
     ServiceSettings as ServiceSettings,
     StorageSettings as StorageSettings,
+)
+from .training import (
+    CheckpointSettings as CheckpointSettings,
+    DataSettings as DataSettings,
+    EarlyStoppingSettings as EarlyStoppingSettings,
+    EmaSettings as EmaSettings,
+    GroupSettings as GroupSettings,
+    GuardSettings as GuardSettings,
+    LoraSettings as LoraSettings,
+    MeshSettings as MeshSettings,
     SynchronySettings as SynchronySettings,
     TrainingSettings as TrainingSettings,
-    module_allowed as module_allowed,
-    scrub_variables as scrub_variables,
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from paceline.config.base import Settings
 from paceline.config.runtime import (
     RUNTIME_FILE,
     Endpoints,
@@ -23,7 +24,7 @@ from paceline.config.runtime import (
     default_state_dir,
     load_runtime,
 )
-from paceline.config.settings import Profile, Settings
+from paceline.config.settings import Profile
 from paceline.errors import AccessDenied, InvalidInput, NotReady
 from paceline.system import ensure_own_directory, write_private
 

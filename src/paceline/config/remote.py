@@ -12,7 +12,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-from paceline.config.settings import Profile, Settings
+from paceline.config.base import Settings
+from paceline.config.settings import Profile
 from paceline.errors import InvalidInput
 
 HUB = "https://huggingface.co"

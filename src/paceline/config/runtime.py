@@ -16,7 +16,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from paceline.config.settings import ObjectSettings, Profile, Settings
+from paceline.config.base import Settings
+from paceline.config.settings import ObjectSettings, Profile
 from paceline.errors import AccessDenied, Conflict, NotReady
 from paceline.system import write_private
 

@@ -1,0 +1,48 @@
+"""What every section of a profile is made from; what a user's code may see of this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import MutableMapping, Sequence
+
+from pydantic import BaseModel, ConfigDict
+
+MIB = 1024 * 1024
+
+
+class Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+# Environment variables that user code may see; all others are removed before its import.
+_KEPT = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TERM|TMPDIR|LANG|LANGUAGE|LC_\w+|TZ|PWD|VIRTUAL_ENV|LD_LIBRARY_PATH"
+    r"|PYTHON(PATH|HOME|HASHSEED|UNBUFFERED|DONTWRITEBYTECODE|WARNINGS|FAULTHANDLER|UTF8)"
+    r"|(OMP|MKL|KMP|OPENBLAS|GLOO|NCCL|TORCH|TORCHINDUCTOR|CUDA|NVIDIA|CUBLAS|ATEN|ONEDNN)_\w+"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT"
+    r"|PACELINE_(ATTEMPT|WORKER_ID)"
+)
+_SECRET = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|_KEY$|_AUTH", re.IGNORECASE)
+
+
+def module_allowed(module: str, sources: Sequence[str]) -> bool:
+    """Return whether ``module`` is one of ``sources`` or a submodule of one."""
+    return any(module == each or module.startswith(f"{each}.") for each in sources)
+
+
+def scrub_variables(
+    environment: MutableMapping[str, str], *, secrets_only: bool = False
+) -> list[str]:
+    """Remove the variables that user code does not need; return their names.
+
+    With ``secrets_only``, remove only those whose name looks like a secret's. Libraries that were
+    imported before keep what they have read.
+    """
+    removed = [
+        name
+        for name in environment
+        if _SECRET.search(name) or not (secrets_only or _KEPT.fullmatch(name))
+    ]
+    for name in removed:
+        del environment[name]
+    return removed
