@@ -32,7 +32,11 @@ from tests.journeys.trainers import SMALL, name_of
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 JOBS_PAGE = "how-to/run-training-jobs.md"
-TINY = [*SMALL, "--set", "training.steps=20"]  # the shipped base has 2.3 M parameters
+TINY = [
+    *SMALL,
+    *("--set", "training.steps=20"),  # the shipped base has 2.3 M parameters
+    *("--set", 'gate.models."acme-lm".approval="four-eyes"'),
+]
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +184,42 @@ def test_a_laptop_runs_the_whole_lifecycle_in_one_call(fleet: ControlPlane, live
         assert not [each for each in SECRETS.values() if each in shown]
         assert host.run("grep", "-rlE", "|".join(SECRETS.values()), ".paceline").code == 1
     assert list((fleet.logs / "s3/models/mlflow").rglob("*evidence*")), "artefacts lie in S3"
+
+
+def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
+    fleet: ControlPlane, ann: Researcher
+) -> None:
+    """The model is a copy of the lifecycle's base, under a name whose policy wants an approval."""
+    page = commands("how-to/use-from-a-laptop.md")
+    words = {"SNAPSHOT": ann.words["SNAPSHOT"]}
+    model = ann.words["MODEL"]
+    fleet.on_laptop(
+        f"paceline distribute s3://models/models/{model}/1 --into here --workers 1"
+    ).ok()
+    held = f"here/worker-0/store/models/{model}/1"
+    publish = f"paceline publish {held} --model acme-lm --version 1"
+    fleet.on_laptop(f"{publish} && paceline distribute acme-lm 1").ok()
+    assert active(fleet, "acme-lm") == ["1", "1"]
+
+    done = fleet.on_laptop(page["judge"], **words)
+    one_line(done, 5, "waits for a person's approval", "paceline approve")
+    run = re.findall(r"paceline approve (\S+)", done.err.splitlines()[-1])[0]
+    home = {"XDG_CONFIG_HOME": "/home/user/bob"}
+    one_line(fleet.on_laptop(page["approve"], RUN=run), 77, "scope approve")
+    made = "paceline tokens create --name bob --scope approve"
+    fleet.log_in(token=made, **home)
+    shown = fleet.on_laptop(page["approve"], RUN=run, **home).ok().out
+    assert "acme-lm" in shown and "bits per byte" in shown, shown
+    until(lambda: active(fleet, "acme-lm") != ["1", "1"], "it is promoted and rolled out", 240)
+    assert champion(fleet.flows, "acme-lm") == "1"
+
+    shown = fleet.on_laptop(page["cost"]).ok().out
+    assert "acme-lm" in shown and "succeeded" in shown, shown
+    trained = json.loads(fleet.laptop.run("cat", "trained.json").ok().out)
+    kept = fleet.on_laptop(f"paceline checkpoints list s3://models/checkpoints/{trained['job_id']}")
+    assert "committed" in kept.ok().out, kept
+    found = json.loads(fleet.on_laptop("paceline cost --by model --json").ok().out)
+    assert {"acme-lm", model} <= {each["name"] for each in found["rows"]}, found
 
 
 def test_a_researcher_of_a_team_runs_jobs_from_a_laptop(ann: Researcher) -> None:

@@ -1,4 +1,4 @@
-"""Journey (b): hosts with workers that their operators start train a model, and a host is cut off.
+"""Journey (b): hosts with workers that their operators start train a model; hosts come and go.
 
 Types the blocks of docs/how-to/train-on-a-fleet.md: the scheduler is Dask's own, S3 is somebody
 else's, checkpoints go there. Two ranks run on each of two hosts.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 @pytest.fixture(scope="module")
 def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
-    with site(plane_software, hosts=3) as bed, rclone_s3(bed, logs) as s3_url:
-        made = start_control(bed, logs, s3_url, "scheduler", init="init")
+    with site(plane_software, hosts=4) as bed, rclone_s3(bed, logs) as s3_url:
+        every = start_control(bed, logs, s3_url, "scheduler", init="init")
+        made = replace(every, nodes=every.nodes[:-1])  # one host joins later
         add_nodes(made)
         make_base(made)
         yield made
@@ -105,3 +107,30 @@ def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -
         return done.code == 0 and json.loads(done.out)["verified"] == len(fleet.nodes)
 
     until(verified, "the host is a node again", timeout_s=120)
+
+
+def test_a_host_that_joins_meanwhile_takes_the_place_of_one_that_leaves(fleet: Trainers) -> None:
+    """Both are nodes like any other afterwards: one is served, the other is not waited for."""
+    gone, stays, newcomer = *fleet.nodes, fleet.bed.hosts[-1]
+    before = checkpoints(fleet)
+    longer = TYPED["train"].replace("paceline train", "paceline train --steps 1000")
+    training = fleet.control.start(
+        *("bash", "-euc", longer), env=fleet.env, log=fleet.logs / "train-leave"
+    )
+    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
+    add_nodes(replace(fleet, nodes=(newcomer,)))
+    fleet.type("serve-new", **fleet.node(newcomer))
+    for line in TYPED["leave"].splitlines():  # a shell that has both on its line would match
+        gone.run("bash", "-euc", line).ok()
+    until(lambda: not gone.run("pgrep", "-f", "bin/paceline").out, "nothing runs there", 60)
+    assert training.wait(400) == 0, (fleet.logs / "train-leave").read_text()
+    trained = fleet.answer("trained.json")
+    assert (trained["steps"], trained["ranks"]) == (1000, 4)
+    first = trained["restarts"][0]
+    assert first["worker_id"] == name_of(gone) or name_of(gone) in first["reason"], first
+    work = f"work/{trained['job_id']}"
+    for host in (stays, newcomer):
+        assert host.run("ls", f"state/nodes/{name_of(host)}/{work}").ok().out.count("rank-") == 2
+    fleet.type("roll-out")
+    active = f"state/nodes/{name_of(newcomer)}/store/models/tiny/active"
+    assert newcomer.run("readlink", active).ok().out.strip().endswith("2")

@@ -20,6 +20,7 @@ from paceline.cli.options import (
     SIZE,
     ends_in_order,
     json_option,
+    objects_of,
     profile_options,
     read_profile,
     say_only_defects,
@@ -29,14 +30,13 @@ from paceline.cli.options import (
     to_option,
 )
 from paceline.cli.progress import StageBars
-from paceline.config import Profile, Runtime, default_state_dir, find_installation, load_runtime
+from paceline.config import Runtime, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
 from paceline.manifest import ProgressFormatter, PublishProgress
 from paceline.tasks._support.run import StageUpdate
 
 if TYPE_CHECKING:
     from paceline.schemas import Distribution, PieceHash
-    from paceline.storage import ObjectStore
 
 
 directory_type = click.Path(path_type=Path)
@@ -142,7 +142,7 @@ def publish(
     if runtime is not None:
         settings, store = runtime.profile, ObjectStore.from_runtime(runtime)
     else:
-        settings, store = _objects(state, read_profile(profile, overrides))
+        settings, store = objects_of(state, read_profile(profile, overrides))
     found = remote_model(source, settings) if foreign else None
     if url is None:
         assert found is not None
@@ -213,20 +213,6 @@ def _without_flows(state: Path | None) -> Runtime | None:
 
         return Client.of(found).runtime()
     return None if found.runs_flows_here else found
-
-
-def _objects(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
-    """Return the profile and store of the installation that runs here, else of ``profile``."""
-    from paceline.config import object_access
-    from paceline.storage import ObjectStore
-
-    try:
-        runtime = load_runtime(state or default_state_dir())
-    except NotReady:
-        if state is not None:  # the user named an installation that does not exist
-            raise
-        return profile, ObjectStore(object_access(profile))
-    return runtime.profile, ObjectStore.from_runtime(runtime)
 
 
 @click.command(
@@ -349,7 +335,7 @@ def distribute(
     if model_id.startswith("models:/"):
         model_id = resolve_source(model_id, load_runtime(state_directory(state)))[0]
     if model_id.startswith("s3://"):
-        settings, objects = _objects(state, settings)
+        settings, objects = objects_of(state, settings)
     say_only_defects()
     with ends_in_order(), RelayBars() as bars:
         done = bring(

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 from pydantic import BaseModel
@@ -29,12 +29,16 @@ from paceline.config import (
     Runtime,
     default_state_dir,
     load_profile,
+    object_access,
     toml_value,
 )
 from paceline.errors import InvalidInput, NotFound
 from paceline.schemas import Inventory, Resources
 from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, size, size_bytes
+
+if TYPE_CHECKING:
+    from paceline.storage import ObjectStore
 
 F = TypeVar("F", bound=Callable[..., Any])
 JSON_TYPES = (str, int, float, bool, list, dict)  # other TOML values are dates
@@ -178,6 +182,17 @@ def profile_options(command: F, default: str = "embedded") -> F:
 def read_profile(profile: str, overrides: tuple[str, ...]) -> Profile:
     """Return the profile with ``KEY=VALUE`` overrides applied."""
     return load_profile(profile, _pairs(overrides))
+
+
+def objects_of(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
+    """Return profile and store of the installation in ``state``, here or of this user's login;
+    without one ``profile`` and its store."""
+    from paceline.python_api import installation
+    from paceline.storage import ObjectStore
+
+    if (runtime := installation(state)) is None:
+        return profile, ObjectStore(object_access(profile))
+    return runtime.profile, ObjectStore.from_runtime(runtime)
 
 
 def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`paceline checkpoints`: list and verify generations, and export them to DCP.
 
 PLACE is a directory or s3:// URL: the --output or --checkpoints of `paceline train`, the directory
-of one of its jobs, or that of a single checkpoint. S3's endpoint and credentials come from the
-profile ([objects]) or the environment, as for `paceline publish`.
+of one of its jobs, or that of a single checkpoint. S3's endpoint and credentials are those of the
+installation for its own bucket, else come from the profile ([objects]) or the environment.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option, profile_options, read_profile, show
+from paceline.cli.options import json_option, objects_of, profile_options, read_profile, show
 from paceline.errors import CorruptData, SourceMissing
 from paceline.schemas import CheckpointExported, CheckpointShown, CheckpointsShown
 
 if TYPE_CHECKING:
+    from paceline.config import Profile
+    from paceline.storage import ObjectStore
     from paceline.training.checkpoint import Generation, Generations
 
 directory_type = click.Path(path_type=Path, file_okay=False)
@@ -45,7 +47,8 @@ def list_checkpoints(
     """
     from paceline.training.checkpoint import generations_at
 
-    generations = generations_at(place, profile=read_profile(profile, overrides))
+    settings = read_profile(profile, overrides)
+    generations = generations_at(place, _store(place, settings), settings)
     found = generations.find()
     shown: list[CheckpointShown] = []
     job_id: str | None = None
@@ -103,7 +106,7 @@ def export_checkpoint(
 
     began = time.monotonic()
     settings = read_profile(profile, overrides)
-    generations, generation = generation_at(place, step, profile=settings)
+    generations, generation = generation_at(place, step, _store(place, settings), settings)
     commit, tensors = export_dcp(
         generations,
         generation,
@@ -127,6 +130,16 @@ def export_checkpoint(
         f"{done.bytes:,} bytes, in {done.seconds:.1f} s",
     )
     return 0
+
+
+def _store(place: str, profile: Profile) -> ObjectStore | None:
+    """Return the store of the installation that a command means, where ``place`` is its bucket."""
+    if not place.startswith("s3://"):
+        return None
+    from paceline.storage import parse_url
+
+    settings, store = objects_of(None, profile)
+    return store if parse_url(place)[0] == settings.storage.bucket else None
 
 
 def _look(
