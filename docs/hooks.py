@@ -44,7 +44,9 @@ from paceline.training.metrics import exporter
 Schema = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
-NAMED = re.compile(r"^```sh \S+$", re.MULTILINE)  # a name for tests, which Markdown does not know
+NAMED = re.compile(
+    r"^(```(?:sh|toml)) \S+$", re.MULTILINE
+)  # a name for tests, which Markdown does not know
 LINK = re.compile(r"(\]\(|^\[\w+\]: )((?:\.\./)+[^)#\s]+)", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 REFERENCE = "#/components/schemas/"
@@ -84,7 +86,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         start = str(PurePosixPath(here).parent)
         return found[0] if not target else f"{found[1]}{relpath(f'source/{target}.md', start)}"
 
-    markdown = NAMED.sub("```sh", LINK.sub(moved, markdown))
+    markdown = NAMED.sub(r"\1", LINK.sub(moved, markdown))
     return MARK.sub(lambda found: globals()[found[1]](), markdown)
 
 

@@ -98,7 +98,7 @@ class Run:
         self._manifests: dict[str, Manifest] = {}
         self._lock = threading.Lock()
         self._registered: set[str] = set()
-        self._logged: dict[str, float] = {}  # stage → when its progress was logged last
+        self._logged: dict[str, tuple[float, str]] = {}  # stage → when it was logged last, and what
 
     @classmethod
     def open(cls, state_dir: str | Path | None = None, run_id: str | None = None) -> Run:
@@ -255,8 +255,10 @@ class Run:
 
     def report(self, stage: str, fraction: float, message: str, **more: Any) -> None:
         """Send how far ``stage`` is to the listeners, and every ``LOG_S`` to the run's log."""
-        if not more.get("done") and time.monotonic() - self._logged.get(stage, 0.0) >= LOG_S:
-            self._logged[stage] = time.monotonic()
+        at, said = self._logged.get(stage, (0.0, ""))
+        stands = fraction == 0.0 and message != said  # what the stage waits for
+        if not more.get("done") and (stands or time.monotonic() - at >= LOG_S):
+            self._logged[stage] = time.monotonic(), message
             logger.info("%s %.0f %%: %s", stage, 100 * fraction, message)
         update = StageUpdate(
             stage=stage, fraction=min(max(fraction, 0.0), 1.0), message=message, **more

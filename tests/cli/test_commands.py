@@ -165,6 +165,16 @@ def test_progress_without_a_terminal_and_with_no_color_has_no_escapes(
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]", capsys.readouterr().err), "a colour"
 
 
+def test_without_a_terminal_what_a_stage_waits_for_is_a_line_at_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with StageBars() as bars:
+        for fraction, message in ((0.0, "started"), (0.0, "waits"), (0.0, "waits"), (0.1, "moves")):
+            bars(StageUpdate(stage="train", fraction=fraction, message=message))
+    said = [each.split()[-1] for each in capsys.readouterr().err.splitlines()]
+    assert said == ["started", "waits"]
+
+
 def test_an_id_by_its_beginning() -> None:
     known = ("3f1c-a", "3f1c-b", "77aa-c", "77aa")
     assert one_of("deployment", "3f1c-b", known) == "3f1c-b"

@@ -35,7 +35,7 @@ def runtime(tmp_path: Path) -> Runtime:
 def commands(directory: Path, monkeypatch: pytest.MonkeyPatch, **scripts: str) -> Path:
     """Put Slurm's commands on the PATH; each adds its arguments to the file that this returns."""
     called = directory / "called"
-    for name in ("sbatch", "squeue", "scontrol", "scancel", "srun"):
+    for name in ("sbatch", "squeue", "sinfo", "scontrol", "scancel", "srun"):
         path = directory / "bin" / name
         path.parent.mkdir(exist_ok=True)
         path.write_text(f'#!/bin/sh\necho {name} "$@" >> {called}\n{scripts.get(name, "")}\n')

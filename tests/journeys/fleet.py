@@ -133,7 +133,7 @@ class Fleet:
         )
 
     def ended(self, ci: Host, token: str, deployment: str) -> dict[str, object] | None:
-        """Return a deployment as some replica shows it to the CI host, None while none answers."""
+        """Return a deployment as some replica shows it to a host, None while none answers."""
         for each in self.replicas or (self.control,):
             values = {"TOKEN": token, "COORDINATOR_1": each.address, "DEPLOYMENT": deployment}
             done = ci.run("bash", "-ec", block("Distribute from CI", 3, **values))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,21 +18,66 @@ from typing import Any
 import pytest
 
 from tests.journeys.fleet import KEY, SECRET, rclone_s3
-from tests.journeys.hosts import Host, site, until
+from tests.journeys.guide import commands
+from tests.journeys.hosts import Host, Site, site, until
 from tests.journeys.trainers import TYPED, Trainers, add_nodes, make_base, name_of, start_control
 
+SOURCES = commands("how-to/import-from-a-hub.md")
+CHAMPION = SOURCES["champion"].strip()
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
+def bed(plane_software: Path, software: Path) -> Iterator[Site]:
+    with site([*[plane_software] * 4, software], hosts=5) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def laptop(bed: Site) -> Host:
+    """Return a machine that is no node."""
+    return bed.hosts.pop()
+
+
+@pytest.fixture(scope="module")
+def fleet(bed: Site, laptop: Host, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainers]:
     logs = tmp_path_factory.mktemp("logs")
-    with site(plane_software, hosts=4) as bed, rclone_s3(bed, logs) as s3_url:
+    with rclone_s3(bed, logs) as s3_url:
         every = start_control(bed, logs, s3_url, "scheduler", init="init")
         made = replace(every, nodes=every.nodes[:-1])  # one host joins later
         add_nodes(made)
         make_base(made)
+        made.type("publish")
         yield made
+    bed.hosts.append(laptop)
+
+
+def roll_out_the_champion(fleet: Trainers, laptop: Host) -> None:
+    """Distribute what MLflow calls the champion: over REST, then by a command, which switches."""
+    url = f"https://{fleet.control.address}:7400"
+    create = "paceline tokens create --name ci --scope deploy; cat .paceline/authority/ca.*pem"
+    token, trusted = fleet.control.run("sh", "-c", create).ok().out.split("\n", 1)
+    laptop.write("ca.pem", trusted)
+    laptop.run("paceline", "login", url, "--ca", "ca.pem", env={"PACELINE_TOKEN": token}).ok()
+    away = laptop.run("curl", "-sS", f"http://{fleet.control.address}:5000/health")
+    assert away.code == 7, "MLflow answers on the control host alone"
+    began = time.monotonic()
+    env = {"TOKEN": token, "COORDINATOR": url, "SOURCE": CHAMPION.split()[-1]}
+    made = json.loads(laptop.run("bash", "-euc", SOURCES["rest"], env=env).ok().out)
+    laptop.run("paceline", "watch", made["deployment_id"]).ok()
+    seconds = time.monotonic() - began
+    call = f'curl -sS --cacert ca.pem -H "Authorization: Bearer {token}"'
+    show = f"{call} {url}/deployments/{made['deployment_id']}"
+    record = json.loads(laptop.run("sh", "-c", show).ok().out)["deployment"]
+    assert record["source_url"].startswith("s3://models/models/tiny/"), "and never the alias"
+    size, read = record["total_bytes"], record["origin_bytes"]
+    sys.stdout.write(f"the champion: {size} bytes in {seconds:.1f} s, {read} bytes from S3\n")
+    assert read < 1.5 * size, "one reader; the other node received it from the first"
+    done = laptop.run("sh", "-c", f"{CHAMPION} --json").ok()
+    assert json.loads(done.out)["activated"] == len(fleet.nodes)
+    unknown = laptop.run("sh", "-c", CHAMPION.replace("champion", "nobody"))
+    assert unknown.code == 1 and unknown.err.count("\n") == 1, unknown
+    assert "no such version or alias" in unknown.err
 
 
 def listeners(host: Host) -> set[str]:
@@ -51,8 +98,7 @@ def checkpoints(fleet: Trainers) -> int:
     return len(list((fleet.logs / "s3/models/checkpoints").glob("*/*/commit.json")))
 
 
-def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers) -> None:
-    fleet.type("publish")
+def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers, laptop: Host) -> None:
     training = started_train(fleet)
     until(lambda: checkpoints(fleet) or training.poll() is not None, "a checkpoint", 180)
     heard = {host.index: listeners(host) for host in fleet.nodes}
@@ -67,7 +113,7 @@ def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers) -> None
     trained = fleet.answer("trained.json")
     assert trained["ranks"] == 4 and not trained["restarts"]
     fleet.type("promote")
-    fleet.type("roll-out")
+    roll_out_the_champion(fleet, laptop)
     for host in fleet.nodes:
         store = f"state/nodes/{name_of(host)}/store/models/tiny"
         assert host.run("readlink", f"{store}/active").ok().out.strip().endswith("2")
@@ -78,6 +124,33 @@ def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers) -> None
         ).ok().out  # fmt: skip
         assert host.run("grep", "-rlE", f"{KEY}|{SECRET}", "state").code == 1
         assert host.run("grep", "-rl", "/home/user/.paceline", "state/nodes").code == 1
+
+
+def test_a_gang_that_never_fits_is_refused_and_one_that_has_no_room_waits(
+    fleet: Trainers,
+) -> None:
+    line = TYPED["train"].rstrip()
+    refused = fleet.control.run("bash", "-euc", f"{line} --ranks 64", env=fleet.env)
+    last = refused.err.splitlines()[-1]
+    assert refused.code == 2 and last.startswith("paceline: "), refused
+    assert "64" in last and "2 nodes" in last, last
+    assert "Traceback" not in refused.err
+    both = []
+    for steps, state in (("4000", "running"), ("4001", "queued")):
+        log = fleet.logs / f"train-{steps}"
+        text = f"{line} --steps {steps}"
+        both.append(fleet.control.start("bash", "-euc", text, env=fleet.env, log=log))
+
+        def is_there(state: str = state) -> bool:
+            jobs = fleet.control.run("paceline", "jobs", "list", "--json").ok().out
+            return state in {each["state"] for each in json.loads(jobs)["jobs"]}
+
+        until(is_there, f"the job is {state}", timeout_s=180)
+    full = fleet.logs / "train-4001"
+    until(lambda: "waiting for 4 x any kind" in full.read_text(), "the command says so", 60)
+    sys.stdout.write(f"{last}\n{full.read_text()}\n")
+    fleet.control.run("pkill", "-INT", "-f", "bin/paceline train").ok()
+    assert [each.wait(120) for each in both] == [130, 130], "Ctrl-C"
 
 
 def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -> None:

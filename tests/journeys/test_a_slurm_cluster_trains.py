@@ -15,7 +15,7 @@ import pytest
 
 from tests.journeys.fleet import KEY, SECRET, rclone_s3
 from tests.journeys.hosts import site, until
-from tests.journeys.slurm import PARTITION, queue, slurm_name, start_slurm
+from tests.journeys.slurm import PARTITION, queue, slurm_name, start_node, start_slurm
 from tests.journeys.trainers import TYPED, Trainers, make_base, start_control
 
 pytestmark = [
@@ -40,11 +40,12 @@ def fleet(plane_software: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 def log_of(fleet: Trainers) -> str:
-    return (fleet.logs / "cluster-0").read_text()
+    path = fleet.logs / "cluster-0"
+    return path.read_text() if path.exists() else ""
 
 
 def start_cluster(fleet: Trainers) -> subprocess.Popen[Any]:
-    before = log_of(fleet).count("Registered to") if (fleet.logs / "cluster-0").exists() else 0
+    before = log_of(fleet).count("Registered to")
     running = fleet.stays("cluster")
     until(lambda: log_of(fleet).count("Registered to") == before + 2, "both register", 120)
     return running
@@ -151,3 +152,29 @@ def test_a_cancelled_job_ends_the_command_and_a_killed_command_leaves_one_job(
     assert again.wait(60) != 0
     assert "the Slurm job was cancelled" in log_of(fleet)
     nothing_is_left(fleet)
+
+
+def test_a_dead_slurmd_is_named_and_its_node_is_used_once_it_returns(fleet: Trainers) -> None:
+    """Before the start, and while workers run there: Slurm puts the job back into the queue."""
+    control, lost = fleet.control, fleet.nodes[1]
+
+    def kill_slurmd() -> None:
+        lost.run("pkill", "-KILL", "-x", "slurmd", root=True).ok()
+
+    def returns(registered: int) -> None:
+        start_node(lost, fleet.logs)
+        until(lambda: log_of(fleet).count("Registered to") == registered, "both register", 300)
+
+    kill_slurmd()
+    down = ("sinfo", "-h", "-t", "down", "-o%N")
+    until(lambda: slurm_name(lost) in control.run(*down).out, "Slurm misses it", 120)
+    before = log_of(fleet).count("Registered to")
+    running = fleet.stays("cluster")
+    named = f"not_usable={slurm_name(lost)}: Not responding"
+    until(lambda: log_of(fleet).count(named) == 1, "it is named", 60)
+    returns(before + 2)
+    kill_slurmd()
+    until(lambda: log_of(fleet).count(named) == 2, "it is named again", 120)
+    assert running.poll() is None, "the command waits"
+    returns(before + 4)
+    stop_cluster(fleet, running)

@@ -121,12 +121,25 @@ def test_a_profile_of_a_newer_release(fleet: Fleet) -> None:
     assert control.run("ls", "-A", "newer").ok().out == ""
 
 
-def test_a_host_without_the_extra_it_needs(fleet: Fleet) -> None:
-    """A node of the base install is to train: its worker ends before it calls anything."""
+@pytest.mark.parametrize(
+    ("line", "extra"),
+    [
+        ("paceline worker --state bare --scheduler tls://10.0.0.1:8786", "flows"),
+        ("paceline lifecycle", "flows"),
+        (f"paceline evaluate m --base 1 --trained {'0' * 64} --snapshot s3://models/s", "flows"),
+        ("paceline train m 1 --snapshot s3://models/s", "flows"),
+        ("paceline train --text texts --output made", "train"),
+    ],
+)
+def test_a_host_without_the_extra_it_needs(fleet: Fleet, line: str, extra: str) -> None:
+    """The base install is told what to do more: it ends before it calls or writes anything."""
     node = fleet.nodes[1]
-    done = node.run("paceline", "worker", "--state", "bare", "--scheduler", "tls://10.0.0.1:8786")
-    says(done, 2, "paceline[flows]")
-    assert node.run("test", "-e", "bare").code == 1
+    prepare = "mkdir -p lab/texts; cd lab; echo hello > texts/a; test -d .paceline ||"
+    init = "paceline init --coordinator http://127.0.0.1:1 --prefect http://127.0.0.1:2/api"
+    node.run("sh", "-c", f"{prepare} {init}").ok()
+    before = node.run("find", "lab").ok().out
+    says(node.run("sh", "-c", f"cd lab; {line}"), 2, f"pip install 'paceline[{extra}]'")
+    assert node.run("find", "lab").ok().out == before
 
 
 def test_nodes_report_what_they_have(fleet: Fleet) -> None:

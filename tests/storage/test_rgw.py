@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import datetime
 import os
 import threading
@@ -11,10 +12,17 @@ from pathlib import Path
 import botocore.auth
 import pytest
 
-from paceline.errors import AccessDenied, SourceChanged, SourceMissing
+from paceline.config import ObjectAccess
+from paceline.errors import (
+    AccessDenied,
+    InvalidInput,
+    PermanentError,
+    SourceChanged,
+    SourceMissing,
+)
 from paceline.manifest import fetch_manifest, publish_model, verify_directory
 from paceline.standalone import distribute
-from paceline.storage import ObjectStore, uploads
+from paceline.storage import ObjectStore, Signed, uploads
 from tests.relay.kit import write_model
 
 pytestmark = [pytest.mark.services, pytest.mark.xdist_group("rgw")]  # one server
@@ -110,6 +118,50 @@ def test_a_model_is_published_fetched_and_distributed(store: ObjectStore, tmp_pa
     uploaded = store.uploaded_files
     publish_model(model, url, model_id="m", version="1", store=store, link_mbit=1000)
     assert store.uploaded_files == uploaded
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"parameters": {"ServerSideEncryption": "AES256"}},
+        {"parameters": {"ServerSideEncryption": "aws:kms", "SSEKMSKeyId": "models"}},
+        {"customer_key_env": "KEY_OF_THE_BUCKET"},
+    ],
+    ids=["SSE-S3", "SSE-KMS", "SSE-C"],
+)
+def test_objects_are_encrypted_as_the_profile_says(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, object]
+) -> None:
+    """Whole objects, parts, ranges and what is signed for a reader without credentials."""
+    monkeypatch.setenv("KEY_OF_THE_BUCKET", base64.b64encode(os.urandom(32)).decode())
+    monkeypatch.setattr(uploads, "PART_BYTES", 5 * 1024 * 1024)
+    access = ObjectAccess.model_validate(store.access.model_dump() | settings)
+    encrypts, plain = ObjectStore(access), store
+    model = write_model(tmp_path / "model", 12_000_000)
+    url = f"s3://real/models/encrypted-{len(str(settings))}/1"
+    manifest = publish_model(model, url, model_id="m", version="1", store=encrypts, link_mbit=1000)
+
+    def sign(method: str, asked: str, version_id: str) -> Signed:
+        return Signed(encrypts.signed(method, asked, version_id, 60), 60)
+
+    without = access.model_copy(update={"access_key": "", "secret_key": ""})
+    for reader in (encrypts, ObjectStore(without, sign=sign)):
+        done = distribute(url, tmp_path / f"nodes-{id(reader)}", 2, objects=reader)
+        for receipt in done.receipts:
+            verify_directory(Path(receipt.path), manifest)
+    if "customer_key_env" in settings:
+        with pytest.raises(PermanentError, match=r"InvalidArgument \(400\): .*Customer provided"):
+            plain.get_bytes(f"{url}/manifest.json")
+        monkeypatch.setenv("KEY_OF_THE_BUCKET", "c2hvcnQ=")
+        with pytest.raises(InvalidInput, match=r"got \$KEY_OF_THE_BUCKET of 5 bytes"):
+            ObjectStore(access).head(url)
+        return
+    key = f"models/{url.split('/')[4]}/1/manifest.json"
+    head = plain._client.head_object(Bucket="real", Key=key)
+    wanted = {} if "AES256" in str(settings) else settings["parameters"]  # RGW tells no AES256
+    assert {
+        each: head[each] for each in ("ServerSideEncryption", "SSEKMSKeyId") if each in head
+    } == wanted
 
 
 def test_its_errors_are_ours(store: ObjectStore) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 from botocore.exceptions import ClientError
 
+from paceline.config import ObjectAccess
 from paceline.errors import (
     AccessDenied,
     InvalidInput,
@@ -16,10 +19,10 @@ from paceline.errors import (
 )
 from paceline.manifest import fetch_manifest, publish_model
 from paceline.standalone import distribute
-from paceline.storage import ObjectStore
-from paceline.storage.client import from_client_error
+from paceline.storage import ObjectStore, client as clients
 from tests.support.conditional_s3 import conditional_s3
 from tests.support.rclone import RcloneS3, rclone_s3
+from tests.support.web import Answer, Call, serving
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +159,57 @@ def test_a_bucket_that_is_not_there_is_told_from_an_object(store: ObjectStore) -
         store.get_bytes("s3://objects/no-such-key")
 
 
-def test_a_bucket_in_another_region_is_named_with_that_region() -> None:
-    """The answer is AWS's own, as its documents have it: no server here minds the region."""
-    answer = {
-        "Error": {"Code": "AuthorizationHeaderMalformed", "Region": "eu-central-1"},
-        "ResponseMetadata": {"HTTPStatusCode": 400},
-    }
-    said = from_client_error(answer, "https://s3.amazonaws.com", "s3://models/a").one_line()
-    assert "another region: got AuthorizationHeaderMalformed (400)" in said
-    assert "wanted region eu-central-1" in said
-    assert "[objects] region" in said
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_wrong_region_is_mended_or_named_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, *, names_it: bool
+) -> None:
+    """As AWS and MinIO answer: no server here minds the region. A refused HEAD has no body."""
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    said = "The region 'us-east-1' is wrong; expecting 'eu-west-3'"
+    region = "<Region>eu-west-3</Region>" if names_it else ""
+    refusal = f"<Error><Code>AuthorizationHeaderMalformed</Code><Message>{said}</Message>{region}"
+
+    def answer(call: Call) -> Answer:
+        if "/eu-west-3/s3/" not in call.headers["Authorization"]:
+            return 400, f"{refusal}</Error>".encode()
+        return 200, b"four", {"ETag": '"e"', "Last-Modified": "Sun, 22 Nov 2026 12:00:00 GMT"}
+
+    with serving(answer) as server:
+        store = ObjectStore(endpoint_url=server.url, access_key="a", secret_key="b")
+        if names_it:
+            assert store.get_bytes("s3://models/a") == b"four"
+            return
+        with pytest.raises(AccessDenied) as refused:
+            store.get_bytes("s3://models/a")
+        assert len(server.calls) < 8, "it is not tried for long"
+    line = refused.value.one_line()
+    assert f"another region: got AuthorizationHeaderMalformed (400): {said}" in line
+    assert "[objects] region" in line
+
+
+def test_a_bucket_is_a_host_where_the_profile_or_awss_file_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = socket.getaddrinfo
+
+    def below(host: str, *more: Any, **named: Any) -> Any:
+        return find("127.0.0.1" if host == "models.s3.example" else host, *more, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", below)
+    monkeypatch.setattr(clients, "_sessions", {})
+    (tmp_path / "config").write_text("[default]\ns3 =\n  addressing_style = virtual\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    with rclone_s3(None, "--force-path-style=false") as server:
+        (server.root / "models").mkdir()
+        url = server.endpoint_url.replace("127.0.0.1", "s3.example")
+        keys = {"access_key": server.access_key, "secret_key": server.secret_key}
+        named = ObjectStore(ObjectAccess(endpoint_url=url, addressing="virtual", **keys))
+        named.put_bytes("s3://models/a", b"four")
+        assert (server.root / "models/a").read_bytes() == b"four"
+        with pytest.raises(ServiceUnavailable, match=r"s3\.example"):
+            ObjectStore(ObjectAccess(endpoint_url=url, **keys)).head("s3://models/a")
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        assert ObjectStore(ObjectAccess(**keys)).get_bytes("s3://models/a") == b"four"
 
 
 def test_a_server_that_takes_no_newer_headers_is_enough(s3: RcloneS3, tmp_path: Path) -> None:

@@ -20,16 +20,29 @@ _CONFIG = """
 version: 0.1
 log: {{level: warn}}
 storage: {{filesystem: {{rootdirectory: {root}}}}}
-http: {{addr: "127.0.0.1:{port}"}}
+http: {{addr: "{address}"}}
 """
+_USERS = "auth: {{htpasswd: {{realm: registry, path: {path}}}}}\n"
+
+
+def write_config(directory: Path, address: str, users: str = "") -> Path:
+    """Write the configuration of a registry whose data lie in ``directory``; with ``users`` (lines
+    of htpasswd, bcrypt) it wants a login.
+    """
+    text = _CONFIG.format(root=directory / "data", address=address)
+    if users:
+        (directory / "users").write_text(users)
+        text += _USERS.format(path=directory / "users")
+    config = directory / "config.yml"
+    config.write_text(text)
+    return config
 
 
 @contextmanager
 def registry_server(directory: Path) -> Iterator[str]:
     """Start a registry; yield its host:port."""
     binary, port = program("docker-registry"), free_port()
-    config = directory / "config.yml"
-    config.write_text(_CONFIG.format(root=directory / "data", port=port))
+    config = write_config(directory, f"127.0.0.1:{port}")
     server = Server(
         "docker-registry", [binary, "serve", str(config)], directory, lambda: answers(port)
     )

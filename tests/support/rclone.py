@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,19 +50,19 @@ class RcloneS3:
 
 
 @contextmanager
-def rclone_s3(root: Path | None = None) -> Iterator[RcloneS3]:
+def rclone_s3(root: Path | None = None, *options: str) -> Iterator[RcloneS3]:
     """Start a server on ``root`` (or a temporary directory) and stop it at the end."""
     with tempfile.TemporaryDirectory(prefix="paceline-s3-") as scratch:
         where = root or Path(scratch) / "root"
         where.mkdir(parents=True, exist_ok=True)
-        server = _start(where, Path(scratch) / "cache")
+        server = _start(where, Path(scratch) / "cache", options)
         try:
             yield server
         finally:
             server.stop()
 
 
-def _start(root: Path, cache: Path) -> RcloneS3:
+def _start(root: Path, cache: Path, options: Sequence[str]) -> RcloneS3:
     binary = Path(sys.executable).parent / "rclone"
     program = str(binary) if binary.is_file() else shutil.which("rclone")
     if program is None:
@@ -82,6 +82,7 @@ def _start(root: Path, cache: Path) -> RcloneS3:
                 "--log-level",
                 "NOTICE",
             ),  # 0s livelocks in Dir.stat
+            *options,
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

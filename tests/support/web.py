@@ -62,9 +62,10 @@ def serving(
             for name, value in (more[0] if more else {}).items():
                 self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(raw)
+            if call.method != "HEAD":
+                self.wfile.write(raw)
 
-        do_GET = do_POST = do_PUT = do_DELETE = handle_any
+        do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = handle_any
 
         def log_message(self, *_: object) -> None:
             pass

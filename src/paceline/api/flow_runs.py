@@ -57,7 +57,7 @@ FlowRunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f-]{36}$")]
 # Sections of the profile that clients use; paths of files on this machine are left out.
 CLIENT_SECTIONS: dict[str, set[str]] = {
     "storage": set(StorageSettings.model_fields),
-    "objects": {"endpoint_url", "region", "addressing", "ca", "parameters"},
+    "objects": {"endpoint_url", "region", "addressing", "ca", "parameters", "customer_key_env"},
     "hub": set(HubSettings.model_fields),
     "oci": set(OciSettings.model_fields),
     "cluster": {"link_mbit", "external_mbit", "oversubscription"},

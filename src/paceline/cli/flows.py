@@ -30,6 +30,7 @@ from paceline.cli.options import (
 from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
 from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
+from paceline.extras import require_extras
 from paceline.registry import Registry, published_reference
 from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
@@ -84,6 +85,7 @@ class FlowCall:
                 do="Name the server: `paceline init --prefect URL`. `paceline publish` and "
                 "`distribute` need none.",
             )
+        require_extras("flows")  # before anything is read
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         require_inputs(runtime, self.run_id, parameters)
         point_prefect_at(runtime)  # before Prefect is imported

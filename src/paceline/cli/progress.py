@@ -52,6 +52,7 @@ class StageBars:
         self._tasks: dict[str, TaskID] = {}
         self._line_at: dict[str, float] = {}
         self._began: dict[str, float] = {}
+        self._said: dict[str, str] = {}
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -97,9 +98,12 @@ class StageBars:
             began = self._began.setdefault(update.stage, now)
             if update.done or now - began < LINE_EVERY_S:
                 return
-        if not update.done and now - self._line_at.get(update.stage, -1e9) < LINE_EVERY_S:
+        # at 0 it is what the stage waits for, which changes rarely
+        stands = update.fraction == 0.0 and update.message != self._said.get(update.stage)
+        soon = now - self._line_at.get(update.stage, -1e9) < LINE_EVERY_S
+        if soon and not (update.done or stands):
             return
-        self._line_at[update.stage] = now
+        self._line_at[update.stage], self._said[update.stage] = now, update.message
         state = "already done" if update.reused else "done" if update.done else "…"
         if not update.done:
             state = f"{update.fraction:4.0%}"

@@ -194,9 +194,9 @@ def named_secret(variable: str, needed_by: str | None = None) -> str:
     value = os.environ.get(variable, "") if variable else ""
     if not value and needed_by is not None:
         raise AccessDenied(
-            "a password is missing",
+            "a secret is missing",
             got=f"${variable} is not set",
-            wanted=f"the password that {needed_by} needs",
+            wanted=f"the secret that {needed_by} needs",
             do="Set the variable for this process.",
         )
     return value

@@ -51,11 +51,14 @@ class ObjectSettings(Settings):
     endpoint_url: str = ""  # "": what AWS's variables and files say, else Amazon's
     region: str = ""
     profile: str = ""  # a section of AWS's shared configuration and credentials files
-    addressing: Literal["", "auto", "path", "virtual"] = ""  # "": path with endpoint_url
+    # "": path with endpoint_url, else what AWS's file says (``s3 = addressing_style = …``)
+    addressing: Literal["", "auto", "path", "virtual"] = ""
     ca: str = ""  # verifies the endpoint's certificate: a PEM file; its text from then on
     # Sent with every request that takes them, for instance RequestPayer = "requester",
-    # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...".
-    parameters: dict[str, str] = {}
+    # ServerSideEncryption = "aws:kms", SSEKMSKeyId = "...", BucketKeyEnabled = true.
+    parameters: dict[str, str | bool] = {}
+    # The variable, on each machine, with the key of SSE-C: 32 bytes in base64.
+    customer_key_env: str = ""
     # Above 0: agents have no credentials, and the coordinator signs each object that they read for
     # so many seconds.
     presigned_s: int = Field(default=0, ge=0, le=604_800)
@@ -67,9 +70,9 @@ class ObjectSettings(Settings):
 
     @field_validator("parameters")
     @classmethod
-    def _no_keys(cls, value: dict[str, str]) -> dict[str, str]:
+    def _no_keys(cls, value: dict[str, str | bool]) -> dict[str, str | bool]:
         if secret := sorted(each for each in value if "CustomerKey" in each):
-            raise ValueError(f"keys do not stand in a profile: {secret[0]}")
+            raise ValueError(f"keys do not stand in a profile: {secret[0]}; see customer_key_env")
         return value
 
 

@@ -5,6 +5,7 @@ Importing boto3 takes about half a second, so it happens at the first call, neve
 
 from __future__ import annotations
 
+import base64
 import functools
 import os
 import random
@@ -16,7 +17,7 @@ from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
-from paceline.config import ObjectAccess, aws_variables
+from paceline.config import ObjectAccess, aws_variables, named_secret
 from paceline.errors import (
     AccessDenied,
     CorruptData,
@@ -37,6 +38,7 @@ QUICK_TIMEOUT_S = (
 )
 MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
+CUSTOMER_KEY_BYTES = 32  # AES-256, the only cipher of SSE-C
 
 _imported: list[bool] = []
 _creating = threading.Lock()  # creating botocore sessions is not thread-safe
@@ -78,10 +80,10 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
 
     host = urlsplit(access.endpoint_url).hostname or ""
     local = host in ("localhost", "::1") or host.startswith("127.")
-    style = access.addressing or ("path" if access.endpoint_url else "auto")
+    style = access.addressing or ("path" if access.endpoint_url else "")
     config = Config(
         signature_version="s3v4" if sign is None else UNSIGNED,
-        s3={"addressing_style": style},
+        s3={"addressing_style": style} if style else None,  # None: as AWS's file says
         retries={"mode": "standard", "total_max_attempts": 1 if hasty else MAX_ATTEMPTS},
         connect_timeout=min(CONNECT_TIMEOUT_S, QUICK_TIMEOUT_S) if hasty else CONNECT_TIMEOUT_S,
         read_timeout=QUICK_TIMEOUT_S if hasty else READ_TIMEOUT_S,
@@ -115,8 +117,8 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
             verify=_certificate_file(access.ca),
             config=config,
         )
-    if access.parameters:
-        client.meta.events.register("provide-client-params.s3.*", _Parameters(access.parameters))
+    if parameters := access.parameters | _customer_key(access.customer_key_env):
+        client.meta.events.register("provide-client-params.s3.*", _Parameters(parameters))
     if sign is not None:
         SignedRequests(client, sign)
     elif not access.access_key:
@@ -139,10 +141,28 @@ def _certificate_file(ca: str) -> str | None:
     return f"/proc/self/fd/{descriptor}"
 
 
+def _customer_key(variable: str) -> dict[str, Any]:
+    """Return SSE-C's parameters with the key in the environment ``variable``; none for ""."""
+    if not variable:
+        return {}
+    try:
+        key = base64.b64decode(named_secret(variable, "objects.customer_key_env"), validate=True)
+    except ValueError:
+        key = b""
+    if len(key) != CUSTOMER_KEY_BYTES:
+        raise InvalidInput(
+            "not a key of SSE-C",
+            got=f"${variable} of {len(key)} bytes" if key else f"${variable} that is no base64",
+            wanted=f"{CUSTOMER_KEY_BYTES} bytes in base64",
+            do="Make one with: openssl rand -base64 32",
+        )
+    return {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
+
+
 class _Parameters:
     """Adds a profile's parameters to each request that takes them."""
 
-    def __init__(self, parameters: dict[str, str]) -> None:
+    def __init__(self, parameters: dict[str, Any]) -> None:
         self._parameters = parameters
 
     def __call__(self, params: dict[str, Any], model: Any, **_: Any) -> dict[str, Any]:
@@ -184,6 +204,25 @@ class _Renewal:
         return 0.0
 
 
+def head_object(client: Any, bucket: str, key: str) -> dict[str, Any]:
+    """Return the answer to HEAD; botocore's errors are left to the caller.
+
+    A refused HEAD has no body. Where the status says no more than 400, a GET receives the reason,
+    and from it botocore learns the bucket's region, in which the second HEAD is signed.
+    """
+    from botocore.exceptions import ClientError
+
+    asked = {"Bucket": bucket, "Key": key}
+    try:
+        answer: dict[str, Any] = client.head_object(**asked)
+    except ClientError as error:
+        if error.response["Error"]["Code"] != "400":
+            raise
+        client.get_object(**asked)["Body"].close()
+        answer = client.head_object(**asked)
+    return answer
+
+
 # Translation of botocore's errors into PacelineErrors.
 
 _MISSING = {"NoSuchBucket", "NoSuchKey", "NotFound", "404", "NoSuchUpload", "NoSuchVersion"}
@@ -202,6 +241,7 @@ _REGION = {
     "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
     "PermanentRedirect",
+    "301",
 }
 _CHANGED = {"PreconditionFailed", "412", "InvalidRange", "416"}
 _FULL = {"InsufficientStorage", "QuotaExceeded", "507"}
@@ -269,7 +309,8 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
     meta = response.get("ResponseMetadata")
     status = int(meta.get("HTTPStatusCode", 0)) if isinstance(meta, dict) else 0
     known = {code, str(status)}
-    got = f"HTTP {status}" if code in ("", str(status)) else f"{code} ({status})"
+    bare = code in ("", str(status))  # of a HEAD: without a body there is no reason
+    got = f"HTTP {status}" if bare else f"{code} ({status})"
     where = f"{url} on {endpoint_url}"
     if known & _MISSING:
         what = "bucket does not exist" if code == "NoSuchBucket" else "object does not exist"
@@ -283,14 +324,17 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
             where=where,
             do="Set the clock (NTP) on this machine, or on the S3 server.",
         )
+    message = str(details.get("Message") or "")[:200] if isinstance(details, dict) else ""
+    reason = f"{got}: {message}" if message and not bare else got
     if known & _REGION:
         region = details.get("Region") if isinstance(details, dict) else None
         return AccessDenied(
             "the bucket is in another region",
-            got=got,
-            wanted=f"region {region}" if region else "the bucket's region",
+            got=reason,
+            wanted=f"region {region}" if region else "the bucket's region and endpoint",
             where=where,
-            do="Set [objects] region in the profile, or AWS_REGION where the profile has none.",
+            do="Set [objects] region in the profile (and endpoint_url, where it names a region); "
+            "without them AWS_DEFAULT_REGION or AWS's file.",
         )
     if known & _DENIED:
         return AccessDenied(
@@ -314,8 +358,9 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
         return CorruptData("S3 received other bytes than were sent", got=got, where=where)
     if known & _BUSY or (status >= 500 and status != 501):  # 501: not implemented, permanent
         return ServiceUnavailable("S3 cannot serve now", got=got, where=where, do=_CHECK_SERVER)
-    do = "Renew the credentials: an expired token looks like this." if status == 400 else ""
-    return PermanentError("S3 refused the request", got=got, where=where, do=do)
+    expired = bare and status == 400
+    do = "Renew the credentials: an expired token looks like this." if expired else ""
+    return PermanentError("S3 refused the request", got=reason, where=where, do=do)
 
 
 def _from_botocore(error: Exception, endpoint_url: str, url: str) -> PacelineError:

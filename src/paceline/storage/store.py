@@ -28,6 +28,7 @@ from paceline.errors import (
 from paceline.storage.client import (
     RetryBudget,
     from_client_error,
+    head_object,
     import_boto3,
     make_client,
     translate_s3_errors,
@@ -152,12 +153,12 @@ class ObjectStore:
             began_s = time.monotonic()
             try:
                 with translate_s3_errors(self.endpoint_url, url):
-                    answer = self._hasty.head_object(Bucket=bucket, Key=key)
+                    answer = head_object(self._hasty, bucket, key)
                 return _info(url, answer, "ContentLength")
             except ServiceUnavailable as error:
                 on_failed(error, time.monotonic() - began_s)
         with translate_s3_errors(self.endpoint_url, url):
-            return _info(url, self._client.head_object(Bucket=bucket, Key=key), "ContentLength")
+            return _info(url, head_object(self._client, bucket, key), "ContentLength")
 
     def require_answer(self, url: str, on_failed: AttemptFailed) -> None:
         """Raise ServiceUnavailable where the server sends no answer at all about the object,
@@ -349,7 +350,7 @@ class ObjectStore:
         bucket, key = _object(url)
         try:
             with translate_s3_errors(self.endpoint_url, url):
-                answer = self._client.head_object(Bucket=bucket, Key=key)
+                answer = head_object(self._client, bucket, key)
         except SourceMissing:
             return False
         known = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}

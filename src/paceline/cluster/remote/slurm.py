@@ -3,7 +3,8 @@
 Slurm decides when and where: one batch job holds all nodes together, and this only attaches a step
 for each node's worker to it. A job that Slurm requeues (a node failed, it was preempted) gets its
 workers again where it runs next; one whose time is up is followed by another. Needs ``sbatch``,
-``squeue``, ``scontrol``, ``srun`` and ``scancel`` of this machine, and no file that nodes share.
+``squeue``, ``sinfo``, ``scontrol``, ``srun`` and ``scancel`` of this machine, and no file that
+nodes share.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def serve_allocation(runtime: Runtime, stop: asyncio.Event) -> None:
                     do="Start `paceline cluster` again when the nodes may be used.",
                 )
             if view != seen:
-                _report(job, view)
+                _report(job, view, "" if view.state == "RUNNING" else await _not_usable())
                 _attach(runtime, job, view.nodes, workers)
                 seen = view
             if view.state in OVER:
@@ -133,16 +134,25 @@ def _attach(
             workers[node] = asyncio.create_task(keep_worker(runtime, host))
 
 
-def _report(job: str, view: JobView) -> None:
+def _report(job: str, view: JobView, not_usable: str) -> None:
     if view.state == "RUNNING":
         log.info("allocation job=%s nodes=%s", job, ",".join(view.nodes))
     elif view.state == "PENDING":
         log.warning(
-            "waiting for an allocation job=%s reason=%s; see `squeue --start --job=%s`",
-            *(job, view.reason, job),
+            "waiting for an allocation job=%s reason=%s%s; see `squeue --start --job=%s`",
+            *(job, view.reason, not_usable, job),
         )
     else:
-        log.warning("allocation job=%s state=%s reason=%s", job, view.state, view.reason)
+        log.warning(
+            "allocation job=%s state=%s reason=%s%s", job, view.state, view.reason, not_usable
+        )
+
+
+async def _not_usable() -> str:
+    """Return `` not_usable=NODE: REASON; …`` with the nodes that are down or drained, or ""."""
+    _, out, _ = await _call("sinfo", "--noheader", "--states=down,drain,fail", "--format=%N: %E")
+    lines = sorted(set(out.strip().splitlines()))
+    return f" not_usable={printable('; '.join(lines), 300)}" if lines else ""
 
 
 async def _submit(runtime: Runtime, name: str) -> str:
@@ -194,7 +204,7 @@ async def _call(*argv: str) -> tuple[int, str, str]:
         raise MissingTool(
             "Slurm's commands are not on this machine",
             got=argv[0],
-            wanted="sbatch, squeue, scontrol, srun and scancel on the PATH",
+            wanted="sbatch, squeue, sinfo, scontrol, srun and scancel on the PATH",
             do="Run `paceline cluster` on a login node, or install Slurm's client here.",
         ) from error
     try:
