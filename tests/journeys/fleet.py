@@ -162,13 +162,14 @@ class Fleet:
                     return found
         return None
 
-    def start_replica(self, host: Host) -> None:
-        """Start one of three coordinators and wait until it is ready."""
+    def start_replica(self, host: Host, *, ready: bool = True) -> None:
+        """Start one of three coordinators and wait until it is ready, unless it will not be."""
         number = self.replicas.index(host) + 1
         text = block("Three coordinators", 3, ADDRESS=host.address, REPLICA=f"r{number}")
         log, env = self.logs / f"coordinator-{number}", {**ENVIRONMENT, **PASSWORDS}
         host.start("bash", "-c", f"exec {text}", log=log, env=env)
-        wait_ready(host)
+        if ready:
+            wait_ready(host)
 
 
 def write_profile(host: Host, s3_url: str, link_mbit: float) -> None:
