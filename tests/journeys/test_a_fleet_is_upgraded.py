@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.services,
     pytest.mark.nightly,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1500),  # two of the largest environments are built
 ]
 
 NODES = 4
