@@ -15,9 +15,11 @@ from pathlib import Path
 
 from tests.journeys.guide import block, type_on
 from tests.journeys.hosts import Ended, Host, Site, until
+from tests.journeys.stores import PASSWORD
 
 KEY, SECRET = "operatorskey", "operatorssecret"
 ENVIRONMENT = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+PASSWORDS = {"PACELINE_REDIS_PASSWORD": PASSWORD, "PACELINE_POSTGRES_PASSWORD": PASSWORD}
 BUCKET, MODEL = "models", "acme-7b"
 
 
@@ -97,8 +99,13 @@ class Fleet:
         ci.write("ca.pem", trusted)
         return made
 
-    def distribute(self, ci: Host, token: str, version: str, nodes: Sequence[Host]) -> Ended:
-        """Start a deployment from the CI host; the first replica that answers takes it."""
+    def distribute(
+        self, ci: Host, token: str, version: str, nodes: Sequence[Host], key: str = "release"
+    ) -> Ended:
+        """Start a deployment from the CI host; the first replica that answers takes it.
+
+        ``key`` is the first word of the page's idempotency key.
+        """
         values = {
             "TOKEN": token,
             "MODEL": MODEL,
@@ -108,7 +115,7 @@ class Fleet:
         }
         for each in self.replicas or (self.control,):
             text = block("Distribute from CI", 2, COORDINATOR_1=each.address, **values)
-            done = ci.run("bash", "-ec", text)
+            done = ci.run("bash", "-ec", text.replace("release-", f"{key}-"))
             if done.code == 0:
                 break
         return done
@@ -141,6 +148,29 @@ class Fleet:
                 return dict(json.loads(done.out))
         return None
 
+    def leader(self, ci: Host) -> Host | None:
+        """Return the host of the replica that leads, as an answer's header names it."""
+        for each in self.replicas:
+            done = ci.run(
+                *("curl", "-sS", "-D-", "-o", "/dev/null", "--cacert", "ca.pem"),
+                *("--connect-timeout", "5", f"https://{each.address}:7400/healthz"),
+            )
+            for line in done.out.splitlines():
+                name, _, value = line.partition(": ")
+                if name.lower() == "paceline-leader":
+                    (found,) = [e for e in self.replicas if f"//{e.address}:" in value]
+                    return found
+        return None
+
+    def start_replica(self, host: Host, *, ready: bool = True) -> None:
+        """Start one of three coordinators and wait until it is ready, unless it will not be."""
+        number = self.replicas.index(host) + 1
+        text = block("Three coordinators", 3, ADDRESS=host.address, REPLICA=f"r{number}")
+        log, env = self.logs / f"coordinator-{number}", {**ENVIRONMENT, **PASSWORDS}
+        host.start("bash", "-c", f"exec {text}", log=log, env=env)
+        if ready:
+            wait_ready(host)
+
 
 def write_profile(host: Host, s3_url: str, link_mbit: float) -> None:
     """Write ``fleet.toml``, as the page has it."""
@@ -151,7 +181,7 @@ def write_profile(host: Host, s3_url: str, link_mbit: float) -> None:
 def wait_ready(host: Host) -> None:
     """Wait until the coordinator on ``host`` is ready."""
     text = block("Is it ready?", ADDRESS=host.address)
-    until(lambda: host.run("bash", "-ec", text).code == 0, f"{host.address} is ready")
+    until(lambda: host.run("bash", "-ec", text).code == 0, f"{host.address} is ready", 60)
 
 
 def start_coordinator(host: Host, logs: Path, env: Mapping[str, str]) -> None:
@@ -170,3 +200,27 @@ def bring_up(site: Site, logs: Path, s3_url: str, env: Mapping[str, str], *more:
     type_on(control, shlex.join([*shlex.split(init), *(w for m in more for w in ("--set", m))]))
     start_coordinator(control, logs, env)
     return Fleet(control, tuple(nodes), logs)
+
+
+def bring_up_three(
+    replicas: Sequence[Host],
+    nodes: Sequence[Host],
+    logs: Path,
+    s3_url: str,
+    link_mbit: float,
+    **servers: str,
+) -> Fleet:
+    """Start three coordinators, whose etcd, Redis and PostgreSQL run; the first one leads.
+
+    ``servers``: REDIS and POSTGRES of the page.
+    """
+    first = replicas[0]
+    three = {f"COORDINATOR_{n}": each.address for n, each in enumerate(replicas, 1)}
+    write_profile(first, s3_url, link_mbit)
+    type_on(first, block("Three coordinators", 1, PKI="/home/user/pki", **servers, **three))
+    machines = {each.address: each for each in replicas}
+    type_on(first, block("Three coordinators", 2, **three), machines=machines)
+    fleet = Fleet(first, tuple(nodes), logs, tuple(replicas))
+    for each in replicas:
+        fleet.start_replica(each)
+    return fleet

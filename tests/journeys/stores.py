@@ -10,6 +10,7 @@ from tests.journeys.hosts import Host, until
 
 PASSWORD = "operatorspassword"
 POSTGRES = "/usr/lib/postgresql/15/bin"
+AS_POSTGRES = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups")
 
 
 class Authority:
@@ -83,8 +84,26 @@ def start_redis(host: Host, logs: Path) -> str:
 
 
 def start_postgres(host: Host, logs: Path) -> str:
-    """Start PostgreSQL with TLS, a user and a database; return its URL."""
-    as_postgres = ("setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups")
+    """Make and start PostgreSQL with TLS, a user and a database; return its URL."""
+    prepare_postgres(host)
+    host.run(
+        *AS_POSTGRES,
+        *(f"{POSTGRES}/initdb", "-D", "/srv/postgres/data", "-U", "paceline", "-A"),
+        *("scram-sha-256", "--pwfile", "/srv/postgres/password"),
+        root=True,
+        at="/srv/postgres",
+    ).ok()
+    host.run(
+        *("sh", "-ec"),
+        "for each in all replication; do echo hostssl $each all 0.0.0.0/0 scram-sha-256; done"
+        " >> /srv/postgres/data/pg_hba.conf",
+        root=True,
+    ).ok()
+    return run_postgres(host, logs, "CREATE DATABASE fleet")
+
+
+def prepare_postgres(host: Host) -> None:
+    """Make the home of PostgreSQL on ``host``."""
     host.run(
         *("sh", "-ec"),
         "install -d -o postgres /srv/postgres; cp pki/*.pem /srv/postgres;"
@@ -93,18 +112,10 @@ def start_postgres(host: Host, logs: Path) -> str:
         root=True,
         at="/home/user",
     ).ok()
-    host.run(
-        *as_postgres,
-        *(f"{POSTGRES}/initdb", "-D", "/srv/postgres/data", "-U", "paceline", "-A"),
-        *("scram-sha-256", "--pwfile", "/srv/postgres/password"),
-        root=True,
-        at="/srv/postgres",
-    ).ok()
-    host.run(
-        *("sh", "-ec"),
-        "echo 'hostssl all all 0.0.0.0/0 scram-sha-256' >> /srv/postgres/data/pg_hba.conf",
-        root=True,
-    ).ok()
+
+
+def run_postgres(host: Host, logs: Path, statement: str) -> str:
+    """Start PostgreSQL, wait until it answers ``statement``; return the URL of the database."""
     options = {
         "listen_addresses": host.address,
         "unix_socket_directories": "/srv/postgres",
@@ -113,16 +124,13 @@ def start_postgres(host: Host, logs: Path) -> str:
         "ssl_key_file": "/srv/postgres/key.pem",
     }
     host.start(
-        *(*as_postgres, f"{POSTGRES}/postgres", "-D", "/srv/postgres/data"),
+        *(*AS_POSTGRES, f"{POSTGRES}/postgres", "-D", "/srv/postgres/data"),
         *(word for key, value in options.items() for word in ("-c", f"{key}={value}")),
-        log=logs / "postgres",
+        log=logs / f"postgres-{host.index}",
         root=True,
         at="/srv/postgres",
     )
     url = f"postgresql://paceline@{host.address}/postgres?sslmode=verify-full"
-    psql = ("psql", f"{url}&sslrootcert=/home/user/pki/ca.pem", "-c")
-    until(
-        lambda: host.run(*psql, "CREATE DATABASE fleet", env={"PGPASSWORD": PASSWORD}).code == 0,
-        "PostgreSQL answers",
-    )
+    psql = ("psql", f"{url}&sslrootcert=/home/user/pki/ca.pem", "-c", statement)
+    until(lambda: host.run(*psql, env={"PGPASSWORD": PASSWORD}).code == 0, "PostgreSQL answers")
     return url.replace("/postgres?", "/fleet?") + "&sslrootcert=/home/user/pki/ca.pem"

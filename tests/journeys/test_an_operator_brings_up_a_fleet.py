@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
-from tests.journeys.fleet import ENVIRONMENT, Fleet, rclone_s3, wait_ready, write_profile
-from tests.journeys.guide import block, type_on, typed
+from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up_three, rclone_s3
+from tests.journeys.guide import typed
 from tests.journeys.hosts import Host, Site, site, until
-from tests.journeys.stores import PASSWORD, Authority, start_etcd, start_postgres, start_redis
+from tests.journeys.stores import Authority, start_etcd, start_postgres, start_redis
 
 pytestmark = [
     pytest.mark.netns,
@@ -37,7 +37,6 @@ RATE_MBIT = 50.0
 GOODPUT = RATE_MBIT * 1e6 * 1448 / 1514 / 8  # bytes a second
 SWITCH_S = 8.0  # how long a rack is cut off
 FUSE_BYTES = 64 * 1024 * 1024
-PASSWORDS = {"PACELINE_REDIS_PASSWORD": PASSWORD, "PACELINE_POSTGRES_PASSWORD": PASSWORD}
 
 
 @dataclass(frozen=True)
@@ -68,24 +67,8 @@ def grown(
         start_redis(stores, logs)
         start_postgres(stores, logs)
         with rclone_s3(bed, logs) as s3_url:
-            first = replicas[0]
-            three = {f"COORDINATOR_{n}": each.address for n, each in enumerate(replicas, 1)}
-            write_profile(first, s3_url, RATE_MBIT)
             servers = {"REDIS": stores.address, "POSTGRES": stores.address}
-            control = block("Three coordinators", 1, PKI="/home/user/pki", **servers, **three)
-            type_on(first, control)
-            machines = {each.address: each for each in replicas}
-            type_on(first, block("Three coordinators", 2, **three), machines=machines)
-            for number, host in enumerate(replicas, 1):
-                values = {"ADDRESS": host.address, "REPLICA": f"r{number}"}
-                host.start(
-                    *("bash", "-c", f"exec {block('Three coordinators', 3, **values)}"),
-                    log=logs / f"coordinator-{number}",
-                    env={**ENVIRONMENT, **PASSWORDS},
-                )
-            for host in replicas:
-                wait_ready(host)
-            fleet = Fleet(first, tuple(nodes), logs, tuple(replicas))
+            fleet = bring_up_three(replicas, nodes, logs, s3_url, RATE_MBIT, **servers)
             for index, node in enumerate(nodes):
                 fleet.agent(node, rack=f"r{1 + index // RACK}", **ENVIRONMENT)
             yield Grown(fleet, ci, bed)
@@ -112,7 +95,8 @@ def test_a_deployment_outlives_its_leader_a_rack_switch_and_a_node(
         )
 
     until(lambda: copied() > size / 5, "a fifth is everywhere", timeout_s=120 + size / GOODPUT)
-    leader, rack, lost = leading(grown), nodes[RACK : 2 * RACK], nodes[-1]
+    leader, rack, lost = fleet.leader(ci), nodes[RACK : 2 * RACK], nodes[-1]
+    assert leader is not None, "a replica names it"
     leader.power_off()
     lost.power_off()
     for each in rack:
@@ -149,21 +133,6 @@ def test_a_deployment_outlives_its_leader_a_rack_switch_and_a_node(
             f"{on_the_wire / size:.3f} x on the wire; typed: {len(set(typed))} of the page's "
             f"blocks, two of them for each node; Python {' and '.join(sorted(pythons))}\n"
         )
-
-
-def leading(grown: Grown) -> Host:
-    """Return the host of the replica that leads, as an answer's header names it."""
-    for each in grown.fleet.replicas:
-        done = grown.ci.run(
-            *("curl", "-sS", "-D-", "-o", "/dev/null", "--cacert", "ca.pem"),
-            f"https://{each.address}:7400/healthz",
-        )
-        for line in done.out.splitlines():
-            name, _, value = line.partition(": ")
-            if name.lower() == "paceline-leader":
-                (found,) = [e for e in grown.fleet.replicas if f"//{e.address}:" in value]
-                return found
-    raise AssertionError(f"no replica names a leader: {done.out} {done.err}")
 
 
 def running(host: Host) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from paceline.coordinator.stores import MAX_QUERY_EVENTS, EventQuery, PostgresAu
 from paceline.errors import Conflict, InvalidProfile, ServiceUnavailable
 from paceline.schemas import Event, EventName
 from tests.coordinator.stores.conftest import REAL
+from tests.support.postgres import postgres_server
 
 
 def event(seq, **more):
@@ -182,6 +184,27 @@ def test_tables_of_the_last_release_open_and_newer_ones_are_refused(postgres):
 
 
 @REAL
+@REAL
+def test_events_are_stored_once_a_synchronous_standby_has_them(monkeypatch):
+    monkeypatch.setattr("paceline.coordinator.stores.audit.EXCHANGE_S", 2.0)
+    with (
+        postgres_server() as server,
+        contextlib.closing(server.open()) as audit,
+        server.connect() as db,
+    ):
+        audit.append([event(1)])
+        db.execute("ALTER SYSTEM SET synchronous_standby_names = 'away'")
+        db.execute("SELECT pg_reload_conf()")
+        for _ in range(2):
+            with pytest.raises(ServiceUnavailable):
+                audit.append([event(2)])
+        assert audit.last() == 1
+        db.execute("ALTER SYSTEM RESET synchronous_standby_names")
+        db.execute("SELECT pg_reload_conf()")
+        audit.append([event(2)])
+        assert audit.last() == 2
+
+
 def test_a_wrong_password_is_said(postgres):
     store = PostgresAudit(postgres.url(postgres.schema()), password="wrong")
     with pytest.raises(ServiceUnavailable, match="password"):

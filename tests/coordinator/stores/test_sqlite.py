@@ -225,7 +225,7 @@ def test_a_file_of_another_version_is_refused(tmp_path, version):
     path = tmp_path / "c.sqlite"
     with contextlib.closing(sqlite3.connect(path)) as other:
         other.execute(f"PRAGMA user_version={version}")
-    with pytest.raises(ServiceUnavailable, match="another version"):
+    with pytest.raises(ServiceUnavailable, match=r"another version"):
         SqliteCoordination(path)
 
 
@@ -236,6 +236,23 @@ def test_a_file_that_is_no_database_is_a_clear_error(tmp_path, kind):
     with pytest.raises(ServiceUnavailable) as caught:
         kind(path)
     assert caught.value.where == path
+
+
+def test_a_record_of_a_newer_version_is_named(tmp_path):
+    store, term = led(tmp_path / "c.sqlite")
+    store.commit(term, [worker("w0")])
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "c.sqlite")) as db:
+        ((value,),) = db.execute(
+            "SELECT value FROM rows WHERE instr(key, CAST('workers/' AS BLOB))"
+        )
+        newer = bytes(value).replace(b"{", b'{"newer":1,', 1)
+        db.execute("UPDATE rows SET value = ? WHERE value = ?", (newer, value))
+        db.commit()
+    store, _ = led(tmp_path / "c.sqlite")
+    with pytest.raises(ServiceUnavailable, match=r"another version.*newer.*Upgrade this replica"):
+        store.load(0.0)
+    store.close()
 
 
 def test_a_file_locked_by_another_process_is_a_clear_error_then_works(tmp_path):

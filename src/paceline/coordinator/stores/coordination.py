@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from paceline.coordinator.ledger import LedgerEntry
 from paceline.coordinator.state import Answer, Effect, EmitEvent, LoadedState
 from paceline.coordinator.stores.rows import (
@@ -252,7 +254,17 @@ class Coordination:
 
     def _parsed(self, row: Row, parse: Callable[[bytes], Any]) -> Any:
         if row.parsed is None:
-            row.parsed = parse(unpack(self._whole(row.value)))
+            try:
+                row.parsed = parse(unpack(self._whole(row.value)))
+            except ValidationError as error:
+                first = error.errors()[0]
+                field = ".".join(map(str, first["loc"]))
+                raise ServiceUnavailable(
+                    "a stored record is of another version of Paceline",
+                    got=f"{error.title}: {field}: {first['msg']}",
+                    where=self._where,
+                    do="Upgrade this replica to the version of the others.",
+                ) from error
         return row.parsed
 
     # --- the backend -----------------------------------------------------------------------------
