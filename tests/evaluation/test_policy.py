@@ -85,7 +85,16 @@ def test_a_bad_policy_is_one_line(tmp_path: Path, line: str, words: str) -> None
         load(tmp_path, f"[gate.models.acme]\n{line}\n")
 
 
+@pytest.mark.parametrize("key", ["gate.models.'\"acme\"'.approval", 'gate.models."acme.approval'])
+def test_a_policy_of_no_model_is_refused(key: str) -> None:
+    """A name that no model can have would be a policy that judges nothing."""
+    with pytest.raises(InvalidProfile, match=r"a model's id|not a key"):
+        load_profile("ci", {key: "anyone"})
+
+
 def test_an_override_reaches_a_models_policy() -> None:
+    gate = load_profile("ci", {'gate.models."acme/7.5b".approval': "anyone"}).gate
+    assert gate.policy("acme/7.5b").approval == "anyone", "named as in a profile's file"
     gate = load_profile("ci", {"gate.models.bytelm.min_documents": "30"}).gate
     assert gate.policy("bytelm").min_documents == 30
     assert gate.policy("bytelm").except_baselines == gate.except_baselines != ()

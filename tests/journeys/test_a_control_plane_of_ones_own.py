@@ -202,8 +202,8 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     assert active(fleet, "acme-lm") == ["1", "1"]
 
     done = fleet.on_laptop(page["judge"], **words)
-    one_line(done, 5, "waits for a person's approval", "paceline approve")
-    run = re.findall(r"paceline approve (\S+)", done.err.splitlines()[-1])[0]
+    one_line(done, 5, "the promotion waits for an approval", "paceline approve")
+    run = re.findall(r"paceline approve (run-[\w-]+)", done.err.splitlines()[-1])[0]
     home = {"XDG_CONFIG_HOME": "/home/user/bob"}
     one_line(fleet.on_laptop(page["approve"], RUN=run), 77, "scope approve")
     made = "paceline tokens create --name bob --scope approve"

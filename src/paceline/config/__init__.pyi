@@ -5,6 +5,7 @@ from .authority import (
     read_other as read_other,
 )
 from .base import (
+    MODEL_ID as MODEL_ID,
     module_allowed as module_allowed,
     scrub_variables as scrub_variables,
 )

@@ -8,6 +8,8 @@ from collections.abc import MutableMapping, Sequence
 from pydantic import BaseModel, ConfigDict
 
 MIB = 1024 * 1024
+# Names, joined by "/" as hubs and registries have them: meta-llama/Llama-3.1-8B.
+MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}$"
 
 
 class Settings(BaseModel):

@@ -14,6 +14,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from paceline import __version__
+from paceline.config.base import MODEL_ID
 from paceline.config.settings import Profile
 from paceline.errors import InvalidProfile, short_repr
 
@@ -189,8 +190,25 @@ def _not_of_one_training(key: str) -> InvalidProfile:
     )
 
 
+def _parts(dotted: str) -> list[str]:
+    """Return the parts of a key; one in quotation marks may contain dots, as in TOML."""
+    if not {'"', "'"} & set(dotted):
+        return dotted.split(".")
+    try:
+        table: Any = _toml(f"{dotted} = 0")
+    except ValueError as error:
+        raise InvalidProfile(
+            "not a key of a profile", got=dotted, wanted='section.key or gate.models."ID".key'
+        ) from error
+    parts = []
+    while isinstance(table, dict):
+        ((part, table),) = table.items()
+        parts.append(part)
+    return parts
+
+
 def _set(raw: dict[str, Any], dotted: str, value: object) -> None:
-    *parents, last = dotted.split(".")
+    *parents, last = _parts(dotted)
     table = raw
     for parent in parents:
         if table.get(parent) is None:  # an optional section that the profile leaves out
@@ -227,6 +245,8 @@ def _explain(
 
 def _wanted(message: str, location: list[str]) -> str:
     """Return the expected value from pydantic's message, without its internal terms."""
+    if message.endswith(f"match pattern '{MODEL_ID}'"):
+        return "a model's id, such as bytelm or acme/7b"
     if "dictionary or instance" in message:
         return f"a section with {', '.join(_keys_at(location))}"
     wanted = message.removeprefix("Input should be ").removeprefix("Value error, ")

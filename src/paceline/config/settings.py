@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.config.base import MIB, Settings
+from paceline.config.base import MIB, MODEL_ID, Settings
 from paceline.config.cluster import ClusterSettings
 from paceline.config.training import DataSettings, TrainingSettings
 
@@ -278,7 +278,9 @@ class Policy(Settings):
 class GateSettings(Policy):
     """The policy of every model, and of those that have one of their own."""
 
-    models: dict[str, Policy] = {}  # by model id; what one leaves out is as in [gate]
+    models: dict[
+        Annotated[str, StringConstraints(pattern=MODEL_ID)], Policy
+    ] = {}  # by model id; what one leaves out is as in [gate]
 
     @model_validator(mode="before")
     @classmethod

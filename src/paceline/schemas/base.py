@@ -23,13 +23,13 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema
 
+from paceline import config
 from paceline.errors import InvalidInput
 from paceline.text import has_password, printable
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
-# As NAME, and parts joined by "/" as hubs and registries have them: meta-llama/Llama-3.1-8B.
-MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}$"
+MODEL_ID = config.MODEL_ID  # as NAME, and parts joined by "/"
 
 Sha256 = Annotated[str, StringConstraints(pattern=SHA256_HEX)]
 Name = Annotated[str, StringConstraints(pattern=NAME)]
