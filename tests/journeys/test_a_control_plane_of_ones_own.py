@@ -209,7 +209,7 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     made = "paceline tokens create --name bob --scope approve"
     fleet.log_in(token=made, **home)
     shown = fleet.on_laptop(page["approve"], RUN=run, **home).ok().out
-    assert "acme-lm" in shown and "bits per byte" in shown, shown
+    assert f"acme-lm 2, {run}: approved" in shown and "bob (token " in shown, shown
     until(lambda: active(fleet, "acme-lm") != ["1", "1"], "it is promoted and rolled out", 240)
     assert champion(fleet.flows, "acme-lm") == "1"
 
