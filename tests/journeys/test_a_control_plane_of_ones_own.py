@@ -210,8 +210,11 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     fleet.log_in(token=made, **home)
     shown = fleet.on_laptop(page["approve"], RUN=run, **home).ok().out
     assert f"acme-lm 2, {run}: approved" in shown and "bob (token " in shown, shown
-    until(lambda: active(fleet, "acme-lm") != ["1", "1"], "it is promoted and rolled out", 240)
-    assert champion(fleet.flows, "acme-lm") == "1"
+    tags = "curl -sf -G http://127.0.0.1:5000/api/2.0/mlflow/registered-models/alias"
+    asked = f"{tags} -d name=acme-lm -d alias=champion"
+    until(lambda: fleet.flows.run("sh", "-c", asked).code == 0, "it is promoted", 240)
+    fleet.on_laptop(page["roll-out"]).ok()
+    assert active(fleet, "acme-lm") == ["2", "2"]
 
     shown = fleet.on_laptop(page["cost"]).ok().out
     assert "acme-lm" in shown and "succeeded" in shown, shown
