@@ -182,28 +182,31 @@ def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -
     until(verified, "the host is a node again", timeout_s=120)
 
 
-def test_a_host_that_joins_meanwhile_takes_the_place_of_one_that_leaves(fleet: Trainers) -> None:
-    """Both are nodes like any other afterwards: one is served, the other is not waited for."""
+def test_a_host_leaves_for_good_and_one_that_joins_takes_its_place(fleet: Trainers) -> None:
+    """A training that runs goes on with what it has left; the next one has the newcomer."""
     gone, stays, newcomer = *fleet.nodes, fleet.bed.hosts[-1]
     before = checkpoints(fleet)
-    longer = TYPED["train"].replace("paceline train", "paceline train --steps 1000")
+    longer = TYPED["train"].replace("paceline train", "paceline train --steps 500")
     training = fleet.control.start(
         *("bash", "-euc", longer), env=fleet.env, log=fleet.logs / "train-leave"
     )
     until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
-    add_nodes(replace(fleet, nodes=(newcomer,)))
-    fleet.type("serve-new", **fleet.node(newcomer))
     for line in TYPED["leave"].splitlines():  # a shell that has both on its line would match
         gone.run("bash", "-euc", line).ok()
     until(lambda: not gone.run("pgrep", "-f", "bin/paceline").out, "nothing runs there", 60)
+    add_nodes(replace(fleet, nodes=(newcomer,)))
+    fleet.type("serve-new", **fleet.node(newcomer))
     assert training.wait(400) == 0, (fleet.logs / "train-leave").read_text()
     trained = fleet.answer("trained.json")
-    assert (trained["steps"], trained["ranks"]) == (1000, 4)
+    assert (trained["steps"], trained["ranks"]) == (500, 2)
     first = trained["restarts"][0]
     assert first["worker_id"] == name_of(gone) or name_of(gone) in first["reason"], first
-    work = f"work/{trained['job_id']}"
+
+    fleet.control.run("bash", "-euc", longer.replace("500", "70"), env=fleet.env).ok()
+    trained = fleet.answer("trained.json")
+    assert (trained["ranks"], trained["restarts"]) == (4, [])
     for host in (stays, newcomer):
-        assert host.run("ls", f"state/nodes/{name_of(host)}/{work}").ok().out.count("rank-") == 2
-    fleet.type("roll-out")
-    active = f"state/nodes/{name_of(newcomer)}/store/models/tiny/active"
-    assert newcomer.run("readlink", active).ok().out.strip().endswith("2")
+        work = f"state/nodes/{name_of(host)}/work/{trained['job_id']}"
+        assert host.run("ls", work).ok().out.count("rank-") == 2
+    done = fleet.control.run("paceline", "distribute", "tiny", "1", env=fleet.env).ok()
+    assert "2 of 2 workers" in done.out, "who left is not waited for"
