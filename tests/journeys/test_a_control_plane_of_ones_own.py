@@ -222,7 +222,7 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     kept = fleet.on_laptop(f"paceline checkpoints list s3://models/checkpoints/{trained['job_id']}")
     assert "committed" in kept.ok().out, kept
     found = json.loads(fleet.on_laptop("paceline cost --by model --json").ok().out)
-    assert {"acme-lm", model} <= {each["name"] for each in found["rows"]}, found
+    assert {"acme-lm", model} <= {each["name"] for each in found["groups"]}, found
 
 
 def test_a_researcher_of_a_team_runs_jobs_from_a_laptop(ann: Researcher) -> None:

@@ -209,4 +209,4 @@ def test_a_host_leaves_for_good_and_one_that_joins_takes_its_place(fleet: Traine
         work = f"state/nodes/{name_of(host)}/work/{trained['job_id']}"
         assert host.run("ls", work).ok().out.count("rank-") == 2
     done = fleet.control.run("paceline", "distribute", "tiny", "1", env=fleet.env).ok()
-    assert "2 of 2 workers" in done.out, "who left is not waited for"
+    assert "tiny 1 on 2 nodes" in done.out, "who left is not waited for"
