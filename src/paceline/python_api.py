@@ -68,7 +68,7 @@ def publish(
     profile = _profile("embedded", settings)
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
-    store, began = _store(profile), time.monotonic()
+    store, began = store_of(profile), time.monotonic()
     manifest = publish_model(
         directory,
         url,
@@ -114,7 +114,7 @@ def distribute(
         topology=topology,
         racks=racks,
         link_mbit=link_mbit(link) if link else None,
-        objects=_store(profile) if str(source).startswith("s3://") else None,
+        objects=store_of(profile) if str(source).startswith("s3://") else None,
         digest=digest,
         model_id=model_id,
         version=version,
@@ -264,7 +264,7 @@ def evaluate(
     disk = not where.startswith("s3://")
     if disk and not where.startswith("file://"):
         where = DiskStore.url_of(Path(where).absolute())
-    store = DiskStore() if disk else _store(profile, installation(state))
+    store = DiskStore() if disk else store_of(profile, installation(state))
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         here = {
             name: model_directory(str(each), Path(scratch) / name, state)
@@ -309,7 +309,7 @@ def model_directory(model: str, into: Path, state: Path | str | None = None) -> 
             got=model,
             wanted="a directory, s3://bucket/prefix, or models:/name@alias of an installation",
         )
-    return download_model(model, into, _store(Profile(), runtime))
+    return download_model(model, into, store_of(Profile(), runtime))
 
 
 def installation(state: Path | str | None = None) -> Runtime | None:
@@ -332,7 +332,8 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def _store(profile: Profile, runtime: Runtime | None = None) -> ObjectStore:
+def store_of(profile: Profile, runtime: Runtime | None = None) -> ObjectStore:
+    """Return the store of the installation, else the one that ``profile`` names."""
     from paceline.storage import ObjectStore
 
     return ObjectStore.from_runtime(runtime) if runtime else ObjectStore(object_access(profile))

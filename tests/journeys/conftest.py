@@ -16,9 +16,8 @@ from benchmarks.testbed.bed import why_not
 from tests.journeys.hosts import ROOT, build_software, newest_python
 from tests.support.wall_jump import build_shim
 
-EARLIER = (
-    "140152f5"  # of the release before, until there are tags: without jobs' rows, group tokens
-)
+# Of the release before, until there are tags: without jobs' rows and group tokens.
+EARLIER = "140152f5"
 Build = Callable[..., Path]
 
 

@@ -134,3 +134,17 @@ def run_postgres(host: Host, logs: Path, statement: str) -> str:
     psql = ("psql", f"{url}&sslrootcert=/home/user/pki/ca.pem", "-c", statement)
     until(lambda: host.run(*psql, env={"PGPASSWORD": PASSWORD}).code == 0, "PostgreSQL answers")
     return url.replace("/postgres?", "/fleet?") + "&sslrootcert=/home/user/pki/ca.pem"
+
+
+def start_three_stores(
+    replicas: Sequence[Host], host: Host, directory: Path, logs: Path
+) -> dict[str, str]:
+    """Start etcd on ``replicas``, Redis and PostgreSQL on ``host``, with certificates of an
+    authority in ``directory``; return REDIS and POSTGRES of the page."""
+    authority = Authority(directory)
+    for each in (*replicas, host):
+        authority.issue(each)
+    start_etcd(replicas, logs)
+    start_redis(host, logs)
+    start_postgres(host, logs)
+    return {"REDIS": host.address, "POSTGRES": host.address}

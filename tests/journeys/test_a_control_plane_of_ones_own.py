@@ -76,11 +76,15 @@ def flow_runs(host: Host) -> int:
     return int(host.run("curl", "-sf", "-u", user, "-X", "POST", url).ok().out)
 
 
+def asked_champion(host: Host, model: str) -> Ended:
+    """Ask MLflow on ``host`` for the champion; the call fails where there is none."""
+    url = "http://127.0.0.1:5000/api/2.0/mlflow/registered-models/alias"
+    return host.run("curl", "-sf", "-G", url, "-d", f"name={model}", "-d", "alias=champion")
+
+
 def champion(host: Host, model: str) -> str:
     """Return the champion's version as MLflow on ``host`` has it."""
-    url = "http://127.0.0.1:5000/api/2.0/mlflow/registered-models/alias"
-    found = host.run("curl", "-sf", "-G", url, "-d", f"name={model}", "-d", "alias=champion")
-    return str(json.loads(found.ok().out)["model_version"]["version"])
+    return str(json.loads(asked_champion(host, model).ok().out)["model_version"]["version"])
 
 
 def one_line(done: Ended, code: int, *words: str) -> None:
@@ -210,9 +214,7 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     fleet.log_in(token=made, **home)
     shown = fleet.on_laptop(page["approve"], RUN=run, **home).ok().out
     assert f"acme-lm 2, {run}: approved" in shown and "bob (token " in shown, shown
-    tags = "curl -sf -G http://127.0.0.1:5000/api/2.0/mlflow/registered-models/alias"
-    asked = f"{tags} -d name=acme-lm -d alias=champion"
-    until(lambda: fleet.flows.run("sh", "-c", asked).code == 0, "it is promoted", 240)
+    until(lambda: asked_champion(fleet.flows, "acme-lm").code == 0, "it is promoted", 240)
     fleet.on_laptop(page["roll-out"]).ok()
     assert active(fleet, "acme-lm") == ["2", "2"]
 

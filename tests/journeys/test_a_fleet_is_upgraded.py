@@ -28,7 +28,7 @@ from tests.journeys.fleet import (
 )
 from tests.journeys.guide import commands, commands_under
 from tests.journeys.hosts import SOFTWARE, Ended, Host, Site, site, until
-from tests.journeys.stores import Authority, start_etcd, start_postgres, start_redis
+from tests.journeys.stores import start_three_stores
 
 pytestmark = [
     pytest.mark.netns,
@@ -69,13 +69,8 @@ def old(
     ):
         replicas, (stores, ci), nodes = bed.hosts[:3], bed.hosts[3:5], bed.hosts[5:]
         bed.bed.set_rate(replicas[0].index, 200.0)  # which publishes
-        authority = Authority(tmp_path_factory.mktemp("authority"))
-        for each in (*replicas, stores):
-            authority.issue(each)
-        start_etcd(replicas, logs)
-        start_redis(stores, logs)
-        start_postgres(stores, logs)
-        servers = {"REDIS": stores.address, "POSTGRES": stores.address}
+        directory = tmp_path_factory.mktemp("authority")
+        servers = start_three_stores(replicas, stores, directory, logs)
         fleet = bring_up_three(replicas, nodes, logs, s3_url, RATE_MBIT, **servers)
         for node in nodes:
             fleet.agent(node, **ENVIRONMENT)

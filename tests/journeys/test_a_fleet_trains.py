@@ -86,11 +86,19 @@ def listeners(host: Host) -> set[str]:
     return {line.split()[3].rpartition(":")[0] for line in found}
 
 
-def started_train(fleet: Trainers) -> subprocess.Popen[Any]:
-    """Type the page's training; it goes on."""
-    return fleet.control.start(
-        "bash", "-euc", TYPED["train"], env=fleet.env, log=fleet.logs / "train"
-    )
+def with_steps(steps: int) -> str:
+    """Return the page's training, longer."""
+    return TYPED["train"].replace("paceline train", f"paceline train --steps {steps}")
+
+
+def started_train(
+    fleet: Trainers, typed: str = TYPED["train"], log: str = "train"
+) -> subprocess.Popen[Any]:
+    """Type a training; return it once it has made a checkpoint, or ended."""
+    before = checkpoints(fleet)
+    training = fleet.control.start("bash", "-euc", typed, env=fleet.env, log=fleet.logs / log)
+    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
+    return training
 
 
 def checkpoints(fleet: Trainers) -> int:
@@ -100,7 +108,6 @@ def checkpoints(fleet: Trainers) -> int:
 
 def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers, laptop: Host) -> None:
     training = started_train(fleet)
-    until(lambda: checkpoints(fleet) or training.poll() is not None, "a checkpoint", 180)
     heard = {host.index: listeners(host) for host in fleet.nodes}
     ranks = {
         host.index: host.run("pgrep", "-fc", "training.launcher.forkserver").out.strip()
@@ -156,12 +163,7 @@ def test_a_gang_that_never_fits_is_refused_and_one_that_has_no_room_waits(
 def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -> None:
     """The same job at another seed; a node's network swallows everything after a checkpoint."""
     lost = fleet.nodes[1]
-    before = checkpoints(fleet)
-    longer = TYPED["train"].replace("paceline train", "paceline train --steps 400")
-    training = fleet.control.start(
-        *("bash", "-euc", longer), env=fleet.env, log=fleet.logs / "train-cut"
-    )
-    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
+    training = started_train(fleet, with_steps(400), "train-cut")
     fleet.bed.bed.cut(lost.index)
     try:
         assert training.wait(400) == 0, (fleet.logs / "train-cut").read_text()
@@ -185,12 +187,7 @@ def test_a_host_that_is_cut_off_is_named_and_training_goes_on(fleet: Trainers) -
 def test_a_host_leaves_for_good_and_one_that_joins_takes_its_place(fleet: Trainers) -> None:
     """A training that runs goes on with what it has left; the next one has the newcomer."""
     gone, stays, newcomer = *fleet.nodes, fleet.bed.hosts[-1]
-    before = checkpoints(fleet)
-    longer = TYPED["train"].replace("paceline train", "paceline train --steps 500")
-    training = fleet.control.start(
-        *("bash", "-euc", longer), env=fleet.env, log=fleet.logs / "train-leave"
-    )
-    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
+    training = started_train(fleet, with_steps(500), "train-leave")
     for line in TYPED["leave"].splitlines():  # a shell that has both on its line would match
         gone.run("bash", "-euc", line).ok()
     until(lambda: not gone.run("pgrep", "-f", "bin/paceline").out, "nothing runs there", 60)
@@ -202,7 +199,7 @@ def test_a_host_leaves_for_good_and_one_that_joins_takes_its_place(fleet: Traine
     first = trained["restarts"][0]
     assert first["worker_id"] == name_of(gone) or name_of(gone) in first["reason"], first
 
-    fleet.control.run("bash", "-euc", longer.replace("500", "70"), env=fleet.env).ok()
+    fleet.control.run("bash", "-euc", with_steps(70), env=fleet.env).ok()
     trained = fleet.answer("trained.json")
     assert (trained["ranks"], trained["restarts"]) == (4, [])
     for host in (stays, newcomer):

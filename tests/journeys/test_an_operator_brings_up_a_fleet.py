@@ -22,7 +22,7 @@ import pytest
 from tests.journeys.fleet import ENVIRONMENT, Fleet, bring_up_three, rclone_s3
 from tests.journeys.guide import typed
 from tests.journeys.hosts import Host, Site, site, until
-from tests.journeys.stores import Authority, start_etcd, start_postgres, start_redis
+from tests.journeys.stores import start_three_stores
 
 pytestmark = [
     pytest.mark.netns,
@@ -60,14 +60,9 @@ def grown(
     installed = [control_software] * 3 + [software] * 2 + nodes_of_a_rack * 3
     with site(installed, hosts=4 * RACK, rate_mbit=RATE_MBIT, racks=4) as bed:
         replicas, (stores, ci), nodes = bed.hosts[:3], bed.hosts[3:5], bed.hosts[5:]
-        authority = Authority(tmp_path_factory.mktemp("authority"))
-        for each in (*replicas, stores):
-            authority.issue(each)
-        start_etcd(replicas, logs)
-        start_redis(stores, logs)
-        start_postgres(stores, logs)
+        directory = tmp_path_factory.mktemp("authority")
+        servers = start_three_stores(replicas, stores, directory, logs)
         with rclone_s3(bed, logs) as s3_url:
-            servers = {"REDIS": stores.address, "POSTGRES": stores.address}
             fleet = bring_up_three(replicas, nodes, logs, s3_url, RATE_MBIT, **servers)
             for index, node in enumerate(nodes):
                 fleet.agent(node, rack=f"r{1 + index // RACK}", **ENVIRONMENT)

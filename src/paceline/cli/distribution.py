@@ -204,15 +204,13 @@ def publish(
 
 def _without_flows(state: Path | None) -> Runtime | None:
     """Return the installation that runs no flows here, with its settings; None without one."""
-    try:
-        found = find_installation(state)
-    except NotReady:
-        return None
-    if found.is_login:
-        from paceline.client import Client
+    from paceline.python_api import installation
 
-        return Client.of(found).runtime()
-    return None if found.runs_flows_here else found
+    try:
+        found = installation(state)
+    except NotReady:  # the flow that is called says so
+        return None
+    return None if found is None or found.runs_flows_here else found
 
 
 @click.command(

@@ -29,7 +29,6 @@ from paceline.config import (
     Runtime,
     default_state_dir,
     load_profile,
-    object_access,
     toml_value,
 )
 from paceline.errors import InvalidInput, NotFound
@@ -187,12 +186,10 @@ def read_profile(profile: str, overrides: tuple[str, ...]) -> Profile:
 def objects_of(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
     """Return profile and store of the installation in ``state``, here or of this user's login;
     without one ``profile`` and its store."""
-    from paceline.python_api import installation
-    from paceline.storage import ObjectStore
+    from paceline.python_api import installation, store_of
 
-    if (runtime := installation(state)) is None:
-        return profile, ObjectStore(object_access(profile))
-    return runtime.profile, ObjectStore.from_runtime(runtime)
+    runtime = installation(state)
+    return runtime.profile if runtime else profile, store_of(profile, runtime)
 
 
 def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import MutableMapping, Sequence
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 MIB = 1024 * 1024
 # Names, joined by "/" as hubs and registries have them: meta-llama/Llama-3.1-8B.
@@ -14,6 +15,17 @@ MODEL_ID = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*){0,3}$"
 
 class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def matching(pattern: str, wanted: str) -> Any:
+    """Return a validator of strings that match all of ``pattern``; others are no ``wanted``."""
+
+    def check(value: str) -> str:
+        if not re.fullmatch(pattern, value):
+            raise ValueError(wanted)
+        return value
+
+    return AfterValidator(check)
 
 
 # Environment variables that user code may see; all others are removed before its import.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from ipaddress import ip_network
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
     StringConstraints,
     field_validator,
 )
 
-from paceline.config.base import Settings
+from paceline.config.base import Settings, matching
 
 
 class HostSettings(Settings):
@@ -40,37 +38,26 @@ class SlurmSettings(Settings):
     program: str = "paceline"  # where the PATH of the control host does not lead to it: the path
 
 
-def _matching(pattern: str, wanted: str) -> Any:
-    """Return a validator of strings that match all of ``pattern``; others are no ``wanted``."""
-
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value):
-            raise ValueError(wanted)
-        return value
-
-    return AfterValidator(check)
-
-
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 DnsLabel = Annotated[
-    str, _matching(_LABEL, "a DNS label: at most 63 of a-z, 0-9 and -, no - at its ends")
+    str, matching(_LABEL, "a DNS label: at most 63 of a-z, 0-9 and -, no - at its ends")
 ]
 DnsName = Annotated[
-    str, _matching(rf"{_LABEL}(\.{_LABEL})*", "a Kubernetes name: a-z, 0-9, - and . inside")
+    str, matching(rf"{_LABEL}(\.{_LABEL})*", "a Kubernetes name: a-z, 0-9, - and . inside")
 ]
 Image = Annotated[
-    str, _matching(r"([a-z0-9][^\s]*)?", "an image such as registry.example/paceline:0.1.0")
+    str, matching(r"([a-z0-9][^\s]*)?", "an image such as registry.example/paceline:0.1.0")
 ]
 Quantity = Annotated[
     str,
     Field(coerce_numbers_to_str=True),
-    _matching(
+    matching(
         r"[0-9]+(\.[0-9]+)?(m|k|[MGTPE]|[KMGTPE]i)?", "a Kubernetes quantity such as 64Gi or 500m"
     ),
 ]
 LabelKey = Annotated[
     str,
-    _matching(
+    matching(
         r"([a-z0-9][-a-z0-9.]{0,251}[a-z0-9]/)?[A-Za-z0-9]([-\w.]{0,61}[A-Za-z0-9])?",
         "a Kubernetes key such as nvidia.com/gpu",
     ),

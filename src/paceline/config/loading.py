@@ -14,7 +14,6 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from paceline import __version__
-from paceline.config.base import MODEL_ID
 from paceline.config.settings import Profile
 from paceline.errors import InvalidProfile, short_repr
 
@@ -245,8 +244,6 @@ def _explain(
 
 def _wanted(message: str, location: list[str]) -> str:
     """Return the expected value from pydantic's message, without its internal terms."""
-    if message.endswith(f"match pattern '{MODEL_ID}'"):
-        return "a model's id, such as bytelm or acme/7b"
     if "dictionary or instance" in message:
         return f"a section with {', '.join(_keys_at(location))}"
     wanted = message.removeprefix("Input should be ").removeprefix("Value error, ")

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from paceline.config.base import MIB, MODEL_ID, Settings
+from paceline.config.base import MIB, MODEL_ID, Settings, matching
 from paceline.config.cluster import ClusterSettings
 from paceline.config.training import DataSettings, TrainingSettings
 
@@ -275,12 +275,13 @@ class Policy(Settings):
     approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off
 
 
+ModelName = Annotated[str, matching(MODEL_ID, "a model's id, such as bytelm or acme/7b")]
+
+
 class GateSettings(Policy):
     """The policy of every model, and of those that have one of their own."""
 
-    models: dict[
-        Annotated[str, StringConstraints(pattern=MODEL_ID)], Policy
-    ] = {}  # by model id; what one leaves out is as in [gate]
+    models: dict[ModelName, Policy] = {}  # by model id; what one leaves out is as in [gate]
 
     @model_validator(mode="before")
     @classmethod

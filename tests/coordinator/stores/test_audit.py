@@ -184,7 +184,6 @@ def test_tables_of_the_last_release_open_and_newer_ones_are_refused(postgres):
 
 
 @REAL
-@REAL
 def test_events_are_stored_once_a_synchronous_standby_has_them(monkeypatch):
     monkeypatch.setattr("paceline.coordinator.stores.audit.EXCHANGE_S", 2.0)
     with (
@@ -205,6 +204,7 @@ def test_events_are_stored_once_a_synchronous_standby_has_them(monkeypatch):
         assert audit.last() == 2
 
 
+@REAL
 def test_a_wrong_password_is_said(postgres):
     store = PostgresAudit(postgres.url(postgres.schema()), password="wrong")
     with pytest.raises(ServiceUnavailable, match="password"):
