@@ -22,6 +22,7 @@ from paceline.config import (
     find_installation,
     load_profile,
     object_access,
+    with_overrides,
 )
 from paceline.errors import InvalidInput, NotReady
 from paceline.units import link_mbit, size_bytes
@@ -54,21 +55,24 @@ def publish(
     link: str | float | None = None,
     sign: Path | str | None = None,
     settings: Settings | None = None,
+    state: Path | str | None = None,
 ) -> Published:
     """Digest the model in ``directory`` and upload it with its manifest below ``url``
     (s3://bucket/prefix).
 
     The same bytes again upload nothing. ``link`` is the workers', from which sizes of pieces and
-    chunks follow; ``sign`` a private key (`paceline keys new`). Credentials are AWS's, as boto3
-    finds them. Raises Conflict where the version has other bytes, AccessDenied, SourceMissing.
+    chunks follow; ``sign`` a private key (`paceline keys new`). The S3 server is the installation's
+    (in ``state``, or of this user's login), unless ``settings`` name another or there is none.
+    Credentials are AWS's, as boto3 finds them. Raises Conflict where the version has other bytes,
+    AccessDenied, SourceMissing.
     """
     from paceline.manifest import load_key, publish_model, published_record
     from paceline.storage import parse_url
 
-    profile = _profile("embedded", settings)
     if not url.startswith("s3://") or not parse_url(url)[0]:
         raise InvalidInput("not a destination", got=url, wanted="s3://bucket/prefix")
-    store, began = store_of(profile), time.monotonic()
+    profile, store = profile_and_store(settings, state)
+    began = time.monotonic()
     manifest = publish_model(
         directory,
         url,
@@ -95,18 +99,23 @@ def distribute(
     version: str = "",
     activate: bool = True,
     settings: Settings | None = None,
+    state: Path | str | None = None,
 ) -> Distribution:
     """Relay the model at ``source`` (a directory or s3://bucket/prefix) to ``workers`` below the
     directory ``into``, on this machine, and verify every byte there.
 
-    Called again it resumes. On an installation's nodes: ``Client.distribute``. Raises as
-    ``paceline.standalone.distribute``.
+    Called again it resumes. The S3 server is found as by ``publish``. On an installation's nodes:
+    ``Client.distribute``. Raises as ``paceline.standalone.distribute``.
     """
     from paceline.manifest import TrustPolicy
     from paceline.relay.store import StorePolicy
     from paceline.standalone import distribute as relay
 
-    profile = _profile("embedded", settings)
+    objects = None
+    if str(source).startswith("s3://"):
+        profile, objects = profile_and_store(settings, state)
+    else:
+        profile = _profile("embedded", settings)
     return relay(
         source,
         into,
@@ -114,7 +123,7 @@ def distribute(
         topology=topology,
         racks=racks,
         link_mbit=link_mbit(link) if link else None,
-        objects=store_of(profile) if str(source).startswith("s3://") else None,
+        objects=objects,
         digest=digest,
         model_id=model_id,
         version=version,
@@ -260,11 +269,13 @@ def evaluate(
     from paceline.storage import DiskStore
 
     named = models if isinstance(models, Mapping) else {"candidate": models}
-    profile, where = _profile("embedded", settings), str(snapshot)
-    disk = not where.startswith("s3://")
-    if disk and not where.startswith("file://"):
-        where = DiskStore.url_of(Path(where).absolute())
-    store = DiskStore() if disk else store_of(profile, installation(state))
+    where = str(snapshot)
+    if where.startswith("s3://"):
+        profile, store = profile_and_store(settings, state)
+    else:
+        profile, store = _profile("embedded", settings), DiskStore()
+        if not where.startswith("file://"):
+            where = DiskStore.url_of(Path(where).absolute())
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         here = {
             name: model_directory(str(each), Path(scratch) / name, state)
@@ -309,7 +320,7 @@ def model_directory(model: str, into: Path, state: Path | str | None = None) -> 
             got=model,
             wanted="a directory, s3://bucket/prefix, or models:/name@alias of an installation",
         )
-    return download_model(model, into, store_of(Profile(), runtime))
+    return download_model(model, into, _store_of(Profile(), runtime))
 
 
 def installation(state: Path | str | None = None) -> Runtime | None:
@@ -332,7 +343,24 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def store_of(profile: Profile, runtime: Runtime | None = None) -> ObjectStore:
+def profile_and_store(
+    overrides: Settings | None, state: Path | str | None = None, named: str | None = None
+) -> tuple[Profile, ObjectStore]:
+    """Return the settings and the S3 store that a call means.
+
+    They are those of the installation in ``state``, here or of this user's login, with
+    ``overrides``. Where the caller names a profile or a key of ``objects``, or there is no
+    installation, they are the profile's (default: embedded).
+    """
+    given = {key: _plain(value) for key, value in (overrides or {}).items()}
+    elsewhere = named is not None or any(key.startswith("objects") for key in given)
+    if elsewhere or (runtime := installation(state)) is None:
+        profile = load_profile(named or "embedded", given)
+        return profile, _store_of(profile, None)
+    return with_overrides(runtime.profile, given), _store_of(runtime.profile, runtime)
+
+
+def _store_of(profile: Profile, runtime: Runtime | None) -> ObjectStore:
     """Return the store of the installation, else the one that ``profile`` names."""
     from paceline.storage import ObjectStore
 

@@ -12,13 +12,16 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
 
+import paceline as python
 from paceline.client import AccessClient
-from paceline.config import Endpoints, Runtime, save_runtime
-from paceline.errors import InvalidInput, NotFound
+from paceline.config import Endpoints, Runtime, save_runtime, with_overrides
+from paceline.errors import InvalidInput, NotFound, PacelineError
+from paceline.manifest import fetch_manifest
 from paceline.relay.transport import issue_server, make_authority
 from paceline.schemas import (
     FLOW_RESULT,
@@ -32,8 +35,10 @@ from paceline.schemas import (
     flow_result_key,
     schema_text,
 )
+from paceline.storage import ObjectStore
 from tests.api.conftest import FakeAgent, Served, make_model, make_runtime
 from tests.support.command import Ended, paceline
+from tests.support.rclone import RcloneS3
 from tests.support.web import Call, Web, serving
 
 RUN = "0192f0c1-0000-7000-8000-000000000001"
@@ -86,8 +91,12 @@ def prefect_server(prefect: Prefect) -> Iterator[Web]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, prefect_server: Web) -> Iterator[Served]:
+def served(
+    tmp_path_factory: pytest.TempPathFactory, prefect_server: Web, s3: RcloneS3
+) -> Iterator[Served]:
     runtime = make_runtime(tmp_path_factory.mktemp("login") / "state")
+    profile = with_overrides(runtime.profile, {"objects.endpoint_url": s3.endpoint_url})
+    runtime = runtime.model_copy(update={"profile": profile})
     known = Endpoints(prefect_api_url=f"{prefect_server.url}/api", prefect_ui_url="http://prefect")
     server = Served(runtime.model_copy(update={"endpoints": known}))
     server.runtime.state_dir.mkdir()
@@ -491,6 +500,55 @@ def test_doctor_finds_a_clock_that_is_ten_minutes_off(
     found = checks_of()
     assert found["clock"]["status"] == "failed"
     assert re.match(r"60[01] s ahead of", found["clock"]["found"])
+
+
+# --- the installation's object store, with the user's own credentials -----------------------------
+
+
+@pytest.fixture
+def bucket(s3: RcloneS3, laptop: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    """A bucket of the installation's server; a model ``acme`` and credentials on the laptop."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", s3.access_key)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", s3.secret_key)
+    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(name, raising=False)
+    (laptop / "acme").mkdir()
+    (laptop / "acme/w").write_bytes(os.urandom(200_000))
+    store = s3.store()
+    store.ensure_bucket("login-publish")
+    yield store
+    store.delete_prefix("s3://login-publish/acme")
+
+
+PLACE = ("acme", "s3://login-publish/acme/1")
+NOWHERE = "http://127.0.0.1:9"
+
+
+def test_a_program_of_a_laptop_uses_the_installations_object_store(
+    person: Served, bucket: ObjectStore
+) -> None:
+    named: Any = {"model_id": "acme", "version": "1"}
+    with pytest.raises(PacelineError, match=re.escape(NOWHERE)):
+        python.publish(*PLACE, settings={"objects.endpoint_url": NOWHERE}, **named)
+    python.publish(*PLACE, **named, settings={"security.fips": True})
+    assert fetch_manifest(PLACE[1], bucket).piece_hash == "sha256"
+    done = python.distribute(PLACE[1], "here", workers=1, link="400Mbit")
+    assert done.workers_complete == 1
+    with pytest.raises(PacelineError, match=re.escape(NOWHERE)):
+        python.distribute(PLACE[1], "h", settings={"objects.endpoint_url": NOWHERE})
+
+
+def test_a_command_of_a_laptop_keeps_to_what_was_typed(
+    person: Served, bucket: ObjectStore, laptop: Path
+) -> None:
+    publish = ("publish", *PLACE, "--model", "acme", "--version", "1")
+    (laptop / "mine.toml").write_text(f'[objects]\nendpoint_url = "{NOWHERE}"\n')
+    one_line(paceline(*publish, "--profile", "mine.toml"), 75, NOWHERE)
+    one_line(paceline(*publish, "--set", f"objects.endpoint_url={NOWHERE}"), 75, NOWHERE)
+    done = paceline(*publish, "--set", "security.fips=true")
+    assert done.returncode == 0, done.stderr
+    assert fetch_manifest(PLACE[1], bucket).piece_hash == "sha256"
+    one_line(paceline(*publish, "--set", "security.fibs=true"), 2, "fips")
 
 
 def test_doctor_checks_a_control_host(person: Served) -> None:

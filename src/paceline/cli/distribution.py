@@ -137,12 +137,9 @@ def publish(
     )
     from paceline.plan import origin_cap_bytes
     from paceline.registry import import_place
-    from paceline.storage import ObjectStore, parse_url, remote_model
+    from paceline.storage import parse_url, remote_model
 
-    if runtime is not None:
-        settings, store = runtime.profile, ObjectStore.from_runtime(runtime)
-    else:
-        settings, store = objects_of(state, read_profile(profile, overrides))
+    settings, store = objects_of(state, profile, overrides)
     found = remote_model(source, settings) if foreign else None
     if url is None:
         assert found is not None
@@ -322,7 +319,6 @@ def distribute(
     from paceline.standalone import distribute as bring
     from paceline.storage import is_remote
 
-    settings, objects = read_profile(profile, overrides), None
     if is_remote(model_id):
         raise InvalidInput(
             "a remote model is imported first",
@@ -333,7 +329,9 @@ def distribute(
     if model_id.startswith("models:/"):
         model_id = resolve_source(model_id, load_runtime(state_directory(state)))[0]
     if model_id.startswith("s3://"):
-        settings, objects = objects_of(state, settings)
+        settings, objects = objects_of(state, profile, overrides)
+    else:
+        settings, objects = read_profile(profile, overrides), None
     say_only_defects()
     with ends_in_order(), RelayBars() as bars:
         done = bring(

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 from pydantic import BaseModel
 
 from paceline.client import CoordinatorClient
@@ -183,13 +184,16 @@ def read_profile(profile: str, overrides: tuple[str, ...]) -> Profile:
     return load_profile(profile, _pairs(overrides))
 
 
-def objects_of(state: Path | None, profile: Profile) -> tuple[Profile, ObjectStore]:
-    """Return profile and store of the installation in ``state``, here or of this user's login;
-    without one ``profile`` and its store."""
-    from paceline.python_api import installation, store_of
+def objects_of(
+    state: Path | None, profile: str, overrides: tuple[str, ...]
+) -> tuple[Profile, ObjectStore]:
+    """Return the settings and the S3 store that a command means, as ``profile_and_store``; a
+    ``profile`` counts as named where it was typed."""
+    from paceline.python_api import profile_and_store
 
-    runtime = installation(state)
-    return runtime.profile if runtime else profile, store_of(profile, runtime)
+    source = click.get_current_context().get_parameter_source("profile")
+    named = profile if source is ParameterSource.COMMANDLINE else None
+    return profile_and_store(_pairs(overrides), state, named)
 
 
 def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from .loading import (
     load_profile as load_profile,
     toml_value as toml_value,
     with_job_settings as with_job_settings,
+    with_overrides as with_overrides,
 )
 from .login import (
     CLIENT_FILE as CLIENT_FILE,

@@ -159,25 +159,38 @@ def with_job_settings(profile: Profile, given: Mapping[str, object]) -> Profile:
     the installation's. Raises InvalidProfile for these, for unknown keys and for
     values that a profile may not have either.
     """
-    raw = profile.model_dump(mode="json")
-    for key, value in given.items():
+    for key in given:
         section, _, name = key.partition(".")
         allowed = (section == "training" and name) or key in JOB_SETTINGS
         if not allowed:
             raise _not_of_one_training(key)
         if key.count(".") > MAX_JOB_DOTS:
             raise InvalidProfile("not a key of a profile", got=short_repr(key))
-        _set(raw, key, value)
-    try:
-        changed = Profile.model_validate(raw)
-    except ValidationError as error:
-        raise _explain(error, "the settings of this training", given) from error
+    changed = _changed(profile, given, "the settings of this training")
     # Compared, because a section may be given as a whole.
     for key in INSTALLATION_SETTINGS:
         ours = attrgetter(key)
         if ours(changed) != ours(profile):
             raise _not_of_one_training(key)
     return changed
+
+
+def with_overrides(profile: Profile, given: Mapping[str, object]) -> Profile:
+    """Return ``profile`` with dotted overrides as those of ``load_profile``; raises as that."""
+    values = {
+        key: toml_value(value) if isinstance(value, str) else value for key, value in given.items()
+    }
+    return _changed(profile, values, "the installation's settings")
+
+
+def _changed(profile: Profile, given: Mapping[str, object], where: str) -> Profile:
+    raw = profile.model_dump(mode="json")
+    for key, value in given.items():
+        _set(raw, key, value)
+    try:
+        return Profile.model_validate(raw)
+    except ValidationError as error:
+        raise _explain(error, where, given) from error
 
 
 def _not_of_one_training(key: str) -> InvalidProfile:

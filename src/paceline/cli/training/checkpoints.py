@@ -19,7 +19,6 @@ from paceline.errors import CorruptData, SourceMissing
 from paceline.schemas import CheckpointExported, CheckpointShown, CheckpointsShown
 
 if TYPE_CHECKING:
-    from paceline.config import Profile
     from paceline.storage import ObjectStore
     from paceline.training.checkpoint import Generation, Generations
 
@@ -48,7 +47,7 @@ def list_checkpoints(
     from paceline.training.checkpoint import generations_at
 
     settings = read_profile(profile, overrides)
-    generations = generations_at(place, _store(place, settings), settings)
+    generations = generations_at(place, _store(place, profile, overrides), settings)
     found = generations.find()
     shown: list[CheckpointShown] = []
     job_id: str | None = None
@@ -106,7 +105,9 @@ def export_checkpoint(
 
     began = time.monotonic()
     settings = read_profile(profile, overrides)
-    generations, generation = generation_at(place, step, _store(place, settings), settings)
+    generations, generation = generation_at(
+        place, step, _store(place, profile, overrides), settings
+    )
     commit, tensors = export_dcp(
         generations,
         generation,
@@ -132,13 +133,13 @@ def export_checkpoint(
     return 0
 
 
-def _store(place: str, profile: Profile) -> ObjectStore | None:
+def _store(place: str, profile: str, overrides: tuple[str, ...]) -> ObjectStore | None:
     """Return the store of the installation that a command means, where ``place`` is its bucket."""
     if not place.startswith("s3://"):
         return None
     from paceline.storage import parse_url
 
-    settings, store = objects_of(None, profile)
+    settings, store = objects_of(None, profile, overrides)
     return store if parse_url(place)[0] == settings.storage.bucket else None
 
 
