@@ -7,20 +7,27 @@ else's, checkpoints go there. Two ranks run on each of two hosts.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.journeys.fleet import KEY, SECRET, rclone_s3
 from tests.journeys.guide import commands
 from tests.journeys.hosts import Host, Site, site, until
-from tests.journeys.trainers import TYPED, Trainers, add_nodes, make_base, name_of, start_control
+from tests.journeys.trainers import (
+    TYPED,
+    Trainers,
+    add_nodes,
+    make_base,
+    name_of,
+    start_control,
+    started_train,
+    with_steps,
+)
 
 SOURCES = commands("how-to/import-from-a-hub.md")
 CHAMPION = SOURCES["champion"].strip()
@@ -84,26 +91,6 @@ def listeners(host: Host) -> set[str]:
     """Return the addresses at which anything on the host listens."""
     found = host.run("ss", "-Hltn").ok().out.splitlines()
     return {line.split()[3].rpartition(":")[0] for line in found}
-
-
-def with_steps(steps: int) -> str:
-    """Return the page's training, longer."""
-    return TYPED["train"].replace("paceline train", f"paceline train --steps {steps}")
-
-
-def started_train(
-    fleet: Trainers, typed: str = TYPED["train"], log: str = "train"
-) -> subprocess.Popen[Any]:
-    """Type a training; return it once it has made a checkpoint, or ended."""
-    before = checkpoints(fleet)
-    training = fleet.control.start("bash", "-euc", typed, env=fleet.env, log=fleet.logs / log)
-    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
-    return training
-
-
-def checkpoints(fleet: Trainers) -> int:
-    """Return how many generations were committed, as the S3 server's disk shows."""
-    return len(list((fleet.logs / "s3/models/checkpoints").glob("*/*/commit.json")))
 
 
 def test_a_model_is_trained_on_two_hosts_and_rolled_out(fleet: Trainers, laptop: Host) -> None:

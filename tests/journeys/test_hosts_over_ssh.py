@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,14 @@ import pytest
 
 from tests.journeys.fleet import KEY, SECRET, rclone_s3
 from tests.journeys.hosts import SOFTWARE, Host, Site, site, until
-from tests.journeys.trainers import Trainers, make_base, name_of, start_control
+from tests.journeys.trainers import (
+    Trainers,
+    make_base,
+    name_of,
+    start_control,
+    started_train,
+    with_steps,
+)
 
 pytestmark = [
     pytest.mark.netns,
@@ -141,3 +150,36 @@ def test_a_host_that_refuses_the_login_is_named_with_what_to_try(fleet: Trainers
         timeout_s=90,
     )
     stop(fleet, running)
+
+
+def test_a_host_that_is_cut_off_is_used_again_once_it_answers(fleet: Trainers) -> None:
+    """A training goes on with the other host's ranks; the next one has both hosts."""
+    running = fleet.stays("cluster")
+    log, lost = fleet.logs / "cluster-0", fleet.nodes[1]
+    until(lambda: log.read_text().count("Registered to") == 2, "both register", timeout_s=90)
+    if fleet.control.run("test", "-f", "snapshot.json").code:  # the first test, where it ran
+        fleet.type("publish")
+    training = started_train(fleet, with_steps(400), "train-cut")
+    (before,) = workers(lost)
+    fleet.bed.bed.cut(lost.index)
+    cut = time.monotonic()
+    try:
+        assert training.wait(400) == 0, (fleet.logs / "train-cut").read_text()
+        sys.stdout.write(f"trained {time.monotonic() - cut:.0f} s after the cut\n")
+        said = f"host=ops@{lost.address}"
+        until(lambda: said in log.read_text(), "its loss is in the command's log", 60)
+    finally:
+        fleet.bed.bed.mend(lost.index)
+    seconds, trained = time.monotonic() - cut, fleet.answer("trained.json")
+    first = trained["restarts"][0]
+    assert (trained["steps"], trained["ranks"]) == (400, 2)
+    assert name_of(lost) in (first["worker_id"], first["reason"].split()[0]), first
+    sys.stdout.write(f"cut off for {seconds:.0f} s: {first}\n")
+    until(lambda: log.read_text().count("Registered to") == 3, "it is used again", timeout_s=180)
+    assert len(workers(lost)) == 1 and workers(lost) != [before], "one worker, and a new one"
+    fleet.control.run("bash", "-euc", with_steps(70), env=fleet.env).ok()
+    trained = fleet.answer("trained.json")
+    assert (trained["ranks"], trained["restarts"]) == (4, [])
+    stop(fleet, running)
+    for host in fleet.nodes:
+        until(lambda at=host: not at.run("pgrep", "-f", "bin/python").out, "nothing is left")

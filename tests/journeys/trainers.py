@@ -112,3 +112,23 @@ def add_nodes(fleet: Trainers) -> None:
             f"{name_of(host)} joins",
         )
         fleet.stays("worker", host, **fleet.node(host))
+
+
+def with_steps(steps: int) -> str:
+    """Return the page's training, longer."""
+    return TYPED["train"].replace("paceline train", f"paceline train --steps {steps}")
+
+
+def started_train(
+    fleet: Trainers, typed: str = TYPED["train"], log: str = "train"
+) -> subprocess.Popen[Any]:
+    """Type a training; return it once it has made a checkpoint, or ended."""
+    before = checkpoints(fleet)
+    training = fleet.control.start("bash", "-euc", typed, env=fleet.env, log=fleet.logs / log)
+    until(lambda: checkpoints(fleet) > before or training.poll() is not None, "a checkpoint", 180)
+    return training
+
+
+def checkpoints(fleet: Trainers) -> int:
+    """Return how many generations were committed, as the S3 server's disk shows."""
+    return len(list((fleet.logs / "s3/models/checkpoints").glob("*/*/commit.json")))
