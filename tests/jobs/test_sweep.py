@@ -387,12 +387,14 @@ def parsed(words: list[str]) -> click.Context:
 
 
 def test_the_page_of_the_docs_is_what_the_code_takes(sweep: Sweep, tmp_path: Path) -> None:
-    blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```(\w+)(?: \w+)?\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
     space, profile = (text for kind, text in blocks if kind == "toml")
     assert Profile.model_validate(tomllib.loads(profile)).sweeps.storage
     (tmp_path / "docs.toml").write_text(space)
     replace(sweep, space=read_space(tmp_path / "docs.toml")).check(load_profile("embedded"))
     lines = [line for kind, text in blocks if kind == "sh" for line in text.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 3
     for line in lines:
         parsed(shlex.split(line)[1:])

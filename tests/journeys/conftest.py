@@ -100,4 +100,4 @@ def control_software(software: Path, build: Build) -> Path:
 @pytest.fixture(scope="session")
 def plane_software(software: Path, build: Build) -> Path:
     """Return the software of hosts that run flows, ranks, Prefect and MLflow on PostgreSQL."""
-    return build("plane", "base", "control", "train", "torch")
+    return build("plane", "base", "control", "train", "torch", "sweeps")

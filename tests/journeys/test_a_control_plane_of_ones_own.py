@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,7 @@ from tests.journeys.trainers import SMALL, name_of
 pytestmark = [pytest.mark.netns, pytest.mark.nightly, pytest.mark.timeout(900)]
 
 JOBS_PAGE = "how-to/run-training-jobs.md"
+SWEEPS_PAGE = "how-to/sweep-hyper-parameters.md"
 TINY = [
     *SMALL,
     *("--set", "training.steps=20"),  # the shipped base has 2.3 M parameters
@@ -256,6 +258,38 @@ def test_a_researcher_of_a_team_runs_jobs_from_a_laptop(ann: Researcher) -> None
     )
     said = ann.fleet.laptop.run("python", "-c", program, env={**ann.fleet.env, **ann.words})
     assert said.ok().out.startswith("succeeded 14 "), said
+
+
+def test_a_researcher_sweeps_settings_from_a_laptop(ann: Researcher) -> None:
+    """The laptop has the base alone; the installation's Prefect worker runs the sweep."""
+    page, laptop = ROOT / "docs" / SWEEPS_PAGE, ann.fleet.laptop
+    (space,) = re.findall(
+        r"^```toml\n(\[space.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    )
+    laptop.write("space.toml", space)
+    blocks = commands(SWEEPS_PAGE)
+    small = "--trials 3 --parallel 2 --steps 8 --ranks 1 --team nlp"
+    line = blocks["detach"].replace("--trials 16 --parallel 4", small)
+    assert small in line
+    wrong = space.replace("training.learning_rate", "training.learning_rat")
+    laptop.write("wrong.toml", wrong)
+    one_line(ann.types(line.replace("space.toml", "wrong.toml")), 2, "training.learning_rat")
+    began = ann.types(line).ok()
+
+    def trials() -> list[Any]:
+        done = ann.types("paceline sweep report lr --json")
+        return json.loads(done.out)["trials"] if done.code == 0 else []
+
+    ended = ("complete", "pruned")
+    until(lambda: [each["state"] in ended for each in trials()] == [True] * 3, "3 trials", 240)
+    shown = ann.types(blocks["report"]).ok().out
+    sys.stdout.write(f"{began.out}{began.err}\n{shown}\n")
+    best = min(each["value"] for each in trials() if each["state"] == "complete")
+    assert f"{best:.4g}"[:5] in shown and "paceline jobs submit" in shown
+    jobs = json.loads(ann.types("paceline jobs list --team nlp --json").ok().out)["jobs"]
+    swept = {each["job_id"] for each in trials()}
+    assert swept <= {each["job_id"] for each in jobs}, "jobs of the team's queue"
+    assert laptop.run("cat", "lr.html").ok().out.startswith("<!")
 
 
 def test_a_job_that_can_never_run_or_is_not_theirs_is_one_line(ann: Researcher) -> None:
