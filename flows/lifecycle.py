@@ -15,7 +15,7 @@ from paceline.tasks._support.declaring import Approver, Base, Data, JobSettings,
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.summary import summarise
-from paceline.tasks.evaluate import published_tasks
+from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
 
 
@@ -39,8 +39,9 @@ def run_lifecycle(
     here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
     with recorded(run, "lifecycle"):
         published_tasks(run)  # refused, where they are, before any node is busy
-        with_job_settings(run.runtime.profile, settings or {})  # this too
+        profile = with_job_settings(run.runtime.profile, settings or {})  # this too
         inputs = prepare_inputs(data, model, **here)
+        require_judgeable(run, profile, inputs.snapshot_url)
         # Where there is a champion the nodes go on running it until it is replaced.
         first = not has_champion(run, inputs.model_id)
         relayed = distribute_model(inputs.model_id, inputs.version, activate=first, **here)

@@ -10,11 +10,13 @@ from typing import Any
 
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
+from paceline.config import Profile
 from paceline.data import load_snapshot
-from paceline.errors import Conflict, InvalidInput, PermanentError, WorkerLost
+from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import as_markdown, plot_report, read_tasks
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
+from paceline.models import CONFIG_FILE, json_object, user_code_of
 from paceline.registry import lineage
 from paceline.schemas import (
     Evaluated,
@@ -38,6 +40,7 @@ from paceline.tasks._support.scores import (
     scores_in_parts,
 )
 from paceline.tasks._support.stages import stage
+from paceline.training.user_code import Task, check, parse, require_allowed
 
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
 MODEL_BYTES = 400_000_000
@@ -118,6 +121,38 @@ def published_tasks(run: Run) -> tuple[str, str]:
     return url, manifest.digest
 
 
+def require_judgeable(run: Run, profile: Profile, snapshot_url: str) -> None:
+    """Raise what ``user_code.check`` does, before any node is busy, where ``profile`` trains by
+    user code whose model could not be judged on this snapshot."""
+    if not (code_ref := profile.training.code_ref):
+        return
+    task = Task(
+        seed=profile.training.seed,
+        context=profile.model.context,
+        vocabulary=load_snapshot(snapshot_url, run.store).vocabulary.vocab_size,
+        parameters=profile.model.parameters,
+    )
+    sources = run.runtime.profile.security.code_sources
+    check(code_ref, sources, run.runtime.state_dir / "code", task, judged=True)
+
+
+def _require_buildable(run: Run, export_url: str) -> None:
+    """Raise SourceMissing where the candidate's export does not say how it is built, AccessDenied
+    where that is by user code that is not allowed."""
+    url = f"{export_url}/{CONFIG_FILE}"
+    try:
+        config = user_code_of(json_object(run.store.get_bytes(url), url), url)
+    except SourceMissing as error:
+        raise SourceMissing(
+            "nothing says how the candidate is built",
+            got=f"no {CONFIG_FILE}, as of user code before this release",
+            where=export_url,
+            do="Run the same `train` again, which exports anew, and evaluate its result.",
+        ) from error
+    if config is not None:
+        require_allowed(parse(config.code_ref), run.runtime.profile.security.code_sources)
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -155,6 +190,7 @@ def evaluate(
     run was cancelled; the same call is safe to repeat.
     """
     profile = run.runtime.profile
+    _require_buildable(run, models["candidate"]["url"])
     tasks_url, tasks_digest = published_tasks(run)
     spec = EvaluationSpec(
         run_id=run.run_id,

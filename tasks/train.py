@@ -133,7 +133,8 @@ def train(
         inputs,
         work,
         still_true=lambda o: (
-            bool(run.store.list(o["export_url"]))  # a user's own model has no config.json
+            # an export of user code by an older release has no config: it is exported anew
+            run.store.exists(f"{o['export_url']}/{CONFIG_FILE}")
             and _is_recorded(run, o, config_digest(job))
         ),
         describe=lambda o: (

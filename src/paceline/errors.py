@@ -47,6 +47,8 @@ from __future__ import annotations
 
 from paceline.text import printable, without_passwords
 
+MAX_PART_CHARACTERS = 2000  # of an error's part in a record
+
 
 class PacelineError(Exception):
     """Root of every error that Paceline raises on purpose."""
@@ -111,6 +113,25 @@ def _rebuild(
     kind: type[PacelineError], what: str, got: object, wanted: object, where: object, do: str | None
 ) -> PacelineError:
     return kind(what, got=got, wanted=wanted, where=where, do=do)
+
+
+def to_record(error: PacelineError) -> dict[str, str | None]:
+    """Return the class and the parts of ``error`` as JSON values, each cut to a bounded length."""
+    parts = {"what": error.what, "do": error.do}
+    parts |= {each: getattr(error, each) for each in ("got", "wanted", "where")}
+    return {"code": error.code} | {
+        name: None if each is None else str(each)[:MAX_PART_CHARACTERS]
+        for name, each in parts.items()
+    }
+
+
+def from_record(record: dict[str, str | None]) -> PacelineError:
+    """Return the error of ``record``; raises KeyError for what ``to_record`` did not return."""
+    parts = dict(record)
+    kind = globals()[str(parts.pop("code"))]
+    if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
+        raise KeyError(kind)
+    return _rebuild(kind, str(parts["what"]), *(parts[x] for x in ("got", "wanted", "where", "do")))
 
 
 def short_repr(value: object, most: int = 1000) -> str:

@@ -264,8 +264,9 @@ def evaluate(
     its URL; ``models`` are as for ``load``. In this process, on a GPU that has room, else the CPU;
     nothing is recorded, so a promotion needs `paceline evaluate`. Raises as
     ``paceline.data.load_snapshot``; a model that cannot be scored is in the report's ``failures``.
+    A module of user code runs where ``settings`` allow it (``security.code_sources``).
     """
-    from paceline.evaluation import compare
+    from paceline.evaluation import AllowedCode, compare
     from paceline.storage import DiskStore
 
     named = models if isinstance(models, Mapping) else {"candidate": models}
@@ -281,7 +282,8 @@ def evaluate(
             name: model_directory(str(each), Path(scratch) / name, state)
             for name, each in named.items()
         }
-        return compare(here, where, store, Path(scratch) / "cache", profile.evaluation)
+        allowed = AllowedCode(profile.security.code_sources, Path(scratch) / "code")
+        return compare(here, where, store, Path(scratch) / "cache", profile.evaluation, allowed)
 
 
 def load(

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +16,8 @@ from paceline.data import Batch
 from paceline.training.loop import CPU
 from paceline.training.user_code import Task, load, tree_digest
 
-OWN = Path(__file__).parents[2] / "examples" / "own_model"
+ROOT = Path(__file__).parents[2]
+OWN = ROOT / "examples" / "own_model"
 
 
 def test_the_example_of_a_model_of_ones_own_is_one(tmp_path: Path) -> None:
@@ -33,3 +39,28 @@ def test_the_example_of_a_model_of_ones_own_is_one(tmp_path: Path) -> None:
     logits_BTV = model(seen_BT)
     assert torch.equal(logits_BTV[0, :12], logits_BTV[1, :12]), "no position sees what follows it"
     assert not torch.equal(logits_BTV[0, 12:], logits_BTV[1, 12:])
+
+
+def test_the_page_trains_and_judges_it(tmp_path: Path) -> None:
+    """docs/how-to/train-your-own-model.md: its first block and its program, as they are there."""
+    page = (ROOT / "docs/how-to/train-your-own-model.md").read_text()
+    train = re.findall(r"^```sh\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)[0]
+    (judge,) = re.findall(r"^```python\n(import .*?)^```$", page, re.MULTILINE | re.DOTALL)
+    shutil.copytree(OWN, tmp_path / "examples/own_model")
+    shutil.copytree(ROOT / "docs/decisions", tmp_path / "docs")
+    assert "training.steps=200" in train
+    bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    said = ""
+    for command in (
+        ["bash", "-ec", train.replace("steps=200", "steps=3")],
+        [sys.executable, "-c", judge],
+    ):
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | {"PATH": bin_first}, capture_output=True,
+            text=True, timeout=100, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        said = done.stdout
+    figures = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
+    assert list(figures) == ["candidate", "ngram", "gzip", "xz"]
+    assert 0 < float(figures["candidate"][0]) < 10 and 0 < float(figures["candidate"][1]) < 1

@@ -1,5 +1,13 @@
+from .batching.fill import token_dtype as token_dtype
 from .build import SkippedSamples as SkippedSamples, build_snapshot as build_snapshot
 from .chat import ChatTemplate as ChatTemplate, template_files as template_files
+from .child_process import (
+    DONE as DONE,
+    FAILED as FAILED,
+    ChildProcess as ChildProcess,
+    how_ended as how_ended,
+    serve as serve,
+)
 from .loading.batch import Batch as Batch
 from .loading.shards import (
     WHITE_SPACE as WHITE_SPACE,

@@ -48,6 +48,11 @@ class ChildProcess:
                 pass_fds=[theirs.fileno()],
             )
 
+    @property
+    def pid(self) -> int:
+        """Return the process's id."""
+        return self._process.pid
+
     def wait_until_ready(self) -> None:
         """Wait until the child is ready for requests; raises WorkerLost with the reason."""
         try:

@@ -27,3 +27,4 @@ from .scoring import (
 from .tasks import read_tasks as read_tasks, score_tasks as score_tasks
 from .text_model import TextModel as TextModel, device_for as device_for
 from .transformer import score_transformer as score_transformer, windows as windows
+from .user_model import AllowedCode as AllowedCode

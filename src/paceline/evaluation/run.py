@@ -38,6 +38,7 @@ from paceline.evaluation.held_out import (
 from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import score_tasks
+from paceline.evaluation.user_model import AllowedCode
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.schemas import (
     EvaluationReport,
@@ -59,6 +60,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     standard output."""
     runtime = load_runtime(spec.state_dir)
     store = ObjectStore.from_runtime(runtime)
+    sources = runtime.profile.security.code_sources
+    allowed = AllowedCode(sources, runtime.state_dir / "code")
     cache_dir = runtime.state_dir / "cache"
     scratch_dir = runtime.state_dir / "work"
     scratch_dir.mkdir(parents=True, exist_ok=True)
@@ -90,7 +93,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     ):
         models = {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()}
         if spec.share is not None:
-            score_share(models, share_of(held_out, *spec.share), tokenizer, on_scored, _progress)
+            part = share_of(held_out, *spec.share)
+            score_share(models, part, tokenizer, on_scored, _progress, allowed)
             return None
         report = score_models(
             models,
@@ -100,12 +104,13 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             snapshot_digest=snapshot.digest,
             on_progress=_progress,
             tokenizer=tokenizer,
+            allowed=allowed,
             known=[each for each in spec.known if len(each.bits) == len(held_out)],
             on_scored=on_scored,
             on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
         )
         if spec.tasks_url:
-            report = _with_tasks(report, spec, models, store, Path(scratch))
+            report = _with_tasks(report, spec, models, store, Path(scratch), allowed)
         began = time.monotonic()
         try:
             compared = overlaps[0].result()
@@ -122,6 +127,7 @@ def compare(
     store: ObjectStore,
     cache_dir: Path,
     settings: EvaluationSettings,
+    allowed: AllowedCode | None = None,
 ) -> EvaluationReport:
     """Return every model's score on the held-out split of the snapshot at ``snapshot_url``, beside
     the simple baselines, in this process: nothing is recorded, or compared with training data."""
@@ -136,6 +142,7 @@ def compare(
         snapshot_digest=snapshot.digest,
         on_progress=lambda _fraction, _message: None,
         tokenizer=tokenizer,
+        allowed=allowed,
     )
 
 
@@ -170,6 +177,7 @@ def _with_tasks(
     models: dict[str, Path],
     store: ObjectStore,
     scratch: Path,
+    allowed: AllowedCode,
 ) -> EvaluationReport:
     """Return ``report`` with the tasks' scores, of every model that could be scored."""
     began = time.monotonic()
@@ -189,6 +197,7 @@ def _with_tasks(
         spec.settings,
         scratch=scratch,
         on_progress=lambda fraction, message: _progress(0.9 + 0.08 * fraction, message),
+        allowed=allowed,
     )
     seconds = report.seconds + time.monotonic() - began
     return report.model_copy(

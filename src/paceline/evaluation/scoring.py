@@ -26,6 +26,7 @@ from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
 from paceline.evaluation.transformer import MILLION, score_transformer
+from paceline.evaluation.user_model import AllowedCode
 from paceline.models import local_model_digest
 from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
 
@@ -96,6 +97,7 @@ def score_models(
     snapshot_digest: str,
     on_progress: OnProgress,
     tokenizer: Tokenizer | None = None,
+    allowed: AllowedCode | None = None,
     known: Sequence[RecordedScore] = (),
     on_scored: OnScored = lambda _subject, _bits, _facts: None,
     on_models_scored: Callable[[], None] = lambda: None,
@@ -103,8 +105,9 @@ def score_models(
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
     ``train`` returns the training text, if it is needed. Each model reads the text by its own
-    tokenizer; ``tokenizer`` is the snapshot's, for models that carry none. Of conversations only
-    what assistants say is scored: models see what precedes it, the baselines do not. A model that
+    tokenizer; ``tokenizer`` is the snapshot's, for models that carry none, and ``allowed`` the user
+    code that may run (None: none). Of conversations only what assistants say is scored: models see
+    what precedes it, the baselines do not. A model that
     cannot be scored (wrong format, NaN, a tokenizer that loses text) has no score and an entry in
     ``failures``. ``known`` scores on the same documents, found by the digest of the model's files,
     are not computed again; each new one is passed to ``on_scored`` (subject, bits by document,
@@ -131,7 +134,7 @@ def score_models(
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
         def score(directory: Path = directory) -> tuple[Reals, Mapping[str, Any]]:
-            return score_transformer(directory, held_out, show, tokenizer).split()
+            return score_transformer(directory, held_out, show, tokenizer, allowed).split()
 
         try:
             found = once(local_model_digest(directory), score)
@@ -174,6 +177,7 @@ def score_share(
     tokenizer: Tokenizer,
     on_scored: OnScored,
     on_progress: OnProgress,
+    allowed: AllowedCode | None = None,
 ) -> None:
     """Score each model on a share of the documents and pass that to ``on_scored``.
 
@@ -189,7 +193,7 @@ def score_share(
             if (subject := local_model_digest(directory)) in done:
                 continue
             done.add(subject)
-            scored = score_transformer(directory, held_out, show, tokenizer)
+            scored = score_transformer(directory, held_out, show, tokenizer, allowed)
         except PermanentError as error:
             log.warning("not scored model=%s: %s", name, error.one_line())
             continue

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from paceline.evaluation.text_model import TextModel
+from paceline.evaluation.user_model import UserModel
 from paceline.schemas import Serving
 from paceline.system import processor
 
@@ -82,9 +83,12 @@ def _reset_peak() -> bool:
 
 
 def _peak_bytes(model: TextModel) -> int | None:
+    process, of_user = _PROCESS, isinstance(model.network, UserModel)
+    if of_user:
+        process = _PROCESS.with_name(str(model.network.pid))
     if model.device.type == "cuda":
         import torch
 
-        return torch.cuda.max_memory_allocated(model.device)
-    found = re.search(rf"^{PEAK}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
+        return None if of_user else torch.cuda.max_memory_allocated(model.device)
+    found = re.search(rf"^{PEAK}:\s+(\d+) kB$", (process / "status").read_text(), re.MULTILINE)
     return None if found is None else 1024 * int(found[1])

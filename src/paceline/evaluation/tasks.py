@@ -20,6 +20,7 @@ from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.evaluation.scoring import Resampler
 from paceline.evaluation.text_model import TextModel
+from paceline.evaluation.user_model import AllowedCode
 from paceline.extras import require_extras
 from paceline.schemas import Interval, TaskScore
 
@@ -121,6 +122,7 @@ def score_tasks(
     *,
     scratch: Path,
     on_progress: Progress,
+    allowed: AllowedCode | None = None,
 ) -> tuple[TaskScore, ...]:
     """Return each metric of each task in ``directory``, of every one of ``models``.
 
@@ -132,7 +134,8 @@ def score_tasks(
     values: dict[tuple[str, str], dict[str, list[float]]] = {}
     for number, (name, where) in enumerate(models.items()):
         on_progress(number / len(models), f"{name}: {len(configs)} tasks")
-        for key, figures in _figures(configs, TextModel.open(where), scratch).items():
+        model = TextModel.open(where, allowed=allowed)
+        for key, figures in _figures(configs, model, scratch).items():
             values.setdefault(key, {})[name] = figures
     return tuple(
         _task_score(task, metric, by_model, settings)

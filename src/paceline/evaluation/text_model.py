@@ -7,6 +7,7 @@ the weights, else on the CPU.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,15 @@ from numpy.typing import NDArray
 
 from paceline.data import Tokenizer, open_tokenizer
 from paceline.errors import InvalidInput
-from paceline.models import TOKENIZER_FILE, is_pretrained, require_tokenizer, weight_files
+from paceline.evaluation.user_model import AllowedCode, UserModel
+from paceline.models import (
+    TOKENIZER_FILE,
+    UserCodeConfig,
+    is_pretrained,
+    read_user_code,
+    require_tokenizer,
+    weight_files,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +39,7 @@ log = logging.getLogger(__name__)
 Tokens = NDArray[np.int64]
 
 MAX_CONTEXT = 1024  # tokens of a row of a model of others: theirs may be a million
+FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 GPU_MARGIN_BYTES = 2 * 1024**3  # beside the weights: activations, logits, the libraries' buffers
 
 
@@ -54,16 +64,22 @@ class TextModel:
         directory: Path,
         of_the_data: Tokenizer | None = None,
         device: torch.device | None = None,
+        allowed: AllowedCode | None = None,
     ) -> TextModel:
         """Return the model in ``directory``, on ``device`` (default: ``device_for``).
 
         ``of_the_data`` is for a model of ours that was trained with this tokenizer and has no copy.
+        A user's module runs in a process of its own, by code that is ``allowed`` (None: refused).
         Raises InvalidInput where the model is not in safetensors, or its tokenizer is not here or
-        does not fit it; CorruptData and SourceMissing as ``models`` does.
+        does not fit it; CorruptData and SourceMissing as ``models`` does; for a user's module also
+        AccessDenied and TrainingFailed.
         """
         weight_files(directory)  # refuses pickled ones
         path = directory / TOKENIZER_FILE
         own = open_tokenizer(str(path)) if path.is_file() else None
+        if (of_user := read_user_code(directory)) is not None:
+            tokenizer = own or open_tokenizer("bytes")
+            return cls._of_user(directory, of_user, tokenizer, device, allowed)
         if is_pretrained(directory):
             from paceline.models import Pretrained
 
@@ -106,6 +122,41 @@ class TextModel:
             dtype=config.torch_dtype,
         )
 
+    @classmethod
+    def _of_user(
+        cls,
+        directory: Path,
+        config: UserCodeConfig,
+        tokenizer: Tokenizer,
+        device: torch.device | None,
+        allowed: AllowedCode | None,
+    ) -> TextModel:
+        from paceline.models import stored_tensors
+
+        require_tokenizer(config, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+        if allowed is None:
+            raise InvalidInput(
+                "a model of user code is judged, and not opened otherwise",
+                got=f"code_ref {config.code_ref}",
+                wanted="`paceline evaluate`, or paceline.evaluate in Python",
+                where=directory,
+            )
+        stored = stored_tensors(directory).values()
+        device = device or device_for(sum(math.prod(each.shape) for each in stored))
+        network = UserModel(directory, config.code_ref, allowed, str(device))
+        return cls(
+            directory=directory,
+            network=network,
+            device=device,
+            tokenizer=tokenizer,
+            vocabulary=network.width,
+            separator=config.bos_token_id,
+            context=config.max_position_embeddings,
+            longest_context=config.max_position_embeddings,
+            parameters=network.parameters,
+            dtype=", ".join(sorted({FLOATS[x.dtype] for x in stored if x.dtype in FLOATS})),
+        )
+
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return logits_BTV, on the model's device."""
         logits_BTV: Tensor = self.network(tokens_BT.to(self.device))
@@ -116,16 +167,17 @@ class TextModel:
 
         For a row that grows: keys and values of tokens that it was called with are kept. A row
         longer than the context is computed whole, from its last tokens, at each call: every token
-        of it then has another position than before.
+        of it then has another position than before. So is each row of a user's module.
         """
         import torch
 
-        cache, known = self.network.new_cache(), 0
+        cached = not isinstance(self.network, UserModel)
+        cache, known = self.network.new_cache() if cached else None, 0
 
         def next_logits(row: list[int]) -> Tensor:
             nonlocal known
             with torch.inference_mode():
-                if len(row) > self.context:
+                if not cached or len(row) > self.context:
                     return self.forward(torch.tensor([row[-self.context :]]))[0, -1].float().cpu()
                 new, known = row[known:], len(row)
                 tokens_1T = torch.tensor([new], device=self.device)

@@ -24,6 +24,7 @@ from paceline.errors import CorruptData, InvalidInput
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
 from paceline.evaluation.serving import measure_serving
 from paceline.evaluation.text_model import TextModel, Tokens
+from paceline.evaluation.user_model import AllowedCode, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
 
@@ -90,16 +91,22 @@ def score_transformer(
     held_out: Sequence[HeldOutDocument],
     on_progress: Callable[[float], None],
     tokenizer: Tokenizer | None = None,
+    allowed: AllowedCode | None = None,
 ) -> TransformerScore:
     """Return how well the model in ``directory`` predicts ``held_out``.
 
     ``tokenizer`` is that of the data, for a model that was trained with it and has no copy, and for
-    conversations. Raises CorruptData where its predictions are not finite, InvalidInput where it is
-    not in safetensors, or its tokenizer is not here, does not fit it, does not keep the text, or is
-    not that of the conversations.
+    conversations; ``allowed`` is for user code (``TextModel.open``). Raises CorruptData where its
+    predictions are not finite, InvalidInput where it is not in safetensors, or its tokenizer is not
+    here, does not fit it, does not keep the text, or is not that of the conversations; for user
+    code also what its process raises.
     """
     with one_core_an_operation() as cores:
-        model, serving = measure_serving(lambda: TextModel.open(directory, tokenizer))
+        model, serving = measure_serving(
+            lambda: TextModel.open(directory, tokenizer, allowed=allowed)
+        )
+        if isinstance(model.network, UserModel):
+            model.network.threads = cores  # its calls come one by one
         read = [_read(model, each, tokenizer) for each in held_out]
         bits_D, bins = _bits(model, read, on_progress, _threads(model, cores))
     return TransformerScore(
@@ -151,8 +158,9 @@ def batch_rows(model: TextModel) -> int:
 
 
 def _threads(model: TextModel, cores: int) -> int:
-    """Return how many threads keep the logits within their limit; one drives a GPU."""
-    if model.device.type != "cpu":
+    """Return how many threads keep the logits within their limit; one drives a GPU, or a process
+    of user code."""
+    if model.device.type != "cpu" or isinstance(model.network, UserModel):
         return 1
     batch_bytes = 4 * model.vocabulary * model.context * batch_rows(model)
     return max(1, min(cores, LOGITS_BYTES // batch_bytes))

@@ -10,6 +10,7 @@ from .attention import exclude_from_compilation as exclude_from_compilation
 from .config import (
     SEPARATOR_BYTE as SEPARATOR_BYTE,
     ModelConfig as ModelConfig,
+    UserCodeConfig as UserCodeConfig,
     config_for as config_for,
     count_parameters as count_parameters,
     require_tokenizer as require_tokenizer,
@@ -27,12 +28,19 @@ from .files import (
     read_config as read_config,
     read_index as read_index,
     read_json as read_json,
+    read_user_code as read_user_code,
     require_whole as require_whole,
+    user_code_of as user_code_of,
     weight_files as weight_files,
     weights_digest as weights_digest,
 )
 from .pretrained import Pretrained as Pretrained
-from .tensor_files import not_finite as not_finite
+from .tensor_files import (
+    fill as fill,
+    not_finite as not_finite,
+    require_finite as require_finite,
+    stored_tensors as stored_tensors,
+)
 from .transformer import (
     Transformer as Transformer,
     new_model as new_model,

@@ -7,7 +7,7 @@ tools read them. Does not import torch.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -147,6 +147,26 @@ def config_for(
             do="Raise model.parameters, or use a tokenizer with fewer tokens.",
         )
     return best
+
+
+USER_CODE: Final = "paceline-user-code"
+
+
+class UserCodeConfig(Record):
+    """What builds a module of a user's own again: ``config.json`` of its export.
+
+    The code itself is not in the export: ``code_ref`` names and pins it. The other fields but the
+    last two are those of the ``Task`` that the training passed to it.
+    """
+
+    model_type: Literal["paceline-user-code"] = USER_CODE
+    code_ref: str
+    seed: int
+    parameters: int = Field(ge=1)  # as asked for
+    max_position_embeddings: int = Field(ge=1, le=1_048_576)  # tokens of a row
+    vocab_size: int = Field(ge=2, le=4_194_304)
+    bos_token_id: int = Field(ge=0)  # between documents
+    tokenizer_digest: str = ""  # SHA-256 of its tokenizer.json; "": bytes
 
 
 class HasVocabulary(Protocol):

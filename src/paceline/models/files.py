@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing, short_repr
-from paceline.models.config import ModelConfig
+from paceline.models.config import USER_CODE, ModelConfig, UserCodeConfig
 from paceline.schemas import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
@@ -26,6 +26,8 @@ SUFFIX = ".safetensors"
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
+Config = TypeVar("Config", ModelConfig, UserCodeConfig)
+
 
 def read_config(directory: Path) -> ModelConfig:
     """Return the model configuration in ``directory/config.json``.
@@ -33,8 +35,33 @@ def read_config(directory: Path) -> ModelConfig:
     Raises SourceMissing where there is none, InvalidInput where it is not one of our models.
     """
     path = Path(directory) / CONFIG_FILE
+    raw = read_json(path)
+    if raw.get("model_type") == USER_CODE:
+        raise InvalidInput(
+            "a model of user code is built by that code alone",
+            got=f"code_ref {raw.get('code_ref')}",
+            wanted="a model of Paceline's or of transformers",
+            where=path,
+            do="Train it with training.code_ref; judge it with `paceline evaluate`.",
+        )
+    return _parsed(ModelConfig, raw, path)
+
+
+def read_user_code(directory: Path) -> UserCodeConfig | None:
+    """Return what builds the user's module whose weights are in ``directory``; None where its
+    ``config.json`` is of another model. Raises what ``read_config`` does."""
+    path = Path(directory) / CONFIG_FILE
+    return user_code_of(read_json(path), path)
+
+
+def user_code_of(raw: dict[str, Any], where: Path | str) -> UserCodeConfig | None:
+    """Return what the ``config.json`` that ``raw`` is says of user code; None of another model."""
+    return _parsed(UserCodeConfig, raw, where) if raw.get("model_type") == USER_CODE else None
+
+
+def _parsed(kind: type[Config], raw: dict[str, Any], path: Path | str) -> Config:
     try:
-        return ModelConfig.model_validate(read_json(path))
+        return kind.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
         raise InvalidInput(
@@ -53,11 +80,13 @@ def is_pretrained(directory: Path) -> bool:
 
 def lies_as_pretrained(names: Collection[str], read: Callable[[], dict[str, Any]]) -> bool:
     """Return whether files ``names`` with the config that ``read`` returns are in transformers'
-    layout. Ours has an index and no other setting in its config than ours.
+    layout. Ours has an index and no other setting in its config than ours, or is of user code.
     """
     if INDEX_FILE not in names and any(each.endswith(SUFFIX) for each in names):
         return True
     config = read()
+    if config.get("model_type") == USER_CODE:
+        return False
     known = set(config) <= set(ModelConfig.model_fields)
     return not (known and config.get("model_type", "llama") == "llama")
 

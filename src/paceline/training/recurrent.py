@@ -192,6 +192,11 @@ class RecurrentWorkload:
             weight=float(batch.weights_BT.sum(dtype=np.float64)),
         )
 
+    def logits(self, outputs: Any) -> Tensor:
+        """Return the logits_BTV of the model's outputs."""
+        logits_BTV: Tensor = outputs[0]
+        return logits_BTV
+
     def loss_sum(self, outputs: Any, *targets: Tensor) -> Tensor:
         """Return Σ weight × cross-entropy; store the rows' final states for the next batch."""
         logits_BTV, state_BLD = outputs

@@ -363,7 +363,8 @@ def summary(job: TrainJob, result: TrainResult) -> list[str]:
         lines.append(f"  traces        {record / 'traces'} (for Perfetto)")
     model = display_url(result.export_url)
     lines.append(f"  model         {model}")
-    lines.append(f"  look at it    paceline generate {shlex.quote(model)} PROMPT")
+    if not job.settings.code_ref:  # of user code: it is judged, not asked
+        lines.append(f"  look at it    paceline generate {shlex.quote(model)} PROMPT")
     if job.settings.lora is not None:
         lines.append(f"  adapter       {display_url(checkpoints_url(job))}/adapter")
     if result.ledger is not None:

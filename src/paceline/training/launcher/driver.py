@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from paceline.config import load_runtime
 from paceline.errors import Conflict, InvalidInput, SourceMissing, TemporaryError, TrainingFailed
+from paceline.models import CONFIG_FILE
 from paceline.schemas import RankEvent, TrainJob, TrainResult, canonical_json
 from paceline.storage import ObjectStore, join_url, open_store
 from paceline.training.identity import config_digest, training_inputs
@@ -130,8 +131,9 @@ def stored_result(job: TrainJob, store: ObjectStore) -> TrainResult | None:
             where=where,
             do="Use another job id.",
         )
-    if not store.list(result.export_url):
-        log.warning("a finished job's model is gone, it is exported again url=%s", where)
+    # Older versions exported user code without a config: nothing said how it is built.
+    if not store.exists(join_url(result.export_url, CONFIG_FILE)):
+        log.warning("a finished job's model is not whole, it is exported again url=%s", where)
         return None
     # Older versions did not store these fields; the job with the same configuration has them.
     return result.model_copy(update=training_inputs(job))

@@ -69,6 +69,7 @@ from .step_guard import (
 )
 from .weight_average import WeightAverage as WeightAverage
 from .workload import (
+    HasLogits as HasLogits,
     Inputs as Inputs,
     LossSums as LossSums,
     TransformerWorkload as TransformerWorkload,

@@ -24,9 +24,11 @@ from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import (
+    CONFIG_FILE,
     TOKENIZER_FILE,
     Adapters,
     Pretrained,
+    UserCodeConfig,
     base_name,
     merge_adapters,
     not_finite,
@@ -59,6 +61,7 @@ from paceline.training.loop.weight_average import WeightAverage
 from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise
+from paceline.training.user_code import task_of
 
 ADAPTER = "adapter"  # directory beside the export
 TRACE_REQUEST = "trace"  # file in the state directory; touching it profiles the next step
@@ -329,7 +332,9 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
         return {}
     if its.adapters is not None:
         _upload_adapters(its, adapters)
-    if its.config is not None and (file := tokenizer_file(its.snapshot, its.store)):
+    if its.job.settings.code_ref:
+        write_durably(directory / CONFIG_FILE, _user_code_config(its), 0o666)
+    if its.pretrained is None and (file := tokenizer_file(its.snapshot, its.store)):
         write_durably(directory / TOKENIZER_FILE, file, 0o666)
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
     for path in sorted(directory.iterdir()):
@@ -337,6 +342,21 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
     digest = weights_digest(directory)
     shutil.rmtree(directory, ignore_errors=True)
     return {"export_url": url, "weights_digest": digest}
+
+
+def _user_code_config(its: RankContext) -> bytes:
+    vocabulary = its.snapshot.vocabulary
+    task = task_of(its.job, its.runtime.profile, vocabulary.vocab_size)
+    config = UserCodeConfig(
+        code_ref=its.job.settings.code_ref,
+        seed=task.seed,
+        parameters=task.parameters,
+        max_position_embeddings=task.context,
+        vocab_size=task.vocabulary,
+        bos_token_id=vocabulary.separator,
+        tokenizer_digest=vocabulary.sha256 or "",
+    )
+    return f"{config.model_dump_json(indent=2)}\n".encode()
 
 
 def _merged(its: RankContext, state: TrainState) -> dict[str, Tensor]:

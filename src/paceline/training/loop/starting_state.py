@@ -185,15 +185,8 @@ def _load_task(
     if job.settings.code_ref:
         from paceline.training import user_code as code_ref
 
-        profile = runtime.profile
-        size = task_size_of(job, profile)
-        task = code_ref.Task(
-            seed=job.settings.seed,
-            context=size.context,
-            vocabulary=vocabulary.vocab_size,
-            parameters=size.parameters or profile.model.parameters,
-        )
-        sources = profile.security.code_sources
+        task = code_ref.task_of(job, runtime.profile, vocabulary.vocab_size)
+        sources = runtime.profile.security.code_sources
         workload = code_ref.load(job.settings.code_ref, sources, node / "code", task)
         model = workload.build()
     elif is_pretrained(directory := verified_base(node, job)):

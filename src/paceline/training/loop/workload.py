@@ -82,6 +82,15 @@ class Workload(Protocol):
 
 
 @runtime_checkable
+class HasLogits(Protocol):
+    """A language model whose module does not return the logits of the next token alone."""
+
+    def logits(self, outputs: Any) -> Tensor:
+        """Return logits_BTV of what the module returned; those at t are of the token after t."""
+        ...
+
+
+@runtime_checkable
 class HasFigures(Protocol):
     """A training task with figures of its own beside the loss."""
 

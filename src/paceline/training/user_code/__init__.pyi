@@ -4,6 +4,7 @@ from .loading import (
     fetch as fetch,
     load as load,
     require_workload as require_workload,
+    task_of as task_of,
 )
 from .reference import (
     module_digest as module_digest,

@@ -16,19 +16,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline import errors
 from paceline.config import TrainingSettings, scrub_variables
-from paceline.errors import InvalidInput, PacelineError, TrainingFailed
-from paceline.training.identity import task_size_of
-from paceline.training.user_code.loading import MAX_MESSAGE_CHARACTERS, Task, load, user_code_error
-from paceline.training.user_code.reference import CodeRef, parse, require_allowed
+from paceline.errors import PacelineError, TrainingFailed, from_record, to_record
+from paceline.training.user_code.loading import (
+    MAX_MESSAGE_CHARACTERS,
+    Task,
+    build_model,
+    load,
+    task_of,
+)
+from paceline.training.user_code.reference import parse, require_allowed
 
 if TYPE_CHECKING:
     from torch import nn
 
     from paceline.config import Runtime
     from paceline.schemas import TrainJob
-    from paceline.training.loop import Workload
 
 CHECK_S = 180.0  # import, call and build
 
@@ -40,12 +43,14 @@ def check(
     task: Task,
     *,
     settings: TrainingSettings | None = None,
+    judged: bool = False,
     deadline_s: float = CHECK_S,
 ) -> None:
     """Load the reference and build its model in a process of its own, before any rank starts.
 
     Raises what ``load`` raises, with the same fields, and InvalidInput where ``settings`` name
-    layers or parameters that the model does not have. The process gets no ambient credentials.
+    layers or parameters that the model does not have, or where it is to be ``judged`` and gives no
+    logits (``NextTokens``). The process gets no ambient credentials.
     """
     ref = parse(text)
     require_allowed(ref, sources)
@@ -56,6 +61,7 @@ def check(
         "sources": list(sources),
         "cache": str(cache),
         "task": asdict(task),
+        "judged": judged,
     }
     asked["settings"] = None if settings is None else settings.model_dump()
     command = [sys.executable, "-m", "paceline.training.user_code.checking"]
@@ -79,8 +85,7 @@ def check(
     if done.returncode == 0:
         return
     try:
-        said = json.loads(done.stdout.splitlines()[-1])
-        kind = _KINDS[said["code"]]
+        refused = from_record(json.loads(done.stdout.splitlines()[-1]))
     except (ValueError, KeyError, IndexError, TypeError) as error:
         tail = done.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise TrainingFailed(
@@ -88,31 +93,16 @@ def check(
             got=f"exit code {done.returncode}: {tail[0][:MAX_MESSAGE_CHARACTERS]}",
             where=ref.where,
         ) from error
-    raise kind(
-        said["what"], got=said["got"], wanted=said["wanted"], where=said["where"], do=said["do"]
-    )
+    raise refused
 
 
 def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
     """Check the job's user code before any rank starts; see ``check``."""
     if not job.settings.code_ref:
         return
-    size = task_size_of(job, runtime.profile)
-    task = Task(
-        seed=job.settings.seed,
-        context=size.context,
-        vocabulary=vocabulary,
-        parameters=size.parameters or runtime.profile.model.parameters,
-    )
+    task = task_of(job, runtime.profile, vocabulary)
     sources = runtime.profile.security.code_sources
     check(job.settings.code_ref, sources, runtime.state_dir / "code", task, settings=job.settings)
-
-
-_KINDS: dict[str, type[PacelineError]] = {
-    name: each
-    for name, each in vars(errors).items()
-    if isinstance(each, type) and issubclass(each, PacelineError)
-}
 
 
 def main() -> int:
@@ -120,15 +110,16 @@ def main() -> int:
     asked = json.loads(sys.stdin.readline())
     try:
         task, ref = Task(**asked["task"]), parse(asked["text"])
-        model = _build(load(asked["text"], asked["sources"], Path(asked["cache"]), task), ref)
+        workload = load(asked["text"], asked["sources"], Path(asked["cache"]), task)
+        model = build_model(workload, ref)
         if asked["settings"] is not None:
             _require_names(model, TrainingSettings(**asked["settings"]))
+        if asked["judged"]:
+            from paceline.training.user_code.next_tokens import NextTokens
+
+            NextTokens(workload, model, ref, task)
     except PacelineError as error:
-        said = {"code": error.code, "what": error.what, "do": error.do}
-        for name in ("got", "wanted", "where"):
-            value = getattr(error, name)
-            said[name] = None if value is None else str(value)[:MAX_MESSAGE_CHARACTERS]
-        sys.stdout.write("\n" + json.dumps(said) + "\n")
+        sys.stdout.write("\n" + json.dumps(to_record(error)) + "\n")
         return error.exit_code
     return 0
 
@@ -140,25 +131,6 @@ def _require_names(model: nn.Module, settings: TrainingSettings) -> None:
     if settings.lora is not None:
         add_adapters(model, settings.lora, settings.seed)
     require_groups(model, settings)
-
-
-def _build(workload: Workload, ref: CodeRef) -> nn.Module:
-    from torch import nn
-
-    try:
-        model = workload.build()
-    except Exception as error:
-        raise user_code_error(
-            "code reference raised while it built its model", ref, error
-        ) from error
-    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
-        raise InvalidInput(
-            "code reference builds no model",
-            got=type(model).__name__,
-            wanted="a torch.nn.Module with parameters",
-            where=ref.where,
-        )
-    return model
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from paceline.errors import (
     ServiceUnavailable,
     TrainingFailed,
 )
+from paceline.training.identity import task_size_of
 from paceline.training.user_code.reference import (
     CodeRef,
     files_of,
@@ -40,6 +41,10 @@ from paceline.training.user_code.reference import (
 )
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.config import Profile
+    from paceline.schemas import TrainJob
     from paceline.training.loop import Workload
 
 MAX_MESSAGE_CHARACTERS = 2000
@@ -54,6 +59,17 @@ class Task:
     context: int = 256  # tokens of a row
     vocabulary: int = 256
     parameters: int = 100_000  # a target: the profile's setting
+
+
+def task_of(job: TrainJob, profile: Profile, vocabulary: int) -> Task:
+    """Return what ``job``'s code is called with, for data of ``vocabulary`` tokens."""
+    size = task_size_of(job, profile)
+    return Task(
+        seed=job.settings.seed,
+        context=size.context,
+        vocabulary=vocabulary,
+        parameters=size.parameters or profile.model.parameters,
+    )
 
 
 def load(
@@ -95,6 +111,29 @@ def require_workload(found: Any, ref: CodeRef) -> Workload:
             where=ref.where,
         )
     return found
+
+
+def build_model(workload: Workload, ref: CodeRef) -> nn.Module:
+    """Return the model that ``workload`` builds, in memory (with any values where it builds on the
+    meta device); raises TrainingFailed where the code raises, InvalidInput where it returns another
+    thing."""
+    from torch import nn
+
+    try:
+        model = workload.build()
+    except Exception as error:
+        raise user_code_error(
+            "code reference raised while it built its model", ref, error
+        ) from error
+    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
+        raise InvalidInput(
+            "code reference builds no model",
+            got=type(model).__name__,
+            wanted="a torch.nn.Module with parameters",
+            where=ref.where,
+        )
+    meta = any(each.is_meta for each in model.parameters())
+    return model.to_empty(device="cpu") if meta else model
 
 
 def user_code_error(what: str, ref: CodeRef, error: Exception) -> TrainingFailed:
