@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -203,6 +204,42 @@ def test_the_page_has_the_librarys_log_a_full_bar_and_a_readable_table() -> None
     assert by_key["bar"] == 100
     (row,) = json.loads(str(by_key["figures"]))
     assert row == {"sha256": "a" * 12, "total": "3.0 MB", "seconds": "1.23 s", "share": "0.1235"}
+
+
+def state_of(flow_run_id: UUID) -> str:
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    return f"{state.type.value}: {state.message}"
+
+
+def test_ctrl_c_leaves_flow_and_sub_flow_cancelled_and_reaches_the_caller() -> None:
+    ran: list[UUID] = []
+
+    @stage("trains")
+    def trains() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    @declared("inner")
+    def inner(run_id: str) -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        trains()
+
+    @declared("outer")
+    def outer(run_id: str) -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        inner(run_id)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            outer("run-20261120-153600-9f3a1c")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(ran) == 2
+    for each in ran:
+        assert state_of(each).startswith("CANCELLED: interrupted by Ctrl-C"), state_of(each)
+        assert "with --run-id run-20261120-153600-9f3a1c" in state_of(each)
 
 
 @pytest.mark.parametrize("fails", [True, False])
