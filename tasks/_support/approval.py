@@ -147,11 +147,11 @@ def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(request.expires_at))
         run.registry.log_tags(run.mlflow_run, {TAG_APPROVAL: f"waits until {until}"})
         raise AwaitingApproval(
-            "the promotion waits for an approval",
+            "the promotion waits for an approval by a token of scope approve",
             got=f"evidence {request.evidence_digest}",
-            wanted=f"a decision until {until}",
+            wanted=f"approval until {until}",
             where=request.page,
-            do=f"With a token of scope approve: paceline approve {run.run_id}",
+            do=f"paceline approve {run.run_id}",
         )
     return evidence.model_copy(update={"approver": approval.approver, "approval": approval})
 

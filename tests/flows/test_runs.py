@@ -20,13 +20,16 @@ from prefect.client.schemas.filters import (
     LogFilter,
     LogFilterFlowRunId,
 )
+from prefect.client.schemas.sorting import LogSort
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.flow_engine import run_flow
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
 from prefect.transactions import Transaction, get_transaction, transaction
 from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel
 
-from paceline.errors import Conflict, InvalidInput, ServiceUnavailable
+from paceline.errors import AwaitingApproval, Conflict, InvalidInput, ServiceUnavailable
 from paceline.flows.train import train_model
 from paceline.tasks import promote
 from paceline.tasks._support import artifacts
@@ -240,6 +243,31 @@ def test_ctrl_c_leaves_flow_and_sub_flow_cancelled_and_reaches_the_caller() -> N
     for each in ran:
         assert state_of(each).startswith("CANCELLED: interrupted by Ctrl-C"), state_of(each)
         assert "with --run-id run-20261120-153600-9f3a1c" in state_of(each)
+
+
+def test_the_log_of_a_promotion_that_waits_ends_with_one_line() -> None:
+    """As Prefect's worker runs it: with the engine's own logger for errors."""
+    waits = AwaitingApproval(
+        "the promotion waits", wanted="approval until 2026-12-01 10:00 UTC", do="paceline approve R"
+    )
+
+    @declared("promotes")
+    def promotes() -> None:
+        raise waits
+
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run(promotes)
+        with pytest.raises(AwaitingApproval):
+            run_flow(promotes, made, error_logger=flow_run_logger(made))
+        logs = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[made.id]))
+        last = "waiting for approval until 2026-12-01 10:00 UTC: paceline approve R"
+        found = eventually(lambda: [e for e in client.read_logs(logs) if e.message == last])
+        assert found, [each.message for each in client.read_logs(logs)]
+        assert found[0].level == logging.INFO
+        every = client.read_logs(logs, sort=LogSort.TIMESTAMP_ASC)
+    assert every[-1].message == last
+    assert not any("Traceback" in e.message or e.level >= logging.ERROR for e in every)
+    assert state_of(made.id).startswith("CANCELLED: AwaitingApproval")
 
 
 @pytest.mark.parametrize("fails", [True, False])
