@@ -125,7 +125,11 @@ def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
 OUTCOMES = {
     "publish_model": ("{model_id} {version} at {url}", "distribute {model_id} {version}"),
     "build_snapshot": ("{url}", "train MODEL_ID VERSION --snapshot {url}"),
-    "distribute_model": ("{model_id} {version} on {relay[workers]} nodes", "status"),
+    "distribute_model": (
+        "{model_id} {version} on {relay[workers]} nodes, deployment {relay[deployment_id]}",
+        "status",
+    ),
+    "staged": ("{model_id} {version} on {relay[workers]} nodes", "activate {relay[deployment_id]}"),
     "train_model": (
         "a candidate at {export_url}",
         "evaluate {model_id} --base {version} --trained {run_id} --snapshot {snapshot_url}",
@@ -148,7 +152,10 @@ OUTCOMES = {
 
 def made_and_next(flow: str, answer: Mapping[str, Any]) -> list[str]:
     """Return what a flow made, and the command that a person would type after it."""
-    made, then = OUTCOMES.get(flow.rpartition(".")[2], ("", ""))
+    name = flow.rpartition(".")[2]
+    if name == "distribute_model" and answer.get("activate") is None:
+        name = "staged"
+    made, then = OUTCOMES.get(name, ("", ""))
     try:
         lines = [f"made:     {made}", f"next:     paceline {then}"] if made else []
         return [line.format_map(answer) for line in lines]
