@@ -23,7 +23,7 @@ from pydantic import Field
 
 from paceline.api import PrefectStarter
 from paceline.errors import AwaitingApproval, GateRefused, InvalidInput
-from paceline.registry import TAG_APPROVAL, claim_digest
+from paceline.registry import TAG_APPROVAL
 from paceline.schemas import (
     APPROVAL,
     APPROVAL_REQUEST,
@@ -147,11 +147,11 @@ def require_approved(run: Run, evidence: Evidence, version: str) -> Evidence:
         until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(request.expires_at))
         run.registry.log_tags(run.mlflow_run, {TAG_APPROVAL: f"waits until {until}"})
         raise AwaitingApproval(
-            "the promotion waits for an approval",
+            "the promotion waits for an approval by a token of scope approve",
             got=f"evidence {request.evidence_digest}",
-            wanted=f"a decision until {until}",
+            wanted=f"approval until {until}",
             where=request.page,
-            do=f"With a token of scope approve: paceline approve {run.run_id}",
+            do=f"paceline approve {run.run_id}",
         )
     return evidence.model_copy(update={"approver": approval.approver, "approval": approval})
 
@@ -215,7 +215,7 @@ def wait(run: Run, request: dict[str, Any]) -> None:
 def _request(run: Run, evidence: Evidence, version: str, seconds: float) -> ApprovalRequest:
     """Return the recorded request for exactly this evidence; where there is none, start the flow
     run that waits, and record it."""
-    claim = claim_digest(evidence)
+    claim = sealed.keep(run, evidence, "evidence")  # the coordinator shows it to the approver
     key = digest_of(run.run_id)
     record = run.retry(lambda: run.coordinator.ledger_get(APPROVAL_REQUEST, key))
     known = None if record is None else ApprovalRequest.model_validate(record.output)

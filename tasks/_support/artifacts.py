@@ -21,6 +21,7 @@ from prefect.artifacts import (
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.logging.handlers import APILogHandler
 
+from paceline.errors import AwaitingApproval, Cancelled
 from paceline.manifest import format_bytes
 from paceline.schemas import SHA256_HEX
 
@@ -54,6 +55,21 @@ def send_log() -> None:
         package.setLevel(logging.INFO)
     if not any(isinstance(each, APILogHandler) for each in package.handlers):
         package.addHandler(_PageLogHandler())
+    for name in ("flow_runs", "engine"):
+        logging.getLogger(f"prefect.{name}").addFilter(_without_traceback)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Make one line of a flow's end that is no error: where a deployment's flow run ends as
+    CANCELLED, Prefect's engine logs "unexpected exception" with a traceback."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, Cancelled | AwaitingApproval):
+        record.msg = error.one_line()
+        if isinstance(error, AwaitingApproval):
+            record.msg = f"waiting for {error.wanted}: {error.do}"
+        record.args, record.exc_info = (), None
+        record.levelno, record.levelname = logging.INFO, "INFO"
+    return True
 
 
 def table(name: str, rows: list[dict[str, Any]], description: str) -> None:

@@ -35,9 +35,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class Interrupted(Cancelled):
+    """Ctrl-C, as the error of a flow run; ``declaring`` raises KeyboardInterrupt from it. Prefect's
+    event loop, which hands the error over, would end with a KeyboardInterrupt."""
+
+
 def cancellable(body: Callable[P, R]) -> Callable[P, R]:
-    """Have a flow's run end as CANCELLED where ``body`` raises Cancelled or AwaitingApproval:
-    Prefect would say FAILED, or leave it CANCELLING for ever. The caller gets the same error.
+    """Have a flow's run end as CANCELLED where ``body`` raises Cancelled or AwaitingApproval, or is
+    interrupted by Ctrl-C: Prefect would say FAILED or CRASHED, or leave it CANCELLING for ever. The
+    caller gets the same error, or Interrupted.
 
     The result of a run that a client started is recorded for it (``schemas.clients``).
     """
@@ -56,6 +62,10 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
             except AwaitingApproval as error:  # the kind in the message: a client reads it there
                 message = f"{error.code}: {error.one_line()}"
                 return CancelledState(name=error.code, message=message, data=error)
+            except KeyboardInterrupt:
+                named = f" with --run-id {given['run_id']}" if given.get("run_id") else ""
+                message = f"interrupted by Ctrl-C; the same command{named} goes on"
+                return CancelledState(message=message, data=Interrupted(message))
             record(result)
             return result
 

@@ -12,13 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, get_args
 
-from prefect import Flow, flow
+from prefect import Flow
 from prefect.runtime import flow_run
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from pydantic.fields import FieldInfo
 
 from paceline.schemas import JOB_ID, MODEL_ID, NAME, RUN_ID, SHA256_HEX
-from paceline.tasks._support.cancelling import cancellable
+from paceline.tasks._support.cancelling import Interrupted, cancellable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -155,6 +155,16 @@ class Mesh(Chosen):
     pp: int | None = some("Groups of layers (pipeline stages).", ge=1)
 
 
+class _Flow(Flow[P, R]):
+    """A flow whose caller gets KeyboardInterrupt where Ctrl-C ended it."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Any:  # type: ignore[override]
+        try:
+            return super().__call__(*args, **kwargs)
+        except Interrupted as error:
+            raise KeyboardInterrupt from error
+
+
 def declared(name: str, run_name: str = "") -> Callable[[Callable[P, R]], Flow[P, R]]:
     """Return the decorator of a flow ``name``, which ends as ``cancellable`` says.
 
@@ -167,7 +177,7 @@ def declared(name: str, run_name: str = "") -> Callable[[Callable[P, R]], Flow[P
             given.update({key: value or "" for key, value in flow_run.get_parameters().items()})
             return " ".join((run_name or name).format_map(given).split())[:NAME_CHARS]
 
-        made: Flow[P, R] = flow(name=name, flow_run_name=named)(cancellable(body))
+        made = _Flow(cancellable(body), name=name, flow_run_name=named)
         # What Prefect's deployments read; calls bind to the function's own signature.
         made.__signature__ = _form(inspect.signature(body, eval_str=True))  # type: ignore[attr-defined]
         return made

@@ -192,6 +192,10 @@ def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
     assert lines[1].endswith(f"--snapshot {url}")
     given = {"model_id": "org/m", "run_id": "r", "report_digest": "d"}
     judged = made_and_next("evaluate.evaluate_model", given)
+    moved = {"model_id": "m", "version": "2", "relay": {"workers": 4, "deployment_id": "d-1"}}
+    for switched, then in (({"active": 4}, "status"), (None, "activate d-1")):
+        lines = made_and_next("distribute.distribute_model", moved | {"activate": switched})
+        assert lines[1] == f"next:     paceline {then}"
     assert judged[1] == "next:     paceline promote org/m --report r"
     assert made_and_next("train.train_model", {"run_id": "r"}) == [], "the ledger dropped it"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +20,16 @@ from prefect.client.schemas.filters import (
     LogFilter,
     LogFilterFlowRunId,
 )
+from prefect.client.schemas.sorting import LogSort
 from prefect.exceptions import PrefectHTTPStatusError
+from prefect.flow_engine import run_flow
+from prefect.logging.loggers import flow_run_logger
 from prefect.runtime import flow_run
 from prefect.transactions import Transaction, get_transaction, transaction
 from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel
 
-from paceline.errors import Conflict, InvalidInput, ServiceUnavailable
+from paceline.errors import AwaitingApproval, Conflict, InvalidInput, ServiceUnavailable
 from paceline.flows.train import train_model
 from paceline.tasks import promote
 from paceline.tasks._support import artifacts
@@ -203,6 +207,67 @@ def test_the_page_has_the_librarys_log_a_full_bar_and_a_readable_table() -> None
     assert by_key["bar"] == 100
     (row,) = json.loads(str(by_key["figures"]))
     assert row == {"sha256": "a" * 12, "total": "3.0 MB", "seconds": "1.23 s", "share": "0.1235"}
+
+
+def state_of(flow_run_id: UUID) -> str:
+    with get_client(sync_client=True) as client:
+        state = client.read_flow_run(flow_run_id).state
+    assert state is not None
+    return f"{state.type.value}: {state.message}"
+
+
+def test_ctrl_c_leaves_flow_and_sub_flow_cancelled_and_reaches_the_caller() -> None:
+    ran: list[UUID] = []
+
+    @stage("trains")
+    def trains() -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    @declared("inner")
+    def inner(run_id: str) -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        trains()
+
+    @declared("outer")
+    def outer(run_id: str) -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        inner(run_id)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            outer("run-20261120-153600-9f3a1c")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(ran) == 2
+    for each in ran:
+        assert state_of(each).startswith("CANCELLED: interrupted by Ctrl-C"), state_of(each)
+        assert "with --run-id run-20261120-153600-9f3a1c" in state_of(each)
+
+
+def test_the_log_of_a_promotion_that_waits_ends_with_one_line() -> None:
+    """As Prefect's worker runs it: with the engine's own logger for errors."""
+    waits = AwaitingApproval(
+        "the promotion waits", wanted="approval until 2026-12-01 10:00 UTC", do="paceline approve R"
+    )
+
+    @declared("promotes")
+    def promotes() -> None:
+        raise waits
+
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run(promotes)
+        with pytest.raises(AwaitingApproval):
+            run_flow(promotes, made, error_logger=flow_run_logger(made))
+        logs = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[made.id]))
+        last = "waiting for approval until 2026-12-01 10:00 UTC: paceline approve R"
+        found = eventually(lambda: [e for e in client.read_logs(logs) if e.message == last])
+        assert found, [each.message for each in client.read_logs(logs)]
+        assert found[0].level == logging.INFO
+        every = client.read_logs(logs, sort=LogSort.TIMESTAMP_ASC)
+    assert every[-1].message == last
+    assert not any("Traceback" in e.message or e.level >= logging.ERROR for e in every)
+    assert state_of(made.id).startswith("CANCELLED: AwaitingApproval")
 
 
 @pytest.mark.parametrize("fails", [True, False])

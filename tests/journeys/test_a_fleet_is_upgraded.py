@@ -26,7 +26,7 @@ from tests.journeys.fleet import (
     name_of,
     rclone_s3,
 )
-from tests.journeys.guide import commands, commands_under
+from tests.journeys.guide import commands, filled
 from tests.journeys.hosts import SOFTWARE, Ended, Host, Site, site, until
 from tests.journeys.stores import start_three_stores
 
@@ -77,8 +77,8 @@ def old(
         token = fleet.ci_token(ci)
         until(lambda: fleet.alive(token) == NODES, "every node registers", 60)
         words = {"S3_URL": s3_url, "BUCKET": BUCKET, "DIRECTORY": "texts", "OUT": "made"}
-        lines = commands_under("how-to/train-here.md", "Checkpoints in S3", **words)
-        yield Upgraded(fleet, ci, bed, token, "\n".join(lines) + SMALL)
+        typed = filled(commands("how-to/train-here.md")["s3"].strip(), words)
+        yield Upgraded(fleet, ci, bed, token, typed + SMALL)
 
 
 def version(host: Host) -> str:

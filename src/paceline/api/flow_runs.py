@@ -7,6 +7,7 @@ the profile allows, because the flow reads them with the installation's credenti
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -27,7 +28,16 @@ from paceline.config import (
     with_job_settings,
 )
 from paceline.coordinator import Coordinator, audit_event, current_call, current_caller
-from paceline.errors import AccessDenied, Conflict, GateRefused, InvalidInput, NotFound, short_repr
+from paceline.errors import (
+    AccessDenied,
+    Conflict,
+    CorruptData,
+    GateRefused,
+    InvalidInput,
+    NotFound,
+    SourceMissing,
+    short_repr,
+)
 from paceline.jobs import Sweep
 from paceline.relay import allowed_source
 from paceline.schemas import (
@@ -42,6 +52,7 @@ from paceline.schemas import (
     ApprovalShown,
     DecidePromotion,
     EventName,
+    Evidence,
     FlowRunView,
     InstallationView,
     Name,
@@ -51,7 +62,7 @@ from paceline.schemas import (
     Success,
     digest_of,
 )
-from paceline.storage import is_remote
+from paceline.storage import ObjectStore, is_remote
 
 FlowRunId = Annotated[str, PathParameter(pattern=r"^[0-9a-f-]{36}$")]
 # Sections of the profile that clients use; paths of files on this machine are left out.
@@ -64,6 +75,7 @@ CLIENT_SECTIONS: dict[str, set[str]] = {
     "relay": {"topology", "max_failed", "piece_bytes", "chunk_bytes"},
     "security": {"trusted_publishers", "require_signature", "fips"},
 }
+MAX_EVIDENCE_BYTES = 16 * 1024 * 1024
 SOURCES = ("data", "snapshot_url")  # parameters that name what the flow reads
 
 
@@ -151,6 +163,11 @@ def make_flow_router(
         ]
         return ApprovalList(approvals=tuple(sorted(waiting, key=lambda each: each.expires_at)))
 
+    @router.get("/approvals/{run_id}", tags=["flows"])
+    def get_approval(run_id: Annotated[Name, PathParameter()]) -> ApprovalShown:
+        """Return a run's promotion, the evidence to judge it by, and the decision if any."""
+        return _shown(runtime, coordinator, run_id)
+
     @router.post("/approvals/{run_id}", tags=["flows"])
     def decide_promotion(
         run_id: Annotated[Name, PathParameter()], call: DecidePromotion
@@ -166,6 +183,7 @@ def make_flow_router(
             request=request,
             approval=approval,
             flow_run=view.state,
+            submitters=approval.submitters,
         )
 
     return router
@@ -188,6 +206,50 @@ def submitters(coordinator: Coordinator, run_id: str) -> dict[str, str]:
     return tokens
 
 
+def _request_of(coordinator: Coordinator, run_id: str) -> ApprovalRequest:
+    record = coordinator.stage(APPROVAL_REQUEST, digest_of(run_id))
+    if record is None:
+        raise NotFound("no promotion of this run waits for an approval", got=run_id)
+    return ApprovalRequest.model_validate(record.output)
+
+
+def _shown(runtime: Runtime, coordinator: Coordinator, run_id: str) -> ApprovalShown:
+    """Return what GET /approvals answers; raises NotFound, and as ``_evidence`` does."""
+    request = _request_of(coordinator, run_id)
+    found = coordinator.stage(APPROVAL, request.key)
+    approval = None if found is None else Approval.model_validate(found.output)
+    status = "expired" if time.time() > request.expires_at else "waiting"
+    if approval is not None:
+        status = "approved" if approval.approved else "rejected"
+    shown = {"status": status, "request": request, "approval": approval}
+    submitted = tuple(sorted(submitters(coordinator, run_id).values()))
+    shown |= {"submitters": submitted, "evidence": _evidence(runtime, request)}
+    return ApprovalShown.model_validate(shown)
+
+
+def _evidence(runtime: Runtime, request: ApprovalRequest) -> Evidence | None:
+    """Return the evidence that ``request`` names by its digest, from the installation's records;
+    None where there is none. Raises CorruptData for another one."""
+    url = f"{runtime.records_url}/evidence/{request.evidence_digest}.json"
+    try:
+        raw = ObjectStore.from_runtime(runtime).get_bytes(url, max_bytes=MAX_EVIDENCE_BYTES)
+    except SourceMissing:
+        return None
+    try:
+        fields = json.loads(raw)["record"]
+        if (got := digest_of(fields)) != request.evidence_digest:
+            raise ValueError(f"digest {got}")
+        return Evidence.model_validate(fields)
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise CorruptData(
+            "the evidence of this promotion cannot be trusted",
+            got=str(error).splitlines()[0][:200],
+            wanted=request.evidence_digest,
+            where=url,
+            do="Submit the promotion again, as a new run.",
+        ) from error
+
+
 def _decided(
     runtime: Runtime, coordinator: Coordinator, run_id: str, call: DecidePromotion
 ) -> tuple[ApprovalRequest, Approval]:
@@ -197,10 +259,7 @@ def _decided(
     otherwise, GateRefused where it has expired, AccessDenied where the caller submitted the run and
     the policy wants another person.
     """
-    record = coordinator.stage(APPROVAL_REQUEST, digest_of(run_id))
-    if record is None:
-        raise NotFound("no promotion of this run waits for an approval", got=run_id)
-    request = ApprovalRequest.model_validate(record.output)
+    request = _request_of(coordinator, run_id)
     if request.evidence_digest != call.evidence_digest:
         raise Conflict(
             "the promotion is about other evidence by now",

@@ -82,6 +82,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("GET", "/flows/{flow_run_id}"): READ,
     ("DELETE", "/flows/{flow_run_id}"): TRAIN,
     ("GET", "/approvals"): Route(scopes=(Scope.READ, Scope.APPROVE)),
+    ("GET", "/approvals/{run_id}"): Route(scopes=(Scope.READ, Scope.APPROVE)),
     ("POST", "/approvals/{run_id}"): Route(scopes=(Scope.APPROVE,), is_change=True),
     ("POST", JOBS): TRAIN,
     ("GET", JOBS): READ,

@@ -6,7 +6,6 @@ import functools
 import importlib
 import json
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,30 +28,28 @@ from paceline.cli.options import (
 )
 from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
-from paceline.errors import InvalidInput, NotFound, PacelineError, SourceMissing
+from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, SourceMissing
+from paceline.evaluation import judgement_lines
 from paceline.extras import require_extras
 from paceline.registry import Registry, published_reference
 from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
-    APPROVAL,
-    APPROVAL_REQUEST,
     JOB_ID,
     MODEL_ID,
     RUN_ID,
     SHA256_HEX,
-    Approval,
-    ApprovalRequest,
     ApprovalShown,
     DecidePromotion,
-    digest_of,
     is_run_id,
     new_run_id,
     require_run_id,
 )
 from paceline.storage import ObjectStore, is_remote
+from paceline.text import printable
 from paceline.units import moment
 
 run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
+SHORTEST_DIGEST = 12  # as it is shown
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -128,7 +125,11 @@ def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
 OUTCOMES = {
     "publish_model": ("{model_id} {version} at {url}", "distribute {model_id} {version}"),
     "build_snapshot": ("{url}", "train MODEL_ID VERSION --snapshot {url}"),
-    "distribute_model": ("{model_id} {version} on {relay[workers]} nodes", "status"),
+    "distribute_model": (
+        "{model_id} {version} on {relay[workers]} nodes, deployment {relay[deployment_id]}",
+        "status",
+    ),
+    "staged": ("{model_id} {version} on {relay[workers]} nodes", "activate {relay[deployment_id]}"),
     "train_model": (
         "a candidate at {export_url}",
         "evaluate {model_id} --base {version} --trained {run_id} --snapshot {snapshot_url}",
@@ -151,7 +152,10 @@ OUTCOMES = {
 
 def made_and_next(flow: str, answer: Mapping[str, Any]) -> list[str]:
     """Return what a flow made, and the command that a person would type after it."""
-    made, then = OUTCOMES.get(flow.rpartition(".")[2], ("", ""))
+    name = flow.rpartition(".")[2]
+    if name == "distribute_model" and answer.get("activate") is None:
+        name = "staged"
+    made, then = OUTCOMES.get(name, ("", ""))
     try:
         lines = [f"made:     {made}", f"next:     paceline {then}"] if made else []
         return [line.format_map(answer) for line in lines]
@@ -375,7 +379,7 @@ def promote(
 @click.argument("run_id")
 @click.option("--reject", is_flag=True, help="Reject it: nothing is promoted.")
 @click.option("--reason", default="", help="Why; kept with the decision.")
-@click.option("--evidence", metavar="DIGEST", help="Refuse if it is about other evidence.")
+@click.option("--evidence", metavar="DIGEST", help="Its digest; refuse if it is about another.")
 @click.option("--show", "only_show", is_flag=True, help="Show what waits, and decide nothing.")
 @state_option
 @json_option
@@ -395,43 +399,52 @@ def approve(
     client = CoordinatorClient.of(find_installation(state))
     if not is_run_id(run_id):
         run_id = one_of("promotion", run_id, [each.run_id for each in client.approvals()])
-    record = client.ledger_get(APPROVAL_REQUEST, digest_of(run_id))
-    if record is None:
-        raise NotFound("no promotion of this run waits for an approval", got=run_id)
-    request = ApprovalRequest.model_validate(record.output)
-    if only_show:
-        found = client.ledger_get(APPROVAL, request.key)
-        decision = None if found is None else Approval.model_validate(found.output)
-        status = "expired" if time.time() > request.expires_at else "waiting"
-        if decision is not None:
-            status = "approved" if decision.approved else "rejected"
-        shown = ApprovalShown.model_validate(
-            {"status": status, "request": request, "approval": decision}
+    shown = client.approval(run_id)
+    whole = shown.request.evidence_digest
+    if evidence and not (len(evidence) >= SHORTEST_DIGEST and whole.startswith(evidence.lower())):
+        raise Conflict(
+            "the promotion is about other evidence",
+            got=evidence,
+            wanted=f"{whole[:12]}, at least {SHORTEST_DIGEST} digits of it",
+            where=run_id,
+            do=f"Look at it again: paceline approve {run_id} --show",
         )
-    else:
-        call = DecidePromotion(
-            evidence_digest=evidence or request.evidence_digest, approved=not reject, reason=reason
-        )
+    if not only_show:
+        call = DecidePromotion(evidence_digest=whole, approved=not reject, reason=reason)
         # a repeat of the same decision resumes what Prefect was too busy to resume
-        shown = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
-    show(shown.model_dump(mode="json"), as_json, *_approval_lines(shown))
+        decided = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
+        shown = decided.model_copy(update={"evidence": shown.evidence})
+    show(shown.model_dump(mode="json"), as_json, *map(printable, _approval_lines(shown)))
     return 0
 
 
 def _approval_lines(shown: ApprovalShown) -> list[str]:
-    request, approval = shown.request, shown.approval
-    lines = [
-        f"{request.model_id} {request.version}, {request.run_id}: {shown.status}",
-        f"  evidence  {request.evidence_digest}",
-        f"  report    {request.report_digest}",
-        f"  policy    {request.policy_digest}",
-        f"  page      {request.page}",
-    ]
-    if approval is None:
-        return [*lines, f"  until     {moment(request.expires_at)}"]
-    why = f": {approval.reason}" if approval.reason else ""
-    who = f"{approval.approver} (token {approval.token_id}), {moment(approval.at)}{why}"
-    return [*lines, f"  by        {who}", f"  submitted {', '.join(approval.submitters)}"]
+    request, approval, found = shown.request, shown.approval, shown.evidence
+    facts = {"asked by": ", ".join(shown.submitters) or "the installation"}
+    if found is None:
+        lines = ["", "its figures were not recorded: an older version requested the approval"]
+    else:
+        lines = ["", *judgement_lines(found)]
+        url, digest = found.training_snapshot_url, found.training_snapshot_digest
+        facts["base"] = f"{found.model_id} {found.base_version}"
+        facts["training"] = f"{found.job_id}, on {url} (snapshot {str(digest)[:12]})"
+        facts["weights"] = f"{found.weights_digest[:12]}, manifest {found.manifest_digest[:12]}"
+        facts |= {"reviewed": "; ".join(found.reviewed)} if found.reviewed else {}
+    digests = request.evidence_digest, request.report_digest, request.policy_digest
+    facts["evidence"] = "{:.12}, report {:.12}, policy {:.12}".format(*digests)
+    facts |= {"page": request.page} if request.page else {}
+    facts["expires"] = moment(request.expires_at)
+    if shown.status == "waiting":
+        decide = f"paceline approve {request.run_id} --evidence {request.evidence_digest:.12}"
+        lines += ["", f"next:     {decide} [--reject] --reason WHY"]
+    if approval is not None:
+        why = f": {approval.reason}" if approval.reason else ""
+        facts["decided"] = (
+            f"{shown.status} by {approval.approver} (token {approval.token_id}), "
+            f"{moment(approval.at)}{why}"
+        )
+    head = f"{request.model_id} {request.version}, {request.run_id}: {shown.status}"
+    return [head, *(f"  {name:<9} {value}" for name, value in facts.items()), *lines]
 
 
 @click.command()

@@ -247,6 +247,10 @@ class CoordinatorClient(FailoverClient):
         """Return the promotions that wait for a person, the first to expire first."""
         return list(self._call(ApprovalList, "GET", "/approvals").approvals)
 
+    def approval(self, run_id: str) -> ApprovalShown:
+        """Return the promotion of ``run_id`` with its evidence; raises NotFound."""
+        return self._call(ApprovalShown, "GET", f"/approvals/{quote(run_id, safe='')}")
+
     def decide_promotion(self, run_id: str, call: DecidePromotion) -> ApprovalShown:
         """Approve or reject the promotion of ``run_id``; the same decision may be sent again."""
         path = f"/approvals/{quote(run_id, safe='')}"

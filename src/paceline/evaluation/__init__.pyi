@@ -16,7 +16,12 @@ from .held_out import (
     slice_rows as slice_rows,
 )
 from .overlap import find_overlap as find_overlap
-from .report import as_frame as as_frame, as_markdown as as_markdown, plot_report as plot_report
+from .report import (
+    as_frame as as_frame,
+    as_markdown as as_markdown,
+    judgement_lines as judgement_lines,
+    plot_report as plot_report,
+)
 from .run import compare as compare, download_model as download_model
 from .scoring import (
     Resampler as Resampler,

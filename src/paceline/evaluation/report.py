@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.schemas import EvaluationReport, Interval, ModelScore, Serving
+from paceline.schemas import EvaluationReport, Evidence, Interval, ModelScore, Serving
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -76,6 +78,42 @@ def comparison_rows(report: EvaluationReport) -> list[str]:
     ]
     head = ["| model | bits per byte | interval | tokens |", "|---|---:|---:|---:|"]
     return [*head, *rows, *_of_tokens(report), *_gains(report), *_tasks(report)]
+
+
+def judgement_lines(evidence: Evidence) -> list[str]:
+    """Return lines for a terminal: each model's bits per byte with its interval and what the
+    candidate differs from it, each check of the gate, and the slices where the candidate is worse
+    than the champion, or without one than the base."""
+    report = evidence.evaluation
+    candidate = report.score("candidate")
+    gains = candidate.differences if candidate else {}
+    rows = [("model", "bits per byte", "interval", "candidate − model", "", "")]
+    for score in _ranked(report):
+        bits, gain = score.bits_per_byte, gains.get(score.name)
+        found = ("", "", "")
+        if gain is not None:
+            found = (f"{gain.value:+.4f}", f"{gain.low:+.4f} to {gain.high:+.4f}", _verdict(gain))
+        rows.append((score.name, f"{bits.value:.4f}", f"{bits.low:.4f} to {bits.high:.4f}", *found))
+    checks = evidence.gate.checks
+    lines = [f"judged on {scored_text(report)} of snapshot {report.snapshot_digest[:12]}"]
+    lines += _aligned(rows)
+    lines += [f"{name}: no score, {why}" for name, why in report.failures.items()]
+    for task in report.tasks:
+        figures = ", ".join(f"{name} {each.value:.4f}" for name, each in task.scores.items())
+        lines.append(f"task {task.task}/{task.metric}, higher is better: {figures}")
+    word = "passed" if evidence.gate.passed else "refused"
+    lines += ["", f"gate: {word}, {sum(each.passed for each in checks)} of {len(checks)} checks"]
+    marks = {True: "ok", False: "FAILED"}
+    lines += _aligned(
+        [(f"  {marks[c.passed]}", c.name, _cut(c.got), f"wanted {_cut(c.wanted)}") for c in checks]
+    )
+    other = "champion" if report.score("champion") else "base"
+    worse = [
+        (f"  {row['slice']}: {row['name']}", f"{_figure(row, other):.4f}", "→", f"{ours:.4f}")
+        for row in report.slices
+        if (ours := _figure(row, "candidate")) > _figure(row, other)
+    ]
+    return [*lines, "", f"slices worse than {other}: {len(worse)}", *_aligned(worse)]
 
 
 def plot_report(report: EvaluationReport, path: Path) -> Path:
@@ -196,6 +234,19 @@ def _verdict(gain: Interval) -> str:
     if gain.high < 0:
         return "better"
     return "worse" if gain.low > 0 else "no difference shown"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [min(60, max(map(len, column))) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _cut(text: str) -> str:
+    """Return ``text`` with its digests cut to 12 digits."""
+    return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1", text)
 
 
 def _short(name: str) -> str:

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of
 from paceline.schemas.records import Deployment, Worker
-from paceline.schemas.training import Approval
+from paceline.schemas.training import Approval, Evidence
 
 FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
 
@@ -146,12 +146,17 @@ class DecidePromotion(Record):
 
 
 class ApprovalShown(Record):
-    """Output of `paceline approve --json`: what was requested, and the decision if any."""
+    """Output of `paceline approve --json`: what was requested, and the decision if any.
+
+    ``evidence`` is None where an older version requested it, and in POST /approvals's answer.
+    """
 
     status: Literal["waiting", "expired", "approved", "rejected"]
     request: ApprovalRequest
     approval: Approval | None = None
     flow_run: Text = ""  # Prefect's state of the flow run that waits
+    submitters: tuple[Text, ...] = ()  # names of the tokens that submitted the run
+    evidence: Evidence | None = None  # its digest is the request's ``evidence_digest``
 
 
 class WorkersShown(Record):
