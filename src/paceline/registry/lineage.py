@@ -215,8 +215,8 @@ def version_description(model_id: str, source_url: str) -> str:
     """Return the description of a registered version: its number in MLflow is not Paceline's."""
     return (
         f"{model_id} v{published_version(source_url)}, published at {source_url} (tag "
-        f"{TAG_VERSION}; MLflow's number of this version is its own). "
-        "`mlflow.pyfunc.load_model` loads it from there, with AWS's credentials and "
+        f"{TAG_VERSION}; MLflow's number of this version is its own). Unless it is a model of user "
+        "code, `mlflow.pyfunc.load_model` loads it from there, with AWS's credentials and "
         "MLFLOW_S3_ENDPOINT_URL."
     )
 
