@@ -301,6 +301,21 @@ def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Q
     assert len(queue.flows.runs) == 1
 
 
+def test_a_new_leader_knows_how_a_flow_ended(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    digest = "a" * 64
+    queue.report(
+        job_id, step=9, steps=9, outcome="succeeded", review="2 shards", report_digest=digest
+    )
+    queue.lead()  # before the leader looked at it
+    queue.ends(job_id, "COMPLETED")
+    queue.look()
+    job = queue.job(job_id)
+    assert (job.state, job.reason) == (S.NEEDS_REVIEW, "2 shards")
+    assert job.report is not None and (job.report.step, job.report.report_digest) == (9, digest)
+
+
 def test_a_leader_that_dies_between_reservation_and_start_starts_one_flow(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.flows.away = True

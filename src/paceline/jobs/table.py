@@ -2,7 +2,7 @@
 
 The leader is the only writer; each change is one fenced write. A standby reads the store. Reports
 of flows come every few seconds and are kept in memory: they are stored with the next change of the
-job's state, and sent again to the next leader.
+job's state, and sent again to the next leader. A flow's last report is stored at once.
 """
 
 from __future__ import annotations
@@ -87,13 +87,18 @@ class JobTable:
                 self._jobs[job_id] = job.model_copy(update={"reason": reason})
 
     def report(self, job_id: str, report: JobReport) -> TrainingJob:
-        """Take a flow's report in; one of an earlier flow run of the job is left out."""
+        """Take a flow's report in; one of an earlier flow run of the job is left out.
+
+        The last one, of how the flow ended, is stored: no flow sends it again to the next leader.
+        """
         with self._lock:
             job = self.job(job_id)
             if report.flow_run_id == (job.flow_run_id or "") and not job.state.is_final:
                 self.totals.report(job, self._reports.get(job_id), report)
                 self._reports[job_id] = report
                 job = self._with_report(job)
+                if report.outcome is not None:
+                    self._save(job)
             return job
 
     def metrics(self, hosts: Sequence[Host]) -> JobValues:
