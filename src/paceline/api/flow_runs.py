@@ -229,11 +229,11 @@ def _shown(runtime: Runtime, coordinator: Coordinator, run_id: str) -> ApprovalS
 
 def _evidence(runtime: Runtime, request: ApprovalRequest) -> Evidence | None:
     """Return the evidence that ``request`` names by its digest, from the installation's records;
-    None where there is none. Raises CorruptData for another one."""
+    None where there is none, or this host may not read it. Raises CorruptData for another one."""
     url = f"{runtime.records_url}/evidence/{request.evidence_digest}.json"
     try:
         raw = ObjectStore.from_runtime(runtime).get_bytes(url, max_bytes=MAX_EVIDENCE_BYTES)
-    except SourceMissing:
+    except (SourceMissing, AccessDenied):
         return None
     try:
         fields = json.loads(raw)["record"]

@@ -422,7 +422,8 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
     request, approval, found = shown.request, shown.approval, shown.evidence
     facts = {"asked by": ", ".join(shown.submitters) or "the installation"}
     if found is None:
-        lines = ["", "its figures were not recorded: an older version requested the approval"]
+        why = "an older version made the request, or the coordinator may not read them in S3"
+        lines = ["", f"no figures: {why}"]
     else:
         lines = ["", *judgement_lines(found)]
         url, digest = found.training_snapshot_url, found.training_snapshot_digest
