@@ -301,7 +301,7 @@ def test_node_images_install_the_base_and_coordinators_the_stores_too() -> None:
         each: workload(each)["spec"]["template"]["spec"]["containers"][0]["image"]
         for each in ("agent", "coordinator", "prefect-worker")
     }
-    everything = "base train torch flows stores"
+    everything = "base train torch flows stores sweeps"
     assert dict(built) == {
         images["agent"]: "", images["coordinator"]: "base stores",
         images["prefect-worker"]: everything,

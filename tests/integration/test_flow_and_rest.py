@@ -229,6 +229,9 @@ def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) 
     process.send_signal(signal.SIGINT)
     ended = finish(process, 60)
     assert ended.code == 130
+    if f"deployment {d} had ended" in ended.err:  # a busy machine: it did before Prefect answered
+        assert site.record(d).status is DeploymentStatus.COMPLETE
+        return
     assert f"paceline watch {d}" in ended.err
     assert f"paceline cancel {d}" in ended.err
     cancelled = paceline("cancel", d, "--json", state=stack.state_dir)

@@ -78,7 +78,8 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
         shutil.rmtree(each)
     again, _ = train(text, tmp_path / "whole", "--steps", "12", *asked)
     assert again["job_id"] == whole["job_id"]
-    assert again["resumed_from_step"] in (4, 8), "a save is left out while another is under way"
+    resumed = again["resumed_from_step"]
+    assert 4 <= resumed < 12, "a save waits while another is under way"
     assert losses(tmp_path / "whole", whole["job_id"]) == at_once
     assert again["weights_digest"] == whole["weights_digest"]
     assert (job / "adapter/adapter_model.safetensors").read_bytes() == adapter
