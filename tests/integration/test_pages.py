@@ -22,7 +22,7 @@ from tests.support.stack import environment, processes_of, wait_until
 
 pytestmark = [
     pytest.mark.xdist_group("pages"),  # one installation
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),
 ]
 nightly = pytest.mark.nightly
 
@@ -48,7 +48,7 @@ class Machine:
         """Type ``text``; return standard output and error. It must end with ``code``."""
         done = subprocess.run(
             ["bash", "-ec", text], cwd=self.directory, env=self.environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600, check=False,
         )  # fmt: skip
         assert done.returncode == code, f"{text}\n{done.stdout}"
         return done.stdout
