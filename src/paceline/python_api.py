@@ -264,22 +264,26 @@ def evaluate(
     its URL; ``models`` are as for ``load``. In this process, on a GPU that has room, else the CPU;
     nothing is recorded, so a promotion needs `paceline evaluate`. Raises as
     ``paceline.data.load_snapshot``; a model that cannot be scored is in the report's ``failures``.
-    A module of user code runs where ``settings`` allow it (``security.code_sources``).
+    Of what is on S3 or in the registry, the server is found as by ``publish``. A module of user
+    code runs where ``security.code_sources`` allow it: those of ``settings``, or where something is
+    on S3 or in the registry those of the installation with ``settings``.
     """
     from paceline.evaluation import AllowedCode, compare
     from paceline.storage import DiskStore
 
     named = models if isinstance(models, Mapping) else {"candidate": models}
-    where = str(snapshot)
-    if where.startswith("s3://"):
-        profile, store = profile_and_store(settings, state)
+    where, objects = str(snapshot), None
+    if any(str(each).startswith(("s3://", "models:/")) for each in (where, *named.values())):
+        profile, objects = profile_and_store(settings, state)
     else:
-        profile, store = _profile("embedded", settings), DiskStore()
-        if not where.startswith("file://"):
-            where = DiskStore.url_of(Path(where).absolute())
+        profile = _profile("embedded", settings)
+    remote = where.startswith("s3://")
+    if not remote and not where.startswith("file://"):
+        where = DiskStore.url_of(Path(where).absolute())
+    store = objects if remote and objects is not None else DiskStore()
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         here = {
-            name: model_directory(str(each), Path(scratch) / name, state)
+            name: model_directory(str(each), Path(scratch) / name, state, objects)
             for name, each in named.items()
         }
         allowed = AllowedCode(profile.security.code_sources, Path(scratch) / "code")
@@ -303,8 +307,11 @@ def load(
         return TextModel.open(model_directory(str(model), Path(scratch) / "model", state))
 
 
-def model_directory(model: str, into: Path, state: Path | str | None = None) -> Path:
-    """Return ``model``'s directory; one that is elsewhere is downloaded to ``into``.
+def model_directory(
+    model: str, into: Path, state: Path | str | None = None, objects: ObjectStore | None = None
+) -> Path:
+    """Return ``model``'s directory; one that is elsewhere is downloaded to ``into``, from
+    ``objects`` (default: the installation's store).
 
     Raises InvalidInput for what is none of a directory, s3://… and models:/….
     """
@@ -322,7 +329,7 @@ def model_directory(model: str, into: Path, state: Path | str | None = None) -> 
             got=model,
             wanted="a directory, s3://bucket/prefix, or models:/name@alias of an installation",
         )
-    return download_model(model, into, _store_of(Profile(), runtime))
+    return download_model(model, into, objects or _store_of(Profile(), runtime))
 
 
 def installation(state: Path | str | None = None) -> Runtime | None:

@@ -145,7 +145,7 @@ def test_other_figures_than_the_requests_are_refused_and_missing_ones_named(
     evidence = judged().model_copy(update={"job_id": "job-3"})
     request = ask(served, evidence, recorded=False)
     done = paceline("approve", RUN, "--show")
-    assert "no figures: an older version" in done.stdout
+    assert "no figures: not recorded: an older version" in done.stdout
     runtime: Runtime = served.runtime
     forged = evidence.model_copy(update={"job_id": "job-4"}).model_dump(mode="json")
     url = f"{runtime.records_url}/evidence/{request.evidence_digest}.json"

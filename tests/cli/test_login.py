@@ -549,6 +549,9 @@ def test_a_command_of_a_laptop_keeps_to_what_was_typed(
     assert done.returncode == 0, done.stderr
     assert fetch_manifest(PLACE[1], bucket).piece_hash == "sha256"
     one_line(paceline(*publish, "--set", "security.fibs=true"), 2, "fips")
+    inside = ("publish", "acme", "--model", "acme", "--version", "2")
+    one_line(paceline(*inside, "--profile", "mine.toml"), 2, "the installation's bucket")
+    one_line(paceline(*inside, "--set", "objects.region=eu"), 2, "the installation's bucket")
 
 
 def test_doctor_checks_a_control_host(person: Served) -> None:

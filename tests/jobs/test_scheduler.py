@@ -316,6 +316,18 @@ def test_a_new_leader_knows_how_a_flow_ended(queue: Queue) -> None:
     assert job.report is not None and (job.report.step, job.report.report_digest) == (9, digest)
 
 
+def test_a_leader_that_leads_again_reads_what_was_stored_meanwhile(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    queue.report(job_id, step=3, steps=9)
+    before = queue.table
+    queue.lead()
+    queue.report(job_id, step=9, steps=9, outcome="succeeded")
+    queue.store.term = SimpleNamespace(epoch=queue.store.term.epoch + 1)
+    report = before.job(job_id).report
+    assert report is not None and (report.step, report.outcome) == (9, "succeeded")
+
+
 def test_a_leader_that_dies_between_reservation_and_start_starts_one_flow(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.flows.away = True

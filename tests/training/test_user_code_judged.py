@@ -170,6 +170,7 @@ def ends(task):
 """
 
 
+@pytest.mark.timeout(300)  # seven processes
 def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -191,6 +192,7 @@ def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     changed("forged", code_ref=f"file://{code}@sha256:{'0' * 64}#judged_task:make")
     changed("ends", code_ref=f"file://{code}@sha256:{pin}#judged_task:ends")
     changed("another", parameters=8_000)
+    changed("huge", parameters=10**13, vocab_size=4_194_304)
     file = changed("nan") / "model-00001-of-00001.safetensors"
     weights = load_file(file)
     weights["last_norm.weight"][3] = torch.nan
@@ -205,6 +207,7 @@ def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
         "forged": "code is not what the reference is pinned to",
         "ends": "code reference ended its process",
         "another": "weights do not fit the module that the code builds",
+        "huge": "weights do not fit the module that the code builds",
         "nan": "weights are not finite",
         "no-config": "model file is missing",
     }

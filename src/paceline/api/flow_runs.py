@@ -35,6 +35,7 @@ from paceline.errors import (
     GateRefused,
     InvalidInput,
     NotFound,
+    PacelineError,
     SourceMissing,
     short_repr,
 )
@@ -85,6 +86,7 @@ def make_flow_router(
     """Return the routes of ``runtime``'s installation; ``starter`` is None without Prefect."""
     router = APIRouter()
     endpoints = runtime.endpoints
+    records = ObjectStore.from_runtime(runtime)  # its clients are made at the first read
 
     def prefect() -> PrefectStarter:
         if starter is None:
@@ -166,7 +168,7 @@ def make_flow_router(
     @router.get("/approvals/{run_id}", tags=["flows"])
     def get_approval(run_id: Annotated[Name, PathParameter()]) -> ApprovalShown:
         """Return a run's promotion, the evidence to judge it by, and the decision if any."""
-        return _shown(runtime, coordinator, run_id)
+        return _shown(records, runtime, coordinator, run_id)
 
     @router.post("/approvals/{run_id}", tags=["flows"])
     def decide_promotion(
@@ -213,7 +215,9 @@ def _request_of(coordinator: Coordinator, run_id: str) -> ApprovalRequest:
     return ApprovalRequest.model_validate(record.output)
 
 
-def _shown(runtime: Runtime, coordinator: Coordinator, run_id: str) -> ApprovalShown:
+def _shown(
+    records: ObjectStore, runtime: Runtime, coordinator: Coordinator, run_id: str
+) -> ApprovalShown:
     """Return what GET /approvals answers; raises NotFound, and as ``_evidence`` does."""
     request = _request_of(coordinator, run_id)
     found = coordinator.stage(APPROVAL, request.key)
@@ -223,28 +227,34 @@ def _shown(runtime: Runtime, coordinator: Coordinator, run_id: str) -> ApprovalS
         status = "approved" if approval.approved else "rejected"
     shown = {"status": status, "request": request, "approval": approval}
     submitted = tuple(sorted(submitters(coordinator, run_id).values()))
-    shown |= {"submitters": submitted, "evidence": _evidence(runtime, request)}
-    return ApprovalShown.model_validate(shown)
-
-
-def _evidence(runtime: Runtime, request: ApprovalRequest) -> Evidence | None:
-    """Return the evidence that ``request`` names by its digest, from the installation's records;
-    None where there is none, or this host may not read it. Raises CorruptData for another one."""
     url = f"{runtime.records_url}/evidence/{request.evidence_digest}.json"
     try:
-        raw = ObjectStore.from_runtime(runtime).get_bytes(url, max_bytes=MAX_EVIDENCE_BYTES)
-    except (SourceMissing, AccessDenied):
-        return None
+        shown["evidence"] = _evidence(records, url, request.evidence_digest)
+    except SourceMissing:
+        shown["no_evidence"] = "not recorded: an older version made the request"
+    except CorruptData:
+        raise
+    except PacelineError as error:  # it can be decided without
+        shown["no_evidence"] = error.one_line()[:2000]
+    return ApprovalShown.model_validate(shown | {"submitters": submitted})
+
+
+def _evidence(records: ObjectStore, url: str, wanted: str) -> Evidence:
+    """Return the evidence at ``url`` in the installation's records, whose digest is ``wanted``.
+
+    Raises CorruptData for another one, and as the store does.
+    """
+    raw = records.get_bytes(url, max_bytes=MAX_EVIDENCE_BYTES)
     try:
         fields = json.loads(raw)["record"]
-        if (got := digest_of(fields)) != request.evidence_digest:
+        if (got := digest_of(fields)) != wanted:
             raise ValueError(f"digest {got}")
         return Evidence.model_validate(fields)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptData(
             "the evidence of this promotion cannot be trusted",
             got=str(error).splitlines()[0][:200],
-            wanted=request.evidence_digest,
+            wanted=wanted,
             where=url,
             do="Submit the promotion again, as a new run.",
         ) from error

@@ -19,6 +19,7 @@ from paceline.cli.options import (
     LINK,
     SIZE,
     ends_in_order,
+    is_typed,
     json_option,
     objects_of,
     profile_options,
@@ -112,16 +113,22 @@ def publish(
             got=f"{source}, --model {model_id or '(none)'}, --version {version or '(none)'}",
             wanted="DIRECTORY --model NAME --version VERSION, or hf://org/name@revision",
         )
+    if url is None and (is_typed("profile") or any(x.startswith("objects") for x in overrides)):
+        raise InvalidInput(
+            "without a URL a model goes to the installation's bucket",
+            got="--profile or --set objects.…",
+            wanted="paceline publish SOURCE s3://bucket/prefix …",
+        )
     runtime = _without_flows(state) if url is None else None
     if runtime is not None and not foreign:
         url = f"{runtime.models_url}/{model_id}/{version}"
     if url is None and not foreign:
-        direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished)
+        direct = (sign, piece, chunk, piece_hash, link, allow_older, discard_unfinished, *overrides)
         if any(value not in (None, False) for value in direct):
             raise InvalidInput(
                 "these options want a URL",
-                got="--sign, --piece, --chunk, --piece-hash, --link, --allow-older or "
-                "--discard-unfinished",
+                got="--sign, --piece, --chunk, --piece-hash, --link, --allow-older, "
+                "--discard-unfinished or --set",
                 wanted="paceline publish DIRECTORY s3://bucket/prefix …",
             )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)

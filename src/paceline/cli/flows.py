@@ -28,7 +28,15 @@ from paceline.cli.options import (
 )
 from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
-from paceline.errors import Conflict, InvalidInput, NotFound, PacelineError, SourceMissing
+from paceline.errors import (
+    Conflict,
+    CorruptData,
+    InvalidInput,
+    NotFound,
+    PacelineError,
+    SourceMissing,
+    TemporaryError,
+)
 from paceline.evaluation import judgement_lines
 from paceline.extras import require_extras
 from paceline.registry import Registry, published_reference
@@ -399,9 +407,18 @@ def approve(
     client = CoordinatorClient.of(find_installation(state))
     if not is_run_id(run_id):
         run_id = one_of("promotion", run_id, [each.run_id for each in client.approvals()])
-    shown = client.approval(run_id)
+    try:
+        shown = client.approval(run_id)
+    except (TemporaryError, CorruptData) as error:  # it can be decided, or rejected, without
+        waiting = {each.run_id: each for each in client.approvals()}
+        if run_id not in waiting or only_show or not (reject or isinstance(error, TemporaryError)):
+            raise
+        why = error.one_line()
+        shown = ApprovalShown(status="waiting", request=waiting[run_id], no_evidence=why)
     whole = shown.request.evidence_digest
-    if evidence and not (len(evidence) >= SHORTEST_DIGEST and whole.startswith(evidence.lower())):
+    if evidence is not None and not (
+        len(evidence) >= SHORTEST_DIGEST and whole.startswith(evidence.lower())
+    ):
         raise Conflict(
             "the promotion is about other evidence",
             got=evidence,
@@ -413,7 +430,8 @@ def approve(
         call = DecidePromotion(evidence_digest=whole, approved=not reject, reason=reason)
         # a repeat of the same decision resumes what Prefect was too busy to resume
         decided = retry(lambda: client.decide_promotion(run_id, call), START_S, notice)
-        shown = decided.model_copy(update={"evidence": shown.evidence})
+        found = {"evidence": shown.evidence, "no_evidence": shown.no_evidence}
+        shown = decided.model_copy(update=found)
     show(shown.model_dump(mode="json"), as_json, *map(printable, _approval_lines(shown)))
     return 0
 
@@ -422,8 +440,7 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
     request, approval, found = shown.request, shown.approval, shown.evidence
     facts = {"asked by": ", ".join(shown.submitters) or "the installation"}
     if found is None:
-        why = "an older version made the request, or the coordinator may not read them in S3"
-        lines = ["", f"no figures: {why}"]
+        lines = ["", f"no figures: {shown.no_evidence}"]
     else:
         lines = ["", *judgement_lines(found)]
         url, digest = found.training_snapshot_url, found.training_snapshot_digest

@@ -191,9 +191,13 @@ def objects_of(
     ``profile`` counts as named where it was typed."""
     from paceline.python_api import profile_and_store
 
-    source = click.get_current_context().get_parameter_source("profile")
-    named = profile if source is ParameterSource.COMMANDLINE else None
-    return profile_and_store(_pairs(overrides), state, named)
+    return profile_and_store(_pairs(overrides), state, profile if is_typed("profile") else None)
+
+
+def is_typed(parameter: str) -> bool:
+    """Return whether the running command's ``parameter`` was typed."""
+    source = click.get_current_context().get_parameter_source(parameter)
+    return source is ParameterSource.COMMANDLINE
 
 
 def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ not depend on transforms or formats.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -30,12 +31,22 @@ class ChildProcess:
     """One child process and the parent's end of its socket; for one thread, except ``kill``."""
 
     def __init__(
-        self, what: str, module: str, argument: str = "", env: Mapping[str, str] | None = None
+        self,
+        what: str,
+        module: str,
+        argument: str = "",
+        env: Mapping[str, str] | None = None,
+        secrets_only: bool = True,
     ) -> None:
-        """Start ``python -m module SOCKET argument``; ``what`` names it in errors."""
+        """Start ``python -m module SOCKET argument``; ``what`` names it in errors.
+
+        It does not get this process's secrets, nor with ``secrets_only=False`` any variable that
+        user code does not need.
+        """
         self._what, self._name = what, argument or module
-        environment = {**os.environ, **(env or {})}
-        scrub_variables(environment, secrets_only=True)  # it reads or imports untrusted things
+        environment = dict(os.environ)
+        scrub_variables(environment, secrets_only=secrets_only)  # it handles untrusted things
+        environment |= env or {}
         environment["PYTHONPATH"] = os.pathsep.join(each for each in sys.path if each)
         self._socket, theirs = socket.socketpair()
         self._answers = self._socket.makefile("rb")
@@ -74,14 +85,18 @@ class ChildProcess:
         self._socket.settimeout(deadline_s)
         self._socket.sendall(len(data).to_bytes(LENGTH_BYTES, "little") + data)
 
-    def receive(self, deadline_s: float) -> tuple[bytes, bytes]:
+    def receive(self, deadline_s: float, most_bytes: int | None = None) -> tuple[bytes, bytes]:
         """Return the kind and content of the answer to a request that was sent.
 
-        Raises TimeoutError where nothing comes for ``deadline_s``, OSError, EOFError.
+        Raises TimeoutError where nothing comes for ``deadline_s``, OSError, and EOFError, also for
+        an answer of more than ``most_bytes``.
         """
         self._socket.settimeout(deadline_s)
         head = self._read(1 + LENGTH_BYTES)
-        return head[:1], self._read(int.from_bytes(head[1:], "little"))
+        size = int.from_bytes(head[1:], "little")
+        if most_bytes is not None and size > most_bytes:
+            raise EOFError(f"an answer of {size} bytes")
+        return head[:1], self._read(size)
 
     def kill(self) -> None:
         """Kill the process; any thread may call this."""
@@ -137,6 +152,7 @@ def _send(pipe: socket.socket, kind: bytes, data: bytes) -> None:
 
 def _take(asked: BinaryIO, requests: SimpleQueue[bytes]) -> None:
     """Queue requests; end the process, busy or not, once the socket closes."""
-    while size := asked.read(LENGTH_BYTES):
-        requests.put(asked.read(int.from_bytes(size, "little")))
+    with contextlib.suppress(OSError):  # reset, where the parent had not read an answer
+        while size := asked.read(LENGTH_BYTES):
+            requests.put(asked.read(int.from_bytes(size, "little")))
     os._exit(0)

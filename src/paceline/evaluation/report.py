@@ -108,6 +108,8 @@ def judgement_lines(evidence: Evidence) -> list[str]:
         [(f"  {marks[c.passed]}", c.name, _cut(c.got), f"wanted {_cut(c.wanted)}") for c in checks]
     )
     other = "champion" if report.score("champion") else "base"
+    if candidate is None or report.score(other) is None:
+        return [*lines, "", f"slices: not compared, {other} or candidate has no score"]
     worse = [
         (f"  {row['slice']}: {row['name']}", f"{_figure(row, other):.4f}", "→", f"{ours:.4f}")
         for row in report.slices

@@ -151,7 +151,7 @@ class TextModel:
             tokenizer=tokenizer,
             vocabulary=network.width,
             separator=config.bos_token_id,
-            context=config.max_position_embeddings,
+            context=min(config.max_position_embeddings, MAX_CONTEXT),
             longest_context=config.max_position_embeddings,
             parameters=network.parameters,
             dtype=", ".join(sorted({FLOATS[x.dtype] for x in stored if x.dtype in FLOATS})),

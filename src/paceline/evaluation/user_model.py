@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.data import FAILED, ChildProcess, how_ended
-from paceline.errors import TrainingFailed, from_record
+from paceline.errors import PermanentError, TrainingFailed, from_record, short_repr
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CHILD = "paceline.training.user_code.next_tokens"  # by its name: no layer below imports training
 DEADLINE_S = 600.0  # fetch, import and build, or one batch
+MAX_ANSWER_BYTES = 64 * 1024  # but logits: facts, or an error
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,10 @@ class UserModel:
         self.threads = 1  # of its process
         self._where, self._lock = f"training.code_ref {code_ref}", threading.Lock()
         self._child = ChildProcess(
-            "the process of user code", CHILD, env={"OMP_WAIT_POLICY": "PASSIVE"}
+            "the process of user code",
+            CHILD,
+            env={"OMP_WAIT_POLICY": "PASSIVE"},
+            secrets_only=False,
         )
         weakref.finalize(self, self._child.end)
         self.pid = self._child.pid
@@ -52,23 +56,39 @@ class UserModel:
             "cache": str(allowed.cache),
             "device": device,
         }
-        facts: dict[str, Any] = json.loads(self._ask(json.dumps(asked).encode()))
-        self.width, self.parameters = int(facts["width"]), int(facts["parameters"])
+        answer = self._ask(json.dumps(asked).encode())
+        try:
+            facts: dict[str, Any] = json.loads(answer)
+            self.width, self.parameters = int(facts["width"]), int(facts["parameters"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise self._odd(answer) from error
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         import torch
 
         rows, length = tokens_BT.shape
         head = json.dumps({"rows": rows, "threads": self.threads}).encode()
-        answer = self._ask(head + b"\n" + tokens_BT.cpu().numpy().tobytes())
+        wanted = 4 * rows * length * self.width
+        answer = self._ask(head + b"\n" + tokens_BT.cpu().numpy().tobytes(), wanted)
+        if len(answer) != wanted:
+            raise self._odd(answer)
         logits = torch.frombuffer(bytearray(answer), dtype=torch.float32)
         return logits.view(rows, length, self.width).to(tokens_BT.device)
 
-    def _ask(self, request: bytes) -> bytes:
+    def _odd(self, answer: bytes) -> TrainingFailed:
+        return TrainingFailed(
+            "code reference wrote to its process's socket",
+            got=f"{len(answer)} bytes: {short_repr(answer[:40])}",
+            wanted="an answer of Paceline's",
+            where=self._where,
+        )
+
+    def _ask(self, request: bytes, most_bytes: int = 0) -> bytes:
+        """Return the answer, of at most ``most_bytes`` or MAX_ANSWER_BYTES."""
         with self._lock:
             try:
                 self._child.send(request, DEADLINE_S)
-                kind, answer = self._child.receive(DEADLINE_S)
+                kind, answer = self._child.receive(DEADLINE_S, max(most_bytes, MAX_ANSWER_BYTES))
             except TimeoutError as error:
                 self._child.kill()
                 raise TrainingFailed(
@@ -82,6 +102,12 @@ class UserModel:
                     got=how_ended(self._child.end()),
                     where=self._where,
                 ) from error
-        if kind == FAILED:
-            raise from_record(json.loads(answer))
-        return answer
+        if kind != FAILED:
+            return answer
+        try:
+            found = from_record(json.loads(answer))
+        except (ValueError, TypeError, KeyError, RecursionError) as odd:
+            raise self._odd(answer) from odd
+        if isinstance(found, PermanentError) or not most_bytes:  # what is fetched may come later
+            raise found
+        raise TrainingFailed(found.what, got=found.got, where=self._where) from found

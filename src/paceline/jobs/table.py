@@ -119,6 +119,7 @@ class JobTable:
         if term is None or term.epoch != self._epoch:
             self._jobs = {each.job_id: each for each in self._coordinator.jobs()}
             self.totals = JobTotals(self._wall())
+            self._reports = {}  # of an earlier term: the store has later ones
             self._epoch = None if term is None else term.epoch
         return self._jobs
 

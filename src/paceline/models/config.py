@@ -161,8 +161,8 @@ class UserCodeConfig(Record):
 
     model_type: Literal["paceline-user-code"] = USER_CODE
     code_ref: str
-    seed: int
-    parameters: int = Field(ge=1)  # as asked for
+    seed: int = Field(ge=-(2**63), lt=2**64)
+    parameters: int = Field(ge=1, le=10**13)  # as asked for
     max_position_embeddings: int = Field(ge=1, le=1_048_576)  # tokens of a row
     vocab_size: int = Field(ge=2, le=4_194_304)
     bos_token_id: int = Field(ge=0)  # between documents

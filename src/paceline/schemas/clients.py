@@ -148,7 +148,8 @@ class DecidePromotion(Record):
 class ApprovalShown(Record):
     """Output of `paceline approve --json`: what was requested, and the decision if any.
 
-    ``evidence`` is None where an older version requested it, and in POST /approvals's answer.
+    ``evidence`` is None where it was not recorded or cannot be read, and where POST /approvals
+    answers.
     """
 
     status: Literal["waiting", "expired", "approved", "rejected"]
@@ -157,6 +158,7 @@ class ApprovalShown(Record):
     flow_run: Text = ""  # Prefect's state of the flow run that waits
     submitters: tuple[Text, ...] = ()  # names of the tokens that submitted the run
     evidence: Evidence | None = None  # its digest is the request's ``evidence_digest``
+    no_evidence: Text = ""  # why GET /approvals/{run_id} has none
 
 
 class WorkersShown(Record):

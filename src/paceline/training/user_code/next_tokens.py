@@ -11,7 +11,7 @@ Shapes in names: B rows, T tokens a row, V rows of the logits.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,34 +119,54 @@ def _open(
     ref = parse(config.code_ref)
     task = Task(config.seed, config.max_position_embeddings, config.vocab_size, config.parameters)
     workload = load(config.code_ref, sources, Path(cache), task)
+    stored, shown = stored_tensors(where), f"{where}, {ref.where}"
+    held = {name: tuple(each.shape) for name, each in stored.items()}
+    if (built := _built_without_memory(workload)) is not None:
+        _require_fitting(held, built, shown)
     module = build_model(workload, ref)
-    _load_weights(module, where, ref)
+    wanted = _tensors_of(module)
+    _require_fitting(held, wanted, shown)
+    require_finite(stored)
+    fill({name: (each, (0,) * each.dim()) for name, each in wanted.items()}, stored)
     module = module.float().to(device)
     opened = NextTokens(workload, module, ref, task, torch.device(device))
     parameters = sum(each.numel() for each in module.parameters())
     return opened, {"width": opened.width, "parameters": parameters}
 
 
-def _load_weights(module: nn.Module, directory: Path, ref: CodeRef) -> None:
-    """Copy the files' tensors into ``module``: the same names and shapes, all of them finite."""
-    stored = stored_tensors(directory)
-    wanted = {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
-    odd = sorted(stored.keys() ^ wanted.keys())
-    odd += [name for name in wanted if not odd and stored[name].shape != tuple(wanted[name].shape)]
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    return {name: each for name, each in module.state_dict().items() if isinstance(each, Tensor)}
+
+
+def _built_without_memory(workload: Workload) -> dict[str, Tensor] | None:
+    """Return the tensors that ``workload`` builds, without memory for them, so that a config of a
+    huge model is refused by its small files; None where its code cannot be built so."""
+    try:
+        with torch.device("meta"):
+            return _tensors_of(workload.build())
+    except Exception:  # noqa: BLE001 - it is built again with memory, which reports what it raises
+        return None
+
+
+def _require_fitting(
+    found: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """Raise CorruptData unless the files have the module's tensors, by name and shape."""
+    wanted = {name: tuple(each.shape) for name, each in tensors.items()}
+    odd = sorted(found.keys() ^ wanted.keys())
+    odd += [name for name in wanted if not odd and found[name] != wanted[name]]
     if odd:
         got, due = (
-            f"{odd[0]} {list(found[odd[0]].shape)}" if odd[0] in found else f"no {odd[0]}"
-            for found in (stored, wanted)
+            f"{odd[0]} {list(shapes[odd[0]])}" if odd[0] in shapes else f"no {odd[0]}"
+            for shapes in (found, wanted)
         )
         raise CorruptData(
             "weights do not fit the module that the code builds",
             got=f"{got} (and {len(odd) - 1} more)",
             wanted=due,
-            where=f"{directory}, {ref.where}",
+            where=where,
             do="Build the module from the Task alone: it is the same as at the training.",
         )
-    require_finite(stored)
-    fill({name: (each, (0,) * each.dim()) for name, each in wanted.items()}, stored)
 
 
 def _start(_argument: str) -> Callable[[bytes], tuple[bytes, bytes]]:
