@@ -125,12 +125,18 @@ def to_record(error: PacelineError) -> dict[str, str | None]:
     }
 
 
+def kind_named(code: object) -> type[PacelineError] | None:
+    """Return the class of errors that is called ``code``; None where there is none."""
+    kind = globals().get(str(code))
+    return kind if isinstance(kind, type) and issubclass(kind, PacelineError) else None
+
+
 def from_record(record: dict[str, str | None]) -> PacelineError:
     """Return the error of ``record``; raises KeyError for what ``to_record`` did not return."""
     parts = dict(record)
-    kind = globals()[str(parts.pop("code"))]
-    if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
-        raise KeyError(kind)
+    code = parts.pop("code")
+    if (kind := kind_named(code)) is None:
+        raise KeyError(code)
     return _rebuild(kind, str(parts["what"]), *(parts[x] for x in ("got", "wanted", "where", "do")))
 
 

@@ -23,7 +23,6 @@ from urllib.parse import urljoin
 from pydantic import BaseModel, ValidationError
 from urllib3.exceptions import ReadTimeoutError
 
-from paceline import errors
 from paceline.config import one_certificate, read_certificate, read_other
 from paceline.errors import (
     AccessDenied,
@@ -33,6 +32,7 @@ from paceline.errors import (
     PacelineError,
     ServiceUnavailable,
     TemporaryError,
+    kind_named,
 )
 from paceline.schemas import EPOCH_HEADER, LEADER_HEADER, Problem
 from paceline.system import Endpoint, HttpServer, Response
@@ -391,9 +391,7 @@ def error_of(status: int, answer: bytes, where: str) -> PacelineError:
         return _kind_of(status)(
             "the coordinator refused the call", got=f"HTTP {status} {text}".strip(), where=where
         )
-    kind = getattr(errors, problem.code, None)
-    if not (isinstance(kind, type) and issubclass(kind, PacelineError)):
-        kind = _kind_of(status)
+    kind = kind_named(problem.code) or _kind_of(status)
     what = problem.detail or problem.title
     return kind(
         what,

@@ -27,6 +27,7 @@ from paceline.errors import (
     DeploymentFailed,
     InvalidInput,
     PacelineError,
+    kind_named,
 )
 from paceline.schemas import (
     FLOW_RESULT,
@@ -421,8 +422,7 @@ def raised(message: str) -> tuple[type[PacelineError] | None, str]:
     """Return the kind of our error that a flow run's message names (None: it names none), and what
     that error says."""
     found = RAISED.search(message)
-    kind = getattr(errors, found[1], None) if found else None
-    if found and isinstance(kind, type) and issubclass(kind, PacelineError):
+    if found and (kind := kind_named(found[1])) is not None:
         return kind, found[2].strip()
     return None, message
 

@@ -64,7 +64,7 @@ def load_profile(name_or_path: str, overrides: Mapping[str, object] | None = Non
             do="Fix the file.",
         ) from error
     for key, value in (overrides or {}).items():
-        _set(raw, key, toml_value(value) if isinstance(value, str) else value)
+        _set(raw, key, _literal(value))
     try:
         profile = Profile.model_validate(raw)
     except ValidationError as error:
@@ -151,6 +151,10 @@ def toml_value(text: str) -> Any:
         return text
 
 
+def _literal(value: object) -> object:
+    return toml_value(value) if isinstance(value, str) else value
+
+
 def with_job_settings(profile: Profile, given: Mapping[str, object]) -> Profile:
     """Return ``profile`` with the settings of one training, such as
     ``{"training.learning_rate": 3e-4, "training.lora.r": 8, "data.batching": "packed"}``.
@@ -177,9 +181,7 @@ def with_job_settings(profile: Profile, given: Mapping[str, object]) -> Profile:
 
 def with_overrides(profile: Profile, given: Mapping[str, object]) -> Profile:
     """Return ``profile`` with dotted overrides as those of ``load_profile``; raises as that."""
-    values = {
-        key: toml_value(value) if isinstance(value, str) else value for key, value in given.items()
-    }
+    values = {key: _literal(value) for key, value in given.items()}
     return _changed(profile, values, "the installation's settings")
 
 

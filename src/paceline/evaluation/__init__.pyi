@@ -30,6 +30,5 @@ from .scoring import (
     score_share as score_share,
 )
 from .tasks import read_tasks as read_tasks, score_tasks as score_tasks
-from .text_model import TextModel as TextModel, device_for as device_for
+from .text_model import AllowedCode as AllowedCode, TextModel as TextModel, device_for as device_for
 from .transformer import score_transformer as score_transformer, windows as windows
-from .user_model import AllowedCode as AllowedCode

@@ -38,7 +38,7 @@ from paceline.evaluation.held_out import (
 from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import score_tasks
-from paceline.evaluation.user_model import AllowedCode
+from paceline.evaluation.text_model import AllowedCode
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.schemas import (
     EvaluationReport,

@@ -25,8 +25,8 @@ from paceline.errors import PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
+from paceline.evaluation.text_model import AllowedCode
 from paceline.evaluation.transformer import MILLION, score_transformer
-from paceline.evaluation.user_model import AllowedCode
 from paceline.models import local_model_digest
 from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
 

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.evaluation.text_model import TextModel
-from paceline.evaluation.user_model import UserModel
+from paceline.evaluation.text_model import TextModel, UserModel
 from paceline.schemas import Serving
 from paceline.system import processor
 

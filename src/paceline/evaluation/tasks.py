@@ -19,8 +19,7 @@ import yaml
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.evaluation.scoring import Resampler
-from paceline.evaluation.text_model import TextModel
-from paceline.evaluation.user_model import AllowedCode
+from paceline.evaluation.text_model import AllowedCode, TextModel
 from paceline.extras import require_extras
 from paceline.schemas import Interval, TaskScore
 

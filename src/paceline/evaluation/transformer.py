@@ -23,8 +23,7 @@ from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
 from paceline.evaluation.serving import measure_serving
-from paceline.evaluation.text_model import TextModel, Tokens
-from paceline.evaluation.user_model import AllowedCode, UserModel
+from paceline.evaluation.text_model import AllowedCode, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
 

@@ -38,6 +38,7 @@ from paceline.errors import (
     NotReady,
     OriginBudgetExceeded,
     PermanentError,
+    kind_named,
 )
 from paceline.manifest import Manifest, TrustPolicy, version_key
 from paceline.plan import origin_cap_bytes, topology_of
@@ -540,5 +541,5 @@ class _Fleet:
 
 
 def _is_permanent(failure: Failure) -> bool:
-    kind = getattr(errors, failure.code, None)
-    return isinstance(kind, type) and issubclass(kind, PermanentError)
+    kind = kind_named(failure.code)
+    return kind is not None and issubclass(kind, PermanentError)
