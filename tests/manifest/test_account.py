@@ -69,17 +69,17 @@ def test_progress_is_reported_at_intervals_and_at_the_end(monkeypatch: pytest.Mo
 def test_a_failed_file_raises_its_reason_before_the_others_finish(
     model: Path, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload, small_failed = uploads.Uploader.upload, threading.Event()
+    upload, small_failed = uploads.send_file, threading.Event()
 
-    def planted(self: uploads.Uploader, path: Path, *given: Any, **more: Any) -> int:
+    def planted(client: Any, endpoint: str, path: Path, *given: Any, **more: Any) -> int:
         if path.name == "small":
             small_failed.set()
             raise SourceChanged("planted: it was written to", where=path)
         assert small_failed.wait(30)
-        assert self._stopping.wait(30), "who goes on hears that the publish is over"
-        return upload(self, path, *given, **more)
+        assert more["stopping"].wait(30), "who goes on hears that the publish is over"
+        return upload(client, endpoint, path, *given, **more)
 
-    monkeypatch.setattr(uploads.Uploader, "upload", planted)
+    monkeypatch.setattr("paceline.storage.store.send_file", planted)
     with pytest.raises(SourceChanged, match="written to"):
         publish_model(model, AT, store=store, **NAMES)
 

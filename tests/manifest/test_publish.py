@@ -244,16 +244,16 @@ def test_a_file_changed_after_digesting_is_never_published(
 ) -> None:
     monkeypatch.setattr(uploads, "PART_BYTES", part_bytes)
     weights, before = model / "weights", (model / "weights").read_bytes()
-    mtime, upload = weights.stat().st_mtime_ns, uploads.Uploader.upload
+    mtime, upload = weights.stat().st_mtime_ns, uploads.send_file
 
-    def meddle(self: uploads.Uploader, path: Path, *given: Any, **more: Any) -> int:
+    def meddle(client: Any, endpoint: str, path: Path, *given: Any, **more: Any) -> int:
         if path == weights:
             weights.write_bytes(bytes(len(before)))
             os.utime(weights, ns=(1, 1))
-        return upload(self, path, *given, **more)
+        return upload(client, endpoint, path, *given, **more)
 
     with monkeypatch.context() as patch, pytest.raises(SourceChanged, match="weights"):
-        patch.setattr(uploads.Uploader, "upload", meddle)
+        patch.setattr("paceline.storage.store.send_file", meddle)
         publish(model, url, store)
     weights.write_bytes(before)
     os.utime(weights, ns=(mtime, mtime))  # as it was: what is there may look like it

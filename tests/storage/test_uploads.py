@@ -128,14 +128,13 @@ def test_an_upload_ended_from_outside_begins_anew(
 ) -> None:
     die_after(store, 1, file, monkeypatch)
     again = s3.store()
-    resume = uploads.Uploader.resume
+    resume = uploads.PartsUpload._resume
 
-    def too_late(self: uploads.Uploader, where: Any, url: str, lengths: Any) -> Any:
-        found = resume(self, where, url, lengths)
+    def too_late(self: uploads.PartsUpload) -> None:
+        resume(self)
         store.abort_uploads("s3://uploads/model")
-        return found
 
-    monkeypatch.setattr(uploads.Uploader, "resume", too_late)
+    monkeypatch.setattr(uploads.PartsUpload, "_resume", too_late)
     again.upload_file(file, URL)
     assert read(again) == file.read_bytes()
 
@@ -143,14 +142,14 @@ def test_an_upload_ended_from_outside_begins_anew(
 def test_a_file_that_shrinks_meanwhile_is_no_object(
     store: ObjectStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    md5 = uploads._FileSlice.md5
+    md5 = uploads.md5_of
 
-    def shrinking(self: uploads._FileSlice) -> bytes:
+    def shrinking(body: uploads.Body) -> bytes:
         with file.open("r+b") as shorter:
             shorter.truncate(PART)
-        return md5(self)
+        return md5(body)
 
-    monkeypatch.setattr(uploads._FileSlice, "md5", shrinking)
+    monkeypatch.setattr(uploads, "md5_of", shrinking)
     with pytest.raises(SourceChanged, match="shorter"):
         store.upload_file(file, URL)
     assert not store.exists(URL)

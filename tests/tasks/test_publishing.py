@@ -73,15 +73,15 @@ def model(tmp_path: Path) -> Path:
 
 def slowly(monkeypatch: pytest.MonkeyPatch, then: Any = lambda: None) -> None:
     """Have the large file wait until the page has told of the upload."""
-    upload = uploads.Uploader.upload
+    upload = uploads.send_file
 
-    def waiting(self: uploads.Uploader, path: Path, *given: Any, **more: Any) -> int:
+    def waiting(client: Any, endpoint: str, path: Path, *given: Any, **more: Any) -> int:
         if path.name == "a":
             assert seen.wait(30), "nobody told how far the upload is"
             then()
-        return upload(self, path, *given, **more)
+        return upload(client, endpoint, path, *given, **more)
 
-    monkeypatch.setattr(uploads.Uploader, "upload", waiting)
+    monkeypatch.setattr("paceline.storage.store.send_file", waiting)
 
 
 def test_bytes_and_rate_are_told_on_the_page_and_to_who_listens(

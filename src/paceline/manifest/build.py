@@ -69,7 +69,6 @@ class ScannedFile:
             raise self.changed(f"{status.st_size} bytes, mtime {status.st_mtime_ns}", where)
 
     def changed(self, got: object, where: Path) -> SourceChanged:
-        """Return the error for a file that changed."""
         return SourceChanged(
             "file changed while it was read",
             got=got,
@@ -107,9 +106,7 @@ def build_manifest(
 
 
 def check_name(what: str, value: object) -> str:
-    """Return ``value`` where it is a valid name of a model or a version, else raise
-    InvalidManifest.
-    """
+    """Return a valid name of a model or version, else raise InvalidManifest."""
     pattern, wanted = _NAMES[what]
     if not isinstance(value, str) or len(value) > MAX_NAME or not pattern.fullmatch(value):
         got = repr(value)[:200]
@@ -128,9 +125,7 @@ def check_name(what: str, value: object) -> str:
 
 
 def scan_model(root: Path) -> list[ScannedFile]:
-    """Return the model's files in stream order (by path); follows no symlink but those of
-    ``content_path``.
-    """
+    """Return the files by path; follows no symlink but those of ``content_path``."""
     try:
         found = list(_walk(root, ""))
     except FileNotFoundError as error:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import logging
 import os
 import secrets
@@ -23,13 +24,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from paceline.errors import (
     Cancelled,
     Conflict,
     CorruptData,
-    InvalidInput,
     OriginBudgetExceeded,
     PacelineError,
     SourceChanged,
@@ -38,7 +38,7 @@ from paceline.errors import (
 from paceline.manifest.build import ScannedFile, check_name, digest, require_model
 from paceline.manifest.model import MANIFEST_FILE, Manifest
 from paceline.manifest.progress import ProgressCallback, ignore_progress
-from paceline.manifest.publish import fetch_manifest
+from paceline.manifest.publish import fetch_manifest, read_record
 from paceline.manifest.signing import sign_manifest
 from paceline.manifest.sizes import MIB, choose_sizes
 from paceline.schemas import Count, PieceHash, Record
@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 RECORD_FILE = f"{MANIFEST_FILE}.import"
-MAX_RECORD_BYTES = 4096
 MIN_PART = 8 * MIB
 MAX_PARTS = 9_000  # of one object; S3 allows 10,000
 MAX_PARALLEL = 16  # parts in flight
@@ -103,7 +102,7 @@ def import_model(
                 model_id=source.model_id,
                 version=source.version,
                 piece_hash=piece_hash or "blake3",
-                open_file=lambda file: importer.open(remote[file.path]),
+                open_file=lambda file: _ImportedFile(importer, remote[file.path]),
                 on_progress=on_progress,
                 stopping=stopping,
             )
@@ -144,7 +143,6 @@ class _ImportLedger:
         self._store, self._url, self._cap, self._stopping = store, url, cap, stopping
         self._where = join_url(url, RECORD_FILE)
         slack = max(cap - total, MIB)
-        self.part_bytes = MIN_PART
         # What a killed attempt read in vain is a fraction of what the budget leaves for failures.
         self.parallel = max(1, min(MAX_PARALLEL, slack // (4 * MIN_PART)))
         self._ahead = slack // 16
@@ -244,20 +242,9 @@ class _ImportLedger:
 
     def _load(self) -> ImportRecord | None:
         try:
-            return ImportRecord.model_validate_json(
-                self._store.get_bytes(self._where, MAX_RECORD_BYTES)
-            )
-        except SourceMissing:
-            return None
+            return read_record(ImportRecord, self._where, self._store)
         except SourceChanged:  # rewritten between its head and its bytes
             return self._load()
-        except ValidationError as error:
-            raise InvalidInput(
-                "the record of an import cannot be read",
-                got=str(error).splitlines()[0],
-                where=self._where,
-                do="Delete that object if nothing is being imported there.",
-            ) from error
 
 
 class _Importer:
@@ -286,17 +273,12 @@ class _Importer:
     def __exit__(self, *_: object) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
 
-    def open(self, file: RemoteFile) -> _ImportedFile:
-        """Return a reader of ``file`` that writes what it reads."""
-        return _ImportedFile(self, file, self.target(file.path), self.part_bytes(file.size))
-
     def target(self, path: str) -> str:
-        """Return the URL of the object that a file becomes."""
         return join_url(self._url, path)
 
     def part_bytes(self, size: int) -> int:
         """Return the size of the parts of a file: whole pieces."""
-        least = max(self._ledger.part_bytes, -(-size // MAX_PARTS))
+        least = max(MIN_PART, -(-size // MAX_PARTS))
         return -(-least // self._piece_bytes) * self._piece_bytes
 
     def fetch(self, file: RemoteFile, offset: int, length: int) -> bytearray:
@@ -309,13 +291,12 @@ class _Importer:
     def discard(self, path: str, got: str, wanted: str) -> None:
         """Delete a file with wrong bytes and raise CorruptData."""
         self.store.delete(self.target(path))
-        raise CorruptData(
+        what, where = (
             "an imported file is not what its server lists",
-            got=got,
-            wanted=wanted,
-            where=f"{path} of {self._source.url}",
-            do="Run it again: only this file is read again.",
+            f"{path} of {self._source.url}",
         )
+        do = "Run it again: only this file is read again."
+        raise CorruptData(what, got=got, wanted=wanted, where=where, do=do)
 
 
 class _ImportedFile:
@@ -323,10 +304,9 @@ class _ImportedFile:
     where an earlier attempt left all of it.
     """
 
-    def __init__(self, importer: _Importer, file: RemoteFile, target: str, part_bytes: int) -> None:
-        self._importer, self._file, self._target = importer, file, target
-        self._part_bytes = part_bytes
-        self.block = part_bytes
+    def __init__(self, importer: _Importer, file: RemoteFile) -> None:
+        self._importer, self._file, self._target = importer, file, importer.target(file.path)
+        self.block = self._part_bytes = importer.part_bytes(file.size)
         self._parts: deque[Future[bytearray]] = deque()
         self._next = 0  # first byte that no part was requested for
         self._part, self._at = memoryview(b""), 0
@@ -339,7 +319,7 @@ class _ImportedFile:
         if self._importer.there.get(self._target) == file.size and file.size:
             self._etag = store.head(self._target).etag
         elif self._upload.there:
-            missing = self._upload.lengths.keys() - self._upload.there
+            missing = self._upload.lengths.keys() - self._upload.there.keys()
             list(self._importer.pool.map(self._bring, sorted(missing)))
             self._upload.complete()
             self._etag = store.head(self._target).etag
@@ -381,7 +361,7 @@ class _ImportedFile:
     def _bring(self, number: int) -> bytearray:
         offset, length = (number - 1) * self._part_bytes, self._upload.lengths[number]
         data = self._importer.fetch(self._file, offset, length)
-        self._upload.write(number, data)
+        self._upload.write(number, io.BytesIO(data))
         return data
 
     def _read_back(self, number: int) -> bytearray:

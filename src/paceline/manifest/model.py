@@ -161,12 +161,10 @@ class Manifest:
 
     @property
     def piece_count(self) -> int:
-        """Return how many pieces the model has."""
         return self._file_pieces[-1]
 
     @property
     def pieces(self) -> Iterator[Piece]:
-        """Yield every piece in stream order."""
         return (self.piece_of(index) for index in range(self.piece_count))
 
     def piece_of(self, index: int) -> Piece:
@@ -200,14 +198,10 @@ class Manifest:
         return range(self._file_pieces[file_index], self._file_pieces[file_index + 1])
 
     def chunk_pieces(self, chunk_id: int) -> range:
-        """Return the indices of the pieces of chunk ``chunk_id``."""
-        return self.pieces_of_chunks(chunk_id, chunk_id)
-
-    def pieces_of_chunks(self, first: int, last: int) -> range:
-        """Return the indices of the pieces of chunks ``first`` to ``last``, both inclusive."""
-        if not 0 <= first <= last < len(self.chunks):
-            raise IndexError(f"chunks {first} to {last} of {len(self.chunks)}")
-        return range(self._chunk_pieces[first], self._chunk_pieces[last + 1])
+        """Return the indices of the pieces of chunk ``chunk_id``; raises IndexError."""
+        if not 0 <= chunk_id < len(self.chunks):
+            raise IndexError(f"chunk {chunk_id} of {len(self.chunks)}")
+        return range(self._chunk_pieces[chunk_id], self._chunk_pieces[chunk_id + 1])
 
     def new_piece_hash(self) -> Hash:
         """Return a new hash of the kind that ``Piece.digest`` has."""
@@ -326,9 +320,7 @@ def check_path(path: str) -> str:
 
 
 def fold_path(path: str) -> str:
-    """Return ``path`` in the form that a file system compares which ignores case and Unicode normal
-    form.
-    """
+    """Return what a file system that ignores case and Unicode normal form compares."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", path).casefold())
 
 

@@ -29,7 +29,6 @@ class PublishProgress:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the stage is complete."""
         return self.done_files >= self.total_files
 
     @property
@@ -59,9 +58,7 @@ class ProgressCounter:
         self._reported_s = float("-inf")
 
     def moved(self, count: int, files: int = 0) -> None:
-        """Add bytes, and files that are complete; bytes that are sent a second time do not count
-        beyond the total.
-        """
+        """Add bytes and complete files; bytes sent twice do not count beyond the total."""
         with self._lock:
             was = self._now
             self._now = now = replace(

@@ -15,7 +15,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -49,10 +49,11 @@ if TYPE_CHECKING:
 
 FILES_AT_ONCE = 4
 CLAIM_FILE = f"{MANIFEST_FILE}.claim"
-MAX_CLAIM_BYTES = 4096
+MAX_RECORD_BYTES = 4096
 ATTEMPTS = 5  # claims that are released while they are read
 
 log = logging.getLogger(__name__)
+Stored = TypeVar("Stored", bound=Record)
 
 
 def published_record(manifest: Manifest, url: str, store: ObjectStore, seconds: float) -> Published:
@@ -113,7 +114,7 @@ def publish_model(
     published = _published(url, store)
     if published is None and not allow_older:
         _refuse_older(url, version, store)
-    begun = published or read_claim(url, store)
+    begun = published or read_record(Claim, join_url(url, CLAIM_FILE), store)
     sizes = _sizes(found, begun, link_mbit, piece_bytes, chunk_bytes)
     manifest = digest(
         root,
@@ -355,19 +356,18 @@ class Claim(Record):
     at: str = Field(max_length=40)
 
 
-def read_claim(url: str, store: ObjectStore) -> Claim | None:
-    """Return the claim of the version below ``url``; None without one. Raises InvalidInput."""
-    where = join_url(url, CLAIM_FILE)
+def read_record(kind: type[Stored], where: str, store: ObjectStore) -> Stored | None:
+    """Return the record of work in progress at ``where``, or None; raises InvalidInput."""
     try:
-        return Claim.model_validate_json(store.get_bytes(where, MAX_CLAIM_BYTES))
+        return kind.model_validate_json(store.get_bytes(where, MAX_RECORD_BYTES))
     except SourceMissing:
         return None
     except ValidationError as error:
         raise InvalidInput(
-            "claim of a publish cannot be read",
+            f"the {kind.__name__} of a version cannot be read",
             got=str(error).splitlines()[0],
             where=where,
-            do="Delete that object if nothing is being published there.",
+            do="Delete that object if nothing is being published or imported there.",
         ) from error
 
 
@@ -392,7 +392,7 @@ def claim_version(url: str, store: ObjectStore, manifest: Manifest) -> bool:
             store.delete(where)
             log.info("no conditional writes at %s: there is no claim", store.endpoint_url)
             return False
-        other = mine if written else read_claim(url, store)
+        other = mine if written else read_record(Claim, where, store)
         if other is None:
             continue
         if other.digest != manifest.digest:

@@ -8,6 +8,7 @@ passed off as one of these. Nothing is negotiable: one algorithm, RFC 8032.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING
 from paceline.config import SecuritySettings
 from paceline.errors import Conflict, InvalidInput, InvalidProfile, NotFound, UntrustedManifest
 from paceline.manifest.model import Manifest, Signature
+from paceline.schemas import SHA256_HEX
 from paceline.system import create_durably, sync_directory
 
 if TYPE_CHECKING:  # the library takes 20 ms to import; most manifests are not signed
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 CONTEXT = b"paceline-manifest/1 signed\n"
-PUBLIC_KEY_HEX = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,11 +35,9 @@ class TrustPolicy:
 
     @classmethod
     def of(cls, security: SecuritySettings) -> TrustPolicy:
-        """Return the policy of a profile; raises InvalidProfile for a bad key, or where no manifest
-        could satisfy it.
-        """
+        """Return the policy of a profile; raises InvalidProfile where no manifest could pass."""
         for key in security.trusted_publishers:
-            if len(key) != PUBLIC_KEY_HEX or not set(key) <= set("0123456789abcdef"):
+            if not re.fullmatch(SHA256_HEX, key):  # 32 bytes too
                 raise InvalidProfile(
                     "not a public key",
                     got=repr(key)[:100],
@@ -65,12 +64,9 @@ class TrustPolicy:
         A signature that is present must be valid under every policy.
         """
 
-        def refuse(
-            what: str,
-            got: object,
-            wanted: object,
-            do: str = "Publish it with --sign and a trusted key.",
-        ) -> UntrustedManifest:
+        sign = "Publish it with --sign and a trusted key."
+
+        def refuse(what: str, got: object, wanted: object, do: str = sign) -> UntrustedManifest:
             here = where or f"{manifest.model_id}/{manifest.version}"
             return UntrustedManifest(what, got=got, wanted=wanted, where=here, do=do)
 

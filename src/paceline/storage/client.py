@@ -11,7 +11,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -33,23 +33,20 @@ from paceline.storage.signing import Sign, SignedRequests
 
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 20.0  # twice within the retry budget
-QUICK_TIMEOUT_S = (
-    4.0  # both timeouts of a first try that is repeated: a healthy server answers sooner
-)
+# Both timeouts of a first try that is repeated: a healthy server answers sooner.
+QUICK_TIMEOUT_S = 4.0
 MAX_ATTEMPTS = 3  # the first try included; botocore's standard mode jitters its backoff
 POOL = 32
 CUSTOMER_KEY_BYTES = 32  # AES-256, the only cipher of SSE-C
 
-_imported: list[bool] = []
 _creating = threading.Lock()  # creating botocore sessions is not thread-safe
 # One for the same profile and variables: another client of a session takes 5 ms and 0.4 MB.
 _sessions: dict[tuple[str | None, ...], Any] = {}
 
 
+@functools.cache
 def import_boto3() -> None:
     """Import boto3 whole, in one thread: two that import parts of it at once may see it half."""
-    if _imported:
-        return
     with _creating:
         import boto3
         import boto3.exceptions
@@ -60,7 +57,6 @@ def import_boto3() -> None:
         import botocore.session
 
         del boto3, botocore
-        _imported.append(True)
 
 
 def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None = None) -> Any:
@@ -118,7 +114,7 @@ def make_client(access: ObjectAccess, *, hasty: bool = False, sign: Sign | None 
             config=config,
         )
     if parameters := access.parameters | _customer_key(access.customer_key_env):
-        client.meta.events.register("provide-client-params.s3.*", _Parameters(parameters))
+        client.meta.events.register("provide-client-params.s3.*", _adding(parameters))
     if sign is not None:
         SignedRequests(client, sign)
     elif not access.access_key:
@@ -159,15 +155,14 @@ def _customer_key(variable: str) -> dict[str, Any]:
     return {"SSECustomerAlgorithm": "AES256", "SSECustomerKey": key}
 
 
-class _Parameters:
-    """Adds a profile's parameters to each request that takes them."""
+def _adding(parameters: dict[str, Any]) -> Callable[..., dict[str, Any]]:
+    """Return the handler that adds a profile's parameters to each request that takes them."""
 
-    def __init__(self, parameters: dict[str, Any]) -> None:
-        self._parameters = parameters
-
-    def __call__(self, params: dict[str, Any], model: Any, **_: Any) -> dict[str, Any]:
+    def add(params: dict[str, Any], model: Any, **_: Any) -> dict[str, Any]:
         takes = model.input_shape.members if model.input_shape is not None else {}
-        return {**{key: v for key, v in self._parameters.items() if key in takes}, **params}
+        return {key: v for key, v in parameters.items() if key in takes} | params
+
+    return add
 
 
 class _Renewal:
@@ -256,9 +251,7 @@ _CHECK_SERVER = "Check that the S3 server runs and answers there, then try again
 
 @contextmanager
 def translate_s3_errors(endpoint_url: str, url: str) -> Iterator[None]:
-    """Translate the errors of botocore and sockets inside the context into PacelineErrors,
-    chained.
-    """
+    """Translate errors of botocore and sockets inside the context, chained."""
     import_boto3()
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
@@ -289,25 +282,22 @@ def translate_s3_errors(endpoint_url: str, url: str) -> Iterator[None]:
         ) from error
 
 
-def _clock_ahead_s(meta: object) -> float:
+def _clock_ahead_s(meta: dict[str, Any]) -> float:
     """Return how far this machine's clock is ahead of the server's, 0 where it names no time.
 
     An answer to HEAD has no other sign of it: S3 refuses it like a wrong key.
     """
-    headers = meta.get("HTTPHeaders") if isinstance(meta, dict) else None
-    date = headers.get("date") if isinstance(headers, dict) else None
     try:
-        return time.time() - parsedate_to_datetime(str(date)).timestamp()
+        date = parsedate_to_datetime(str(meta.get("HTTPHeaders", {}).get("date")))
     except ValueError:
         return 0.0
+    return time.time() - date.timestamp()
 
 
-def from_client_error(response: dict[str, object], endpoint_url: str, url: str) -> PacelineError:
+def from_client_error(response: dict[str, Any], endpoint_url: str, url: str) -> PacelineError:
     """Return the PacelineError for an S3 error ``response``."""
-    details = response.get("Error")
-    code = str(details.get("Code", "")) if isinstance(details, dict) else ""
-    meta = response.get("ResponseMetadata")
-    status = int(meta.get("HTTPStatusCode", 0)) if isinstance(meta, dict) else 0
+    details, meta = response.get("Error", {}), response.get("ResponseMetadata", {})
+    code, status = str(details.get("Code", "")), int(meta.get("HTTPStatusCode", 0))
     known = {code, str(status)}
     bare = code in ("", str(status))  # of a HEAD: without a body there is no reason
     got = f"HTTP {status}" if bare else f"{code} ({status})"
@@ -324,10 +314,10 @@ def from_client_error(response: dict[str, object], endpoint_url: str, url: str) 
             where=where,
             do="Set the clock (NTP) on this machine, or on the S3 server.",
         )
-    message = str(details.get("Message") or "")[:200] if isinstance(details, dict) else ""
+    message = str(details.get("Message") or "")[:200]
     reason = f"{got}: {message}" if message and not bare else got
     if known & _REGION:
-        region = details.get("Region") if isinstance(details, dict) else None
+        region = details.get("Region")
         return AccessDenied(
             "the bucket is in another region",
             got=reason,

@@ -32,7 +32,7 @@ from paceline.errors import (
     StorageFull,
 )
 from paceline.storage.ranges import AttemptFailed
-from paceline.storage.store import ObjectStore
+from paceline.storage.store import ObjectStore, regular_file
 from paceline.storage.url import MAX_URL, ObjectInfo
 from paceline.system import make_directories, sync_directory
 
@@ -56,9 +56,6 @@ class DiskStore(ObjectStore):
         self.has_conditional_writes = True
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        return "DiskStore()"
-
     @staticmethod
     def path_of(url: str) -> Path:
         """Return the file that ``url`` names; raises InvalidInput for anything but file:///…"""
@@ -79,7 +76,6 @@ class DiskStore(ObjectStore):
 
     @staticmethod
     def url_of(path: Path | str) -> str:
-        """Return the URL of a file or directory."""
         return SCHEME + quote(str(Path(path).absolute()))
 
     def warm_up(self) -> None:
@@ -88,11 +84,7 @@ class DiskStore(ObjectStore):
     def ensure_bucket(self, bucket: str) -> None:
         """Do nothing: directories are created when needed."""
 
-    def head(
-        self,
-        url: str,
-        on_failed: AttemptFailed | None = None,
-    ) -> ObjectInfo:
+    def head(self, url: str, on_failed: AttemptFailed | None = None) -> ObjectInfo:
         """Return size and tag of the object; raises SourceMissing where there is none."""
         path = self.path_of(url)
         with _translated(url):
@@ -128,11 +120,10 @@ class DiskStore(ObjectStore):
 
     def put_if_absent(self, url: str, data: bytes) -> bool:
         """Write ``data`` unless a file is there, and return whether it was written."""
-        try:
+        with contextlib.suppress(FileExistsError):
             self._put(url, lambda descriptor: _write(descriptor, memoryview(data)), new=True)
-        except FileExistsError:
-            return False
-        return True
+            return True
+        return False
 
     def upload_file(
         self,
@@ -147,9 +138,7 @@ class DiskStore(ObjectStore):
         """Write the file as one object. ``sha256`` is not stored; no object appears once it is
         stopped, or where ``check``, called when all of it was read, raises.
         """
-        source = Path(path)
-        if not source.is_file():
-            raise SourceMissing("file to upload does not exist", got=path, wanted="a regular file")
+        source = regular_file(path)
 
         def copy(descriptor: int) -> None:
             with source.open("rb", buffering=0) as file:
@@ -238,11 +227,9 @@ class DiskStore(ObjectStore):
         """Delete the object for good; one that does not exist is no error."""
         path = self.path_of(url)
         with _translated(url):
-            try:
-                path.unlink()
-            except FileNotFoundError:
-                return
-            sync_directory(path.parent)
+            if path.exists():
+                path.unlink(missing_ok=True)
+                sync_directory(path.parent)
 
     def delete_prefix(self, url: str) -> int:
         """Delete every object below ``url``, and the directory, and return how many."""

@@ -65,7 +65,6 @@ class RemoteModel:
 
     @property
     def total_size(self) -> int:
-        """Return the bytes of all files."""
         return sum(file.size for file in self.files)
 
 
@@ -200,7 +199,8 @@ class RemoteReader:
 
     def _follow(self, url: str, at: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
         for _ in range(MAX_REDIRECTS):
-            sent = headers | (self._authorization() if self._is_own(at) else {})
+            own = self._credentials and self._is_own(at)
+            sent = headers | ({"Authorization": self._credentials} if own else {})
             response: urllib3.BaseHTTPResponse = self._pool.request(
                 "GET", at, headers=sent, redirect=False, preload_content=False
             )
@@ -224,9 +224,6 @@ class RemoteReader:
         raise PermanentError(
             f"{self._name} redirects without end", got=f"{MAX_REDIRECTS} times", where=_shown(url)
         )
-
-    def _authorization(self) -> dict[str, str]:
-        return {"Authorization": self._credentials} if self._credentials else {}
 
     def _log_in(self, response: urllib3.BaseHTTPResponse) -> bool:  # noqa: ARG002
         """Return whether there are new credentials, so that the request is worth a repetition."""
@@ -267,12 +264,8 @@ class RemoteReader:
                 "model's terms on its page.",
             )
         if status == 404:
-            return SourceMissing(
-                f"{self._name} does not have it",
-                got=got,
-                where=where,
-                do="Check name and revision.",
-            )
+            what, do = f"{self._name} does not have it", "Check name and revision."
+            return SourceMissing(what, got=got, where=where, do=do)
         if status == 429 or status >= 500:
             return ServiceUnavailable(f"{self._name} cannot serve now", got=got, where=where)
         return PermanentError(f"{self._name} refused the request", got=got, where=where)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from paceline.errors import (
 )
 from paceline.storage.client import (
     RetryBudget,
-    from_client_error,
     head_object,
     import_boto3,
     make_client,
@@ -38,9 +38,9 @@ from paceline.storage.signing import Sign
 from paceline.storage.uploads import (
     DIGEST_KEY,
     PartsUpload,
-    Uploader,
     UploadGoneError,
     abort_upload,
+    send_file,
     unfinished_uploads,
 )
 from paceline.storage.url import ObjectInfo, parse_url
@@ -83,8 +83,6 @@ class ObjectStore:
         self.endpoint_url = endpoint_url or "the endpoint of AWS's settings"
         self.access, self._sign = access, sign
         self._lock = threading.Lock()
-        self._made: Any = None
-        self._made_hasty: Any = None
         self.has_conditional_writes: bool | None = None  # None: not probed yet
         self.uploaded_files = 0
         self.reused_bytes = 0  # of uploads that resumed an earlier attempt
@@ -95,21 +93,15 @@ class ObjectStore:
         return cls(runtime.object_access, sign=sign)
 
     def __repr__(self) -> str:
-        return f"ObjectStore({self.endpoint_url!r})"
+        return f"{type(self).__name__}({self.endpoint_url!r})"
 
-    @property
+    @cached_property
     def _client(self) -> Any:
-        with self._lock:
-            if self._made is None:
-                self._made = make_client(self.access, sign=self._sign)
-            return self._made
+        return make_client(self.access, sign=self._sign)
 
-    @property
+    @cached_property
     def _hasty(self) -> Any:
-        with self._lock:
-            if self._made_hasty is None:
-                self._made_hasty = make_client(self.access, hasty=True, sign=self._sign)
-            return self._made_hasty
+        return make_client(self.access, hasty=True, sign=self._sign)
 
     def warm_up(self) -> None:
         """Create the clients now (0.4 s and 25 MB) instead of at the first request."""
@@ -127,20 +119,14 @@ class ObjectStore:
 
     def ensure_bucket(self, bucket: str) -> None:
         """Make ``bucket`` unless it exists."""
-        import_boto3()
-        from botocore.exceptions import ClientError
-
         url = f"s3://{bucket}/"
         parse_url(url)
-        with translate_s3_errors(self.endpoint_url, url):
-            try:
+        try:
+            with translate_s3_errors(self.endpoint_url, url):
                 self._client.create_bucket(Bucket=bucket)
-            except ClientError as error:
-                if error.response.get("Error", {}).get("Code") not in (
-                    "BucketAlreadyOwnedByYou",
-                    "BucketAlreadyExists",
-                ):
-                    raise from_client_error(error.response, self.endpoint_url, url) from error
+        except PermanentError as error:
+            if not str(error.got).startswith(("BucketAlreadyOwnedByYou", "BucketAlreadyExists")):
+                raise
 
     def head(self, url: str, on_failed: AttemptFailed | None = None) -> ObjectInfo:
         """Return size and ETag of the object; raises SourceMissing where there is none.
@@ -192,7 +178,6 @@ class ObjectStore:
                 return
 
     def exists(self, url: str) -> bool:
-        """Return whether the object exists."""
         try:
             self.head(url)
         except SourceMissing:
@@ -317,12 +302,21 @@ class ObjectStore:
         once all is read; where it raises, no object appears.
         """
         _object(url)
-        source = _regular(Path(path))
+        source = regular_file(path)
         size = source.stat().st_size
         for attempt in range(MAX_UPLOADS):
-            uploader = Uploader(self._client, self.endpoint_url, stopping, on_bytes)
             try:
-                reused = uploader.upload(source, url, sha256, check, resume=not attempt)
+                reused = send_file(
+                    self._client,
+                    self.endpoint_url,
+                    source,
+                    url,
+                    sha256,
+                    resume=not attempt,
+                    stopping=stopping,
+                    on_bytes=on_bytes,
+                    check=check,
+                )
             except UploadGoneError:
                 # Two processes that upload the same file share one upload: it ends with the first.
                 if not (sha256 and self.holds(url, size, sha256)):
@@ -357,19 +351,17 @@ class ObjectStore:
         return int(answer["ContentLength"]) == size and known.get(DIGEST_KEY) == sha256
 
     def abort_uploads(self, prefix_url: str, older_than_s: float = 0.0) -> int:
-        """Abort the unfinished uploads below ``prefix_url`` older than ``older_than_s``, and return
-        how many.
-        """
+        """Abort unfinished uploads below ``prefix_url`` of that age, and return how many."""
         bucket, prefix = _object(prefix_url)
         prefix = f"{prefix.rstrip('/')}/"
-        client, before = self._client, time.time() - older_than_s
+        before = time.time() - older_than_s
         found = [
-            each
-            for each in unfinished_uploads(client, self.endpoint_url, bucket, prefix)
+            {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
+            for each in unfinished_uploads(self._client, self.endpoint_url, bucket, prefix)
             if each["Initiated"].timestamp() <= before
         ]
         for each in found:
-            abort_upload(client, self.endpoint_url, bucket, each)
+            abort_upload(self._client, self.endpoint_url, each)
         return len(found)
 
     def download_file(self, url: str, path: Path | str) -> ObjectInfo:
@@ -392,35 +384,26 @@ class ObjectStore:
         """Return the objects below ``prefix_url`` by key; a prefix is a directory, so that
         ``…/v1`` never matches ``…/v10/…``. Nothing there is an empty list.
         """
-        bucket, prefix = parse_url(prefix_url)
-        prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-        found: list[ObjectInfo] = []
-        with translate_s3_errors(self.endpoint_url, prefix_url):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=bucket, Prefix=prefix
-            )
-            for page in pages:
-                found += [
-                    _info(f"s3://{bucket}/{each['Key']}", each, "Size")
-                    for each in page.get("Contents", ())
-                ]
+        bucket, _ = parse_url(prefix_url)
+        found = [
+            _info(f"s3://{bucket}/{each['Key']}", each, "Size")
+            for page in self._pages(prefix_url)
+            for each in page.get("Contents", ())
+        ]
         return sorted(found, key=lambda info: info.url)
 
     def directories(self, prefix_url: str) -> tuple[str, ...]:
         """Return the names of the directories right below ``prefix_url``, sorted."""
+        pages = self._pages(prefix_url, Delimiter="/")
+        found = (each["Prefix"] for page in pages for each in page.get("CommonPrefixes", ()))
+        return tuple(sorted(each.rstrip("/").rpartition("/")[2] for each in found))
+
+    def _pages(self, prefix_url: str, **options: str) -> Iterator[dict[str, Any]]:
         bucket, prefix = parse_url(prefix_url)
         prefix = f"{prefix.rstrip('/')}/" if prefix else ""
-        names: list[str] = []
         with translate_s3_errors(self.endpoint_url, prefix_url):
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=bucket, Prefix=prefix, Delimiter="/"
-            )
-            for page in pages:
-                names += [
-                    each["Prefix"].removeprefix(prefix).rstrip("/")
-                    for each in page.get("CommonPrefixes", ())
-                ]
-        return tuple(sorted(names))
+            listing = self._client.get_paginator("list_objects_v2")
+            yield from listing.paginate(Bucket=bucket, Prefix=prefix, **options)
 
     def delete(self, url: str) -> None:
         """Delete the object; one that does not exist is no error."""
@@ -440,9 +423,7 @@ class ObjectStore:
         return len(found)
 
     def _require_bucket(self, url: str, missing: SourceMissing) -> None:
-        """Raise SourceMissing naming the bucket where the object is ``missing`` because its bucket
-        is.
-        """
+        """Raise SourceMissing naming the bucket where that is what is ``missing``."""
         bucket, _ = parse_url(url)
         try:
             with translate_s3_errors(self.endpoint_url, url):
@@ -485,10 +466,11 @@ def _object(url: str) -> tuple[str, str]:
     return bucket, key
 
 
-def _regular(path: Path) -> Path:
-    if not path.is_file():
+def regular_file(path: Path | str) -> Path:
+    """Return ``path``; raises SourceMissing where it is no regular file."""
+    if not Path(path).is_file():
         raise SourceMissing("file to upload does not exist", got=path, wanted="a regular file")
-    return path
+    return Path(path)
 
 
 def _info(url: str, answer: dict[str, Any], size_field: str) -> ObjectInfo:

@@ -1,4 +1,4 @@
-"""Uploads one file as one object, in parts where it is large; resumes what an earlier attempt left.
+"""Uploads one object, in parts where it is large; resumes what an earlier attempt left.
 
 A part in S3 counts as uploaded when its size and its MD5 (the ETag that S3 gives it) are those of
 the file; where a server's ETags are no MD5 (server-side encryption by key) parts are sent again,
@@ -34,237 +34,195 @@ PART_BYTES = 16 * MIB
 MAX_PARTS = 9_000  # S3 allows 10,000
 PARALLEL = 4  # parts of one file at once
 DIGEST_KEY = "paceline-sha256"  # in the object's metadata
-BLOCK = 1 * MIB
 
 T = TypeVar("T")
+Body = io.RawIOBase | io.BytesIO
 
 
 class UploadGoneError(Exception):
     """An unfinished upload cannot be completed: it has other bytes, or it ended meanwhile."""
 
 
-class Uploader:
-    """Uploads one file; ``client`` is the boto3 client of an ObjectStore.
+class PartsUpload:
+    """One object of ``size`` bytes, written in parts of ``part_bytes`` by their numbers from 1 on,
+    in any order and by several threads; with ``resume``, parts that an earlier attempt wrote count
+    (``there``: their ETags). An object of at most one part appears with its ``write``.
 
-    ``stopping``, once set, ends the upload by Cancelled; its parts stay in S3.
+    What the earlier parts hold is not known: compare their MD5, or the object's digest once it is
+    complete. Once ``ends()`` is true a request that fails raises Cancelled.
     """
 
     def __init__(
         self,
         client: Any,
         endpoint_url: str,
-        stopping: threading.Event | None,
-        on_bytes: Callable[[int], None],
-    ) -> None:
-        self._client = client
-        self._endpoint_url = endpoint_url
-        self._on_bytes = on_bytes  # called with the bytes that S3 has received
-        self._stopping = stopping or threading.Event()
-        self._failed = threading.Event()  # of this file only: the other files continue
-
-    def _ends(self) -> bool:
-        return self._stopping.is_set() or self._failed.is_set()
-
-    def upload(
-        self, path: Path, url: str, sha256: str, check: Callable[[], None], *, resume: bool
-    ) -> int:
-        """Write the file as one object and return how many bytes of it were there already; with
-        ``resume`` the parts of an unfinished upload count.
-
-        ``check`` is called when all of it was read and before the object appears; it may raise.
-        Raises UploadGoneError where the next attempt has to begin anew.
-        """
-        bucket, key = parse_url(url)
-        where = {"Bucket": bucket, "Key": key}
-        metadata = {DIGEST_KEY: sha256} if sha256 else {}
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > 2 * PART_BYTES:
-                return self._in_parts(
-                    file.fileno(), size, path, url, where, metadata, check, resume
-                )
-            with _FileSlice(file.fileno(), 0, size, path, self._ends) as body:
-                md5 = body.md5()
-                check()  # a later change fails the Content-MD5
-                self.with_retries(
-                    url,
-                    lambda: self._client.put_object(
-                        **where, Body=body.rewound(), ContentMD5=_b64(md5), Metadata=metadata
-                    ),
-                )
-            self._on_bytes(size)
-            return 0
-
-    # ── in parts ─────────────────────────────────────────────────────────────────────────────────
-
-    def _in_parts(
-        self,
-        descriptor: int,
-        size: int,
-        path: Path,
         url: str,
-        where: dict[str, str],
-        metadata: dict[str, str],
-        check: Callable[[], None],
-        resume: bool,
-    ) -> int:
-        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS))
+        size: int,
+        part_bytes: int,
+        *,
+        metadata: dict[str, str] | None = None,
+        resume: bool = True,
+        ends: Callable[[], bool] = lambda: False,
+    ) -> None:
+        bucket, key = parse_url(url)
+        self._client, self._endpoint_url, self._url = client, endpoint_url, url
+        self._into = {"Bucket": bucket, "Key": key}  # with an UploadId once it has begun
+        self._metadata, self._ends = metadata or {}, ends
         starts = range(0, size, part_bytes)
-        lengths = {number: min(part_bytes, size - at) for number, at in enumerate(starts, start=1)}
-        upload_id, there = self.resume(where, url, lengths) if resume else (None, {})
-        if upload_id is None:
-            answer = self.with_retries(
-                url,
-                lambda: self._client.create_multipart_upload(**where, Metadata=metadata),
-            )
-            upload_id = str(answer["UploadId"])
-        into = {**where, "UploadId": upload_id}
+        self.lengths = {n: min(part_bytes, size - at) for n, at in enumerate(starts, start=1)}
+        self.there: dict[int, str] = {}
+        self.in_parts = len(self.lengths) > 1
+        if resume and self.in_parts:
+            self._resume()
 
-        def part(number: int) -> str:
-            start, length = starts[number - 1], lengths[number]
-            with _FileSlice(descriptor, start, length, path, self._ends) as body:
-                md5 = body.md5()
-                if number in there:
-                    if there[number] != md5.hex():  # not every server replaces a part
-                        raise UploadGoneError
-                    self._on_bytes(length)
-                    return there[number]
-                answer = self.with_retries(
-                    url,
-                    lambda: self._client.upload_part(
-                        **into, PartNumber=number, Body=body.rewound(), ContentMD5=_b64(md5)
-                    ),
-                )
-                self._on_bytes(length)
-                return str(answer["ETag"]).strip('"')
+    def begin(self) -> None:
+        """Begin the upload, unless an earlier attempt did; call it before ``write``."""
+        if self.in_parts and "UploadId" not in self._into:
+            create = self._client.create_multipart_upload
+            answer = self._with_retries(lambda: create(**self._into, Metadata=self._metadata))
+            self._into["UploadId"] = str(answer["UploadId"])
 
-        try:
-            with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
-                running = [pool.submit(part, number) for number in lengths]
-                try:
-                    etags = [each.result() for each in running]
-                except BaseException:  # uploaded parts stay, for the next attempt to resume
-                    self._failed.set()
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise
-            check()
-            parts = [
-                {"PartNumber": number, "ETag": f'"{etag}"'}
-                for number, etag in enumerate(etags, start=1)
-            ]
-            with translate_s3_errors(self._endpoint_url, url):
-                self._client.complete_multipart_upload(**into, MultipartUpload={"Parts": parts})
-        except SourceMissing as error:  # another process ended or aborted this upload
-            raise UploadGoneError from error
-        except UploadGoneError:
-            abort_upload(self._client, self._endpoint_url, where["Bucket"], into)
-            raise
-        except PermanentError as error:
-            if not str(error.got).startswith("InvalidPart"):
-                raise
-            abort_upload(self._client, self._endpoint_url, where["Bucket"], into)
-            raise UploadGoneError from error  # some servers answer so for an upload that has ended
-        return sum(lengths[number] for number in there)
+    def write(self, number: int, body: Body, md5: bytes | None = None) -> None:
+        """Write part ``number`` from ``body``, whose MD5 is taken unless given."""
+        sent: dict[str, Any] = {**self._into, "Body": body}
+        sent["ContentMD5"] = base64.b64encode(md5 or md5_of(body)).decode()
+        sent |= {"PartNumber": number} if self.in_parts else {"Metadata": self._metadata}
+        put = self._client.upload_part if self.in_parts else self._client.put_object
 
-    def resume(
-        self, where: dict[str, str], url: str, lengths: dict[int, int]
-    ) -> tuple[str | None, dict[int, str]]:
-        """Return the newest unfinished upload with the same part sizes, and its parts' ETags."""
-        bucket, key = where["Bucket"], where["Key"]
+        def attempt() -> Any:
+            body.seek(0)
+            return put(**sent)
+
+        self.there[number] = str(self._with_retries(attempt)["ETag"]).strip('"')
+
+    def complete(self) -> None:
+        """Make the object visible, once every part is written."""
+        if not self.in_parts:
+            return
+        parts = [{"PartNumber": n, "ETag": f'"{self.there[n]}"'} for n in self.lengths]
+        with translate_s3_errors(self._endpoint_url, self._url):
+            self._client.complete_multipart_upload(**self._into, MultipartUpload={"Parts": parts})
+
+    def abort(self) -> None:
+        abort_upload(self._client, self._endpoint_url, self._into)
+
+    def _resume(self) -> None:
+        """Go on with the newest unfinished upload that has the same part sizes."""
+        bucket, key = self._into["Bucket"], self._into["Key"]
         for upload in unfinished_uploads(self._client, self._endpoint_url, bucket, key):
             if upload["Key"] != key:
                 continue
-            into = {**where, "UploadId": upload["UploadId"]}
+            into = {**self._into, "UploadId": upload["UploadId"]}
             try:
-                with translate_s3_errors(self._endpoint_url, url):
+                with translate_s3_errors(self._endpoint_url, self._url):
                     pages = self._client.get_paginator("list_parts").paginate(**into)
                     parts = [each for page in pages for each in page.get("Parts") or ()]
             except SourceMissing:  # ended or aborted since it was listed
                 continue
-            if all(lengths.get(each["PartNumber"]) == each["Size"] for each in parts):
-                return upload["UploadId"], {
-                    each["PartNumber"]: str(each["ETag"]).strip('"') for each in parts
-                }
-        return None, {}
+            if all(self.lengths.get(each["PartNumber"]) == each["Size"] for each in parts):
+                self._into = into
+                self.there = {each["PartNumber"]: str(each["ETag"]).strip('"') for each in parts}
+                return
 
-    def with_retries(self, url: str, request: Callable[[], T]) -> T:
+    def _with_retries(self, request: Callable[[], T]) -> T:
         """Return what ``request`` returns, repeated while S3 is busy."""
         patience = RetryBudget()
         while True:
             try:
-                with translate_s3_errors(self._endpoint_url, url):
+                with translate_s3_errors(self._endpoint_url, self._url):
                     return request()
             except ServiceUnavailable as error:
                 if self._ends():  # botocore reports Cancelled from a body as this error
-                    raise Cancelled("the upload was stopped", where=url) from error
+                    raise Cancelled("the upload was stopped", where=self._url) from error
                 patience.failed(error)
 
 
-class PartsUpload:
-    """One object of ``size`` bytes, written in parts of ``part_bytes`` by their numbers from 1 on,
-    from memory and in any order; parts that an earlier attempt wrote count (``there``).
+def send_file(
+    client: Any,
+    endpoint_url: str,
+    path: Path,
+    url: str,
+    sha256: str,
+    *,
+    resume: bool,
+    stopping: threading.Event | None,
+    on_bytes: Callable[[int], None],
+    check: Callable[[], None],
+) -> int:
+    """Write the file as one object and return how many bytes of it were there already; with
+    ``resume`` the parts of an unfinished upload count.
 
-    What the earlier parts hold is not known: compare the object's digest once it is complete. An
-    object of at most one part appears with its ``write``.
+    ``stopping``, once set, ends it by Cancelled; its parts stay in S3. ``on_bytes`` is called with
+    the bytes that S3 has received. ``check`` is called when all of it was read and before the
+    object appears; it may raise. Raises UploadGoneError where the next attempt has to begin anew.
     """
+    failed = threading.Event()  # of this file only: the other files continue
 
-    def __init__(
-        self, client: Any, endpoint_url: str, url: str, size: int, part_bytes: int
-    ) -> None:
-        bucket, key = parse_url(url)
-        self._client, self._endpoint_url, self._url = client, endpoint_url, url
-        self._where = {"Bucket": bucket, "Key": key}
-        self._uploader = Uploader(client, endpoint_url, None, lambda _count: None)
-        starts = range(0, size, part_bytes)
-        self.lengths = {n: min(part_bytes, size - at) for n, at in enumerate(starts, start=1)}
-        self._etags: dict[int, str] = {}
-        self._id: str | None = None
-        if len(self.lengths) > 1:
-            self._id, self._etags = self._uploader.resume(self._where, url, self.lengths)
+    def ends() -> bool:
+        return failed.is_set() or (stopping is not None and stopping.is_set())
 
-    @property
-    def there(self) -> frozenset[int]:
-        """Return the numbers of the parts that S3 has."""
-        return frozenset(self._etags)
-
-    def begin(self) -> None:
-        """Begin the upload, unless an earlier attempt did; call it before ``write``."""
-        if self._id is None and len(self.lengths) > 1:
-            with translate_s3_errors(self._endpoint_url, self._url):
-                answer = self._client.create_multipart_upload(**self._where)
-            self._id = str(answer["UploadId"])
-
-    def write(self, number: int, data: bytes | bytearray) -> None:
-        """Write part ``number``; threads may write several at once."""
-        md5 = _b64(hashlib.md5(data, usedforsecurity=False).digest())
-        where: dict[str, Any] = self._where
-        if self._id is None:
-            put = self._client.put_object
-        else:
-            where = {**self._where, "UploadId": self._id, "PartNumber": number}
-            put = self._client.upload_part
-        answer = self._uploader.with_retries(
-            self._url, lambda: put(**where, Body=bytes(data), ContentMD5=md5)
+    metadata = {DIGEST_KEY: sha256} if sha256 else {}
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        large = size > 2 * PART_BYTES
+        part_bytes = max(PART_BYTES, -(-size // MAX_PARTS)) if large else max(1, size)
+        upload = PartsUpload(
+            client,
+            endpoint_url,
+            url,
+            size,
+            part_bytes,
+            metadata=metadata,
+            resume=resume,
+            ends=ends,
         )
-        self._etags[number] = str(answer["ETag"]).strip('"')
+        found = dict(upload.there)
+        upload.begin()
 
-    def complete(self) -> None:
-        """Make the object visible, once every part is written."""
-        if self._id is None:
-            return
-        parts = [{"PartNumber": n, "ETag": f'"{self._etags[n]}"'} for n in self.lengths]
-        with translate_s3_errors(self._endpoint_url, self._url):
-            self._client.complete_multipart_upload(
-                **self._where, UploadId=self._id, MultipartUpload={"Parts": parts}
-            )
+        def part(number: int) -> None:
+            length = upload.lengths.get(number, 0)
+            body = _FileSlice(file.fileno(), (number - 1) * part_bytes, length, path, ends)
+            md5 = md5_of(body)
+            if found.get(number, md5.hex()) != md5.hex():  # not every server replaces a part
+                raise UploadGoneError
+            if not upload.in_parts:
+                check()  # a later change fails the Content-MD5
+            if number not in found:
+                upload.write(number, body, md5)
+            on_bytes(length)
+
+        try:
+            with ThreadPoolExecutor(PARALLEL, thread_name_prefix="part") as pool:
+                running = [pool.submit(part, number) for number in upload.lengths or (1,)]
+                try:
+                    for each in running:
+                        each.result()
+                except BaseException:  # uploaded parts stay, for the next attempt to resume
+                    failed.set()
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise
+            if upload.in_parts:
+                check()
+            upload.complete()
+        except SourceMissing as error:
+            if not upload.in_parts:
+                raise
+            raise UploadGoneError from error  # another process ended or aborted this upload
+        except UploadGoneError:
+            upload.abort()
+            raise
+        except PermanentError as error:
+            if not str(error.got).startswith("InvalidPart"):
+                raise
+            upload.abort()
+            raise UploadGoneError from error  # some servers answer so for an upload that has ended
+        return sum(upload.lengths[number] for number in found)
 
 
 def unfinished_uploads(
     client: Any, endpoint_url: str, bucket: str, prefix: str
 ) -> list[dict[str, Any]]:
-    """Return the multipart uploads below ``prefix`` that were begun and not ended, newest first, as
-    S3 lists them.
-    """
+    """Return S3's records of the multipart uploads below ``prefix`` that go on, newest first."""
     try:
         with translate_s3_errors(endpoint_url, f"s3://{bucket}/{prefix}"):
             pages = client.get_paginator("list_multipart_uploads").paginate(
@@ -276,13 +234,17 @@ def unfinished_uploads(
     return sorted(found, key=lambda upload: upload["Initiated"], reverse=True)
 
 
-def abort_upload(client: Any, endpoint_url: str, bucket: str, upload: dict[str, Any]) -> None:
-    """Abort an unfinished upload and delete its parts; a missing one is no error."""
-    with (
-        contextlib.suppress(SourceMissing),
-        translate_s3_errors(endpoint_url, f"s3://{bucket}/{upload['Key']}"),
-    ):
-        client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+def abort_upload(client: Any, endpoint_url: str, upload: dict[str, str]) -> None:
+    """Abort ``upload`` (Bucket, Key, UploadId) with its parts; a missing one is no error."""
+    url = f"s3://{upload['Bucket']}/{upload['Key']}"
+    with contextlib.suppress(SourceMissing), translate_s3_errors(endpoint_url, url):
+        client.abort_multipart_upload(**upload)
+
+
+def md5_of(body: Body) -> bytes:
+    """Return the MD5 that S3 compares a body with; not trusted as a digest."""
+    body.seek(0)
+    return hashlib.file_digest(body, lambda: hashlib.md5(usedforsecurity=False)).digest()
 
 
 class _FileSlice(io.RawIOBase):
@@ -331,21 +293,3 @@ class _FileSlice(io.RawIOBase):
             )
         self._at += got
         return got
-
-    def md5(self) -> bytes:
-        """Return the MD5 that S3 compares a body with; not trusted as a digest."""
-        digest = hashlib.md5(usedforsecurity=False)
-        buffer = memoryview(bytearray(min(BLOCK, max(1, self._length))))
-        self.seek(0)
-        while got := self.readinto(buffer):
-            digest.update(buffer[:got])
-        return digest.digest()
-
-    def rewound(self) -> _FileSlice:
-        """Return this body at its beginning, for another attempt."""
-        self.seek(0)
-        return self
-
-
-def _b64(md5: bytes) -> str:
-    return base64.b64encode(md5).decode()
