@@ -54,26 +54,19 @@ def test_the_mission_s_table_comes_out(
     assert not any(table[topology].reference for topology in RELAYED)
 
 
-@pytest.mark.parametrize(("workers", "goal"), [(100, 404), (1000, 412), (10_000, 440)])
-def test_the_chosen_topology_reaches_the_goal(workers: int, goal: float) -> None:
+@pytest.mark.parametrize(
+    ("workers", "goal", "chosen"),
+    [(100, 404, "chain"), (1000, 412, "chain"), (10_000, 440, "tree-of-chains")],
+)
+def test_a_chain_reaches_the_goal_until_depth_and_deaths_outweigh_sharing_links(
+    workers: int, goal: float, chosen: str
+) -> None:
     table = plan_table(FleetDescription(size_bytes=MODEL, workers=workers, link_mbit=10_000))
+    assert table.chosen == chosen
     best = next(row for row in table.rows if row.topology == table.chosen)
     assert best.predicted_seconds <= goal
     assert best.expected_seconds == min(
         row.expected_seconds for row in table.rows if not row.reference
-    )
-
-
-@pytest.mark.parametrize(
-    ("workers", "chosen"),
-    [(100, "chain"), (1000, "chain"), (2000, "chain"), (10_000, "tree-of-chains")],
-)
-def test_a_line_is_a_chain_until_depth_and_deaths_outweigh_sharing_links(
-    workers: int, chosen: str
-) -> None:
-    assert (
-        plan_table(FleetDescription(size_bytes=MODEL, workers=workers, link_mbit=1e4)).chosen
-        == chosen
     )
 
 
@@ -97,7 +90,7 @@ def test_streams_sharing_links_cost_the_measured_overhead(
     assert told(topology, 1).seconds == pytest.approx(400, rel=0.01), "one stream shares nothing"
 
 
-@pytest.mark.parametrize("workers", [100, 320, 1000, 3200, 10_000])
+@pytest.mark.parametrize("workers", [100, 320, 3200])
 @pytest.mark.parametrize("topology", STRIPED)
 def test_stripes_stay_within_three_percent_of_what_sharing_costs(
     topology: Topology, workers: int

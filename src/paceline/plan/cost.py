@@ -213,9 +213,7 @@ def _part_of_links(
     sent: Sequence[int],
     per_origin_byte: float,
 ) -> float:
-    """Return a transfer's share, by size, of the links it uses, in bytes/s; ``share`` for an empty
-    transfer.
-    """
+    """Return a transfer's share of its links by size, in bytes/s; ``share`` where empty."""
     if not transfer.size:
         return share
     rate = even * speed[transfer.reader] * transfer.size / taken[transfer.reader]
@@ -252,16 +250,12 @@ def _longest_path(
 
 
 def death_cost_s(piece_s: float) -> float:
-    """Return the expected cost, for a worker, of the death of one worker between it and the origin,
-    where a piece takes ``piece_s`` a hop.
-    """
+    """Return what one death above a worker is expected to cost it, at ``piece_s`` a hop."""
     return DEATH_SHARE * (RECONNECT_S + SILENT_DEATH_SHARE * deadline_s(piece_s))
 
 
 def deadline_s(piece_s: float) -> float:
-    """Return the silence in seconds after which a source counts as lost, where a piece takes
-    ``piece_s``.
-    """
+    """Return the silence after which a source counts as lost, at ``piece_s`` a piece."""
     return max(LEAST_DEADLINE_S, PIECE_TIMES * piece_s)
 
 

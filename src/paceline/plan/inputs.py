@@ -41,9 +41,7 @@ class PlanWorker:
 
 
 def rack_of(worker: PlanWorker) -> tuple[str, str]:
-    """Return the key of the worker's rack: racks of different zones differ, also with equal
-    names.
-    """
+    """Return the key of the worker's rack; racks of different zones differ."""
     return (worker.labels.zone, worker.labels.rack)
 
 

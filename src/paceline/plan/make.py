@@ -125,9 +125,7 @@ def draft_plan(
     *,
     origin_left: int | None = None,
 ) -> PlanDraft:
-    """Return ``topology`` on ``line`` with its cost; for AUTO the relayed one with the least
-    expected seconds.
-    """
+    """Return ``topology`` (AUTO: the cheapest relayed one) on ``line`` with its cost."""
     if topology is Topology.AUTO:
         drafts = [
             draft_plan(each, line, layout, network, origin_left=origin_left) for each in RELAYED
@@ -168,9 +166,7 @@ def draft_plan(
 def _origin_bytes(
     line: WorkerLine, layout: ModelLayout, trees: Trees, stripes: Sequence[Stripe]
 ) -> list[int]:
-    """Return, by place in the line, the bytes it lacks of the stripes that it takes from the
-    origin.
-    """
+    """Return, by place in the line, the bytes that it takes from the origin."""
     roots = [0] * line.length
     for number, up in enumerate(trees.up):
         for place in range(line.length):

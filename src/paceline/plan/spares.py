@@ -86,9 +86,7 @@ class Spares:
         return chosen
 
     def _assign_heirs(self, place: int) -> None:
-        """Compute who adopts the orphans of ``place`` if it alone is gone, by the rule of
-        ``repair_trees``.
-        """
+        """Compute who adopts the orphans of ``place`` alone, by the rule of ``repair_trees``."""
         slots = {
             number: up[place]
             for number, up in enumerate(self._up)
@@ -138,9 +136,7 @@ class Spares:
         return source
 
     def _sources_of(self, place: int, stripe: int) -> list[int]:
-        """Return the sources of ``place`` in the other stripes: they forward this stripe to few
-        places.
-        """
+        """Return the sources of ``place`` in the other stripes, which feed few of this one."""
         if place >= self._line.length:
             return []
         return [

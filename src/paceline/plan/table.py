@@ -54,7 +54,6 @@ def predict(
 def even_line(
     workers: int, racks: int, link_mbit: float, disk_mbit: float | None = None
 ) -> WorkerLine:
-    """Return a line of equal workers in even racks."""
     racks = max(1, min(racks, workers))
     labels = [Labels(rack=f"rack-{number}") for number in range(racks)]
     made = [
@@ -77,9 +76,7 @@ LEAST_MBIT, MOST_MBIT = 1e-3, 1e9  # of any link or disk
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FleetDescription:
-    """A fleet of equal workers, and the size of a model for it. Zero means: derived from
-    the rest.
-    """
+    """A fleet of equal workers, and a model for it. Zero: derived from the rest."""
 
     size_bytes: int
     workers: int

@@ -37,9 +37,7 @@ class Transfer:
 
 
 def nearness(one: PlanWorker, other: PlanWorker) -> int:
-    """Return how close two workers are: 3 same host, 2 same rack, 1 same zone, 0 different
-    zones.
-    """
+    """Return how close two workers are: 3 host, 2 rack, 1 zone, 0 different zones."""
     ours, theirs = one.labels, other.labels
     if ours.zone != theirs.zone:
         return 0
@@ -262,9 +260,7 @@ class TransferBuilder:
     def _split(
         self, transfer: Transfer, wanted: Sequence[int], holders: Sequence[int]
     ) -> list[Transfer]:
-        """Return ``transfer`` cut into runs of chunks: some from holders, the rest from its own
-        source.
-        """
+        """Return ``transfer`` cut into runs of chunks: some from holders, the rest as before."""
         workers = self._line.workers
         by_chunk = {
             chunk: tuple(

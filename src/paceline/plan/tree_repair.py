@@ -105,9 +105,7 @@ def nearest_below(
 
 
 def repair_trees(trees: Trees, out: Sequence[bool]) -> Trees:
-    """Return ``trees`` without the places that are ``out``; only their orphans get another parent.
-    Each stripe still has one place below the origin.
-    """
+    """Return ``trees`` without the places ``out``; only their orphans get another parent."""
     if not any(
         out[place] for up in trees.up for place, above in enumerate(up) if above != NO_PARENT
     ):
@@ -206,9 +204,7 @@ class _TreeRepair:
         self._swap_places(stripe, orphan, self._nearest_slot(stripe, orphan, below_itself))
 
     def _with_slots(self, stripe: int, start: int) -> Iterator[int]:
-        """Yield places with a free slot: the nearest below ``start``, then a bounded number of any
-        others.
-        """
+        """Yield places with a free slot: the nearest below ``start``, then some others."""
         up = self._up[stripe]
         for place in nearest_below(self._below[stripe], start):
             if self._has_slot(place):

@@ -143,9 +143,7 @@ def _tree(line: Sequence[PlanWorker]) -> list[int | None]:
 
 
 def _cut(first: int, end: int, parts: int, edges: set[int]) -> int:
-    """Return the end of the first of ``parts`` equal parts of ``[first, end)``, near a
-    rack's edge.
-    """
+    """Return the end of the first of ``parts`` parts of ``[first, end)``, near a rack's edge."""
     if parts == 1:
         return end
     rest = end - first
@@ -294,9 +292,7 @@ class WorkerLine:
 
     @property
     def leaves(self) -> list[int]:
-        """Return the places that are fed and feed no worker of the line, fastest first, the
-        quarantined last.
-        """
+        """Return the places that feed no worker of the line, fastest first, quarantined last."""
         found = [
             place for place in range(self.length) if self.out[place] and not self.is_gone(place)
         ]
