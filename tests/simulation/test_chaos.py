@@ -46,7 +46,7 @@ def chaos(seed: int, workers: int = 16, pieces: int = 64, **options: Any) -> Sce
 
 
 # In world 760 a worker is frozen before it has lanes: it thaws without a session.
-@pytest.mark.parametrize("seed", [0, 1, 4, 760])
+@pytest.mark.parametrize("seed", [1, 760])
 def test_survivors_finish_whatever_happens(seed: int) -> None:
     report = simulate(chaos(seed))
     assert report.violations == (), f"replay with chaos({seed})"

@@ -32,17 +32,13 @@ def test_gathered_pieces_take_as_long_as_single_ones(topology: Topology) -> None
     assert gathered == pytest.approx(single, rel=0.005)
 
 
-@pytest.mark.parametrize("kind", ["kill", "silence"])
-def test_gathered_pieces_lose_as_much_to_a_death(kind: Any) -> None:
-    fault = Fault(at_s=0.5 * seconds(PIECES), worker="node-2", kind=kind)
+@pytest.mark.parametrize(
+    ("kind", "who", "rel"), [("silence", "node-2", 0.02), ("kill", "node-0", 0.03)]
+)
+def test_gathered_pieces_lose_as_much_to_a_death(kind: Any, who: str, rel: float) -> None:
+    fault = Fault(at_s=0.5 * seconds(PIECES), worker=who, kind=kind)
     single, gathered = both(topology=Topology.CHAIN, faults=(fault,))
-    assert gathered == pytest.approx(single, rel=0.02)
-
-
-def test_gathered_pieces_lose_as_much_to_a_dead_head() -> None:
-    fault = Fault(at_s=0.5 * seconds(PIECES), worker="node-0", kind="kill")
-    single, gathered = both(topology=Topology.CHAIN, faults=(fault,))
-    assert gathered == pytest.approx(single, rel=0.03)
+    assert gathered == pytest.approx(single, rel=rel)
 
 
 def test_gathered_corruption_costs_what_single_pieces_cost() -> None:

@@ -41,9 +41,8 @@ from paceline.simulation.streams import Streams
 
 DEPLOYMENT = "simulated"
 SOURCE_URL = "s3://simulated/model"
-MAX_REPORTED_CHUNKS = (
-    1_000  # largest fleet whose beats list chunks: at 10,000 they cost more than the rest
-)
+# The largest fleet whose beats list chunks: at 10,000 they cost more than the rest.
+MAX_REPORTED_CHUNKS = 1_000
 
 
 class Control:
@@ -65,7 +64,6 @@ class Control:
 
     @property
     def deployment(self) -> Deployment:
-        """Return the coordinator's record."""
         return self.state.deployment_state(DEPLOYMENT).deployment
 
     def start(self) -> None:
@@ -97,12 +95,10 @@ class Control:
         self._streams.clock.after(self._tick_s, self._tick)
 
     def resume(self, host: Host, delay_s: float = 0.0) -> None:
-        """Start or restart an agent's heartbeat loop."""
         this = self._rounds[host.name] = self._rounds.get(host.name, 0) + 1
         self._streams.clock.after(delay_s, lambda: self._beat(host, this))
 
     def restart(self, host: Host) -> None:
-        """Restart a killed process with the pieces on its disk."""
         host.alive, host.frozen = True, False
         host.lanes, host.published_s = None, None
         self._receipts.pop(host.name, None)

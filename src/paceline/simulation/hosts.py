@@ -78,10 +78,7 @@ class Host:
 
     def edge(self, source: str, reader: str) -> Tally:
         """Return the counts of one edge, created where missing."""
-        known = self.edges.get((source, reader))
-        if known is None:
-            known = self.edges[source, reader] = Tally()
-        return known
+        return self.edges.setdefault((source, reader), Tally())
 
 
 ORIGIN_RACK = "\0origin"

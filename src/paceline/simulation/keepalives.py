@@ -40,10 +40,6 @@ class Keepalives:
         self._limits = limits
         self._deliver = deliver
 
-    def is_vouched(self, flow: Flow) -> bool:
-        """Return whether the flow was reported as moving until further notice."""
-        return bool(self._network.noted[flow.slot])
-
     def silence(self, flow: Flow) -> None:
         """Withdraw a report of movement, because the flow delivers nothing from now on."""
         if self._network.noted[flow.slot]:
@@ -52,8 +48,8 @@ class Keepalives:
 
     def watch(self) -> None:
         """Report to each session which sources are alive and which send, every WATCH_S."""
-        going = self._network.moved_since(self._clock.now_s - WATCH_S)
         network = self._network
+        going = network.moving & (network.moved_s > self._clock.now_s - WATCH_S)
         slots = np.flatnonzero(network.used & ~network.idle & ~(going & network.noted))
         streams: dict[tuple[Host, str, int], None] = {}
         # Furthest positions first: flushing a flow also processes the flows upstream of it.

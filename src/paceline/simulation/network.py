@@ -157,7 +157,6 @@ class Network:
         return len(self._capacity) - 1
 
     def limit(self, resource: int, bytes_s: float) -> None:
-        """Set a resource's capacity."""
         self._capacity[resource] = bytes_s
         self._dirty = True
 
@@ -184,7 +183,6 @@ class Network:
         return slot
 
     def remove(self, slot: int) -> None:
-        """Remove a flow and free its slot."""
         self.halt(slot)
         self.used[slot] = False
         self._unused.append(slot)
@@ -202,20 +200,12 @@ class Network:
         self.parked[slot] = False
         self._dirty = True
 
-    def park(self, slot: int) -> None:
-        """Pause a flow whose source has no more bytes, and with it the flows that follow it."""
-        self.parked[slot] = True
-
     def resume(self, slot: int, static: float, leader: int) -> None:
         """Continue a parked flow: its source has more bytes, or is receiving them."""
         self.static[slot] = max(self.static[slot], static)
         self.leader[slot] = leader
         self.parked[slot] = False
         self._dirty = True
-
-    def extend(self, slot: int, stop: float) -> None:
-        """Move the end of a flow's run."""
-        self.stop[slot] = stop
 
     def let_go(self, slot: int, static: float) -> None:
         """Detach a flow from its leader; its source has everything up to ``static``."""
@@ -224,7 +214,6 @@ class Network:
         self._dirty = True
 
     def halt(self, slot: int) -> None:
-        """Stop a flow at its position."""
         if self.moving[slot]:
             self.moving[slot] = False
             self.rate[slot] = 0.0
@@ -373,10 +362,6 @@ class Network:
         right = np.zeros(self._size, np.bool_)
         right[mine[wrong]] = True
         return bool(right[lead].any())
-
-    def moved_since(self, since_s: float) -> Flags:
-        """Return for each slot whether its flow is moving and has moved since ``since_s``."""
-        return self.moving & (self.moved_s > since_s)
 
     # ── rates ────────────────────────────────────────────────────────────────────────────────────
 

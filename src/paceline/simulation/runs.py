@@ -60,23 +60,17 @@ class Runs:
         self._deliver = deliver
         self._settled = settled
         self._pairs: dict[tuple[str, str], int] = {}
-        self._to_start: deque[Flow] = deque()
+        self.to_start: deque[Flow] = deque()  # what ``settle`` has to do
 
     # ── requests of streams ──────────────────────────────────────────────────────────────────────
 
     def start_soon(self, *flows: Flow) -> None:
         """Start or continue these flows when the current event is processed."""
-        self._to_start.extend(flows)
-
-    @property
-    def unsettled(self) -> bool:
-        """Return whether ``settle`` has something to do."""
-        return bool(self._to_start)
+        self.to_start.extend(flows)
 
     def settle(self) -> None:
-        """Process pending starts."""
-        while self._to_start:
-            self._select(self._to_start.popleft())
+        while self.to_start:
+            self._select(self.to_start.popleft())
 
     def open(self, host: Host, far: Host, key: str, number: int, lane: int) -> Flow:
         known = host.feeds.get((key, lane))
@@ -128,7 +122,7 @@ class Runs:
             return
         flow.stop = run.stop
         if flow.cut is None:
-            self.network.extend(flow.slot, self._offset(flow.stop))
+            self.network.stop[flow.slot] = self._offset(flow.stop)
 
     def arrive(self, flow: Flow, extent: Extent) -> None:
         """Report ``extent`` as soon as it arrives, before the current extent ends.
@@ -215,7 +209,7 @@ class Runs:
             -1 if leader is None else leader.slot,
         )
         self._next_edge(flow)
-        self._to_start.extend(flow.reader.waiting)
+        self.to_start.extend(flow.reader.waiting)
 
     def _resume(self, flow: Flow) -> None:
         """Continue a parked flow if its source has more pieces or is receiving them."""
@@ -230,7 +224,7 @@ class Runs:
         if leader is None and has == piece:
             if there is not None and next(flow.wanted.common(there), None) is not None:
                 self.halt(flow)  # it continues at other pieces
-                self._to_start.append(flow)
+                self.to_start.append(flow)
             return
         flow.parked = False
         source.waiting.pop(flow, None)
@@ -284,17 +278,16 @@ class Runs:
         dry = flow.leader is None and at >= self.network.static[flow.slot] - NEAR
         if ended:
             self.halt(flow)
-            self._to_start.append(flow)
+            self.to_start.append(flow)
             self._settled()
             if not flow.moving:
                 self.report(flow)
             return
         if dry:
-            flow.parked = True
-            self.network.park(flow.slot)
+            flow.parked = self.network.parked[flow.slot] = True
             flow.source.waiting[flow] = None
             self.report(flow)
-            self._to_start.append(flow)
+            self.to_start.append(flow)
         if reached >= flow.extent.stop:
             self._next_edge(flow)
         else:
@@ -370,7 +363,7 @@ class Runs:
             for other in flow.followers:
                 if other.base <= rotten.first < other.stop:
                     other.cut = rotten.first
-                    self.network.extend(other.slot, self._offset(rotten.first))
+                    self.network.stop[other.slot] = self._offset(rotten.first)
         self._deliver(flow.reader, PieceRejected(flow.key, flow.number, rotten))
 
     def _count_corrupt(self, flow: Flow, pieces: int) -> None:
@@ -393,7 +386,7 @@ class Runs:
         """Start flows that wait for these pieces; send them aside to flows that skipped them."""
         for flow in host.waiting:
             if next(flow.wanted.common(run), None) is not None:
-                self._to_start.append(flow)
+                self.to_start.append(flow)
         first = run.first
         passing = [each for each in host.readers if each.base > first and each.moving]
         for flow in passing:
@@ -411,7 +404,7 @@ class Runs:
             aside = self.open(reader, flow.source, flow.key, flow.number, ASIDE)
             aside.open = True
         self.want(aside, extent)
-        self._to_start.append(aside)
+        self.to_start.append(aside)
 
 
 def _follows(flow: Flow, other: Flow) -> bool:

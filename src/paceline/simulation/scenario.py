@@ -129,9 +129,8 @@ class Scenario:
     straggle: float = 0.0  # share of workers whose link is slow from the beginning
     faults: tuple[Fault, ...] = ()
     timing: Timing = Timing()
-    settings: CoordinatorSettings | None = (
-        None  # None: the default, with a beat that grows with the fleet
-    )
+    # None: the default, with a beat that grows with the fleet.
+    settings: CoordinatorSettings | None = None
     coalesce_pieces: int = 0  # pieces reported to a session at once; 0: by the fleet's size
     step_s: float = -1.0  # least interval of network updates; negative: by the fleet's size
 
@@ -184,16 +183,13 @@ class Scenario:
         return self.size_bytes / min(self.link_bytes_s, self.external_bytes_s)
 
     def name(self, number: int) -> str:
-        """Return a worker's name."""
         return f"node-{number:0{len(str(self.workers - 1))}d}"
 
     def names(self) -> list[str]:
-        """Return all workers' names."""
         return [self.name(number) for number in range(self.workers)]
 
     @property
     def rack_count(self) -> int:
-        """Return how many racks there are."""
         return min(self.racks or -(-self.workers // USUAL_RACK), self.workers)
 
     def labels(self, number: int) -> Labels:

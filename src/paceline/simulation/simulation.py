@@ -7,8 +7,8 @@ checked during the run and at its end; the report lists violations.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 from paceline.manifest import Manifest
@@ -76,7 +76,6 @@ class Simulation:
         self.streams.disk.on_published = self._published
 
     def run(self) -> SimulationReport:
-        """Run to the end and report."""
         collecting = gc.isenabled()
         # Garbage collection took a third of the time, and there are no cycles (a test checks this).
         gc.disable()
@@ -161,7 +160,7 @@ class Simulation:
         streams, control = self.streams, self.control
         control.start()
         for fault in self.faults:
-            streams.clock.at(fault.at_s, self._doing(fault))
+            streams.clock.at(fault.at_s, partial(self._do, fault))
         streams.clock.after(0.0, streams.keepalives.watch)
         streams.clock.after(0.0, streams.keepalives.assure)
         plan = control.state.deployment_state("simulated").plan
@@ -226,13 +225,11 @@ class Simulation:
         if host.name not in self._gone:
             self._left -= 1
 
-    def _doing(self, fault: Fault) -> Callable[[], None]:
-        return lambda: self._do(fault)
-
     def _do(self, fault: Fault) -> None:
         streams, host = self.streams, self.streams.hosts[fault.worker]
         if fault.kind == "rate":
-            streams.limit(host, fault.value * MBIT * self._kept)
+            for nic in (host.nic_in, host.nic_out):
+                streams.network.limit(nic, fault.value * MBIT * self._kept)
         elif fault.kind == "corrupt":
             host.corrupts = fault.value
         elif not host.serves:

@@ -93,7 +93,6 @@ class Streams:
 
     @property
     def violations(self) -> list[str]:
-        """Return the violations found so far."""
         return [*self.disk.violations, *self._asked_twice]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +121,7 @@ class Streams:
 
     def _settle(self) -> None:
         """Pass events to sessions and execute their actions, until there are none left."""
-        while self._inbox or self.runs.unsettled:
+        while self._inbox or self.runs.to_start:
             self.runs.settle()
             if self._inbox:
                 host, session, event = self._inbox.popleft()
@@ -155,7 +154,6 @@ class Streams:
             self._inbox.append((host, host.session, event))
 
     def assign(self, host: Host, given: WorkerLanes) -> None:
-        """Pass a worker's lanes to its session."""
         host.lanes = given
         chunks = self._pieces.chunks
         lanes = sorted(given.lanes, key=lambda lane: lane.first_chunk)
@@ -212,11 +210,6 @@ class Streams:
             host.slept = False
             self.deliver(host, LanesConfirmed())
 
-    def limit(self, host: Host, bytes_s: float) -> None:
-        """Set the rate of a host's NIC, both ways."""
-        self.network.limit(host.nic_in, bytes_s)
-        self.network.limit(host.nic_out, bytes_s)
-
     def slow_down(self, host: Host, share: float) -> None:
         """Reduce the rate of a host's NIC to ``share`` of its present rate."""
         for nic in (host.nic_in, host.nic_out):
@@ -231,12 +224,12 @@ class Streams:
             if flow.source.is_origin:
                 tally = self._add_carried(sums, flow)
             else:
-                tally = _tally_of(sums, flow)
+                tally = sums.setdefault((flow.key, flow.reader.name), Tally())
             tally.pieces += runs.reached(flow) - flow.base
         return sums
 
     def _add_carried(self, sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
-        tally = _tally_of(sums, flow)
+        tally = sums.setdefault((flow.key, flow.reader.name), Tally())
         tally.bytes += self.network.carried.item(flow.slot)
         tally.busy_s += self.network.busy_s.item(flow.slot)
         return tally
@@ -276,7 +269,7 @@ class Streams:
             host.timer_s = None
             again_s = session.deadline_s()
             if again_s is not None and again_s <= self.clock.now_s:
-                self.runs.flush(f for f in host.feeds.values() if not self.keepalives.is_vouched(f))
+                self.runs.flush(f for f in host.feeds.values() if not self.network.noted[f.slot])
                 self.deliver(host, Tick())
             else:
                 self._arm(host, session)
@@ -361,11 +354,3 @@ class Streams:
             self.runs.halt(flow)
             self.keepalives.silence(flow)
         host.waiting.clear()
-
-
-def _tally_of(sums: dict[tuple[str, str], Tally], flow: Flow) -> Tally:
-    edge = flow.key, flow.reader.name
-    known = sums.get(edge)
-    if known is None:
-        known = sums[edge] = Tally()
-    return known
