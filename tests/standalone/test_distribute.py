@@ -51,7 +51,7 @@ from paceline.plan import origin_cap_bytes
 from paceline.relay import DirectoryReader, RelayDriver, S3Reader, origin
 from paceline.relay.store import OriginReadCounts, Staging, Store
 from paceline.schemas import Distribution, WorkerLanes
-from paceline.standalone import distribute, fleet
+from paceline.standalone import distribute, fleet, worker
 from paceline.storage import client
 from tests.relay.kit import damage, manifest_of, write_model
 from tests.support.rclone import RcloneS3
@@ -515,7 +515,7 @@ def test_a_call_with_the_fuse_spent_fails_and_more_may_be_allowed(
     readings = OriginReadCounts(spent.parent)
     readings.of(spent.stem).cover(cap, 0)
     readings.close()
-    monkeypatch.setattr(fleet, "SETTINGS", replace(fleet.SETTINGS, beat_s=0.04))
+    monkeypatch.setattr(worker, "SETTINGS", replace(worker.SETTINGS, beat_s=0.04))
     with pytest.raises(OriginBudgetExceeded, match=rf"at most {cap} bytes.*--extra-origin"):
         distribute(model, into(tmp_path), 3)
     shutil.copytree(into(tmp_path), tmp_path / "other")

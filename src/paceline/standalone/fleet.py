@@ -16,21 +16,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from paceline import errors
-from paceline.coordinator import CoordinatorSettings, CoordinatorState
-from paceline.coordinator.state import (
-    Answer,
-    Create,
-    Event,
-    FetchLanes,
-    HeartbeatReceived,
-    RaiseBudget,
-    Register,
-    SavePlan,
-    Tick,
-)
+from paceline.coordinator.state import Create, RaiseBudget
 from paceline.errors import (
     Conflict,
     CorruptData,
@@ -42,29 +31,19 @@ from paceline.errors import (
 )
 from paceline.manifest import Manifest, TrustPolicy, version_key
 from paceline.plan import origin_cap_bytes, topology_of
-from paceline.relay import ControlLoop, RangeReader, RelayDriver, process as descriptors
-from paceline.relay.store import OriginReadCounts, Store, StorePolicy, disk_errors
-from paceline.relay.transport import TcpTransport
+from paceline.relay import RangeReader, process as descriptors
+from paceline.relay.store import StorePolicy
 from paceline.schemas import (
     CreateDeployment,
     Deployment,
-    DeploymentBeat,
     DeploymentStatus,
     Distribution,
     Failure,
-    Heartbeat,
-    HeartbeatAnswer,
-    Labels,
     Record,
-    Registered,
-    RegisterWorker,
     Topology,
-    WorkerLanes,
     WorkerProgress,
-    WorkerStatus,
 )
 from paceline.standalone.request import (
-    UNLIMITED_MBIT,
     DistributeRequest,
     check_disk_space,
     is_s3,
@@ -73,6 +52,7 @@ from paceline.standalone.request import (
     source_opener,
     worker_names,
 )
+from paceline.standalone.worker import LocalCoordinator, Worker
 
 if TYPE_CHECKING:
     from paceline.storage import ObjectStore
@@ -80,13 +60,6 @@ if TYPE_CHECKING:
 POLL_S = 0.25
 STALL_S = 120.0  # without a verified piece on any worker for so long: something hangs
 MAX_NOTICES = 100
-# No call ends by a deadline, since links may be slow; and no worker is judged slow, since all share
-# this machine.
-SETTINGS = CoordinatorSettings(
-    beat_s=0.2, beats_per_second=100.0, deadline_s=float("inf"), slow_s=float("inf")
-)
-
-Reply = TypeVar("Reply", bound=Record)
 
 
 def distribute(
@@ -165,7 +138,7 @@ def distribute(
     try:
         check_disk_space(request, manifest)
         descriptors.require_file_limit(manifest, len(names))
-        with _Fleet(request, manifest, url, open_source) as fleet:
+        with Fleet(request, manifest, url, open_source) as fleet:
             if not allow_older:
                 fleet.refuse_older()
             return fleet.run().model_copy(update={"notices": tuple(notices)})
@@ -176,140 +149,7 @@ def distribute(
         raise
 
 
-class _Coordinator:
-    """The calls of nodes, answered by a state machine in this process; for one thread."""
-
-    def __init__(self) -> None:
-        self.state = CoordinatorState(SETTINGS)
-
-    def tick(self) -> bool:
-        """Pass the time; return whether there is a new plan."""
-        now_s = time.monotonic()
-        self.state.fleet.forgive(float("inf"), now_s)  # workers of this process are never lost
-        effects = self.state.handle(Tick(at=time.time()), now_s)
-        return any(isinstance(effect, SavePlan) for effect in effects)
-
-    def decide(self, event: Event, reply: type[Reply]) -> Reply:
-        """Return the answer to ``event``."""
-        effects = self.state.handle(event, time.monotonic())
-        answer = next(each.record for each in effects if isinstance(each, Answer))
-        assert isinstance(answer, reply)
-        return answer
-
-    def register(self, call: RegisterWorker) -> Registered:
-        return self.decide(Register(call=call, at=time.time()), Registered)
-
-    def heartbeat(self, beat: Heartbeat, wait_s: float = 0.0) -> HeartbeatAnswer:  # noqa: ARG002
-        return self.decide(HeartbeatReceived(beat=beat, at=time.time()), HeartbeatAnswer)
-
-    def lanes(self, deployment_id: str, worker_id: str) -> WorkerLanes:
-        event = FetchLanes(deployment_id=deployment_id, worker_id=worker_id)
-        return self.decide(event, WorkerLanes)
-
-    def manifest_bytes(self, deployment_id: str) -> bytes:
-        return self.state.deployment_state(deployment_id).manifest_bytes
-
-
-class _Worker:
-    """One worker: its store, its driver, and its exchanges with the coordinator."""
-
-    def __init__(self, fleet: _Fleet, number: int) -> None:
-        request, manifest = fleet.request, fleet.manifest
-        self.name = request.names[number]
-        directory = request.into / self.name
-        self.store = Store(directory / "store", request.policy)
-        try:
-            with disk_errors(directory):  # no other process counts there: we hold the store's lock
-                self._counts = OriginReadCounts(directory / "readings")
-            if not fleet.resumes:  # the data of those reads is gone, so they no longer count
-                self._counts.drop([fleet.deployment_id])
-            self._reading = self._counts.of(fleet.deployment_id)
-            self.driver = RelayDriver(
-                worker_id=self.name,
-                store=self.store,
-                transport=TcpTransport(fleet.token),
-                open_source=fleet.open_source,
-                port=request.first_port + number if request.first_port else 0,
-                link_mbit=request.link_mbit,
-                seed=number,
-                readings=self._counts,
-                on_change=self._report_now,
-            )
-        except BaseException:
-            self.store.close()
-            raise
-        self.due_s = 0.0  # when to exchange a heartbeat next
-        self._fleet = fleet
-        self._control = ControlLoop(
-            fleet.coordinator,
-            self.driver,
-            RegisterWorker(
-                worker_id=self.name,
-                hostname=self.name,
-                rack=request.rack(number),
-                available_storage=0,
-                labels=Labels(host=self.name, rack=request.rack(number)),
-                address=self.driver.server.address,
-                link_mbit=request.link_mbit or UNLIMITED_MBIT,
-                process=secrets.token_hex(8),
-            ),
-            lambda: self.driver.incarnation + 1,
-            manifest=manifest,
-        )
-        self.driver.start()
-
-    @property
-    def read_bytes(self) -> int:
-        """Return the bytes read from the source, in this call and in those that it resumes."""
-        return self._reading.read_bytes
-
-    def forget_reads(self) -> None:
-        """Delete the count of what was read: the deployment is over."""
-        self._counts.drop([self._fleet.deployment_id])
-
-    def exchange(self) -> None:
-        """Exchange a heartbeat with the coordinator."""
-        began_s = time.monotonic()
-        self.due_s = float("inf")  # unless there is something to report meanwhile
-        goes_on = self._control.exchange()
-        self.due_s = min(self.due_s, began_s + self._control.interval_s if goes_on else 0.0)
-
-    def _report_now(self) -> None:
-        self.due_s = 0.0
-        self._fleet.news.set()
-
-    def beat(self) -> DeploymentBeat | None:
-        """Return the reported state of the deployment here."""
-        wanted = self._fleet.deployment_id
-        return next((b for b in self.driver.beats() if b.deployment_id == wanted), None)
-
-    def report_disk(self) -> None:
-        """Report a copy that is here already and the bytes read by earlier calls, before the first
-        plan is made.
-        """
-        manifest = self._fleet.manifest
-        stored = self.store.versions(manifest.model_id)
-        holds = any(each.digest == manifest.digest for each in stored)
-        beat = DeploymentBeat(
-            deployment_id=self._fleet.deployment_id,
-            epoch=0,
-            status=WorkerStatus.RECEIVING,
-            pieces_held=manifest.piece_count if holds else 0,
-            bytes_held=manifest.total_size if holds else 0,
-            chunks_received=tuple(range(len(manifest.chunks))) if holds else (),
-            origin_bytes=self.read_bytes,
-        )
-        self._fleet.coordinator.heartbeat(
-            Heartbeat(
-                worker_id=self.name,
-                status=WorkerStatus.RECEIVING,
-                incarnation=self.driver.incarnation,
-                deployments=(beat,),
-            )
-        )
-
-
-class _Fleet:
+class Fleet:
     """The coordinator and the workers of one call; use it as a context manager."""
 
     def __init__(
@@ -320,7 +160,7 @@ class _Fleet:
         open_source: Callable[[str], RangeReader],
     ) -> None:
         self.request, self.manifest, self.open_source = request, manifest, open_source
-        self.coordinator = _Coordinator()
+        self.coordinator = LocalCoordinator()
         self.news = threading.Event()
         self.token = secrets.token_hex(16)
         named = "\0".join((manifest.digest, url, *sorted(request.names)))
@@ -330,14 +170,14 @@ class _Fleet:
             for name in request.names
         )
         self._url = url
-        self._workers: dict[str, _Worker] = {}
+        self._workers: dict[str, Worker] = {}
         self._before_bytes = 0  # read from the source by the calls that this one resumes
 
-    def __enter__(self) -> _Fleet:
+    def __enter__(self) -> Fleet:
         with ExitStack() as stack:
             stack.callback(self._stop)
             for number, name in enumerate(self.request.names):
-                self._workers[name] = _Worker(self, number)
+                self._workers[name] = Worker(self, number)
             stack.pop_all()
         self._before_bytes = self._read_bytes()
         return self

@@ -23,7 +23,7 @@ from paceline.manifest import (
     fetch_manifest,
 )
 from paceline.relay import LINK_MBIT_RANGE, MAX_PORT, DirectoryReader, RangeReader, S3Reader
-from paceline.relay.store import DiskSpace, StorePolicy, missing_bytes, reclaimable_bytes
+from paceline.relay.store import StorePolicy, missing_bytes, reclaimable_bytes
 from paceline.schemas import NAME, Topology
 from paceline.storage import join_url
 
@@ -210,7 +210,7 @@ def check_disk_space(request: DistributeRequest, manifest: Manifest) -> None:
             wanted_there = "a directory that may be written to"
             raise InvalidInput("not a place for workers", got=existing, wanted=wanted_there)
         device = existing.stat().st_dev
-        _, wanted, free = disks.get(device, (place, 0, DiskSpace.at(existing).free))
+        _, wanted, free = disks.get(device, (place, 0, shutil.disk_usage(existing).free))
         wanted += missing_bytes(place, manifest.digest, manifest.files)
         if request.policy.make_room:
             free += reclaimable_bytes(place, manifest.digest)
