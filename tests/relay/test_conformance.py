@@ -25,6 +25,8 @@ from tests.relay.peers import Heard, Pair, Proxy
 
 TOKEN = "cluster-token"
 KINDS = ["tcp", "tcp+mtls", "grpc", "grpc+mtls"]
+# Each transport, and each with and without TLS, once: for what does not depend on their pairing.
+CROSSED = pytest.mark.parametrize("kind", ["tcp+mtls", "grpc"], indirect=True)
 
 Make = Callable[..., Transport]
 
@@ -77,6 +79,7 @@ def test_every_requested_piece_arrives_and_matches_the_manifest(pair: Pair) -> N
     assert pair.reader.counters.refetched_bytes == 0
 
 
+@CROSSED
 def test_a_parked_stream_goes_on_the_moment_a_piece_is_verified(pair: Pair) -> None:
     theirs, mine = pair.open()
     heard = Heard()
@@ -111,6 +114,7 @@ def test_a_revoked_reader_is_served_no_more_even_midway(
     assert sorted(back.wait_pieces(3)) == [1, 2, 3]
 
 
+@CROSSED
 def test_what_is_not_verified_is_never_sent(pair: Pair) -> None:
     theirs, mine = pair.open()
     data, piece = memoryview(pair.data(1)), pair.manifest.piece_of(1)
@@ -143,6 +147,7 @@ def test_a_corrupt_piece_is_reported_checked_and_sent_again(pair: Pair) -> None:
     assert pair.arrived(mine, 3) == pair.data(3)
 
 
+@CROSSED
 def test_a_peer_may_come_before_the_deployment_does(pair: Pair) -> None:
     mine = pair.reader.library.open(pair.manifest)
     heard = Heard()
@@ -152,6 +157,7 @@ def test_a_peer_may_come_before_the_deployment_does(pair: Pair) -> None:
     assert heard.wait_pieces(1) == [0]
 
 
+@CROSSED
 def test_a_model_that_is_never_opened_is_given_up(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,6 +169,7 @@ def test_a_model_that_is_never_opened_is_given_up(
     assert heard.pieces() == []
 
 
+@CROSSED
 def test_a_source_that_gave_the_model_up_reports_it_at_once(pair: Pair) -> None:
     theirs, mine = pair.open()
     heard = Heard()
@@ -184,6 +191,7 @@ def test_who_does_not_know_the_token_gets_nothing(pair: Pair, make: Make) -> Non
     assert mine.verified.count == 0
 
 
+@CROSSED
 def test_a_request_beyond_the_model_ends_the_stream(pair: Pair) -> None:
     theirs, mine = pair.open()
     pair.hold_all(theirs)
@@ -193,6 +201,7 @@ def test_a_request_beyond_the_model_ends_the_stream(pair: Pair) -> None:
     assert "beyond" in str(heard.failure())
 
 
+@CROSSED
 def test_a_new_request_resumes_a_stream_that_had_nothing_to_do(pair: Pair) -> None:
     theirs, mine = pair.open()
     pair.hold_all(theirs)
@@ -263,6 +272,7 @@ def test_a_half_open_connection_is_noticed(pair: Pair, monkeypatch: pytest.Monke
         proxy.close()
 
 
+@CROSSED
 def test_close_returns_at_once_and_reports_nothing(pair: Pair) -> None:
     _, mine = pair.open()
     proxy = Proxy(pair.address)
@@ -282,6 +292,7 @@ def test_close_returns_at_once_and_reports_nothing(pair: Pair) -> None:
         proxy.close()
 
 
+@CROSSED
 def test_an_address_without_a_listener_is_a_failed_source(pair: Pair) -> None:
     _, mine = pair.open()
     heard = Heard()
@@ -289,12 +300,14 @@ def test_an_address_without_a_listener_is_a_failed_source(pair: Pair) -> None:
     assert isinstance(heard.failure(), PeerLost)
 
 
+@CROSSED
 def test_a_taken_port_is_named(pair: Pair) -> None:
     port = int(pair.address.rpartition(":")[2])
     with pytest.raises(PortInUse, match=str(port)):
         pair.reader.serve(port=port)
 
 
+@CROSSED
 def test_a_peer_port_may_be_an_ipv6_one(pair: Pair) -> None:
     theirs, mine = pair.open()
     pair.hold_all(theirs)
@@ -306,6 +319,7 @@ def test_a_peer_port_may_be_an_ipv6_one(pair: Pair) -> None:
     assert sorted(heard.wait_pieces(2)) == [0, 1]
 
 
+@CROSSED
 def test_the_source_counts_what_an_edge_carried(pair: Pair) -> None:
     theirs, mine = pair.open()
     pair.hold(theirs, 0, 1)
@@ -323,6 +337,7 @@ def test_the_source_counts_what_an_edge_carried(pair: Pair) -> None:
     assert sent.busy_s > 0
 
 
+@CROSSED
 def test_waiting_for_pieces_is_not_the_edges_time(pair: Pair) -> None:
     theirs, mine = pair.open()
     heard = Heard()
@@ -334,6 +349,7 @@ def test_waiting_for_pieces_is_not_the_edges_time(pair: Pair) -> None:
     assert theirs.edges.tallies()[0].busy_s < 0.3  # it waited for 20 times 0.02 s
 
 
+@CROSSED
 def test_a_send_under_way_counts_as_busy_until_its_reader_leaves(
     make: Make, tmp_path: Path
 ) -> None:
@@ -359,6 +375,7 @@ def test_a_send_under_way_counts_as_busy_until_its_reader_leaves(
         pair.close()
 
 
+@CROSSED
 def test_a_slow_reader_holds_the_source_back(make: Make, tmp_path: Path) -> None:
     pair = Pair(tmp_path, make, size=12_000_000, piece_bytes=65_536)
     try:

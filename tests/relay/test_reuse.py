@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +16,6 @@ from paceline.errors import StorageFull
 from paceline.manifest import Manifest, verify_directory
 from paceline.relay.protocol import Extent, SessionLimits
 from paceline.relay.store import (
-    DiskSpace,
     Store,
     StorePolicy,
     freed_bytes,
@@ -222,7 +223,7 @@ def test_the_newest_are_kept_and_the_active_one(tmp_path: Path) -> None:
 
 def disk(monkeypatch: pytest.MonkeyPatch, free: int, size: int = 10_000_000) -> None:
     """Let every disk have ``free`` bytes left, and more with each version that goes."""
-    monkeypatch.setattr(DiskSpace, "at", classmethod(lambda cls, path: cls(free, size)))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=size))
 
 
 def test_the_oldest_go_while_the_disk_is_nearly_full(
@@ -261,9 +262,8 @@ def test_what_was_left_of_versions_that_never_came_goes_first(
     assert reclaimable_bytes(root, newest) >= 250_000
     assert not (set(leftovers(root, {newest})) & {root / "staging" / newest})
     freed = iter([0, 0, 10_000_000])  # short, short again, enough
-    monkeypatch.setattr(
-        DiskSpace, "at", classmethod(lambda cls, path: cls(next(freed), 10_000_000))
-    )
+    disk = lambda _: SimpleNamespace(free=next(freed), total=10_000_000)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", disk)
     newer = manifest_of(write_model(tmp_path / "new", 100_000, seed=99), version="v9")
     assert store.make_room(newer, {newest}) == [], "no version had to go"
     assert not list((root / "rotten").iterdir())

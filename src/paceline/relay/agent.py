@@ -53,9 +53,8 @@ PORT_FILE = "port"
 RETRY_S = 0.5  # after a call that failed; doubled up to RETRY_MAX_S, jittered
 RETRY_MAX_S = 2.0  # a new leader should receive all heartbeats within seconds
 CALL_TIMEOUT_S = 10.0
-RESUME_DELAY_S = (
-    2.0  # how long a restarted agent tries the coordinator before it resumes its transfers
-)
+# How long a restarted agent tries the coordinator before it resumes its transfers.
+RESUME_DELAY_S = 2.0
 
 
 def run_agent(config: AgentConfig) -> int:
@@ -179,9 +178,7 @@ class Agent:
         (self._node_dir / AGENT_FILE).unlink(missing_ok=True)
 
     def run(self, stop: StopSignal) -> None:
-        """Register and send heartbeats until ``stop`` is set; a call that hangs does not delay
-        that.
-        """
+        """Register and send heartbeats until ``stop`` is set; no hanging call delays that."""
         threading.Thread(target=self._control, name="agent-control", daemon=True).start()
         while not stop.wait(PARENT_POLL_S):
             if self._broken is not None:
@@ -252,7 +249,8 @@ class Agent:
                 failures += 1
                 if time.monotonic() > alone_s:
                     control.resume()
-                time.sleep(_backoff_s(failures))
+                backoff_s = min(RETRY_MAX_S, RETRY_S * 2.0 ** min(failures - 1, 8))
+                time.sleep(backoff_s * random.uniform(0.5, 1.0))
 
     # ── identity ─────────────────────────────────────────────────────────────────────────────────
 
@@ -270,7 +268,3 @@ class Agent:
             last = 0
         write_durably(path, str(last + 1).encode())
         return last + 1
-
-
-def _backoff_s(failures: int) -> float:
-    return min(RETRY_MAX_S, RETRY_S * 2.0 ** min(failures - 1, 8)) * random.uniform(0.5, 1.0)

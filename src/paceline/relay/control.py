@@ -166,7 +166,6 @@ class HeartbeatBuilder:
         self._unacknowledged: dict[tuple[str, str, str], EdgeTally] = {}
 
     def beat(self, available_storage: int) -> Heartbeat:
-        """Return the next heartbeat."""
         beats = self._driver.beats()
         receiving = next((b for b in beats if b.status is WorkerStatus.RECEIVING), None)
         newest = receiving or (beats[-1] if beats else None)
@@ -186,7 +185,6 @@ class HeartbeatBuilder:
         )
 
     def mark_acknowledged(self) -> None:
-        """Record that the coordinator acknowledged the last heartbeat."""
         self._acknowledged |= self._unacknowledged
         self._unacknowledged = {}
 

@@ -85,7 +85,6 @@ class ActiveDeployment:
 
     @property
     def deployment_id(self) -> str:
-        """Return the id of the deployment."""
         return self.lanes.deployment_id
 
     def take_arrivals(self) -> list[PieceVerified]:
@@ -105,9 +104,7 @@ class ActiveDeployment:
         ]
 
     def expected_rate(self, source: Source) -> float:
-        """Return the rate that the lanes expect from ``source``, in bytes per second (0:
-        unknown).
-        """
+        """Return the bytes/s that the lanes expect from ``source`` (0: unknown)."""
         return sum(each.expected_bytes_s for each in self.lanes.lanes if each.source == source)
 
     def planned_rate(self, source: Source) -> float:
@@ -125,9 +122,7 @@ class ActiveDeployment:
         return seeds and (named or self.reading.has_served_peers) and self.ended_s is None
 
     def report_stall(self, now_s: float) -> None:
-        """Log once what this deployment waits for when no piece has arrived for STALL_REPORT_S,
-        and how long that took once it goes on.
-        """
+        """Log once what is waited for after STALL_REPORT_S without a piece, and when it goes on."""
         pieces = self.staging.verified.count if self.staging else 0
         goes_on = pieces != self.moved_pieces or self.ended_s is not None
         still_s = now_s - (self.moved_s or self.started_s)
@@ -144,15 +139,12 @@ class ActiveDeployment:
             )
 
     def close_streams(self) -> None:
-        """Stop pulling from every source."""
         for _, stream in self.streams.values():
             stream.close()
         self.streams.clear()
 
     def reported_at_once(self) -> tuple[object, ...]:
-        """Return the fields of ``beat`` whose change is reported without waiting for the next
-        heartbeat.
-        """
+        """Return the fields of ``beat`` whose change does not wait for the next heartbeat."""
         beat, much = self.beat, self.lanes.origin_tell_bytes
         if beat is None:
             return ()
@@ -161,9 +153,7 @@ class ActiveDeployment:
 
     @property
     def origin_report_due(self) -> bool:
-        """Return whether the bytes read from the origin since ``beat`` call for an immediate
-        report.
-        """
+        """Return whether enough was read from the origin since ``beat`` to report it at once."""
         much = self.lanes.origin_tell_bytes
         reported = self.beat.origin_bytes if self.beat else 0
         return 0 < much <= self.counters.origin_bytes - reported
@@ -191,9 +181,7 @@ class ActiveDeployment:
             activated=self.activated,
         )
 
-    def completed(
-        self, path: Path, now_s: float, *, worker_id: str, incarnation: int, sent_bytes: int
-    ) -> None:
+    def completed(self, path: Path, now_s: float, driver: Driver) -> None:
         """Record that the version is visible at ``path``, and create the receipt."""
         self.ended_s = now_s
         self.status = WorkerStatus.COMPLETE
@@ -201,8 +189,8 @@ class ActiveDeployment:
         counters, staging = self.counters, self.staging
         self.receipt = Receipt(
             deployment_id=self.deployment_id,
-            worker_id=worker_id,
-            incarnation=incarnation,
+            worker_id=driver.worker_id,
+            incarnation=driver.incarnation,
             model_id=self.manifest.model_id,
             version=self.manifest.version,
             manifest_digest=self.manifest.digest,
@@ -213,7 +201,7 @@ class ActiveDeployment:
             reused_bytes=staging.reused_bytes if staging else 0,
             reused_pieces=staging.reused_pieces if staging else 0,
             refetched_bytes=counters.refetched_bytes,
-            sent_bytes=sent_bytes - self.sent_before,
+            sent_bytes=driver.nic_out.total_bytes - self.sent_before,
             corrupt_pieces=self.session.progress().corrupt_pieces if self.session else 0,
             seconds=now_s - self.started_s,
         )
@@ -223,6 +211,8 @@ class Driver(Protocol):
     """What the deployments use of ``node.RelayDriver``."""
 
     worker_id: str
+    incarnation: int
+    withdrawals: int
     store: Store
     readings: OriginReadCounts
     nic_out: Pacer
@@ -236,17 +226,13 @@ class Driver(Protocol):
 class Deployments:
     """The deployments of one node, whose threads are those of ``driver``."""
 
-    def __init__(
-        self, driver: Driver, *, limits: SessionLimits, seed: int, incarnation: int
-    ) -> None:
+    def __init__(self, driver: Driver, *, limits: SessionLimits, seed: int) -> None:
         self._driver = driver
-        self.incarnation = incarnation
         self._store, self._readings = driver.store, driver.readings
         self.library = OpenModels(driver.store)
         self._limits = limits
         self._seed = seed
         self._active: dict[str, ActiveDeployment] = {}
-        self.withdrawals = 0  # published versions withdrawn because a piece no longer matched
 
     def __iter__(self) -> Iterator[ActiveDeployment]:
         return iter(list(self._active.values()))
@@ -360,22 +346,15 @@ class Deployments:
         except Exception as error:  # noqa: BLE001 - as in _prepare
             failure = as_error(error)
             if isinstance(failure, Conflict) and not staging.all_verified:
-                self._driver.post(
-                    lambda _now: self._commit_on(deployment)
-                )  # a piece became corrupt meanwhile
+                # A piece became corrupt meanwhile.
+                self._driver.post(lambda _now: self._commit_on(deployment))
             else:
                 self._driver.post(lambda _now: self.fail(deployment, failure, verification=True))
             return
 
         def done(now_s: float) -> None:
             if self._active.get(deployment.deployment_id) is deployment:
-                deployment.completed(
-                    path,
-                    now_s,
-                    worker_id=self._driver.worker_id,
-                    incarnation=self.incarnation,
-                    sent_bytes=self._driver.nic_out.total_bytes,
-                )
+                deployment.completed(path, now_s, self._driver)
                 self.refresh(deployment, now_s)
                 log.info("complete path=%s", path)
 
@@ -388,9 +367,8 @@ class Deployments:
         if deployment.ended_s is not None:
             return
         log.error("deployment %s failed here: %s", deployment.deployment_id, error)
-        deployment.status = (
-            WorkerStatus.VERIFICATION_FAILED if verification else WorkerStatus.FAILED
-        )
+        failed = WorkerStatus.VERIFICATION_FAILED if verification else WorkerStatus.FAILED
+        deployment.status = failed
         deployment.failure = as_failure(error)
         deployment.ended_s = time.monotonic()
         deployment.close_streams()
@@ -471,17 +449,15 @@ class Deployments:
                 self._driver.handle(deployment, HeldPiecesCorrupt(Extent(piece, piece + 1)), now_s)
         if withdrawn:
             log.error("withdrew digest=%s piece=%d: it rotted on this disk", digest, piece)
-            self.withdrawals += 1
+            self._driver.withdrawals += 1
             self._driver.changed()
 
     def _close_oldest_ended(self) -> None:
         """Close the oldest ended deployments beyond the ``MAX_ENDED_DEPLOYMENTS`` newest."""
-        ended = [
-            deployment for deployment in self._active.values() if deployment.ended_s is not None
-        ]
-        for deployment in sorted(ended, key=lambda each: each.ended_s or 0.0)[
-            :-MAX_ENDED_DEPLOYMENTS
-        ]:
+        ended = sorted(
+            (each.ended_s, each.deployment_id) for each in self if each.ended_s is not None
+        )
+        for deployment in [self._active[name] for _, name in ended[:-MAX_ENDED_DEPLOYMENTS]]:
             del self._active[deployment.deployment_id]
             if all(deployment.staging is not other.staging for other in self._active.values()):
                 self.library.release(deployment.staging)

@@ -60,9 +60,7 @@ MAX_CA_BYTES = 64 * 1024
 TIMEOUT_S = 10.0
 RENEWAL_CHECK_S = 60.0  # between two checks of the clock; after a failure too
 SPREAD_S = 5.0  # over which the nodes of a fleet renew when its authorities change
-STATE_DIR_MODE = (
-    0o755  # mode of a node's state directory: servers of other users load models from it
-)
+STATE_DIR_MODE = 0o755  # of a node: servers of other users load models from it
 
 
 def join(
@@ -150,7 +148,6 @@ class Renewal:
         return cls(runtime, on_renewed=on_renewed) if _joined_as(runtime.state_dir) else None
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -276,9 +273,7 @@ def _runtime_of(state_dir: Path, asked_url: str, identity: WorkerIdentity) -> Ru
 
 
 def _reachable_urls(urls: tuple[str, ...], asked_url: str) -> tuple[str, ...]:
-    """Return the URLs at which this node reaches the replicas; another machine's loopback is
-    dropped.
-    """
+    """Return the replicas' URLs without another machine's loopback."""
     if Endpoint.of(asked_url).on_loopback:
         return urls or (asked_url,)
     others = tuple(url for url in urls if not Endpoint.of(url).on_loopback)
@@ -293,9 +288,7 @@ def _store_identity(
     *,
     joined_with: str | None,
 ) -> None:
-    """Store the identity; the file with the renewal time comes last, because it vouches for the
-    rest.
-    """
+    """Store the identity; the file with the renewal time, which vouches for the rest, is last."""
     directory = state_dir / DIRECTORY
     own_port = identity.rest_ca == identity.ca  # the port's certificate is of the same authority
     authorities = {

@@ -44,18 +44,16 @@ log = logging.getLogger(__name__)
 
 INBOX_SIZE = 8192
 LONGEST_WAIT_S = 1.0
-DELIVER_INTERVAL_S = (
-    0.1  # how long a verified piece may wait for others before its session receives it,
-)
-# and how many bytes may wait: an eighth of the largest window. Waking the owner takes about 0.1 ms.
+# How long a verified piece may wait for others before its session receives it, and how many bytes:
+# an eighth of the largest window. Waking the owner takes about 0.1 ms.
+DELIVER_INTERVAL_S = 0.1
 DELIVER_BYTES = 4 * 1024 * 1024
 REFRESH_S = 0.3  # the largest age of a reported count
 SUSPENSION_S = 0.3  # a wake-up that is so much late means that the process was suspended
 DRAIN_S = 0.5  # at a stop, for the pieces that are in flight
 DRAIN_LOOK_S = 0.02
-COORDINATOR_TIMEOUT_S = (
-    3.0  # without an answer, or three heartbeats: about when a coordinator expires a node
-)
+# Without an answer, or three heartbeats: about when a coordinator expires a node.
+COORDINATOR_TIMEOUT_S = 3.0
 COORDINATOR_TIMEOUT_BEATS = 3.0
 
 
@@ -92,16 +90,15 @@ class RelayDriver:
         self._open_source = open_source
         self.readings = readings or OriginReadCounts()
         self._inbox: queue.Queue[tuple[Callable[[float], None], float]] = queue.Queue(INBOX_SIZE)
-        self._deployments = Deployments(
-            self, limits=limits or SessionLimits(), seed=seed, incarnation=incarnation
-        )
+        self.incarnation = incarnation  # that this node reports for its worker
+        self.withdrawals = 0  # published versions that became corrupt on this disk
+        self._deployments = Deployments(self, limits=limits or SessionLimits(), seed=seed)
         self._reported: dict[str, tuple[object, ...]] = {}  # by deployment: last reported at once
         self._on_change = on_change
         self._coordinated = coordinated
         self._woke_s = float("inf")  # end of a suspension, until lanes are confirmed
-        self._coordinator_valid_until_s = float(
-            "-inf"
-        )  # until then the coordinator counts as reachable
+        # Until then the coordinator counts as reachable.
+        self._coordinator_valid_until_s = float("-inf")
         self._stopping = False
         self._condition = threading.Condition()
         self.server = transport.serve(
@@ -117,15 +114,6 @@ class RelayDriver:
             )
         )
         self._owner = threading.Thread(target=self._run, name="relay-owner", daemon=True)
-
-    @property
-    def incarnation(self) -> int:
-        """Return the incarnation that this node reports for its worker."""
-        return self._deployments.incarnation
-
-    @incarnation.setter
-    def incarnation(self, number: int) -> None:
-        self._deployments.incarnation = number
 
     # ── what the agent calls, from any thread ────────────────────────────────────────────────────
 
@@ -160,7 +148,6 @@ class RelayDriver:
             time.sleep(DRAIN_LOOK_S)
 
     def deploy(self, lanes: WorkerLanes, manifest: Manifest) -> None:
-        """Join a deployment, or apply its newer lanes."""
         self.post(lambda now: self._deployments.deploy(lanes, manifest, now))
 
     def coordinator_answered(self, since_s: float, next_s: float = 0.0) -> None:
@@ -205,30 +192,19 @@ class RelayDriver:
             self.handle(deployment, LanesConfirmed(), now_s)
 
     def refuse(self, lanes: WorkerLanes, manifest: Manifest, error: PacelineError) -> None:
-        """Do not join a deployment, and report why."""
         self.post(lambda now: self._deployments.refuse(lanes, manifest, error, now))
 
     def activate(self, deployment_id: str) -> None:
-        """Activate the deployment's version, if it is complete here."""
         self.post(lambda now: self._deployments.activate(deployment_id, now))
 
     def cancel(self, deployment_id: str) -> None:
-        """Discard the deployment and its data; once it is gone from the heartbeats it cannot
-        publish.
-        """
+        """Discard a deployment and its data; once gone from the heartbeats it cannot publish."""
         self.post(lambda now: self._deployments.cancel(deployment_id, now))
 
     def forget(self, digest: str) -> None:
-        """Discard a version that an earlier process began, unless a deployment here uses it."""
         self.post(lambda _now: self._deployments.forget(digest))
 
-    @property
-    def withdrawals(self) -> int:
-        """Return how many published versions became corrupt on this disk and were withdrawn."""
-        return self._deployments.withdrawals
-
     def beats(self) -> list[DeploymentBeat]:
-        """Return the reported state of each deployment."""
         return [beat for deployment in self._deployments if (beat := deployment.beat)]
 
     def wait(self, condition: Callable[[list[DeploymentBeat]], bool], timeout_s: float) -> bool:
@@ -277,9 +253,7 @@ class RelayDriver:
         return now_s
 
     def _tick(self) -> float:
-        """Tick the sessions that are due, however busy the others are; return how long to wait for
-        an event.
-        """
+        """Tick the sessions that are due; return how long to wait for an event."""
         next_s = time.monotonic() + LONGEST_WAIT_S
         for deployment in self._deployments:
             self._deliver(deployment, time.monotonic())
@@ -288,9 +262,7 @@ class RelayDriver:
             self._look_around(deployment, time.monotonic())
             deployment.report_stall(time.monotonic())
             due_s = deployment.session.deadline_s() if deployment.session else None
-            old_s = (
-                deployment.refreshed_s + LONGEST_WAIT_S
-            )  # a stall is reported too, without an event
+            old_s = deployment.refreshed_s + LONGEST_WAIT_S  # a stall is reported without an event
             if due_s is not None and min(due_s, old_s) <= time.monotonic():
                 self.handle(deployment, Tick(), time.monotonic())
                 due_s = deployment.session.deadline_s() if deployment.session else None

@@ -50,9 +50,7 @@ PROGRESS_INTERVAL_S = 0.2  # interval of progress events for a range in flight
 
 
 class OriginStream:
-    """Reads the requested pieces with a few threads; every piece is verified, written and
-    reported.
-    """
+    """Reads the requested pieces with a few threads, verifies, writes and reports them."""
 
     def __init__(self, pull: PullSpec, reader: RangeReader, expected_bytes_s: float = 0.0) -> None:
         self._pull = pull
@@ -202,7 +200,6 @@ class _BusyTimer:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Count the time inside."""
         with self._lock:
             if self._readers == 0:
                 self._since = time.monotonic()

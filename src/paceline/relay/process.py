@@ -43,7 +43,6 @@ class SignalEvent(threading.Event):
         os.set_blocking(self._write, False)
 
     def is_set(self) -> bool:
-        """Return whether it was set."""
         return self._is_set
 
     def set(self) -> None:
@@ -120,9 +119,7 @@ class StopSignal:
 # Shells and services begin with a soft limit of 1,024, which a model of a thousand files exceeds;
 # the hard limit is what the system really allows.
 
-EXTRA_FILES_PER_WORKER = (
-    16  # per worker, beside its files: lock, piece log, counts, port, connections
-)
+EXTRA_FILES_PER_WORKER = 16  # lock, piece log, counts, port, connections
 PROCESS_FILES = 64  # for the process itself
 
 
@@ -134,9 +131,7 @@ def raise_file_limit() -> None:
 
 
 def require_file_limit(manifest: Manifest, workers: int) -> None:
-    """Raise the soft limit as needed for ``workers`` in this process; raises InvalidInput beyond
-    the hard one.
-    """
+    """Raise the soft limit for ``workers`` here; raises InvalidInput beyond the hard one."""
     wanted = workers * (len(manifest.files) + EXTRA_FILES_PER_WORKER) + PROCESS_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if wanted <= soft:
@@ -232,9 +227,7 @@ def address_of(listen: str) -> tuple[str, int]:
 
 # The advertised address: one that other nodes reach, whatever the peer port listens on.
 
-_ROUTE_PROBE_PORT = (
-    9  # a port; nothing is sent: connecting a datagram socket only selects the route
-)
+_ROUTE_PROBE_PORT = 9  # nothing is sent: connecting a datagram socket only selects the route
 
 
 def advertised_address(listening: str, wanted: str, coordinator_urls: Sequence[str]) -> str:

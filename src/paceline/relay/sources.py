@@ -68,7 +68,6 @@ class DirectoryReader:
         view: memoryview,
         on_socket: OnSocket,  # noqa: ARG002 (there is none)
     ) -> Iterator[int]:
-        """Fill ``view``; see RangeReader."""
         path = self._directory / file.path
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -106,13 +105,11 @@ class S3Reader:
         self._pinning: dict[str, threading.Lock] = {}
 
     def pin(self, file: FileEntry) -> None:
-        """Look up the object's size, ETag and version; see RangeReader."""
         self._head(file)
 
     def stream(
         self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
     ) -> Iterator[int]:
-        """Fill ``view``; see RangeReader."""
         pinned = self._head(file)
         before = 0
         for done in self._store.stream_range(
@@ -174,13 +171,11 @@ class LazyReader:
         self._reader: RangeReader | None = None
 
     def pin(self, file: FileEntry) -> None:
-        """Look the object up; see RangeReader."""
         self._opened().pin(file)
 
     def stream(
         self, file: FileEntry, offset: int, view: memoryview, on_socket: OnSocket
     ) -> Iterator[int]:
-        """Fill ``view``; see RangeReader."""
         return self._opened().stream(file, offset, view, on_socket)
 
     def _opened(self) -> RangeReader:
@@ -284,7 +279,6 @@ class Sources:
         return DirectoryReader(Path(source))
 
     def objects(self) -> ObjectStore:
-        """Return the installation's object store."""
         from paceline.storage import ObjectStore
 
         with self._lock:

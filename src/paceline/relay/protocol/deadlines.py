@@ -10,10 +10,9 @@ from paceline.relay.protocol.limits import PieceMap, SessionLimits
 from paceline.relay.protocol.source_selection import PullTask, SourceStream
 from paceline.schemas import Source
 
-SPARE_TIMES = (
-    2  # a spare that holds the pieces, and serves others too, sends within two piece times,
-)
-SPARE_SHARE = 0.1  # which are this share of the piece deadline
+# A spare that holds the pieces, and serves others too, sends within two piece times, which are this
+# share of the piece deadline.
+SPARE_TIMES, SPARE_SHARE = 2, 0.1
 
 
 class Deadlines:

@@ -19,7 +19,6 @@ class Extent(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of pieces."""
         return self.stop - self.first
 
 
@@ -137,7 +136,6 @@ class Extents:
         return len(self._firsts)
 
     def pieces(self) -> Iterator[int]:
-        """Yield each piece in order."""
         for first, stop in self:
             yield from range(first, stop)
 

@@ -79,9 +79,7 @@ class PullTasks:
 
 
 def _ordered_candidates(candidates: tuple[Source, ...], worker_id: str) -> tuple[Source, ...]:
-    """Return the candidates without duplicates and without the worker itself; origins come last
-    among the spares.
-    """
+    """Return the candidates once each, without the worker itself, origins last."""
     unique = {each.key: each for each in reversed(candidates) if each.worker_id != worker_id}
     ordered = list(reversed(unique.values()))
     return (*ordered[:1], *sorted(ordered[1:], key=lambda each: each.kind == "origin"))

@@ -73,9 +73,7 @@ class Puller:
         spent = state.origin_flying_bytes + unreported
         self.choice.begin(OriginBudget(lanes.origin_budget_bytes, spent))
         if self.choice.unconfirmed:
-            self.sleep(
-                unconfirmed=True
-            )  # these lanes may have been sent while this process was suspended
+            self.sleep(unconfirmed=True)  # these lanes may have been sent during a suspension
         self.lost.clear()
 
     def sleep(self, *, unconfirmed: bool) -> None:
@@ -157,7 +155,7 @@ class Puller:
         if temporary and feed.good > 0:
             self.side_requests.end_probes(feed.source.key, now_s)
             self._forget(feed, actions)
-            self.choice.broke(feed.source.key)
+            self.choice.broken.add(feed.source.key)
             self.last_error = error
         else:
             self.lose(feed, error, now_s, actions)
@@ -168,7 +166,6 @@ class Puller:
         actions.append(ReportSourceLost(key, error.one_line()))
 
     def close_all(self, actions: list[SessionAction]) -> None:
-        """End every stream."""
         for feed in list(self.state.feeds.values()):
             self._forget(feed, actions)
 
@@ -276,9 +273,8 @@ class Puller:
         for feed in list(self.state.feeds.values()):
             if self.state.is_idle(feed):
                 self._forget(feed, actions)
-        self.side_requests.ask_repairs(
-            now_s, actions
-        )  # some may have been on a stream that just closed
+        # Some may have been on a stream that just closed.
+        self.side_requests.ask_repairs(now_s, actions)
 
     def is_supplied(self, extent: Extent) -> bool:
         """Return whether the tasks of ``extent``, which has just arrived, need no request now:
@@ -304,7 +300,8 @@ class Puller:
             return None
         best = choice.best(able, work)
         work.active, work.progress_s = best.key, now_s
-        fresh = work.is_first_choice(best.key) and not choice.has_failed(best, work)
+        failed = best.key in choice.broken or choice.failures(best, work) > 0
+        fresh = work.is_first_choice(best.key) and not failed
         hurry = len(able) > 1 and best.kind == "worker" and not fresh
         work.spare_stall_s = self._deadlines.spare_stall_s(work) if hurry else 0.0
         if not work.is_first_choice(best.key):

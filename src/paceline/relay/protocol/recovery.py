@@ -160,9 +160,7 @@ class Repairs:
 # that a worker does not flap.
 
 FAILBACK_DELAY_FACTOR = 4.0  # factor between the delays of successive attempts
-MAX_LAG_GROWTH = (
-    0.5  # of this worker's pace: a source whose lag grows faster is slower than a spare
-)
+MAX_LAG_GROWTH = 0.5  # of this worker's pace: if it grows faster, the source is slower than a spare
 MIN_MISSING_PER_LAG = 2  # the missing pieces must be this many times the planned source's lag
 
 
@@ -182,11 +180,6 @@ class Failback:
             away.absent = True
             self._later(away, now_s)
 
-    def is_due(self, work: PullTask, now_s: float) -> bool:
-        """Return whether to send a probe to the planned source now."""
-        at_s = self.due_s(work)
-        return at_s is not None and now_s >= at_s
-
     def due_s(self, work: PullTask) -> float | None:
         """Return when to send the next probe; None if one is in flight or none is needed."""
         away = work.away
@@ -194,11 +187,6 @@ class Failback:
             return None
         # Near the end a failback gains nothing, and the last pieces would wait for the probe.
         return away.next_s if work.wanting >= self._limits.return_pieces else None
-
-    def is_over(self, work: PullTask, now_s: float) -> bool:
-        """Return whether the probe of ``work`` has timed out."""
-        probe = work.away.probe if work.away is not None else None
-        return probe is not None and now_s >= self.ends_s(probe)
 
     def ends_s(self, probe: Probe) -> float:
         """Return when ``probe`` times out."""
@@ -213,7 +201,6 @@ class Failback:
         work.taken.add(piece)
 
     def probe_failed(self, work: PullTask, now_s: float) -> None:
-        """Record that the probe failed."""
         if (away := work.away) is not None:
             away.probe = away.behind = None
             away.times += 1

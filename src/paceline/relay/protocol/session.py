@@ -101,7 +101,8 @@ class RelaySession:
         early = now_s < self._due_s
         match event:
             case PieceVerified(key, stream, extent):
-                self._arrived(key, stream, extent, now_s)
+                if self._pull.arrived(key, stream, extent, now_s):
+                    self._progress_s = self._alive_s = now_s
                 if early and self._pull.is_supplied(extent):
                     return actions
             case PiecesDurable(extent):
@@ -225,10 +226,6 @@ class RelaySession:
             self._due_s = float("-inf")  # the driver's guarantee became shorter
         feed.alive_until_s = until_s
 
-    def _arrived(self, key: str, stream: int, extent: Extent, now_s: float) -> None:
-        if self._pull.arrived(key, stream, extent, now_s):
-            self._progress_s = self._alive_s = now_s
-
     def _became_durable(self, extent: Extent, now_s: float) -> bool:
         """Record durable pieces; return whether all were verified before, as expected."""
         known = self._verified.covers(extent)
@@ -304,9 +301,10 @@ class RelaySession:
     def _go_on(self, now_s: float, actions: list[SessionAction]) -> None:
         self._pull.check_deadlines(now_s, actions)
         if now_s >= self._give_up_s():
-            self._fail(
-                self._pull.choice.stalled or self._pull.last_error or self._nobody(), actions
-            )
+            error = self._pull.choice.stalled or self._pull.last_error
+            do = "Check the other workers and the source; a new plan revives this worker."
+            nobody = PeerLost("no source is left to pull from", where=self.worker_id, do=do)
+            self._fail(error or nobody, actions)
         elif self._durable.count == self.pieces.count:
             self._status = WorkerStatus.COMPLETE
             self._pull.close_all(actions)
@@ -326,13 +324,6 @@ class RelaySession:
         self._error = error
         self._pull.close_all(actions)
         actions.append(Fail(error))
-
-    def _nobody(self) -> PacelineError:
-        return PeerLost(
-            "no source is left to pull from",
-            where=self.worker_id,
-            do="Check the other workers and the source; a new plan revives this worker.",
-        )
 
 
 def as_failure(error: PacelineError) -> Failure:

@@ -47,18 +47,14 @@ class SideRequests:
             else:
                 yield self._ends_s(repair.asked, repair.asked_s)
         for work in self._state.works:
-            if work.away is not None:
-                yield from self._return_deadlines(work)
+            if work.away is not None and work.away.probe is not None:
+                yield self.failback.ends_s(work.away.probe)
+            elif (due_s := self.failback.due_s(work)) is not None:
+                yield max(due_s, self._choice.backoff_ends_s(work.candidates[0], work))
         if (hedge := self._hedging.hedge) is not None:
             yield self._ends_s(hedge.key, hedge.asked_s)
         elif self._hedging.due_s is not None:
             yield self._hedging.due_s
-
-    def _return_deadlines(self, work: PullTask) -> Iterator[float]:
-        if work.away is not None and work.away.probe is not None:
-            yield self.failback.ends_s(work.away.probe)
-        elif (due_s := self.failback.due_s(work)) is not None:
-            yield max(due_s, self._choice.backoff_ends_s(work.candidates[0], work))
 
     def _ends_s(self, key: str, asked_s: float) -> float:
         return self._deadlines.side_request_ends_s(self._state.feeds.get(key), asked_s)
@@ -66,7 +62,8 @@ class SideRequests:
     def check_deadlines(self, now_s: float) -> None:
         """Abandon side requests that have timed out."""
         for work in self._state.works:
-            if self.failback.is_over(work, now_s):
+            probe = work.away.probe if work.away is not None else None
+            if probe is not None and now_s >= self.failback.ends_s(probe):
                 self.end_probe(work, now_s)
         for repair in self._repairs:
             key = repair.asked
@@ -181,7 +178,8 @@ class SideRequests:
 
     def probe(self, work: PullTask, now_s: float, actions: list[SessionAction]) -> None:
         """Send a probe to the planned source of ``work`` if one is due."""
-        if not self.failback.is_due(work, now_s):
+        due_s = self.failback.due_s(work)
+        if due_s is None or now_s < due_s:
             return
         planned, gap = work.candidates[0], next(work.taken.gaps(work.extent), None)
         if gap is None or planned.kind == "origin":
@@ -197,15 +195,11 @@ class SideRequests:
         for work, part in self._state.works.parts(extent):
             if _is_probed(work, part) and self.failback.came(work, now_s):
                 # Pieces in flight from the spare still arrive from there.
-                work.active, work.progress_s, work.spare_stall_s = (
-                    work.candidates[0].key,
-                    now_s,
-                    0.0,
-                )
-                self._state.open(work.candidates[0], now_s)
+                planned = work.candidates[0]
+                work.active, work.progress_s, work.spare_stall_s = planned.key, now_s, 0.0
+                self._state.open(planned, now_s)
 
     def end_probes(self, key: str, now_s: float) -> None:
-        """Abandon the probes of a lost source."""
         for work in self._state.works:
             if work.is_first_choice(key):
                 self.end_probe(work, now_s)

@@ -126,9 +126,8 @@ class PullTask:
     progress_s: float = 0.0  # last verified piece, or when waiting began
     active: str | None = None  # key of the source in use
     spare_stall_s: float = 0.0  # short stall limit of a spare while others are left; 0: none
-    behind: dict[str, SourceHealth] = field(
-        default_factory=dict
-    )  # sources that had nothing for the task
+    # Sources that had nothing for the task.
+    behind: dict[str, SourceHealth] = field(default_factory=dict)
     away: FailbackState | None = None  # set once a spare has replaced the planned source
 
     @property
@@ -173,7 +172,7 @@ class SourceSelector:
         self._limits = limits
         self._random = random
         self._health: dict[str, SourceHealth] = {}
-        self._broken: set[str] = set()  # sources whose streams broke under the current lanes
+        self.broken: set[str] = set()  # sources that delivered before their streams broke
         # This process was suspended or cut off, and its lanes have not been confirmed since.
         self.unconfirmed = False
         self.budget = OriginBudget()
@@ -184,7 +183,7 @@ class SourceSelector:
 
         A suspension stays recorded: the coordinator may not have noticed it yet.
         """
-        self._broken.clear()
+        self.broken.clear()
         self._health.clear()
         self.budget = budget
         self.stalled = None
@@ -206,10 +205,6 @@ class SourceSelector:
         if for_good:
             health.retry_at_s = float("inf")
 
-    def broke(self, key: str) -> None:
-        """Record that a stream of a source that delivered ended by itself."""
-        self._broken.add(key)
-
     def task_stalled(self, key: str, work: PullTask, now_s: float) -> None:
         """Back off from a source for ``work`` only: it has nothing for it."""
         work.behind.setdefault(key, SourceHealth()).failed(now_s, self._limits, self._random)
@@ -221,9 +216,7 @@ class SourceSelector:
         return now_s >= self.backoff_ends_s(source, work) and self.is_within_budget(source, extent)
 
     def is_within_budget(self, source: Source, extent: Extent) -> bool:
-        """Return whether the first piece of ``extent`` may be requested from ``source`` now: from
-        an origin only within the budget.
-        """
+        """Return whether the budget allows the first piece of ``extent`` from ``source`` now."""
         if source.kind != "origin":
             return True
         needed = self._pieces.bytes_of(Extent(extent.first, extent.first + 1))
@@ -262,10 +255,6 @@ class SourceSelector:
         health = self._health.get(source.key)
         return health is not None and health.retry_at_s == float("inf")
 
-    def has_failed(self, source: Source, work: PullTask) -> bool:
-        """Return whether ``source`` broke or recently failed under the current lanes."""
-        return source.key in self._broken or self.failures(source, work) > 0
-
     def failures(self, source: Source, work: PullTask) -> int:
         """Return the recent failures of a source, its rank in ``best``: untried sources come first.
 
@@ -275,14 +264,9 @@ class SourceSelector:
         if source.kind != "origin":
             rests = (self._health.get(source.key), work.behind.get(source.key))
             return sum(rest.failures for rest in rests if rest is not None)
-        failed_sources = sum(
-            self.failures(each, work) > 0 for each in work.candidates if each != source
-        )
-        return (
-            -1
-            if work.is_first_choice(source.key) or failed_sources >= self._limits.spares_first
-            else 0
-        )
+        failed = sum(self.failures(each, work) > 0 for each in work.candidates if each != source)
+        first = work.is_first_choice(source.key) or failed >= self._limits.spares_first
+        return -1 if first else 0
 
     def best(self, able: list[Source], work: PullTask) -> Source:
         """Return the source of ``able`` with the fewest failures; of equals the first planned."""

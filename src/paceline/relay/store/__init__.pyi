@@ -1,5 +1,4 @@
 from .disk_space import (
-    DiskSpace as DiskSpace,
     StorePolicy as StorePolicy,
     freed_bytes as freed_bytes,
     leftovers as leftovers,

@@ -7,7 +7,6 @@ active version always stays, and so does a version that is being served or recei
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,27 +31,12 @@ class StorePolicy:
 
     @classmethod
     def of(cls, profile: Profile) -> StorePolicy:
-        """Return the policy of a profile."""
         return cls(
             keep_versions=profile.store.keep_versions,
             free_share=profile.store.free_share,
             make_room=True,
             full_sha256=profile.relay.full_sha256,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DiskSpace:
-    """A filesystem's free bytes and size."""
-
-    free: int
-    size: int
-
-    @classmethod
-    def at(cls, path: Path) -> DiskSpace:
-        """Return free bytes and size of the filesystem of ``path``."""
-        status = os.statvfs(path)
-        return cls(status.f_bavail * status.f_frsize, status.f_blocks * status.f_frsize)
 
 
 def excess_versions(
@@ -107,9 +91,7 @@ def _touched(staging: Path) -> float:
 
 
 def freed_bytes(directory: Path) -> int:
-    """Return how many bytes removing the version in ``directory`` frees: files with hard links
-    elsewhere than in ``hub_cache`` free nothing.
-    """
+    """Return the bytes that removing ``directory`` frees: none of files linked elsewhere too."""
     links = 2 if "+" in directory.parent.name else 1
     found = (each.lstat() for each in directory.rglob("*") if each.is_file())
     return sum(status.st_blocks * 512 for status in found if status.st_nlink <= links)
@@ -138,9 +120,7 @@ def missing_bytes(store: Path, digest: str, files: Iterable[FileEntry]) -> int:
 
 
 def reclaimable_bytes(store: Path, digest: str) -> int:
-    """Return how many bytes the store directory ``store`` can free for the version ``digest``:
-    those of versions that are not active, and of leftovers.
-    """
+    """Return the bytes of versions that are not active and of leftovers, but ``digest``."""
     versions = sum(
         freed_bytes(path)
         for path, _, _ in _stored(store)

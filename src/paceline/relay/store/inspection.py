@@ -8,6 +8,7 @@ not stay published.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from paceline.config import load_runtime
 from paceline.errors import CorruptData
 from paceline.manifest import FileEntry, directory_name, parse_manifest, verify_directory
 from paceline.relay.store import hub_cache
-from paceline.relay.store.disk_space import DiskSpace, missing_bytes, reclaimable_bytes
+from paceline.relay.store.disk_space import missing_bytes, reclaimable_bytes
 from paceline.system import process_holding
 
 
@@ -79,9 +80,7 @@ def _unpublish_corrupt(node_dir: Path, model_id: str, directory: Path) -> None:
 
 
 def has_published(model_id: str, version: str, manifest_digest: str, *, worker_id: str) -> bool:
-    """Return whether ``worker_id`` has published this version with this digest (names, not
-    bytes).
-    """
+    """Return whether ``worker_id`` has published this version (names, not bytes)."""
     path = _model_directory(worker_id, model_id) / version / "manifest.json"
     return path.is_file() and parse_manifest(path.read_bytes()).digest == manifest_digest
 
@@ -95,7 +94,7 @@ def missing_bytes_on_node(
     store = load_runtime().node_dir(worker_id) / "store"
     store.mkdir(parents=True, exist_ok=True)
     missing = missing_bytes(store, manifest_digest, files)
-    free = DiskSpace.at(store).free + reclaimable_bytes(store, manifest_digest)
+    free = shutil.disk_usage(store).free + reclaimable_bytes(store, manifest_digest)
     return max(0, missing - free)
 
 

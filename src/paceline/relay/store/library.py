@@ -75,9 +75,7 @@ class OpenModels:
             return staging
 
     def refuse(self, digest: str) -> None:
-        """Refuse requests for this model at once, until it is opened again: it will not arrive
-        here.
-        """
+        """Refuse requests for this model, which will not arrive, until it is opened again."""
         with self._changed:
             if digest not in self._open:
                 self._refused.add(digest)
@@ -112,7 +110,6 @@ class OpenModels:
                     self._on_disk[each.digest] = each
 
     def close(self) -> None:
-        """Close everything."""
         with self._changed:
             for staging in self._open.values():
                 staging.close()

@@ -27,9 +27,7 @@ class PieceLog:
         self._descriptor = os.open(path, flags, 0o644)
 
     def load(self, pieces: int) -> list[Extent]:
-        """Return the runs, for a model of ``pieces`` pieces, up to the first torn one; truncate the
-        rest.
-        """
+        """Return the runs of ``pieces`` pieces up to the first torn one; truncate the rest."""
         raw = os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0)
         found: list[Extent] = []
         for at in range(0, len(raw) - _MARK.size + 1, _MARK.size):
@@ -42,7 +40,6 @@ class PieceLog:
         return found
 
     def clear(self) -> None:
-        """Remove every run."""
         os.ftruncate(self._descriptor, 0)
 
     def append(self, runs: Iterable[Extent]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from paceline.relay.store.requests import RequestQueue
 from paceline.relay.store.traffic import EdgeCounters
 from paceline.system import sync_directories, sync_directory
 
-_COPY = 4 * 1024 * 1024
 READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
 # A disk allocates any size at once. Memory (tmpfs) writes zeros, 2 s for 144 MB on a busy machine,
 # and so does the C library where a filesystem cannot allocate: what this time does not suffice for
@@ -128,8 +128,7 @@ class Staging:
         with disk_errors(self.directory):
             self.data.mkdir(parents=True, exist_ok=True)
             have = sum(self._allocated(file.path) for file in self.manifest.files)
-            room = os.statvfs(self.directory)
-            free = room.f_bavail * room.f_frsize
+            free = shutil.disk_usage(self.directory).free
             if self.manifest.total_size - have > free:
                 raise StorageFull(
                     "the model does not fit on this disk",
@@ -282,9 +281,7 @@ class Staging:
             return True
 
     def is_linked(self, index: int) -> bool:
-        """Return whether file ``index`` is the same file as a published version's: never written
-        to.
-        """
+        """Return whether file ``index`` is a published version's too: never written to."""
         mode = os.fstat(self.descriptor(index)).st_mode
         return not self.published and not mode & 0o222
 
@@ -301,13 +298,8 @@ class Staging:
             fresh.unlink(missing_ok=True)
             own = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             try:
-                os.posix_fallocate(own, 0, file.size)
-                done = 0
-                while done < file.size:
-                    data = os.pread(linked, _COPY, done)
-                    if not data:
-                        break
-                    done += os.pwrite(own, data, done)
+                shutil.copyfile(path, fresh)
+                os.ftruncate(own, file.size)
                 os.fsync(own)
                 fresh.replace(path)
                 sync_directory(path.parent)

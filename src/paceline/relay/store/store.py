@@ -29,7 +29,6 @@ from paceline.manifest import (
 )
 from paceline.relay.store import hub_cache
 from paceline.relay.store.disk_space import (
-    DiskSpace,
     StorePolicy,
     corrupt_copies,
     excess_versions,
@@ -90,8 +89,7 @@ class Store:
 
     def available_bytes(self) -> int:
         """Return how many bytes this store's filesystem has free."""
-        room = os.statvfs(self.root)
-        return room.f_bavail * room.f_frsize
+        return shutil.disk_usage(self.root).free
 
     # ── one version ──────────────────────────────────────────────────────────────────────────────
 
@@ -228,18 +226,10 @@ class Store:
             manifest = self._published(directory)
             if manifest is None:
                 continue
-            name, version = manifest.model_id, directory.name
-            found.append(
-                StoredVersion(
-                    name,
-                    version,
-                    directory,
-                    manifest.digest,
-                    manifest.total_size,
-                    path.stat().st_mtime,
-                    self.active(name) == version,
-                )
-            )
+            name, version, at = manifest.model_id, directory.name, path.stat().st_mtime
+            size, active = manifest.total_size, self.active(name) == version
+            each = StoredVersion(name, version, directory, manifest.digest, size, at, active)
+            found.append(each)
         return sorted(found, key=lambda each: (each.published_at, each.version))
 
     def active(self, model_id: str) -> str | None:
@@ -247,7 +237,7 @@ class Store:
         try:
             link = self._models / directory_name(model_id) / ACTIVE
             return os.readlink(link)  # noqa: PTH115 (a name, not a path)
-        except (FileNotFoundError, OSError):
+        except OSError:
             return None
 
     def activate(self, model_id: str, version: str) -> None:
@@ -309,14 +299,12 @@ class Store:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
     def _is_short(self, needed: int) -> bool:
-        room, policy = DiskSpace.at(self.root), self._policy
-        left, watermark = room.free - needed, policy.free_share * room.size
+        disk, policy = shutil.disk_usage(self.root), self._policy
+        left, watermark = disk.free - needed, policy.free_share * disk.total
         return (policy.make_room and left < 0) or (watermark > 0 and left < watermark)
 
     def _published(self, path: Path) -> Manifest | None:
-        """Return the manifest of the version at ``path`` if its files have the right sizes, else
-        None.
-        """
+        """Return the manifest of the version at ``path``, None where its files lack bytes."""
         try:
             manifest = parse_manifest((path / MANIFEST_FILE).read_bytes())
             sizes = [(path / file.path).lstat().st_size for file in manifest.files]

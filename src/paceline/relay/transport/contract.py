@@ -44,7 +44,6 @@ class TransferCounters:
         self.origin_bytes = origin_bytes
 
     def add(self, *, received: int = 0, origin: int = 0, refetched: int = 0) -> None:
-        """Add to the counts."""
         with self._lock:
             self.received_bytes += received
             self.origin_bytes += origin
@@ -69,7 +68,6 @@ class PullSpec:
 
     @property
     def key(self) -> str:
-        """Return the source's key."""
         return self.source.key
 
     def hello(self) -> Hello:

@@ -26,6 +26,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 from paceline.errors import InvalidFrame
 from paceline.schemas import NAME
@@ -94,7 +95,6 @@ def encode(kind: Kind, first: int = 0, second: int = 0) -> bytes:
 
 
 def encode_payload(kind: Kind, payload: bytes) -> bytes:
-    """Return a whole frame with a payload."""
     return HEADER.pack(_MAGIC, kind, 0, len(payload)) + payload
 
 
@@ -122,7 +122,6 @@ def decode(raw: bytes | bytearray | memoryview) -> Header:
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """Return the frame that opens a stream."""
     fixed = _HELLO.pack(
         hello.version, int(hello.keepalive_s * 1000), bytes.fromhex(hello.digest), hello.nonce
     )
@@ -172,6 +171,7 @@ MAX_REQUEST = 4096
 MAX_FIELDS = 64  # per message: a field of two bytes costs as much time as one of a megabyte
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _EMPTY = memoryview(b"")
+Fields = dict[int, tuple[str, type, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,21 +203,33 @@ class ChunkData:
     proof: bytes = b""
 
 
+# By number: the field, its kind, and the most bits or bytes of its value.
+_REQUEST: Fields = {
+    1: ("chunk_id", int, 31),
+    2: ("manifest_digest", str, 64),
+    3: ("first_piece", int, 32),
+    4: ("piece_count", int, 32),
+    5: ("worker_id", str, 128),
+    6: ("corrupt", bool, 64),
+    7: ("keepalive_ms", int, 32),
+    8: ("nonce", bytes, 64),
+    9: ("proof", bytes, 64),
+}
+_DATA: Fields = {
+    1: ("chunk_id", int, 31),
+    2: ("data", memoryview, MAX_DATA),
+    3: ("checksum", str, 64),
+    4: ("piece", int, 32),
+    5: ("offset", int, 63),
+    6: ("waiting", bool, 64),
+    8: ("nonce", bytes, 64),
+    9: ("proof", bytes, 64),
+}
+
+
 def encode_request(request: ChunkRequest) -> bytes:
     """Return ``request`` in protobuf's wire format."""
-    return b"".join(
-        (
-            _int(1, request.chunk_id),
-            _bytes(2, request.manifest_digest.encode()),
-            _int(3, request.first_piece),
-            _int(4, request.piece_count),
-            _bytes(5, request.worker_id.encode()),
-            _int(6, int(request.corrupt)),
-            _int(7, request.keepalive_ms),
-            _bytes(8, request.nonce),
-            _bytes(9, request.proof),
-        )
-    )
+    return b"".join(_field(number, getattr(request, at[0])) for number, at in _REQUEST.items())
 
 
 def encode_data(
@@ -230,13 +242,12 @@ def encode_data(
 ) -> bytes:
     """Return a ChunkData message with ``data``, which is copied once."""
     tag = _tag(2, _BYTES) + _varint(len(data)) if data else b""
-    head = (_int(1, chunk_id), _bytes(3, checksum.encode()), _int(4, piece), _int(5, offset))
+    head = (_field(1, chunk_id), _field(3, checksum), _field(4, piece), _field(5, offset))
     return b"".join((*head, tag, data))
 
 
 def encode_challenge(nonce: bytes, proof: bytes) -> bytes:
-    """Return the ChunkData message that answers a greeting."""
-    return _bytes(8, nonce) + _bytes(9, proof)
+    return _field(8, nonce) + _field(9, proof)
 
 
 WAITING = b"\x30\x01"  # ChunkData(waiting=True)
@@ -246,33 +257,12 @@ def decode_request(raw: bytes) -> ChunkRequest:
     """Return the decoded message; raises InvalidFrame if it is not a ChunkRequest."""
     if len(raw) > MAX_REQUEST:
         raise _invalid_message("request", f"{len(raw)} bytes", f"at most {MAX_REQUEST}")
-    found = dict(_fields(raw))
-    return ChunkRequest(
-        chunk_id=_number(found, 1, 31),
-        manifest_digest=_text(found, 2, 64),
-        first_piece=_number(found, 3, 32),
-        piece_count=_number(found, 4, 32),
-        worker_id=_text(found, 5, 128),
-        corrupt=bool(_number(found, 6, 64)),
-        keepalive_ms=_number(found, 7, 32),
-        nonce=_blob(found, 8, 64),
-        proof=_blob(found, 9, 64),
-    )
+    return ChunkRequest(**_decode(raw, _REQUEST))
 
 
 def decode_data(raw: bytes) -> ChunkData:
     """Return the decoded message; raises InvalidFrame if it is not a ChunkData."""
-    found = dict(_fields(raw))
-    return ChunkData(
-        chunk_id=_number(found, 1, 31),
-        data=_view(found, 2, MAX_DATA),
-        checksum=_text(found, 3, 64),
-        piece=_number(found, 4, 32),
-        offset=_number(found, 5, 63),
-        waiting=bool(_number(found, 6, 64)),
-        nonce=_blob(found, 8, 64),
-        proof=_blob(found, 9, 64),
-    )
+    return ChunkData(**_decode(raw, _DATA))
 
 
 # ── protobuf's wire format ───────────────────────────────────────────────────────────────────────
@@ -334,44 +324,33 @@ def _tag(number: int, kind: int) -> bytes:
     return bytes((number << 3 | kind,))  # numbers up to 15
 
 
-def _int(number: int, value: int) -> bytes:
-    return _tag(number, _VARINT) + _varint(value) if value else b""
+def _field(number: int, value: int | str | bytes) -> bytes:
+    """Return a field; nothing for a value that is the default."""
+    if not value:
+        return b""
+    if isinstance(value, int):
+        return _tag(number, _VARINT) + _varint(value)
+    raw = value.encode() if isinstance(value, str) else value
+    return _tag(number, _BYTES) + _varint(len(raw)) + raw
 
 
-def _bytes(number: int, value: bytes) -> bytes:
-    return _tag(number, _BYTES) + _varint(len(value)) + value if value else b""
-
-
-Found = dict[int, int | memoryview]
-
-
-def _number(found: Found, number: int, bits: int) -> int:
-    value = found.get(number, 0)
-    if not isinstance(value, int) or value >> bits:
-        raise _invalid_message(
-            f"field {number}", value if isinstance(value, int) else "bytes", "a number"
-        )
-    return value
-
-
-def _view(found: Found, number: int, most: int) -> memoryview:
-    value = found.get(number, _EMPTY)
-    if isinstance(value, int) or len(value) > most:
-        raise _invalid_message(
-            f"field {number}", value if isinstance(value, int) else len(value), most
-        )
-    return value
-
-
-def _blob(found: Found, number: int, most: int) -> bytes:
-    return bytes(_view(found, number, most))
-
-
-def _text(found: Found, number: int, most: int) -> str:
-    try:
-        return _blob(found, number, most).decode("ascii")
-    except UnicodeDecodeError as error:
-        raise _invalid_message(f"field {number}", "other bytes", "ASCII") from error
+def _decode(raw: bytes, fields: Fields) -> dict[str, Any]:
+    """Return the values of the message's known fields by name; of a repeated one, the last."""
+    found: dict[str, Any] = {}
+    for number, value in dict(_fields(raw)).items():
+        name, kind, most = fields.get(number, ("", None, 0))
+        if kind is None:
+            continue
+        if isinstance(value, int) != issubclass(kind, int):
+            raise _invalid_message(f"field {number}", "another wire type", kind.__name__)
+        if value >> most if isinstance(value, int) else len(value) > most:
+            got = value if isinstance(value, int) else f"{len(value)} bytes"
+            raise _invalid_message(f"field {number}", got, f"at most {most} bits or bytes")
+        try:
+            found[name] = str(value, "ascii") if kind is str else kind(value)
+        except UnicodeDecodeError as error:
+            raise _invalid_message(f"field {number}", "other bytes", "ASCII") from error
+    return found
 
 
 def _invalid_message(what: str, got: object, wanted: object) -> InvalidFrame:

@@ -132,11 +132,9 @@ class GrpcServer(PeerServer["_Call"]):
         return int(self._server.add_secure_port(where, credentials))
 
     def start(self) -> None:
-        """Start to accept streams."""
         self._server.start()
 
     def stop(self) -> None:
-        """Close the port and every stream."""
         self.stopping.set()
         self.pending_handshakes.close()
         self._server.stop(None).wait(5.0)
@@ -196,7 +194,6 @@ class _Call:
 
     @contextmanager
     def _seated(self, reader: str) -> Iterator[None]:
-        """Hold a stream slot for an authenticated peer."""
         if not self._server.pending_handshakes.leave(self):
             raise PeerLost("others called meanwhile")
         with self._server.slots.taken(reader, MAX_STREAMS, shared=reader == BASIC):
@@ -406,7 +403,6 @@ class GrpcTransport(Transport):
     server_type, stream_type = GrpcServer, GrpcPullStream
 
     def reload(self) -> bool:
-        """Check the credential files again; see Transport."""
         if self.tls is None:
             return True
         self.tls.context(server=True)

@@ -15,9 +15,7 @@ from weakref import WeakKeyDictionary
 
 BURST_S = 0.02
 MIN_BLOCK = 16 * 1024
-BUFFER_S = (
-    0.1  # of the link: the most a paced socket buffers. 20 ms left a busy machine's link idle
-)
+BUFFER_S = 0.1  # of the link that a paced socket buffers; 20 ms left a busy machine's link idle
 MIN_BUFFER = 128 * 1024
 MAX_BUFFER = 64 * 1024 * 1024  # kernels grant no more, and the call accepts at most 2 GiB
 MAX_BLOCK = 512 * 1024  # larger sub-blocks between recv, hash and write were no faster

@@ -119,9 +119,7 @@ class PieceReceiver:
             self.alive(self._pull.keepalive_s, moving=True)
 
     def end(self) -> int | None:
-        """Verify the piece that has arrived; return its number if it is corrupt. ``flush`` counts
-        and reports the others.
-        """
+        """Verify the piece that has arrived; return its number if it is corrupt."""
         arriving = self._arriving
         if arriving is None or self.left:
             got = self.left if arriving else None

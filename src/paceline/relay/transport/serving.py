@@ -204,7 +204,6 @@ class PeerServer(ABC, Generic[Caller]):
     def stream(
         self, staging: Staging, reader: str, keepalive_s: float, admission: str
     ) -> ServedStream:
-        """Return the stream to an authenticated peer."""
         return ServedStream(
             worker_id=self.spec.worker_id,
             reader=reader,
@@ -268,7 +267,6 @@ class PendingHandshakes(Generic[Caller]):
             return min(self._due_s.values(), default=None)
 
     def close(self) -> None:
-        """End every pending connection."""
         with self._lock:
             while self._due_s:
                 self._end_oldest()

@@ -77,9 +77,7 @@ IO_TIMEOUT_S = 10.0  # the longest any single read or write may make no progress
 
 
 class Channel(ABC):
-    """A connection: one thread reads, any thread may send whole frames or shut it. ``socket`` owns
-    the descriptor.
-    """
+    """A connection, which owns its socket: one thread reads, any may send frames or shut it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.socket = sock
@@ -94,9 +92,7 @@ class Channel(ABC):
 
     @abstractmethod
     def _read(self, view: memoryview, whole: bool) -> int:
-        """Return how many bytes were read into ``view``: all that have arrived, or ``whole``; 0
-        after a timeout.
-        """
+        """Return how many bytes were read, all of ``view`` if ``whole``; 0 after a timeout."""
 
     def read(self, view: memoryview, due: int, begun: int) -> int:
         """Receive some bytes into ``view`` and return how many; 0 after a timeout. Raises PeerLost
@@ -157,7 +153,6 @@ class Channel(ABC):
         shutdown_socket(self.socket)
 
     def close(self) -> None:
-        """Free the descriptor."""
         self.socket.close()
 
 
@@ -185,7 +180,6 @@ class PlainChannel(Channel):
         return got
 
     def send(self, data: bytes) -> None:
-        """Send all of ``data``; see Channel."""
         try:
             self.socket.sendall(data)
         except OSError as error:
@@ -199,7 +193,6 @@ class PlainChannel(Channel):
         header: bytes,
         more: bool,  # noqa: ARG002 (the kernel joins what waits)
     ) -> int:
-        """Send from the page cache without copying; see Channel."""
         try:
             if header:  # in one segment with the first bytes
                 self.socket.sendall(header, socket.MSG_MORE)

@@ -75,11 +75,9 @@ class TcpServer(PeerServer[socket.socket]):
         self._thread = threading.Thread(target=self._accept, name="peer-accept", daemon=True)
 
     def start(self) -> None:
-        """Start to accept streams."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Close the port and every stream."""
         self.stopping.set()
         shutdown_socket(self._listener)  # wakes the accepting thread
         self.pending_handshakes.close()
@@ -271,7 +269,6 @@ class TcpTransport(Transport):
     client_tls: ssl.SSLContext | None = None
 
     def reload(self) -> bool:
-        """Read the credential files again; see Transport."""
         if self.tls is not None:
             self.client_tls = self.tls.context(server=False)  # checks them
             self.server_tls = self.tls.context(server=True)

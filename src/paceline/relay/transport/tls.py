@@ -112,7 +112,6 @@ class TlsSettings:
 
 
 def peer_ids(certificate_names: Iterable[str]) -> list[str]:
-    """Return the worker ids among a certificate's alternative names."""
     return [
         name.removeprefix(WORKER_URI) for name in certificate_names if name.startswith(WORKER_URI)
     ]
@@ -180,7 +179,6 @@ class TlsChannel(Channel):
         return done
 
     def send(self, data: bytes | memoryview) -> None:
-        """Send all of ``data``; see Channel."""
         view = memoryview(data)
         with self._sending:
             while view:
@@ -194,9 +192,7 @@ class TlsChannel(Channel):
                     raise refused(error) from error
 
     def send_file(self, descriptor: int, offset: int, count: int, header: bytes, more: bool) -> int:
-        """Read part of the file into the reused block, and send it once it is full or there is no
-        more; see Channel.
-        """
+        """Read part of the file into the reused block, and send it once it is full."""
         block, start = self._block, self._filled + len(header)
         block[self._filled : start] = header
         try:
@@ -210,14 +206,12 @@ class TlsChannel(Channel):
         return got
 
     def readable(self, wait_s: float) -> bool:
-        """Wait for data; see Channel."""
         with self._lock:
             if self._sock.pending():
                 return True
         return super().readable(wait_s)
 
     def close(self) -> None:
-        """Free the descriptor."""
         with self._lock:
             super().close()
 
@@ -322,7 +316,6 @@ def _validity(certificate: Path) -> str:
 
 
 def plain_refused(got: str) -> AccessDenied:
-    """Return the error for a plain connection to a TLS port."""
     return AccessDenied(
         "this peer port speaks TLS only", got=got, wanted="mutual TLS 1.3", do=_SAME
     )
@@ -339,7 +332,6 @@ def wrong_identity(got: object, wanted: str) -> AccessDenied:
 
 
 def refused(error: OSError) -> PeerLost | AccessDenied:
-    """Return the PacelineError for an error of a TLS connection."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return AccessDenied(
             "the peer's certificate is not acceptable", got=error.verify_message, do=_ADMIN
