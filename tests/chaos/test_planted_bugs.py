@@ -145,7 +145,7 @@ def completes_before_all_is_durable(patch: pytest.MonkeyPatch) -> None:
     honest = RelaySession._go_on
 
     def hasty(self: RelaySession, now_s: float, actions: list[SessionAction]) -> None:
-        for run in self._verified:
+        for run in self.verified:
             self._durable.add(run)
         honest(self, now_s, actions)
 
@@ -173,7 +173,7 @@ def counts_corrupt_pieces_as_durable(patch: pytest.MonkeyPatch) -> None:
     def believing(self: RelaySession, key: str, stream: int, extent: Extent, *more: object) -> None:
         honest(self, key, stream, extent, *more)  # type: ignore[arg-type]
         self._durable.add(extent)
-        self._verified.add(extent)
+        self.verified.add(extent)
 
     patch.setattr(RelaySession, "_reject", believing)
 

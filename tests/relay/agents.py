@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
@@ -14,13 +12,6 @@ from tests.relay.fake_coordinator import TOKEN, FakeCoordinator
 
 LINK_MBIT = 8.0  # of a model of 3 MB: three seconds to break things in
 NAMES = ["node-0", "node-1", "node-2", "node-3"]
-
-
-def until(what: Callable[[], object], why: str, timeout_s: float = 40.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, f"never came: {why}"
-        time.sleep(0.02)
 
 
 class Fleet:

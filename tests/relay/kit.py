@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
-from paceline.manifest import Chunk, FileEntry, Manifest, build_manifest
+from paceline.manifest import Chunk, FileEntry, Manifest, build_manifest, write_manifest
 from paceline.plan import PlanWorker, make_plan
 from paceline.schemas import Labels, Lane, PieceHash, Plan, Source, WorkerLanes
 
@@ -30,6 +33,26 @@ def paper_manifest(pieces: int, piece_bytes: int = 1024, chunk_pieces: int = 4) 
         files=(FileEntry("weights.bin", size, "0" * 64, digests),),
         chunks=chunks,
     )
+
+
+def until(what: Callable[[], object], why: str = "it", timeout_s: float = 40.0) -> None:
+    """Wait for ``what``; the time is a bound, never a measure."""
+    end_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < end_s, f"never came: {why}"
+        time.sleep(0.01)
+
+
+def write_versions(models: Path, size: int) -> Path:
+    """Write three versions: the second changes a piece and a file, the third one file more."""
+    shutil.copytree(write_model(models / "v1", size), models / "v2")
+    damage(models / "v2/shards/a.bin", 40_000, b"fine-tuned")
+    (models / "v2/config.json").write_text("2")
+    shutil.copytree(models / "v2", models / "v3")
+    (models / "v3/config.json").write_text("3")
+    for version in ("v1", "v2", "v3"):
+        write_manifest(models / version, manifest_of(models / version, version=version))
+    return models
 
 
 def write_model(directory: Path, size: int, seed: int = 0) -> Path:

@@ -20,9 +20,9 @@ from paceline.manifest import Manifest, verify_directory
 from paceline.relay import Agent, AgentConfig
 from paceline.relay.transport import issue_identity, make_authority
 from paceline.schemas import Command
-from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
+from tests.relay.agents import LINK_MBIT, NAMES, Fleet
 from tests.relay.fake_coordinator import FakeCoordinator
-from tests.relay.kit import DEPLOYMENT, manifest_of, write_model
+from tests.relay.kit import DEPLOYMENT, manifest_of, until, write_model
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from paceline.relay.transport import (
     issue_identity,
     make_authority,
 )
+from tests.relay.kit import until
 from tests.relay.peers import Heard, Pair, Proxy
 
 TOKEN = "cluster-token"
@@ -139,7 +140,7 @@ def test_a_corrupt_piece_is_reported_checked_and_sent_again(pair: Pair) -> None:
     assert heard.wait_pieces(1) == [4]
     assert 3 not in mine.verified
     assert pair.reader.counters.refetched_bytes == pair.manifest.piece_of(3).length
-    wait_until(lambda: pair.source.rotten == [(pair.manifest.digest, 3)])  # it read its disk again
+    until(lambda: pair.source.rotten == [(pair.manifest.digest, 3)])  # it read its disk again
     assert 3 not in theirs.verified
     pair.hold(theirs, 3)
     stream.request(Extent(3, 4))
@@ -286,7 +287,7 @@ def test_close_returns_at_once_and_reports_nothing(pair: Pair) -> None:
         stream.close()
         assert time.thread_time() - started_s < 1
         stream.request(Extent(2, 3))  # late, and harmless
-        wait_until(lambda: mine.claim(0))
+        until(lambda: mine.claim(0))
         assert heard.of(SourceFailed) == []
     finally:
         proxy.close()
@@ -345,7 +346,7 @@ def test_waiting_for_pieces_is_not_the_edges_time(pair: Pair) -> None:
     heard.wait_alive(20)
     pair.hold(theirs, 0)
     heard.wait_pieces(1)
-    wait_until(lambda: bool(theirs.edges.tallies()))
+    until(lambda: bool(theirs.edges.tallies()))
     assert theirs.edges.tallies()[0].busy_s < 0.3  # it waited for 20 times 0.02 s
 
 
@@ -359,7 +360,7 @@ def test_a_send_under_way_counts_as_busy_until_its_reader_leaves(
         pair.hold_all(theirs)
         reading = pair.reader.pull(mine, pair.address, Heard(), pacer=Pacer(8.0))
         reading.request(pair.everything())
-        wait_until(lambda: bool(theirs.edges.tallies()))
+        until(lambda: bool(theirs.edges.tallies()))
 
         def is_busier() -> bool:
             (first,) = theirs.edges.tallies()
@@ -367,9 +368,9 @@ def test_a_send_under_way_counts_as_busy_until_its_reader_leaves(
             (second,) = theirs.edges.tallies()
             return first.bytes == second.bytes and first.busy_s < second.busy_s
 
-        wait_until(is_busier)
+        until(is_busier)
         reading.close()
-        wait_until(lambda: not is_busier())
+        until(lambda: not is_busier())
         assert not is_busier()
     finally:
         pair.close()
@@ -411,16 +412,9 @@ def test_nothing_is_left_behind(make: Make, tmp_path: Path) -> None:
     threads, descriptors = settled()
     once("again")
     once("and-again")
-    wait_until(lambda: settled()[0] <= threads)
-    wait_until(lambda: settled()[1] <= descriptors)
+    until(lambda: settled()[0] <= threads)
+    until(lambda: settled()[1] <= descriptors)
 
 
 def settled() -> tuple[int, int]:
     return threading.active_count(), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
-
-
-def wait_until(met: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 20
-    while not met():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from paceline.errors import DeploymentFailed
 from paceline.manifest import Manifest, write_manifest
 from tests.relay.kit import DEPLOYMENT, manifest_of, plan, write_model
+from tests.support import kills
 from tests.support.local_fleet import LocalFleet
 from tests.support.reaper import mount_small_disk
 
@@ -82,31 +81,12 @@ def test_a_disk_that_fills_up_midway_leaves_nothing_behind(
         assert list((small_disk / "store/staging").iterdir()) == []
 
 
-def node(tmp_path: Path, model: Path, *strace: str) -> subprocess.CompletedProcess[str]:
-    """Run one node of its own process that reads the model from its directory, to the end."""
-    return subprocess.run(
-        [*strace, sys.executable, str(NODE), str(tmp_path / "nodes"), str(model)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-@pytest.fixture
-def strace() -> list[str]:
-    if shutil.which("strace") is None:
-        missing("strace is not installed")
-    probe = subprocess.run(["strace", "-f", "true"], check=False, capture_output=True)
-    if probe.returncode != 0:
-        missing("this machine does not allow strace")
-    return ["strace", "-f", "-qq", "-o", "/dev/null"]
-
-
 def test_a_failing_sync_publishes_nothing_and_discards_the_file(
-    tmp_path: Path, model: Path, manifest: Manifest, strace: list[str]
+    tmp_path: Path, model: Path, manifest: Manifest
 ) -> None:
-    done = node(tmp_path, model, *strace, "-e", "inject=fdatasync:error=EIO:when=1")
+    kills.require_strace()
+    failing = ("-o", "/dev/null", "-e", "inject=fdatasync:error=EIO:when=1")
+    done = kills.run([NODE, tmp_path / "nodes", model], failing)
     assert done.returncode == 1, done.stderr
     assert "StorageFailed" in done.stdout
     assert not list((tmp_path / "nodes").glob("*/store/models/*/*/manifest.json"))

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.manifest import verify_directory
 from paceline.relay.store import Store
-from tests.relay.kit import damage, manifest_of, write_model
+from tests.relay.kit import write_versions
 from tests.relay.store_work import VERSIONS, manifest_in, work
 from tests.support import kills
 from tests.support.kills import Point
@@ -24,19 +24,8 @@ SEED = 20
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three versions: the second changes a piece and a file, the third one file more."""
     kills.require_strace()
-    models = tmp_path_factory.mktemp("models")
-    model = write_model(models / "v1", 200_000)
-    shutil.copytree(model, models / "v2")
-    damage(models / "v2/shards/a.bin", 40_000, b"fine-tuned")
-    (models / "v2/config.json").write_text("2")
-    shutil.copytree(models / "v2", models / "v3")
-    (models / "v3/config.json").write_text("3")
-    for version in VERSIONS:
-        made = manifest_of(models / version, version=version)
-        (models / version / "manifest.json").write_bytes(made.to_bytes())
-    return models
+    return write_versions(tmp_path_factory.mktemp("models"), 200_000)
 
 
 @pytest.fixture(scope="module")

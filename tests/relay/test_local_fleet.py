@@ -13,7 +13,16 @@ from paceline.manifest import FileEntry, Manifest, verify_directory
 from paceline.relay import FIRST_RANGE, DirectoryReader, OnSocket
 from paceline.relay.protocol import Extent, PullState, SessionLimits, SourceStream
 from paceline.schemas import Receipt, Source, WorkerLanes, WorkerStatus
-from tests.relay.kit import DEPLOYMENT, damage, lanes, manifest_of, plan, worker, write_model
+from tests.relay.kit import (
+    DEPLOYMENT,
+    damage,
+    lanes,
+    manifest_of,
+    plan,
+    until,
+    worker,
+    write_model,
+)
 from tests.support.local_fleet import LocalFleet
 
 NAMES = ["node-0", "node-1", "node-2", "node-3"]
@@ -50,13 +59,6 @@ def distribute(root: Path, names: list[str], manifest: Manifest, made: Lanes) ->
 
 def order(manifest: Manifest) -> list[str]:
     return [each.worker_id for each in plan(manifest, dict.fromkeys(NAMES, "x:1")).workers]
-
-
-def until(what: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("topology", ["tree", "direct"])  # chains are in all tests below

@@ -17,7 +17,7 @@ from paceline.relay.store import Store
 from paceline.relay.transport import Pacer, PullSpec, TransferCounters
 from paceline.schemas import Source, WorkerLanes
 from paceline.storage import ObjectStore
-from tests.relay.kit import DEPLOYMENT, manifest_of, paper_manifest, plan, write_model
+from tests.relay.kit import DEPLOYMENT, manifest_of, paper_manifest, plan, until, write_model
 from tests.support.local_fleet import LocalFleet
 from tests.support.rclone import RcloneS3
 
@@ -170,12 +170,6 @@ class Pulled:
             self.reader,
         )
 
-    def until(self, what: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
-        while not what():
-            assert time.monotonic() < end, "waited too long"
-            time.sleep(0.005)
-
     @property
     def verified(self) -> int:
         return self.staging.verified.count
@@ -186,11 +180,11 @@ def test_a_piece_is_forwarded_before_its_range_is_complete(tmp_path: Path) -> No
     part = pulled.manifest.file_pieces(2)  # config.json, empty, shards/a.bin
     pulled.stream.request(Extent(part.start, part.start + 16))  # one range of 256 KiB
     pulled.reader.gate.release()
-    pulled.until(lambda: pulled.verified == 1)
+    until(lambda: pulled.verified == 1)
     assert list(pulled.staging.verified.common(Extent(part.start, part.stop)))
     for _ in range(200):
         pulled.reader.gate.release()
-    pulled.until(lambda: pulled.verified == 16)
+    until(lambda: pulled.verified == 16)
     pulled.stream.close()
 
 
@@ -199,7 +193,7 @@ def test_ranges_begin_small_and_grow(tmp_path: Path) -> None:
     for _ in range(5_000):
         pulled.reader.gate.release()
     pulled.stream.request(Extent(0, pulled.manifest.piece_count))
-    pulled.until(lambda: pulled.verified == pulled.manifest.piece_count)
+    until(lambda: pulled.verified == pulled.manifest.piece_count)
     pulled.stream.close()
     sizes = [size for path, _, size in pulled.reader.asked if path == "shards/a.bin"]
     assert min(sizes) <= 256 * 1024 * 2
@@ -214,7 +208,7 @@ def test_pieces_asked_for_one_by_one_are_read_in_one_range(tmp_path: Path) -> No
         pulled.stream.request(Extent(piece, piece + 1))
     for _ in range(200):
         pulled.reader.gate.release()
-    pulled.until(lambda: pulled.verified == 30)
+    until(lambda: pulled.verified == 30)
     pulled.stream.close()
     assert len(pulled.reader.asked) < 12
 
@@ -222,7 +216,7 @@ def test_pieces_asked_for_one_by_one_are_read_in_one_range(tmp_path: Path) -> No
 def test_the_next_files_are_looked_up_before_they_are_wanted(tmp_path: Path) -> None:
     pulled = Pulled(tmp_path, 900_000)
     pulled.stream.request(Extent(0, 1))
-    pulled.until(lambda: len(pulled.reader.pinned) >= 3)
+    until(lambda: len(pulled.reader.pinned) >= 3)
     assert pulled.reader.pinned[:3] == ["empty", "shards/a.bin", "shards/b.bin"]
     pulled.stream.close()
 
@@ -233,7 +227,7 @@ def test_an_edge_reports_the_bytes_it_carried_and_its_busy_time(tmp_path: Path) 
         pulled.reader.gate.release()
     began = time.monotonic()
     pulled.stream.request(Extent(0, pulled.manifest.piece_count))
-    pulled.until(lambda: pulled.verified == pulled.manifest.piece_count)
+    until(lambda: pulled.verified == pulled.manifest.piece_count)
     spent = time.monotonic() - began
     (edge,) = pulled.staging.edges.tallies()
     pulled.stream.close()

@@ -10,24 +10,15 @@ import pytest
 
 from paceline.errors import CorruptData
 from paceline.relay.store import staging, store
-from tests.relay.kit import damage, manifest_of, write_model
-from tests.relay.store_work import VERSIONS, work
+from tests.relay.kit import write_versions
+from tests.relay.store_work import work
 from tests.relay.test_kills import check_invariants
 from tests.support.powerloss import Disk, PowerCut
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    models = tmp_path_factory.mktemp("models")
-    model = write_model(models / "v1", 150_000)
-    shutil.copytree(model, models / "v2")
-    damage(models / "v2/shards/a.bin", 40_000, b"fine-tuned")
-    shutil.copytree(models / "v2", models / "v3")
-    (models / "v3/config.json").write_text("3")
-    for version in VERSIONS:
-        made = manifest_of(models / version, version=version)
-        (models / version / "manifest.json").write_bytes(made.to_bytes())
-    return models
+    return write_versions(tmp_path_factory.mktemp("models"), 150_000)
 
 
 def calls_of(models: Path, scratch: Path) -> int:

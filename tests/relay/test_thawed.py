@@ -18,9 +18,9 @@ import pytest
 from paceline.manifest import Manifest, verify_directory
 from paceline.relay.protocol import REPLACED_AFTER_S, SessionLimits
 from paceline.schemas import Receipt
-from tests.relay.agents import LINK_MBIT, NAMES, Fleet, until
+from tests.relay.agents import LINK_MBIT, NAMES, Fleet
 from tests.relay.fake_coordinator import FakeCoordinator
-from tests.relay.kit import manifest_of, write_model
+from tests.relay.kit import manifest_of, until, write_model
 
 SIZE = 3_000_000
 PLANNED_MBIT = LINK_MBIT / 8  # what plans count on: so little is asked of the origin ahead of time

@@ -16,8 +16,8 @@ import pytest
 
 from paceline.relay.protocol import Extent
 from paceline.relay.transport import TcpTransport
+from tests.relay.kit import until
 from tests.relay.peers import Heard, Pair
-from tests.relay.test_conformance import wait_until
 
 
 @pytest.fixture
@@ -114,11 +114,11 @@ def test_an_idle_port_wakes_nothing_until_a_caller_is_slow(
     monkeypatch.setattr("paceline.relay.transport.tcp_server.select", recorded)
     monkeypatch.setattr("paceline.relay.transport.serving.HANDSHAKE_TIMEOUT_S", 0.3)
     with contextlib.closing(Pair(tmp_path, lambda _worker_id: TcpTransport("token"))) as pair:
-        wait_until(lambda: RecordedPoll.limits_ms == [None])
+        until(lambda: RecordedPoll.limits_ms == [None])
         host, _, port = pair.address.rpartition(":")
         with socket.create_connection((host, int(port))) as silent:
-            wait_until(lambda: len(RecordedPoll.limits_ms) == 2)
+            until(lambda: len(RecordedPoll.limits_ms) == 2)
             assert silent.recv(1) == b""  # ended at its deadline
-        wait_until(lambda: RecordedPoll.limits_ms[-1] is None)
+        until(lambda: RecordedPoll.limits_ms[-1] is None)
     assert 0 < (RecordedPoll.limits_ms[1] or 0) <= 300
     assert not pair.source.server._thread.is_alive()

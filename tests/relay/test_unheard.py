@@ -16,7 +16,7 @@ from paceline.relay import RelayDriver, node as driver_module
 from paceline.relay.store import Store
 from paceline.relay.transport import TcpTransport
 from paceline.schemas import DeploymentBeat, Source, WorkerLanes, WorkerStatus
-from tests.relay.kit import lanes, manifest_of, worker, write_model
+from tests.relay.kit import lanes, manifest_of, until, worker, write_model
 from tests.support.local_fleet import open_directory
 
 SIZE = 1_500_000
@@ -86,13 +86,6 @@ def completes(driver: RelayDriver) -> bool:
     return driver.wait(
         lambda beats: any(beat.status is WorkerStatus.COMPLETE for beat in beats), 20.0
     )
-
-
-def until(what: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not what():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_cut_off_head_stops_without_readers_and_resumes_when_answered(

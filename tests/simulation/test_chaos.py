@@ -65,7 +65,7 @@ def test_a_session_that_publishes_too_early_is_caught(monkeypatch: pytest.Monkey
         rejected(self, *args)
         extent = args[2]
         self._durable.add(extent)
-        self._verified.add(extent)
+        self.verified.add(extent)
 
     monkeypatch.setattr(RelaySession, "_reject", believes_it)
     report = simulate(scenario(6, 80, corrupt=0.2, seed=1))

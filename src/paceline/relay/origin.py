@@ -15,15 +15,13 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.errors import PacelineError, SourceMissing, StorageFailed, StorageFull
+from paceline.errors import PacelineError
 from paceline.manifest import Manifest, Piece
 from paceline.relay.protocol import (
     Extent,
-    LocalFailed,
     PieceRejected,
     PieceVerified,
     SourceAlive,
-    SourceFailed,
 )
 from paceline.relay.sources import RangeReader
 from paceline.relay.transport import (
@@ -110,39 +108,25 @@ class OriginStream:
 
     def _run(self) -> None:
         lull = ReadCoalescer()
-        try:
-            with self._staging.using():
-                while (extent := self._next()) is not None:
-                    self._read(extent, lull)
-        except (StorageFull, StorageFailed) as error:
-            self._pull.report(LocalFailed(error))
-        except PacelineError as error:
-            if not self._closed:
-                self._pull.report(SourceFailed(self._pull.key, self._pull.stream, error))
-            self.close()
-        except Exception as error:
-            lost = SourceMissing("reading the source failed", got=error, where=self._pull.key)
-            self._pull.report(SourceFailed(self._pull.key, self._pull.stream, lost))
-            self.close()
-            raise
+        with self._pull.receiving(lambda: self._closed):
+            while (extent := self._next()) is not None:
+                self._read(extent, lull)
+        self.close()
 
     def _look_ahead(self) -> None:
         """Pin the objects of the files that come next, so that no range waits for that."""
-        seen = -1
-        files = self._staging.manifest.files
-        while (at := self._next_file(seen)) is not None:
-            seen = at
+        seen, files = -1, self._staging.manifest.files
+        while True:
+            with self._ready:
+                self._ready.wait_for(lambda: self._closed or self._at_file != seen)  # noqa: B023
+                if self._closed:
+                    return
+                seen = self._at_file
             for file in files[seen + 1 : seen + 1 + PINNED_AHEAD_FILES]:
                 try:
                     self._reader.pin(file)
                 except PacelineError:
                     return  # the thread that reads the file meets the same error, and reports it
-
-    def _next_file(self, seen: int) -> int | None:
-        """Wait until another file than ``seen`` is read and return its index; None when closed."""
-        with self._ready:
-            self._ready.wait_for(lambda: self._closed or self._at_file != seen)
-            return None if self._closed else self._at_file
 
     def _read(self, extent: Extent, lull: ReadCoalescer) -> None:
         manifest = self._staging.manifest

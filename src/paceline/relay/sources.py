@@ -68,24 +68,20 @@ class DirectoryReader:
         view: memoryview,
         on_socket: OnSocket,  # noqa: ARG002 (there is none)
     ) -> Iterator[int]:
-        path = self._directory / file.path
+        path, done = self._directory / file.path, 0
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            with path.open("rb", buffering=0) as source:
+                size = os.fstat(source.fileno()).st_size
+                if size != file.size:
+                    raise _changed(path, size, file.size)
+                while done < len(view):
+                    got = os.preadv(source.fileno(), [view[done : done + STEP]], offset + done)
+                    if not got:
+                        raise _changed(path, offset + done, file.size)
+                    done += got
+                    yield done
         except OSError as error:
             raise SourceMissing("cannot read the source", got=error.strerror, where=path) from error
-        try:
-            size = os.fstat(descriptor).st_size
-            if size != file.size:
-                raise _changed(path, size, file.size)
-            done = 0
-            while done < len(view):
-                got = os.preadv(descriptor, [view[done : done + STEP]], offset + done)
-                if not got:
-                    raise _changed(path, offset + done, file.size)
-                done += got
-                yield done
-        finally:
-            os.close(descriptor)
 
 
 class S3Reader:

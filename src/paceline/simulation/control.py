@@ -73,13 +73,14 @@ class Control:
             self._register(host)
         for host in hosts.values():  # they have run for a while: the whole fleet has reported
             self._ask(HeartbeatReceived(beat=self._beat_of(host)))
+        deaths = round(scenario.fail * scenario.workers) + len(scenario.faults)
         call = CreateDeployment(
             model_id=self._manifest.model_id,
             version=self._manifest.version,
             source_url=SOURCE_URL,
             target_workers=tuple(hosts),
             topology=scenario.topology,
-            max_failed=self._max_failed(),
+            max_failed=min(1.0, max(0.05, deaths / scenario.workers)),  # what dies here is expected
             seed=scenario.seed,
         )
         self._ask(Create(deployment_id=DEPLOYMENT, call=call, manifest=self._manifest))
@@ -105,12 +106,6 @@ class Control:
         host.incarnation += 1
         self._register(host)
         self.resume(host)
-
-    def _max_failed(self) -> float:
-        """Return a failure limit that the deaths of this scenario do not exceed."""
-        scenario = self._scenario
-        deaths = round(scenario.fail * scenario.workers) + len(scenario.faults)
-        return min(1.0, max(0.05, deaths / scenario.workers))
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────
 

@@ -173,7 +173,7 @@ class Simulation:
         seconds = max((h.published_s or 0.0 for h in self._survivors()), default=0.0)
         if self._left > 0:
             seconds = streams.clock.now_s
-        violations = [*self._fuse(), *streams.violations, *self._broken()]
+        violations = [*self._fuse(), *streams.disk.violations, *self._broken()]
         if self._left <= 0 and self.scenario.workers <= SETTLED_WORKERS:
             violations += self._unfinished()
         size = self.manifest.total_size

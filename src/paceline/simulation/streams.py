@@ -64,7 +64,6 @@ class Streams:
         self.origin: Host | None = None
         self.events = 0  # sent to sessions
         self.on_change: Callable[[Host], None] = lambda _host: None  # its agent reports at once
-        self._asked_twice: list[str] = []
         self._pieces = PieceMap(manifest)
         self._limits = limits
         self._timing = timing
@@ -90,10 +89,6 @@ class Streams:
             settled=self._settle,
         )
         self.keepalives = Keepalives(self.clock, self.runs, self.hosts, limits, self.deliver)
-
-    @property
-    def violations(self) -> list[str]:
-        return [*self.disk.violations, *self._asked_twice]
 
     # ── time ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -317,7 +312,7 @@ class Streams:
     def _asked_again(self, host: Host, extent: Extent, again: int) -> None:
         reported = host.session.progress().pieces_verified if host.session else 0
         if reported >= host.have.count:  # every one of them was reported to the session
-            self._asked_twice.append(f"{host.name} asked again for {again} pieces of {extent}")
+            self.disk.violations.append(f"{host.name} asked again for {again} pieces of {extent}")
 
     def _open(self, host: Host, source: Source, number: int, lane: int) -> Flow:
         far = self.origin if source.kind == "origin" else self.hosts[source.worker_id or ""]

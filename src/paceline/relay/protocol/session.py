@@ -67,15 +67,13 @@ class RelaySession:
         self._limits = limits or SessionLimits()
         self.pieces = pieces or PieceMap(manifest)
         self._durable = held.copy() if isinstance(held, Extents) else Extents.of(held)
-        self._verified = self._durable.copy()
+        self.verified = self._durable.copy()  # the pieces that may be forwarded; read-only
         self._bytes_held = sum(self.pieces.bytes_of(run) for run in self._durable)
         self._chunks = {
             number for number, run in enumerate(self.pieces.chunks) if self._durable.covers(run)
         }
         self._chunks_received: tuple[int, ...] | None = None  # sorted; computed on demand
-        self._pull = Puller(
-            self.pieces, self._verified, self._limits, Random(f"{seed}/{worker_id}")
-        )
+        self._pull = Puller(self.pieces, self.verified, self._limits, Random(f"{seed}/{worker_id}"))
         self._status = WorkerStatus.IDLE
         self._over = False  # cancelled: new lanes do not restart it
         self._lanes: WorkerLanes | None = None
@@ -170,7 +168,7 @@ class RelaySession:
             status=self._status,
             pieces_held=self._durable.count,
             bytes_held=self._bytes_held,
-            pieces_verified=self._verified.count,
+            pieces_verified=self.verified.count,
             chunks_received=self._chunks_received,
             corrupt_pieces=self._rejected,
             lost_sources=tuple(self._pull.lost),
@@ -181,11 +179,6 @@ class RelaySession:
     def waits_for(self, now_s: float) -> str:
         """Return what the first missing piece waits for, for logs."""
         return self._pull.waits_for(now_s - self._slept_s)
-
-    @property
-    def verified(self) -> Extents:
-        """Return the pieces that may be forwarded; read-only, and it changes with events."""
-        return self._verified
 
     @property
     def epoch(self) -> int:
@@ -228,7 +221,7 @@ class RelaySession:
 
     def _became_durable(self, extent: Extent, now_s: float) -> bool:
         """Record durable pieces; return whether all were verified before, as expected."""
-        known = self._verified.covers(extent)
+        known = self.verified.covers(extent)
         if not known:
             self._pull.state.hold(extent, now_s)
         fresh = list(self._durable.gaps(extent))

@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from paceline.errors import AccessDenied, PacelineError, PeerLost, StorageFailed, StorageFull
 from paceline.relay.protocol import Extent, LocalFailed, SessionEvent, SourceFailed
 from paceline.relay.store import Staging
-from paceline.relay.transport.frames import NONCE_BYTES, PROTOCOL_VERSION, Hello
+from paceline.relay.transport.frames import (
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    Hello,
+    proof,
+    proofs_equal,
+)
 from paceline.relay.transport.pacing import Pacer, PlannedRate, no_limit
 from paceline.relay.transport.tls import TlsSettings
 from paceline.schemas import Source
@@ -79,6 +85,13 @@ class PullSpec:
             secrets.token_bytes(NONCE_BYTES),
             self.worker_id,
         )
+
+    def answer(self, token: str, hello: Hello, nonce: bytes, theirs: bytes) -> bytes:
+        """Return this side's proof of ``token``; raises AccessDenied if ``theirs`` is wrong."""
+        if not proofs_equal(theirs, proof(token, "server", hello, nonce)):
+            where = self.source.address
+            raise AccessDenied("the peer does not know the cluster's token", where=where)
+        return proof(token, "client", hello, nonce)
 
     def start(self, target: Callable[[], None]) -> threading.Thread:
         """Start the stream's receiving thread and return it."""

@@ -25,8 +25,6 @@ from paceline.relay.transport.frames import (
     ChunkRequest,
     decode_data,
     encode_request,
-    proof,
-    proofs_equal,
 )
 from paceline.relay.transport.piece_receiver import PieceReceiver
 from paceline.relay.transport.tls import diagnose_refusal, worker_host_name
@@ -156,11 +154,7 @@ class GrpcPullStream:
             raise InvalidFrame("an empty message", where=self._pull.key)
 
     def _welcome(self, said: ChunkData) -> None:
-        if not proofs_equal(said.proof, proof(self._token, "server", self._hello, said.nonce)):
-            raise AccessDenied(
-                "the peer does not know the cluster's token", where=self._pull.source.address
-            )
-        answer = proof(self._token, "client", self._hello, said.nonce)
+        answer = self._pull.answer(self._token, self._hello, said.nonce, said.proof)
         with self._lock:
             self._welcomed = True
             self._outbox.put(ChunkRequest(proof=answer))

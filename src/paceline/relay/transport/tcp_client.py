@@ -14,7 +14,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, NoReturn
 
-from paceline.errors import AccessDenied, InvalidFrame, PacelineError, PeerLost
+from paceline.errors import InvalidFrame, PacelineError, PeerLost
 from paceline.relay.protocol import Extent
 from paceline.relay.transport import piece_receiver
 from paceline.relay.transport.contract import PullSpec
@@ -26,8 +26,6 @@ from paceline.relay.transport.frames import (
     encode,
     encode_hello,
     encode_payload,
-    proof,
-    proofs_equal,
 )
 from paceline.relay.transport.pacing import ReceiveWindow
 from paceline.relay.transport.piece_receiver import PieceReceiver
@@ -128,12 +126,8 @@ class TcpPullStream:
             raise PeerLost("closed before it was open")
         channel.send(encode_hello(self._hello))
         _, payload = read_frame(channel, deadline_s, Kind.CHALLENGE)
-        nonce, said = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
-        if not proofs_equal(said, proof(self._token, "server", self._hello, nonce)):
-            raise AccessDenied(
-                "the peer does not know the cluster's token", where=self._pull.source.address
-            )
-        answer = proof(self._token, "client", self._hello, nonce)
+        nonce, theirs = payload[:NONCE_BYTES], payload[NONCE_BYTES:]
+        answer = self._pull.answer(self._token, self._hello, nonce, theirs)
         channel.send(encode_payload(Kind.PROOF, answer))
         read_frame(channel, deadline_s, Kind.WELCOME)
         with self._lock:

@@ -126,7 +126,7 @@ def admission_of(certificate_names: Iterable[str]) -> str:
 class TlsChannel(Channel):
     """A TLS connection after its handshake; see Channel. ``peer_id`` is the peer's worker id."""
 
-    def __init__(self, sock: ssl.SSLSocket, timeout_s: float = IO_TIMEOUT_S) -> None:
+    def __init__(self, sock: ssl.SSLSocket, timeout_s: float) -> None:
         said: dict[str, Any] = dict(sock.getpeercert() or {})
         names = [value for kind, value in said.get("subjectAltName", ()) if kind == "URI"]
         ids = peer_ids(names)
@@ -234,11 +234,16 @@ def accept_tls(
     sock.settimeout(timeout_s)
     made = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
     on_wrapped(made)
+    return _after_handshake(made, IO_TIMEOUT_S)
+
+
+def _after_handshake(made: ssl.SSLSocket, timeout_s: float) -> TlsChannel:
     try:
         made.do_handshake()
-        return TlsChannel(made)
+        return TlsChannel(made, timeout_s)
     except OSError as error:
-        _linger(made)
+        if made.server_side:
+            _linger(made)
         made.close()
         raise refused(error) from error
     except AccessDenied:
@@ -251,15 +256,7 @@ def connect_tls(
 ) -> TlsChannel:
     """Return the channel to ``worker_id``; raises AccessDenied if the peer is not that worker."""
     made = context.wrap_socket(sock, do_handshake_on_connect=False)
-    try:
-        made.do_handshake()
-        channel = TlsChannel(made, timeout_s)
-    except OSError as error:
-        made.close()
-        raise refused(error) from error
-    except AccessDenied:
-        made.close()
-        raise
+    channel = _after_handshake(made, timeout_s)
     if channel.peer_id != worker_id:
         channel.close()
         raise wrong_identity(channel.peer_id, worker_id)
