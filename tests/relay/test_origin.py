@@ -13,6 +13,7 @@ from paceline.errors import AccessDenied, DeploymentFailed
 from paceline.manifest import FileEntry, Manifest, publish_model, verify_directory
 from paceline.relay import DirectoryReader, OnSocket, OriginStream, S3Reader, range_bytes
 from paceline.relay.protocol import Extent, SessionEvent, SessionLimits
+from paceline.relay.sources import below_roots
 from paceline.relay.store import Store
 from paceline.relay.transport import Pacer, PullSpec, TransferCounters
 from paceline.schemas import Source, WorkerLanes
@@ -240,10 +241,10 @@ def test_a_directory_outside_the_allowed_roots_is_no_source(tmp_path: Path) -> N
     inside, outside = tmp_path / "roots/model", tmp_path / "elsewhere"
     inside.mkdir(parents=True)
     outside.mkdir()
-    DirectoryReader(inside, [tmp_path / "roots"])
+    assert below_roots(inside, [tmp_path / "roots"]) == inside
     (tmp_path / "roots/link").symlink_to(outside)
     for refused in (outside, tmp_path / "roots/../elsewhere", tmp_path / "roots/link"):
         with pytest.raises(AccessDenied, match=r"security\.source_roots"):
-            DirectoryReader(refused, [tmp_path / "roots"])
+            below_roots(refused, [tmp_path / "roots"])
     with pytest.raises(AccessDenied, match="none allowed"):
-        DirectoryReader(inside, [])
+        below_roots(inside, [])

@@ -53,10 +53,10 @@ class RangeReader(Protocol):
 
 
 class DirectoryReader:
-    """A model in a local directory; with ``roots``, one of these must hold it (AccessDenied)."""
+    """A model in a local directory."""
 
-    def __init__(self, directory: Path, roots: Sequence[str | Path] | None = None) -> None:
-        self._directory = directory if roots is None else below_roots(directory, roots)
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
 
     def pin(self, file: FileEntry) -> None:
         """Do nothing: the size is compared with each range, the bytes with their digests."""
