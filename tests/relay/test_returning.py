@@ -190,7 +190,7 @@ def hurt(topology: Topology, victim: str, monkeypatch: pytest.MonkeyPatch, *, ba
     slow_to_notice = CoordinatorSettings(beat_s=2.0, deadline_s=1e6)
     with monkeypatch.context() as patch:
         if not back:
-            patch.setattr(Failback, "is_due", lambda *_: False)
+            patch.setattr(Failback, "due_s", lambda *_: None)
         report = simulate(
             scenario(8, 400, topology=topology, settings=slow_to_notice, faults=(fault,))
         )

@@ -347,7 +347,7 @@ def _decode(raw: bytes, fields: Fields) -> dict[str, Any]:
             got = value if isinstance(value, int) else f"{len(value)} bytes"
             raise _invalid_message(f"field {number}", got, f"at most {most} bits or bytes")
         try:
-            found[name] = str(value, "ascii") if kind is str else kind(value)
+            found[name] = str(bytes(value), "ascii") if kind is str else kind(value)
         except UnicodeDecodeError as error:
             raise _invalid_message(f"field {number}", "other bytes", "ASCII") from error
     return found
