@@ -20,7 +20,6 @@ class Notifier:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def ring(self) -> None:
-        """Wake every waiter."""
         with self._lock:
             waiting, self._waiting = self._waiting, set()
         # One call per loop: with 10,000 heartbeats held, one call each would block the caller.

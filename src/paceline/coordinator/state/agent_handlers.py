@@ -20,7 +20,7 @@ from paceline.coordinator.state.messages import (
     FetchLanes,
     HeartbeatReceived,
     Register,
-    SaveWorker,
+    Save,
 )
 from paceline.coordinator.state.targets import validate_heartbeat
 from paceline.coordinator.tokens import TokenRegistry
@@ -88,12 +88,12 @@ class AgentHandlers:
         worker = self._fleet.register(call, event.at, now_s)
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
-            return [SaveWorker(worker), answer]
+            return [Save(worker), answer]
         for state in self._index.runs_for(call.worker_id):
             state.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
-        return [SaveWorker(worker), EmitEvent(name, event.at, None, call.worker_id, data), answer]
+        return [Save(worker), EmitEvent(name, event.at, None, call.worker_id, data), answer]
 
     def beat(self, event: HeartbeatReceived, now_s: float) -> list[Effect]:
         """Record a heartbeat and return the worker's commands; raises InvalidInput for impossible

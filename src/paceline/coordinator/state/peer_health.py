@@ -56,9 +56,8 @@ class CorruptionDetector:
         if not self._count_again or now_s < self._count_s:
             return []
         self._count_again = False
-        self._count_s = (
-            now_s + len(self._pieces) // SENDERS_PER_PAUSE / 10
-        )  # counting 10,000 takes 5 ms
+        # Counting 10,000 takes 5 ms.
+        self._count_s = now_s + len(self._pieces) // SENDERS_PER_PAUSE / 10
         return self._judge()
 
     def _judge(self) -> list[tuple[str, dict[str, object]]]:
@@ -189,7 +188,6 @@ class PeerHealth:
                 self._slow[worker_id] = set()
 
     def of(self, worker_id: str) -> Standing:
-        """Return the standing of ``worker_id``."""
         if worker_id in self._senders.quarantined:
             return Standing.QUARANTINED
         return Standing.TAIL if worker_id in self._slow else Standing.LINE
@@ -238,7 +236,6 @@ class PeerHealth:
                 self._take_bytes(key, count, tally, now_s)
 
     def judge(self, now_s: float) -> list[StandingChange]:
-        """Return the standings that changed since the last call."""
         verdicts = [
             StandingChange(name, Standing.QUARANTINED, why)
             for name, why in self._senders.judge(now_s)
@@ -395,9 +392,8 @@ class PeerHealth:
             source, reader = edge
             left_out = 1 - out[source] / max(self._planned_out[source], 1.0)
             left_in = 1 - into[reader] / max(self._planned_in[reader], 1.0)
-            if source not in self._slow_origins and self._ratio_of(
-                edge
-            ) < self._settings.slow_ratio * min(left_out, left_in):
+            limit = self._settings.slow_ratio * min(left_out, left_in)
+            if source not in self._slow_origins and self._ratio_of(edge) < limit:
                 found.add(edge)
         return found
 

@@ -62,7 +62,6 @@ class CoordinatorSettings:
 
     @classmethod
     def of(cls, profile: Profile) -> CoordinatorSettings:
-        """Return the settings that ``profile`` asks for."""
         relay = profile.relay
         return cls(
             beat_s=relay.beat_s,

@@ -138,12 +138,10 @@ class Coordination:
     # --- the ledger of stages, training jobs, purposes of data ------------------------------------
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
-        """Return the record in the ledger of stages, or None."""
         (row,) = self._read(self._layout.key("ledger", stage, input_digest))
         return None if row is None else self._parsed(row, StageRecord.model_validate_json)
 
     def stages(self, stage: str) -> Iterator[StageRecord]:
-        """Yield every record of one stage."""
         for _, row in self._scan(*self._layout.below("ledger", stage)):
             yield self._parsed(row, StageRecord.model_validate_json)
 
@@ -153,12 +151,10 @@ class Coordination:
             yield LedgerEntry.of(self._parsed(row, StageRecord.model_validate_json))
 
     def jobs(self) -> Iterator[TrainingJob]:
-        """Yield every training job."""
         for _, row in self._scan(*self._layout.below("jobs")):
             yield self._parsed(row, TrainingJob.model_validate_json)
 
     def purposes(self) -> Iterator[PurposeRule]:
-        """Yield every rule of the table of purposes."""
         for _, row in self._scan(*self._layout.below("purposes")):
             yield self._parsed(row, PurposeRule.model_validate_json)
 
@@ -214,7 +210,6 @@ class Coordination:
     # --- inside ----------------------------------------------------------------------------------
 
     def _begin(self, term: Term) -> None:
-        """Begin a term that was just won."""
         with self._lock:
             self._tip, self._shipped = self._read_tip()
             self._term, self._lost, self._unsure = term, False, False

@@ -142,7 +142,6 @@ class RedisProgress:
         self._call(send, None)
 
     def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
-        """Return Redis's values; nothing where it is unavailable."""
         found = {}
         for worker_id, text in self._read(self._key("parts", deployment_id)).items():
             with contextlib.suppress(ValidationError):  # of another version: stored again later
@@ -150,15 +149,12 @@ class RedisProgress:
         return found
 
     def beats(self) -> dict[str, float]:
-        """Return Redis's values; nothing where it is unavailable."""
         return {worker_id: float(at) for worker_id, at in self._read(self._key("beats")).items()}
 
     def drop(self, deployment_id: str) -> None:
-        """Delete a deployment's parts."""
         self._call(lambda: self._redis.delete(self._key("parts", deployment_id)), None)
 
     def close(self) -> None:
-        """Close the connections."""
         self._redis.close()
 
     def _put_fields(self, pipe: redis.client.Pipeline, key: str, fields: dict[str, str]) -> None:

@@ -53,11 +53,9 @@ class SqliteCoordination(Coordination):
             raise
 
     def check(self) -> None:
-        """Raise ServiceUnavailable where the file cannot be read."""
         self.leader()
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._closed = True
             self._db.close()

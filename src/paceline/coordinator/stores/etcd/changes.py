@@ -89,7 +89,6 @@ def normalize_changes(changes: Iterable[Change]) -> tuple[list[Change], list[Blo
 
 
 def write_journal(changes: Iterable[Change]) -> bytes:
-    """Return ``changes`` as one value."""
     rows = []
     for each in changes:
         is_put = isinstance(each, Put)
@@ -99,7 +98,6 @@ def write_journal(changes: Iterable[Change]) -> bytes:
 
 
 def read_journal(value: bytes) -> list[Change]:
-    """Return the changes that ``write_journal`` was given."""
     raw, at = unpack(value), 0
     changes: list[Change] = []
     while at < len(raw):
@@ -126,7 +124,6 @@ def batches(changes: Iterable[Change]) -> list[list[Change]]:
 
 
 def ops_of(changes: Iterable[Change]) -> list[Any]:
-    """Return ``changes`` as etcd operations."""
     return [
         put(each.key, each.value) if isinstance(each, Put) else delete(each.start, each.end)
         for each in changes
