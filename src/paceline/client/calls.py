@@ -139,7 +139,6 @@ class CoordinatorClient(FailoverClient):
         )
 
     def deployment(self, deployment_id: str) -> DeploymentView:
-        """Return the deployment and its progress."""
         return self._call(DeploymentView, "GET", _path(deployment_id))
 
     def deployments(self) -> list[Deployment]:
@@ -147,7 +146,6 @@ class CoordinatorClient(FailoverClient):
         return list(self._call(DeploymentList, "GET", "/deployments").deployments)
 
     def workers_of(self, deployment_id: str) -> list[WorkerProgress]:
-        """Return each target's progress."""
         answer = self._call(WorkerProgressList, "GET", f"{_path(deployment_id)}/workers")
         return list(answer.workers)
 
@@ -324,7 +322,6 @@ class CoordinatorClient(FailoverClient):
         return self._call(JobView, "POST", f"{_job_path(job_id)}/report", report).job
 
     def cancel_flow(self, flow_run_id: str) -> None:
-        """Request the cancellation of a flow run."""
         self._call(Success, "DELETE", f"/flows/{quote(flow_run_id, safe='')}")
 
     def events(self, after: int = 0, wait_s: float = 0.0) -> EventList:
@@ -388,7 +385,6 @@ class AccessClient(CoordinatorClient):
         return ended
 
     def allow_purpose(self, call: AllowPurpose) -> PurposeRule:
-        """Allow data to be used for a purpose."""
         return self._call(PurposeRule, "POST", PURPOSES, call)
 
     def revoke_purpose(self, rule_id: str) -> PurposeRule:
@@ -403,7 +399,6 @@ class AccessClient(CoordinatorClient):
         return self._call(WorkerIdentity, "POST", "/workers/join", call)
 
     def renew(self, call: JoinWorker) -> WorkerIdentity:
-        """Return the worker's next identity."""
         return self._call(WorkerIdentity, "POST", "/workers/renew", call)
 
     def ca_pem(self) -> bytes:
