@@ -70,14 +70,12 @@ class SkippedSamples:
     _examples: list[str] = field(default_factory=list)
 
     def add(self, one: UnusableSample) -> None:
-        """Add one skipped item."""
         self.count += 1
         self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
         if len(self._examples) > 10 * SKIPPED_LISTED:
             self._examples = list(self.examples)
 
     def copy(self) -> SkippedSamples:
-        """Return an independent copy."""
         return SkippedSamples(self.count, list(self._examples))
 
     @property
@@ -143,7 +141,6 @@ class SnapshotBuilder:
         return self._lowest[1] if held == {"train"} else self._highest[1]
 
     def record(self, source: str) -> SnapshotRecord:
-        """Return the snapshot's record."""
         settings = self.settings
         order = {split: number for number, split in enumerate(SPLITS)}
         shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written

@@ -51,7 +51,6 @@ class ValidationReport:
         return [f"{each['name']}: {each['got']}" for each in self.checks if not each["passed"]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON-able data."""
         return asdict(self)
 
 
@@ -278,7 +277,6 @@ class ColumnStatistics:
         self._total, self._count = 0.0, 0
 
     def add(self, array: Array) -> None:
-        """Add one sample's array."""
         length = len(array) if array.ndim else 1
         self.shortest = length if not self.samples else min(self.shortest, length)
         self.longest = max(self.longest, length)

@@ -102,7 +102,6 @@ class ColumnWriter:
         return np.array([*self._lengths, *self._counted], dtype="<i4").tobytes()
 
     def arrays(self) -> dict[str, Array]:
-        """Return the shard's columns."""
         arrays: dict[str, Array] = {}
         for name, parts in self._parts.items():
             arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -111,7 +110,6 @@ class ColumnWriter:
         return arrays
 
     def write(self, path: Path) -> None:
-        """Write the shard."""
         arrays = self.arrays()
         header: dict[str, Any] = {"__metadata__": {"layout": LAYOUT}}
         # Widest types first, so that every column is aligned to its own width.

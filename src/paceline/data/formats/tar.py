@@ -89,7 +89,6 @@ class _Member:
     fault: str | None = None
 
     def read(self, file: Decompressed) -> bytes:
-        """Return the content."""
         body = file.read(self.size)
         if len(body) < self.size:
             raise Damaged("it ends within a member")

@@ -265,10 +265,10 @@ class ShardCache:
         )
 
 
-def close_later(future: Future[ShardSamples]) -> None:
+def close_later(future: Future[Any]) -> None:
     """Cancel the opening of a shard, or close the shard once it is open."""
 
-    def close(done: Future[ShardSamples]) -> None:
+    def close(done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
             done.result().close()
 
