@@ -124,7 +124,6 @@ def save_login(login: Login) -> Path:
 
 
 def delete_login() -> bool:
-    """Delete this user's login; return whether there was one."""
     try:
         (config_directory() / LOGIN_FILE).unlink()
     except FileNotFoundError:
