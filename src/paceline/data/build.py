@@ -12,6 +12,7 @@ import json
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,6 +53,7 @@ from paceline.data.tokenizer import Tokenizer, open_tokenizer
 from paceline.errors import InvalidInput
 from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore, join_url
+from paceline.text import printable
 
 SKIPPED_LISTED = 100
 BATCH_BYTES = 1024 * 1024  # of samples, tokenised at once
@@ -71,12 +73,9 @@ class SkippedSamples:
 
     def add(self, one: UnusableSample) -> None:
         self.count += 1
-        self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
+        self._examples.append(printable(f"{one.key[:500]}: {one.reason}")[:500])
         if len(self._examples) > 10 * SKIPPED_LISTED:
             self._examples = list(self.examples)
-
-    def copy(self) -> SkippedSamples:
-        return SkippedSamples(self.count, list(self._examples))
 
     @property
     def examples(self) -> tuple[str, ...]:
@@ -348,13 +347,6 @@ def _content(sample: Sample) -> bytes:
     return b"content:" + digest.digest()
 
 
-def _printable(text: str) -> str:
-    """Return untrusted ``text`` as one line of UTF-8 without control characters."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
-
-
 def _columns(sample: Sample) -> tuple[Column, ...]:
     return tuple(column_of(name, sample.features[name]) for name in sorted(sample.features))
 
@@ -420,7 +412,7 @@ def build_snapshot(
                 catalog,
                 uploads,
                 scratch,
-                unlisted.copy(),
+                deepcopy(unlisted),
                 moved=moved,
             )
             building.take(read_samples(opened, catalog, store, settings, scratch))

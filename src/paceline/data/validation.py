@@ -181,11 +181,8 @@ def _expectations(table: Table, snapshot: Snapshot, own: dict[str, Any]) -> list
         expectation.meta = {"check": name}
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = {"globally": False, "metric_calculations": False}
-    batch = (
-        context.data_sources.add_pandas("snapshot")
-        .add_dataframe_asset("documents")
-        .add_batch_definition_whole_dataframe("all")
-    )
+    asset = context.data_sources.add_pandas("snapshot").add_dataframe_asset("documents")
+    batch = asset.add_batch_definition_whole_dataframe("all")
     suite = gx.ExpectationSuite(name="snapshot", expectations=[*wanted.values()])
     definition = gx.ValidationDefinition(
         name="snapshot", data=batch, suite=context.suites.add(suite)

@@ -87,9 +87,7 @@ class Resources(Record):
     accelerator: Text = Field(default="", max_length=100)  # "a100": a kind, or a part of its name
     memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
     capacity: Literal["", "on-demand", "spot"] = ""  # "": any
-    within: Literal["host", "domain", "rack", "zone", "fleet"] = (
-        "fleet"  # of which it may not leave
-    )
+    within: Literal["host", "domain", "rack", "zone", "fleet"] = "fleet"  # which it may not leave
 
 
 class SubmitJob(Record):
@@ -141,10 +139,9 @@ class SubmitJob(Record):
     def settings(self) -> dict[str, object]:
         """Return the settings of this training by their keys in a profile."""
         made = dict(self.parameters)
-        if self.resources.ranks:
-            made["training.ranks"] = self.resources.ranks
-        if self.resources.ranks_per_node:
-            made["training.ranks_per_node"] = self.resources.ranks_per_node
+        for name in ("ranks", "ranks_per_node"):
+            if wanted := getattr(self.resources, name):
+                made[f"training.{name}"] = wanted
         if self.seed is not None:
             made["training.seed"] = self.seed
         policy = self.checkpoint_policy

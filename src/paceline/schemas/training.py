@@ -93,9 +93,7 @@ class TimeLedger(Record):
     restart_s: float  # from then to the next step
     finish_s: float  # from the last step to the stored result
     wall_s: float
-    goodput: (
-        float  # productive, as a share of the time from the first step's start to the last's end
-    )
+    goodput: float  # productive, as a share of the time from the first step to the last's end
 
 
 class Failures(Record):

@@ -8,6 +8,7 @@ and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.deployment_index import DeploymentIndex
@@ -27,7 +28,6 @@ from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Cancelled, DeploymentFailed, NotFound
 from paceline.schemas import (
     Command,
-    Deployment,
     DeploymentBeat,
     DeploymentStatus,
     EventName,
@@ -48,28 +48,25 @@ def _command_for(
     index: DeploymentIndex, state: DeploymentState, worker_id: str, moving: bool
 ) -> Command | None:
     deployment, part = state.deployment, state.parts[worker_id]
+    kind: Literal["fetch_lanes", "activate", "cancel"] | None = None
     if deployment.status in CLOSED:
         sent, part.command_sent = part.command_sent, True
         if part.receipt is None and (moving or not sent):
-            return _command("cancel", deployment)
-        # A heartbeat after the command reports no transfer: the worker publishes nothing more.
-        part.stopped = True
+            kind = "cancel"
+        else:  # a heartbeat after the command reports no transfer: nothing more is published
+            part.stopped = True
+            index.close(worker_id, deployment.deployment_id)
     elif deployment.status is not DeploymentStatus.COMPLETE:
-        return _command("fetch_lanes", deployment) if state.behind(worker_id) else None
+        kind = "fetch_lanes" if state.behind(worker_id) else None
     elif worker_id in state.activating:
-        part.command_sent = True
-        return _command("activate", deployment)
+        part.command_sent, kind = True, "activate"
     elif worker_id in state.asking:
         # Fetching lanes makes an agent check its disk; its next heartbeat reports the result.
-        return None if part.reported_complete else _command("fetch_lanes", deployment)
-    index.close(worker_id, deployment.deployment_id)
-    return None
-
-
-def _command(kind: str, deployment: Deployment) -> Command:
-    return Command.model_validate(
-        {"kind": kind, "deployment_id": deployment.deployment_id, "epoch": deployment.epoch}
-    )
+        kind = None if part.reported_complete else "fetch_lanes"
+    else:
+        index.close(worker_id, deployment.deployment_id)
+    identity, epoch = deployment.deployment_id, deployment.epoch
+    return kind and Command(kind=kind, deployment_id=identity, epoch=epoch)
 
 
 class AgentHandlers:

@@ -70,9 +70,8 @@ class CorruptionDetector:
         }
         shares = {name: corrupt / judged for name, (corrupt, judged) in known.items()}
         ordered = sorted(shares.values())
-        all_corrupt, all_judged = (
-            sum(column) for column in zip((0, 1), *known.values(), strict=True)
-        )
+        all_corrupt = sum(corrupt for corrupt, _ in known.values())
+        all_judged = 1 + sum(judged for _, judged in known.values())  # no division by zero
         found = []
         self._in_doubt = False
         for name in sorted(shares, key=lambda each: (-shares[each], each)):
@@ -93,12 +92,8 @@ class CorruptionDetector:
             if corrupt < settings.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
                 continue
             self.quarantined.add(name)
-            why: dict[str, object] = {
-                "corrupt_pieces": corrupt,
-                "share": round(shares[name], 4),
-                "usual_share": round(usual, 4),
-            }
-            found.append((name, why))
+            share, others = round(shares[name], 4), round(usual, 4)
+            found.append((name, {"corrupt_pieces": corrupt, "share": share, "usual_share": others}))
         return found
 
 

@@ -10,9 +10,9 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from paceline.coordinator.ledger import LedgerEntry
 from paceline.coordinator.state import Answer, Effect, EmitEvent, LoadedState
@@ -29,6 +29,8 @@ from paceline.coordinator.stores.rows import (
 )
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from paceline.schemas import Event, PurposeRule, StageRecord, TrainingJob
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 MAX_OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
 RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
@@ -142,21 +144,21 @@ class Coordination:
         return None if row is None else self._parsed(row, StageRecord.model_validate_json)
 
     def stages(self, stage: str) -> Iterator[StageRecord]:
-        for _, row in self._scan(*self._layout.below("ledger", stage)):
-            yield self._parsed(row, StageRecord.model_validate_json)
+        return self._records(StageRecord, "ledger", stage)
 
     def ledger(self) -> Iterator[LedgerEntry]:
         """Yield the size and age of each ledger record."""
-        for _, row in self._scan(*self._layout.below("ledger")):
-            yield LedgerEntry.of(self._parsed(row, StageRecord.model_validate_json))
+        return map(LedgerEntry.of, self._records(StageRecord, "ledger"))
 
     def jobs(self) -> Iterator[TrainingJob]:
-        for _, row in self._scan(*self._layout.below("jobs")):
-            yield self._parsed(row, TrainingJob.model_validate_json)
+        return self._records(TrainingJob, "jobs")
 
     def purposes(self) -> Iterator[PurposeRule]:
-        for _, row in self._scan(*self._layout.below("purposes")):
-            yield self._parsed(row, PurposeRule.model_validate_json)
+        return self._records(PurposeRule, "purposes")
+
+    def _records(self, kind: type[Kind], *above: str) -> Iterator[Kind]:
+        for _, row in self._scan(*self._layout.below(*above)):
+            yield self._parsed(row, kind.model_validate_json)
 
     # --- the outbox of events --------------------------------------------------------------------
 

@@ -205,13 +205,10 @@ class ShardSamples:
 
     def features(self, i: int) -> dict[str, Array]:
         """Return the sample's arrays by column name."""
+        names = [(each.name, f"feature.{each.name}", each.shape) for each in self._columns]
         return {
-            each.name: (
-                self._cut(f"feature.{each.name}", i)
-                if each.shape
-                else self._arrays[f"feature.{each.name}"][i]
-            )
-            for each in self._columns
+            name: self._cut(stored, i) if shape else self._arrays[stored][i]
+            for name, stored, shape in names
         }
 
     @property

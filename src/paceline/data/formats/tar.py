@@ -232,11 +232,8 @@ def _decoded(
             return Sample(key, value[text_field].encode())
         found = sample_of(key, value, text_field)
         # A JSON member without numbers is no reason to reject the others.
-        return (
-            Sample(key)
-            if isinstance(found, UnusableSample) and "neither" in found.reason
-            else found
-        )
+        is_empty = isinstance(found, UnusableSample) and "neither" in found.reason
+        return Sample(key) if is_empty else found
     if kind == "npy":
         array = _npy(body)
     elif kind == "cls":
