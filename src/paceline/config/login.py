@@ -47,10 +47,12 @@ class Login(Settings):
 
     __str__ = __repr__
 
-    def runtime(self, profile: Profile | None = None) -> Runtime:
-        """Return what the commands of a client need; ``profile`` is the installation's own."""
+    def runtime(self) -> Runtime:
+        """Return what the commands of a client need, with a profile that is not the installation's:
+        ``Client.runtime`` asks it for its own.
+        """
         return Runtime(
-            profile=profile or Profile(),
+            profile=Profile(),
             state_dir=config_directory(),
             endpoints=Endpoints(
                 coordinator_url=self.coordinators[0],

@@ -59,21 +59,16 @@ def validate_snapshot(
     store: ObjectStore,
     cache_dir: Path,
     *,
-    purpose: str | None = None,
-    project: str | None = None,
-    max_quarantined_share: float = MAX_QUARANTINED_SHARE,
     expectations: str = "",
 ) -> ValidationReport:
-    """Return the validation report on ``snapshot``.
+    """Return the validation report on ``snapshot``; where it fails its checks, with
+    ``passed=False`` (``require_valid`` raises on it).
 
-    Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
-    that fails its checks returns a report with ``passed=False`` (``require_valid`` raises on it).
     ``expectations``: YAML of one's own, as of ``own_expectations``.
     """
-
     started = time.monotonic()
     own = require_expectations(expectations, snapshot)
-    with ShardCache(snapshot, store, cache_dir, purpose=purpose, project=project) as cache:
+    with ShardCache(snapshot, store, cache_dir) as cache:
         table = read_table(snapshot, cache)
     quarantined = table.quarantined
     bad_bytes = sum(each["bytes"] for each in quarantined)
@@ -81,8 +76,8 @@ def validate_snapshot(
     checks = [
         {
             "name": "share of bytes in quarantine",
-            "passed": bad_share <= max_quarantined_share,
-            "got": f"{bad_share:.1%}, at most {max_quarantined_share:.0%} wanted",
+            "passed": bad_share <= MAX_QUARANTINED_SHARE,
+            "got": f"{bad_share:.1%}, at most {MAX_QUARANTINED_SHARE:.0%} wanted",
             "examples": [each["shard"] for each in quarantined[:EXAMPLES]],
         }
     ]

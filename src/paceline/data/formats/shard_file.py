@@ -62,7 +62,6 @@ class ColumnWriter:
         self._lengths: list[int] = []
         self._counted: list[int] = []  # tokens that a loss mask counts, of each sample
         self.nbytes = self.text_bytes = self.tokens = 0
-        self._text_is_kept = False
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -80,7 +79,6 @@ class ColumnWriter:
         self._put("keys", np.frombuffer(key.encode(), dtype=np.uint8))
         self._put("tokens", tokens.astype(self._token_dtype, copy=False))
         if text is not None:
-            self._text_is_kept = True
             self._put("text", np.frombuffer(text, dtype=np.uint8))
         for column in self._columns:
             array = features[column.name]
