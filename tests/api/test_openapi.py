@@ -98,8 +98,8 @@ def test_no_input_breaks_an_operation_or_shows_its_document_false(operations, re
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(data=st.data())
-        def fuzz(data, mode=mode, calls=calls):
+        @given(data=st.data(), mode=st.just(mode), calls=st.just(calls))
+        def fuzz(data, mode, calls):
             case = data.draw(operation.as_strategy(mode))
             answer = send(rest, case)
             calls.append(answer.status_code)
