@@ -118,7 +118,6 @@ class CoordinatorClient(FailoverClient):
         return self._call(SignedRead, "POST", "/workers/signed-reads", call)
 
     def lanes(self, deployment_id: str, worker_id: str) -> WorkerLanes:
-        """Return the worker's part of the newest plan."""
         query = urlencode({"worker_id": worker_id})
         return self._call(WorkerLanes, "GET", f"{_path(deployment_id)}/lanes?{query}")
 
@@ -358,7 +357,6 @@ class AccessClient(CoordinatorClient):
         return self._call(CreatedToken, "POST", "/tokens/join", call)
 
     def tokens(self) -> list[TokenView]:
-        """Return every stored token, oldest first."""
         return list(self._call(TokenList, "GET", "/tokens").tokens)
 
     def revoke_token(self, token_id: str) -> None:
@@ -402,7 +400,6 @@ class AccessClient(CoordinatorClient):
         return self._call(WorkerIdentity, "POST", "/workers/renew", call)
 
     def ca_pem(self) -> bytes:
-        """Return the authority's certificate."""
         return self._request("GET", "/ca.pem")
 
     def audit(

@@ -71,12 +71,10 @@ class Replicas:
             return sorted(turned, key=lambda each: self._suspect_until_s.get(each, 0.0) > now_s)
 
     def suspect(self, endpoint: Endpoint) -> bool:
-        """Return whether ``endpoint`` did not answer lately."""
         with self._lock:
             return self._suspect_until_s.get(endpoint, 0.0) > self._monotonic()
 
     def silent(self, endpoint: Endpoint) -> None:
-        """Record that ``endpoint`` did not answer."""
         with self._lock:
             self._suspect_until_s[endpoint] = self._monotonic() + SUSPECT_S
             if endpoint == self.first:
@@ -320,7 +318,6 @@ class FailoverClient:
 def servers_of(
     endpoints: Sequence[Endpoint], tls: ssl.SSLContext | None
 ) -> dict[Endpoint, HttpServer]:
-    """Return each replica's connections."""
     return {
         each: HttpServer(
             each,

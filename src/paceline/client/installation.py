@@ -178,7 +178,6 @@ class Client(JobMethods):
         return self.coordinator.workers()
 
     def deployments(self) -> list[Deployment]:
-        """Return every deployment that the coordinator keeps, oldest first."""
         return self.coordinator.deployments()
 
     def deployment(self, deployment_id: str) -> DeploymentView:

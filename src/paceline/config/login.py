@@ -118,7 +118,6 @@ def load_login() -> Login | None:
 
 
 def save_login(login: Login) -> Path:
-    """Write this user's login (mode 0600) and return its path."""
     ensure_own_directory(config_directory())
     path = config_directory() / LOGIN_FILE
     write_private(path, login.model_dump_json(indent=2).encode())

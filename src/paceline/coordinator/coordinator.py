@@ -173,12 +173,10 @@ class Coordinator:
 
     @property
     def leader_epoch(self) -> int:
-        """Return the newest epoch that this replica has seen."""
         return self._role.epoch
 
     @property
     def late_s(self) -> float:
-        """Return the seconds since the last tick."""
         return self._monotonic() - self._ticked_s
 
     # --- stopping --------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ class RepeatedTask:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the call in progress."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=self._last_call_s)

@@ -40,7 +40,6 @@ class Notifier:
         return changed
 
     def leave(self, changed: asyncio.Future[None]) -> None:
-        """Stop waiting and cancel the future."""
         with self._lock:
             self._waiting.discard(changed)
         changed.cancel()
@@ -68,7 +67,6 @@ class EventRing:
         self.last = 0  # number of the newest event
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Add events, oldest first."""
         for event in events:
             self._events.append(event)
             self.last = event.seq

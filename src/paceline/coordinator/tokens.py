@@ -96,12 +96,10 @@ class TokenRegistry:
         self._barred: tuple[str, ...] | None = ()  # None: to be computed
 
     def restore(self, tokens: Iterable[TokenRecord]) -> None:
-        """Replace all records by what the store holds."""
         self._tokens, self._ids_of = {}, {}
         self._apply([Save(each) for each in tokens])
 
     def tokens(self) -> list[TokenRecord]:
-        """Return every remembered token, oldest first."""
         return sorted(self._tokens.values(), key=lambda each: (each.created_at, each.token_id))
 
     def barred(self) -> tuple[str, ...]:
@@ -140,7 +138,6 @@ class TokenRegistry:
         return tuple(sorted(found, key=lambda name: -found[name])[:MAX_REVOCATIONS])
 
     def _of(self, worker_id: str) -> list[TokenRecord]:
-        """Return every token that is bound to ``worker_id``, oldest first."""
         found = [self._tokens[each] for each in self._ids_of.get(worker_id, ())]
         return sorted(found, key=lambda each: (each.created_at, each.token_id))
 
@@ -175,7 +172,6 @@ class TokenRegistry:
         )
 
     def handle(self, event: TokenEvent) -> list[Effect]:
-        """Apply one event and return the effects to commit and the answer."""
         match event:
             case IssueToken():
                 return self._issue(event)

@@ -47,7 +47,6 @@ class Source:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether its files are objects in a bucket."""
         return self.where.startswith("s3://")
 
 

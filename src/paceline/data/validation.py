@@ -47,7 +47,6 @@ class ValidationReport:
 
     @property
     def failures(self) -> list[str]:
-        """Return one line for each failed check."""
         return [f"{each['name']}: {each['got']}" for each in self.checks if not each["passed"]]
 
     def to_dict(self) -> dict[str, Any]:

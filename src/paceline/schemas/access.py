@@ -197,7 +197,6 @@ class PurposeRule(Record):
     revoked_by: str = ""
 
     def is_in_force(self, now: float) -> bool:
-        """Return whether it still allows something."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 

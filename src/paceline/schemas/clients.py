@@ -64,7 +64,6 @@ FlowName = Literal[
 
 
 def flow_result_key(flow_run_id: str) -> str:
-    """Return the ledger's input digest of this flow run's result."""
     return digest_of({"flow_run": flow_run_id})
 
 

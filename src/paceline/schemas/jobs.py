@@ -61,7 +61,6 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Return whether it never changes any more."""
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
     @property

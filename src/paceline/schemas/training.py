@@ -205,7 +205,6 @@ class RecordedScore(Record):
 
     @property
     def key(self) -> str:
-        """Return the digest of what the figures follow from."""
         return score_key(self.subject, self.snapshot_digest, self.held_out_bytes, self.scorer)
 
 
@@ -373,7 +372,6 @@ class GateDecision(Record):
 
     @property
     def reasons(self) -> list[str]:
-        """Return one line for each failed check."""
         return [
             f"{each.name}: got {each.got}, wanted {each.wanted}"
             for each in self.checks

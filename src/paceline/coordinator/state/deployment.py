@@ -133,7 +133,6 @@ class DeploymentState:
         return self.deployment.status.is_final
 
     def shown(self) -> Deployment:
-        """Return the record with the current origin bytes."""
         read = self.origin_bytes
         if read == self.deployment.origin_bytes:
             return self.deployment
@@ -317,7 +316,6 @@ class DeploymentState:
         ]
 
     def allowed_dead(self) -> int:
-        """Return how many targets may be lost for good."""
         # 0.29 * 100 is 28.999… in floating point, and means 29.
         return floor(self.deployment.max_failed * len(self.parts) + 1e-9)
 

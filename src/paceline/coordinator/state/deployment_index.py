@@ -42,7 +42,6 @@ class DeploymentIndex:
         return self._states.get(deployment_id)
 
     def deployment_state(self, deployment_id: str) -> DeploymentState:
-        """Return the deployment; raises NotFound."""
         state = self._states.get(deployment_id)
         if state is None:
             raise NotFound("no such deployment", got=deployment_id[:200])
@@ -70,7 +69,6 @@ class DeploymentIndex:
             self.ticking.discard(identity)
 
     def announce(self, state: DeploymentState, workers: Iterable[str]) -> None:
-        """Let ``workers`` receive commands for the deployment."""
         identity = state.deployment.deployment_id
         for worker_id in workers:
             self._open.setdefault(worker_id, set()).add(identity)
@@ -89,7 +87,6 @@ class DeploymentIndex:
         return [self._states[deployment_id] for deployment_id in sorted(opened)]
 
     def drop(self, state: DeploymentState) -> None:
-        """Delete a deployment and the keys that created it."""
         identity = state.deployment.deployment_id
         del self._states[identity]
         self.ticking.discard(identity)

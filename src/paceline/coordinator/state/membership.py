@@ -44,7 +44,6 @@ class Member:
 
     @classmethod
     def of(cls, worker: Worker, now_s: float, beat_s: float) -> Member:
-        """Return ``worker`` as a member whose last heartbeat is now."""
         return cls(
             worker,
             now_s,

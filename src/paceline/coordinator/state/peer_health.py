@@ -208,7 +208,6 @@ class PeerHealth:
         self._resumed, self._from_s = True, now_s + SETTLED_S
 
     def close(self) -> None:
-        """Clear the counts; the standings remain."""
         self._counts, self._suspects = {}, set()
         self._expected, self._look_again = {}, False
         self._senders.close()

@@ -62,7 +62,6 @@ class Outbox:
 
     @property
     def waiting(self) -> int:
-        """Return how many events have yet to be shipped."""
         return self.last - self.shipped
 
 

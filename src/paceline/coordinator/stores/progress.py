@@ -68,7 +68,6 @@ class MemoryProgress:
         return self._beats
 
     def drop(self, deployment_id: str) -> None:
-        """Delete a deployment's parts."""
         with self._lock:
             self._parts.pop(deployment_id, None)
 
@@ -123,7 +122,6 @@ class RedisProgress:
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:
-        """Store parts and heartbeat times in one transaction."""
         texts: dict[str, dict[str, str]] = {}
         for (deployment_id, worker_id), part in parts.items():
             texts.setdefault(deployment_id, {})[worker_id] = part.model_dump_json()

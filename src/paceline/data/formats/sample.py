@@ -46,7 +46,6 @@ class Sample:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the size of text, tokens and arrays."""
         tokens = 0 if self.tokens is None else self.tokens.nbytes
         arrays = sum(each.nbytes for each in self.features.values())
         return len(self.text or b"") + tokens + arrays

@@ -184,7 +184,6 @@ def _text(raw: bytes) -> str:
 
 
 def _blocks(size: int) -> int:
-    """Return ``size`` rounded up to whole blocks."""
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 

@@ -96,7 +96,6 @@ class ShardCache:
 
     @property
     def hedges(self) -> int:
-        """Return the number of ranges requested a second time."""
         return self._fetcher.hedges
 
     def samples(self, shard: Shard) -> ShardSamples:

@@ -34,7 +34,6 @@ class Blob:
 
     @classmethod
     def of(cls, packed: bytes) -> Blob:
-        """Return ``packed`` cut into parts."""
         parts = tuple(packed[at : at + PART_BYTES] for at in range(0, len(packed), PART_BYTES))
         return cls(hashlib.sha256(packed).hexdigest(), parts)
 

@@ -112,7 +112,6 @@ CALLS: dict[str, tuple[str, Any, Any]] = {
 
 
 def request(name: str, /, **fields: Any) -> Any:
-    """Return the message ``name`` (of the table) with ``fields``."""
     return _CLASSES[name](**fields)
 
 
@@ -263,7 +262,6 @@ class EtcdClient:
         return str(self._once(channel, "Authenticate", message, ATTEMPT_S).token)
 
     def version(self) -> str:
-        """Return the version of the first member that answers."""
         return str(self.call("Status", request("StatusRequest")).version)
 
     def _may_try_again(self, error: Any, channel: grpc.Channel) -> bool:
