@@ -92,8 +92,9 @@ class CorruptionDetector:
             if corrupt < settings.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
                 continue
             self.quarantined.add(name)
-            share, others = round(shares[name], 4), round(usual, 4)
-            found.append((name, {"corrupt_pieces": corrupt, "share": share, "usual_share": others}))
+            why: dict[str, object] = {"corrupt_pieces": corrupt}
+            why |= {"share": round(shares[name], 4), "usual_share": round(usual, 4)}
+            found.append((name, why))
         return found
 
 
