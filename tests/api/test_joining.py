@@ -316,17 +316,6 @@ def test_a_second_host_under_the_name_of_a_living_worker_is_refused(served, admi
     assert join(second, "node-15", served.url, join_token(admin, "node-15"))
 
 
-def test_joining_again_ends_what_the_worker_had(served, admin, tmp_path):
-    join(tmp_path / "old", "node-10", served.url, join_token(admin, "node-10"))
-    join(tmp_path / "new", "node-10", served.url, join_token(admin, "node-10"))
-    with pytest.raises(AccessDenied):
-        register(CoordinatorClient.of(load_runtime(tmp_path / "old"), worker=True), "node-10")
-    client = CoordinatorClient.of(load_runtime(tmp_path / "new"), worker=True)
-    beat = Heartbeat(worker_id="node-10", status=WorkerStatus.IDLE)
-    register(client, "node-10")
-    assert client.heartbeat(beat).go_on
-
-
 def test_a_running_server_takes_a_renewed_certificate(served, admin, tmp_path):
     """The TLS context that streams are accepted with shows the new certificate after reload."""
     node = tmp_path / "node"

@@ -13,8 +13,8 @@ import pytest
 from paceline.api import EventStream, StreamHub, event_stream as stream
 from paceline.api.pages import _leader
 from paceline.client import Follower, Lost
-from paceline.coordinator import EventRing
-from paceline.coordinator.notifier import RING_EVENTS
+from paceline.coordinator import EventRing, notifier
+from paceline.coordinator.notifier import MAX_PAGE
 from paceline.coordinator.state import FetchLanes, HeartbeatReceived
 from paceline.errors import AccessDenied, NotFound, ServiceUnavailable
 from paceline.schemas import (
@@ -168,12 +168,12 @@ def test_nobody_watching_costs_nothing() -> None:
 def test_who_comes_back_hears_everything_after_what_it_heard_once() -> None:
     async def story() -> None:
         stand = Stand()
-        for _ in range(2500):  # more than a page of the ring
+        for _ in range(MAX_PAGE + 100):
             stand.happens()
         reader = await Reader.join(stand, after=7)
-        stand.happens()
-        await reader.until(lambda: 2501 in reader.ids)
-        assert reader.ids == list(range(8, 2502))
+        last = stand.happens()
+        await reader.until(lambda: last in reader.ids)
+        assert reader.ids == list(range(8, last + 1))
         assert not reader.of(Missed)
         await reader.leave()
 
@@ -291,7 +291,11 @@ def test_a_state_that_is_locked_holds_up_nobody_but_who_asks_for_it() -> None:
     run(story)
 
 
-def test_a_slow_reader_gets_the_newest_state_and_the_others_do_not_wait() -> None:
+def test_a_slow_reader_gets_the_newest_state_and_the_others_do_not_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(notifier, "RING_EVENTS", 1_000)
+
     async def story() -> None:
         stand = Stand()
         world = stand.world
@@ -302,7 +306,7 @@ def test_a_slow_reader_gets_the_newest_state_and_the_others_do_not_wait() -> Non
         await slow.until(lambda: slow.items)
         slow.stuck.clear()
         seen = len(quick.of(Moment))
-        for _ in range(RING_EVENTS + 10):  # more than the coordinator holds
+        for _ in range(1_010):  # more than the coordinator holds
             stand.happens()
         world.receive(d, "node-0", 4)
         await quick.until(lambda: any(each.deployments for each in quick.of(Moment)[1:]))

@@ -18,10 +18,10 @@ from paceline.coordinator import (
 from paceline.coordinator.state import (
     AdmitWorker,
     Answer,
-    DropToken,
+    Drop,
     IssueToken,
     RevokeToken,
-    SaveToken,
+    Save,
     TokenFirstUsed,
     TokensUsed,
 )
@@ -48,10 +48,10 @@ class Tokens(RuleBasedStateMachine):
 
     def take(self, event):
         for effect in self.book.handle(event):
-            if isinstance(effect, SaveToken):
-                self.kept[effect.token.token_id] = effect.token
-            elif isinstance(effect, DropToken):
-                del self.kept[effect.token_id]
+            if isinstance(effect, Save):
+                self.kept[effect.record.token_id] = effect.record
+            elif isinstance(effect, Drop):
+                del self.kept[effect.key[0]]
             else:
                 assert isinstance(effect, Answer)
 

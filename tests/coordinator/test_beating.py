@@ -32,7 +32,7 @@ class Driver:
     def try_decide(self, event):
         if self.busy or (
             isinstance(event, HeartbeatReceived)
-            and not self.world.state.needs_no_commit(event.beat)
+            and not self.world.state.agents.needs_no_commit(event.beat)
         ):
             return None
         self.now_taken.append(event)
@@ -140,7 +140,7 @@ def test_calm_is_said_of_nothing_that_leaves_something_to_keep(world, more):
     fields = {more: ("node-1",)} if more != "failure" else {"status": WorkerStatus.FAILED}
     entry = world.entry(d, "node-0", 3, **fields)
     made = Heartbeat(worker_id="node-0", status=entry.status, deployments=(entry,))
-    assert not world.state.needs_no_commit(made)
+    assert not world.state.agents.needs_no_commit(made)
     assert len(world.state.handle(HeartbeatReceived(beat=made), world.now_s)) > 1
 
 

@@ -155,18 +155,27 @@ STEPS = st.lists(
 )
 
 
-@pytest.mark.parametrize("topology", ["chain", "tree", "tree-of-chains", "mesh"])
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(steps=STEPS)
-@example(steps=[("take", 0, 0.9), ("lose", 4, 0.0), ("take", 0, 1.0), ("lose", 0, 0.0)])
-def test_all_that_is_granted_fits_under_the_fuse(
-    topology: str, steps: list[tuple[str, int, float]]
-) -> None:
+def grant(topology: str, steps: list[tuple[str, int, float]]) -> None:
+    """All that is granted fits under the fuse, after each of ``steps``."""
     world = Readers()
     world.begin(topology)
     for kind, number, share in steps:
         getattr(world, kind)(f"n{number}", share)
         world.settle()
+
+
+TOPOLOGIES = st.sampled_from(["chain", "tree", "tree-of-chains", "mesh"])
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(topology=TOPOLOGIES, steps=STEPS)
+@example(
+    topology="chain", steps=[("take", 0, 0.9), ("lose", 4, 0.0), ("take", 0, 1.0), ("lose", 0, 0.0)]
+)
+def test_all_that_is_granted_fits_under_the_fuse(
+    topology: str, steps: list[tuple[str, int, float]]
+) -> None:
+    grant(topology, steps)
 
 
 @pytest.mark.nightly
@@ -177,17 +186,7 @@ def test_without_it_the_kept_lanes_exceed_the_fuse(monkeypatch: pytest.MonkeyPat
         return tuple(kept.get(each.worker_id, each) for each in planned)
 
     monkeypatch.setattr(planning, "fit_origin_budget", as_before)
+    fixed = {"deadline": None, "database": None, "derandomize": True}
+    search = settings(max_examples=300, report_multiple_bugs=False, **fixed)
     with pytest.raises(AssertionError):
-        search()
-
-
-@settings(
-    max_examples=300, deadline=None, database=None, derandomize=True, report_multiple_bugs=False
-)
-@given(steps=STEPS, topology=st.sampled_from(["chain", "tree", "tree-of-chains", "mesh"]))
-def search(topology: str, steps: list[tuple[str, int, float]]) -> None:
-    world = Readers()
-    world.begin(topology)
-    for kind, number, share in steps:
-        getattr(world, kind)(f"n{number}", share)
-        world.settle()
+        search(given(topology=TOPOLOGIES, steps=STEPS)(grant))()

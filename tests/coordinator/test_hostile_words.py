@@ -123,7 +123,7 @@ def test_receipt_while_receiving_is_kept_before_it_is_answered(world, moving):
     receipt = world.receipt(moving, "node-1")
     said = world.entry(moving, "node-1", PIECES, receipt=receipt)
     beat = Heartbeat(worker_id="node-1", status="receiving", deployments=(said,))
-    assert not world.state.needs_no_commit(beat)
+    assert not world.state.agents.needs_no_commit(beat)
 
 
 def test_receipt_counts_nothing_beyond_any_number(world, moving):

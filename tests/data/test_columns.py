@@ -56,7 +56,7 @@ def epoch_of(stream: PlannedStream, position: Position | None = None) -> list:
 def test_ranks_open_their_own_shards_and_read_each_batch_once_together(kind, contents) -> None:
     with opened(MemoryCache(contents), kind, 12) as stream:
         whole = [union([batch]) for batch in epoch_of(stream)]
-    for world in (2, 3, 4, 12):
+    for world in (3, 12):
         caches = [MemoryCache(contents) for _ in range(world)]
         shares = []
         for rank, cache in enumerate(caches):
@@ -95,7 +95,7 @@ def test_a_rank_reads_the_same_shards_in_every_epoch(kind) -> None:
     columns=st.integers(1, 5),
     epoch=st.integers(0, 2),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_token_comes_once_an_epoch_and_columns_are_even(
     kind, lengths, context, deep, columns, epoch
 ) -> None:

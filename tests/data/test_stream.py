@@ -12,7 +12,7 @@ from paceline.config import DataSettings
 from paceline.data import Batch, PlannedStream, ShardCache, Snapshot, open_stream
 from paceline.data.batching import WindowPlan
 from paceline.data.loading import group_shards
-from paceline.errors import CorruptData, DataRejected, InvalidInput
+from paceline.errors import InvalidInput
 from paceline.storage import ObjectStore
 from tests.data.memory import MemoryCache, made, stream_by
 
@@ -57,14 +57,6 @@ def test_the_order_is_the_same_on_every_machine() -> None:
 
 
 GOLDEN = [(0, 1), (2, 3), (2, 13), (1, 8), (2, 4), (2, 12)]
-
-
-def test_mostly_bad_shards_stop_the_stream() -> None:
-    broken = dict.fromkeys(range(7), CorruptData("data shard is corrupt"))
-    with stream(broken=broken) as damaged:
-        with pytest.raises(DataRejected, match="too many"):
-            for _ in range(20):
-                damaged.next()
 
 
 def test_an_error_of_the_reader_reaches_the_trainer() -> None:

@@ -18,7 +18,7 @@ from paceline.data import (
     require_valid,
     validate_snapshot,
 )
-from paceline.errors import DataRejected, InvalidInput, InvalidSnapshot
+from paceline.errors import DataRejected, InvalidInput
 from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import Rows, as_tokens, replant
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.xdist_group("great-expectations")  # one worker imports
 
 
 def test_a_good_snapshot_passes(snapshot: Snapshot, store: ObjectStore, tmp_path: Path) -> None:
-    report = validate_snapshot(snapshot, store, tmp_path, purpose="tests")
+    report = validate_snapshot(snapshot, store, tmp_path)
     assert report.passed, report.failures
     assert not report.needs_review
     assert report.documents == 40
@@ -120,7 +120,7 @@ def test_frames_are_judged_like_text(tmp_path: Path) -> None:
     settings = DataSettings(format="jsonl", purpose="tests", held_out_share=0.3, shard_bytes=1024)
     store = DiskStore()
     snapshot = build_snapshot(str(source), DiskStore.url_of(tmp_path / "store"), settings, store)
-    report = validate_snapshot(snapshot, store, tmp_path / "cache", purpose="tests")
+    report = validate_snapshot(snapshot, store, tmp_path / "cache")
     assert [line.split(":")[0] for line in report.failures] == ["every number is finite"]
     figures = {each["column"]: each for each in report.columns}
     assert figures["frames"]["not_finite"] == 1
@@ -161,14 +161,6 @@ def test_too_much_in_quarantine_is_a_refusal(
     report = validate_snapshot(snapshot, store, tmp_path)
     assert not report.passed
     assert "quarantine" in report.failures[0]
-
-
-def test_the_wrong_purpose_is_refused_before_anything_is_read(
-    snapshot: Snapshot, store: ObjectStore, tmp_path: Path
-) -> None:
-    with pytest.raises(InvalidSnapshot, match="another purpose"):
-        validate_snapshot(snapshot, store, tmp_path / "c", purpose="medical")
-    assert not (tmp_path / "c").exists()
 
 
 OWN = """

@@ -118,7 +118,6 @@ class CoordinatorClient(FailoverClient):
         return self._call(SignedRead, "POST", "/workers/signed-reads", call)
 
     def lanes(self, deployment_id: str, worker_id: str) -> WorkerLanes:
-        """Return the worker's part of the newest plan."""
         query = urlencode({"worker_id": worker_id})
         return self._call(WorkerLanes, "GET", f"{_path(deployment_id)}/lanes?{query}")
 
@@ -139,7 +138,6 @@ class CoordinatorClient(FailoverClient):
         )
 
     def deployment(self, deployment_id: str) -> DeploymentView:
-        """Return the deployment and its progress."""
         return self._call(DeploymentView, "GET", _path(deployment_id))
 
     def deployments(self) -> list[Deployment]:
@@ -147,7 +145,6 @@ class CoordinatorClient(FailoverClient):
         return list(self._call(DeploymentList, "GET", "/deployments").deployments)
 
     def workers_of(self, deployment_id: str) -> list[WorkerProgress]:
-        """Return each target's progress."""
         answer = self._call(WorkerProgressList, "GET", f"{_path(deployment_id)}/workers")
         return list(answer.workers)
 
@@ -324,7 +321,6 @@ class CoordinatorClient(FailoverClient):
         return self._call(JobView, "POST", f"{_job_path(job_id)}/report", report).job
 
     def cancel_flow(self, flow_run_id: str) -> None:
-        """Request the cancellation of a flow run."""
         self._call(Success, "DELETE", f"/flows/{quote(flow_run_id, safe='')}")
 
     def events(self, after: int = 0, wait_s: float = 0.0) -> EventList:
@@ -361,7 +357,6 @@ class AccessClient(CoordinatorClient):
         return self._call(CreatedToken, "POST", "/tokens/join", call)
 
     def tokens(self) -> list[TokenView]:
-        """Return every stored token, oldest first."""
         return list(self._call(TokenList, "GET", "/tokens").tokens)
 
     def revoke_token(self, token_id: str) -> None:
@@ -388,7 +383,6 @@ class AccessClient(CoordinatorClient):
         return ended
 
     def allow_purpose(self, call: AllowPurpose) -> PurposeRule:
-        """Allow data to be used for a purpose."""
         return self._call(PurposeRule, "POST", PURPOSES, call)
 
     def revoke_purpose(self, rule_id: str) -> PurposeRule:
@@ -403,11 +397,9 @@ class AccessClient(CoordinatorClient):
         return self._call(WorkerIdentity, "POST", "/workers/join", call)
 
     def renew(self, call: JoinWorker) -> WorkerIdentity:
-        """Return the worker's next identity."""
         return self._call(WorkerIdentity, "POST", "/workers/renew", call)
 
     def ca_pem(self) -> bytes:
-        """Return the authority's certificate."""
         return self._request("GET", "/ca.pem")
 
     def audit(

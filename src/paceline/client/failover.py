@@ -58,62 +58,43 @@ class Replicas:
             raise InvalidInput("not a coordinator's URL", got="nothing", wanted="http://host:port")
         self._monotonic = monotonic
         self._lock = threading.Lock()
-        self._first = self.endpoints[0]
+        self.first = self.endpoints[0]  # the endpoint to call first
         self._suspect_until_s: dict[Endpoint, float] = {}
-        self._epoch = 0
-
-    @property
-    def several(self) -> bool:
-        """Return whether there is more than one endpoint."""
-        return len(self.endpoints) > 1
-
-    @property
-    def first(self) -> Endpoint:
-        """Return the endpoint to call first."""
-        return self._first
-
-    @property
-    def epoch(self) -> int:
-        """Return the highest epoch seen."""
-        return self._epoch
+        self.epoch = 0  # the highest seen
 
     def order(self) -> list[Endpoint]:
         """Return the endpoints in calling order; those that did not answer lately come last."""
         with self._lock:
             now_s = self._monotonic()
-            first = self.endpoints.index(self._first)
+            first = self.endpoints.index(self.first)
             turned = self.endpoints[first:] + self.endpoints[:first]
             return sorted(turned, key=lambda each: self._suspect_until_s.get(each, 0.0) > now_s)
 
     def suspect(self, endpoint: Endpoint) -> bool:
-        """Return whether ``endpoint`` did not answer lately."""
         with self._lock:
             return self._suspect_until_s.get(endpoint, 0.0) > self._monotonic()
 
     def silent(self, endpoint: Endpoint) -> None:
-        """Record that ``endpoint`` did not answer."""
         with self._lock:
             self._suspect_until_s[endpoint] = self._monotonic() + SUSPECT_S
-            if endpoint == self._first:
+            if endpoint == self.first:
                 where = self.endpoints.index(endpoint)
-                self._first = self.endpoints[(where + 1) % len(self.endpoints)]
+                self.first = self.endpoints[(where + 1) % len(self.endpoints)]
 
     def answered(self, endpoint: Endpoint, leader_url: str | None) -> None:
         """Record that ``endpoint`` answered and which leader it named."""
         with self._lock:
             self._suspect_until_s.pop(endpoint, None)
             leader = self.find(leader_url)
-            hoped = leader is not None and not (
-                self._suspect_until_s.get(leader, 0.0) > self._monotonic()
-            )
-            self._first = leader if leader is not None and hoped else endpoint
+            named = endpoint if leader is None else leader
+            is_silent = self._suspect_until_s.get(named, 0.0) > self._monotonic()
+            self.first = endpoint if is_silent else named
 
     def find(self, url: str | None) -> Endpoint | None:
         """Return the endpoint of ``url``, or None; the token is sent only to known endpoints."""
         return next((each for each in self.endpoints if url and each.serves(url)), None)
 
     def add(self, endpoint: Endpoint) -> None:
-        """Make ``endpoint`` a known one."""
         with self._lock:
             self.endpoints = tuple(dict.fromkeys((*self.endpoints, endpoint)))
 
@@ -122,9 +103,9 @@ class Replicas:
         if epoch is None:
             return True  # no epoch header: a refusal by a guard before the leader check
         with self._lock:
-            if epoch < self._epoch:
+            if epoch < self.epoch:
                 return False
-            self._epoch = epoch
+            self.epoch = epoch
             return True
 
 
@@ -267,12 +248,23 @@ class FailoverClient:
                 problem = problem or error
                 continue
             if not self._replicas.accept_epoch(_epoch_of(answer)):
-                problem = _outdated(answer, self._replicas.epoch, where)
+                problem = ServiceUnavailable(
+                    "an answer from before the newest leader's time was refused",
+                    got=f"epoch {answer.headers.get(EPOCH_HEADER)}",
+                    wanted=f"epoch {self._replicas.epoch} or later",
+                    where=where,
+                    do="Call again; that replica has yet to notice the newer leader.",
+                )
                 continue
             if answer.status == http.HTTPStatus.TEMPORARY_REDIRECT:
                 leader = self._leader_at(answer, endpoint, where)
                 if leader not in asked or problem is None:
-                    problem = _not_leading(endpoint, leader, where)
+                    problem = ServiceUnavailable(
+                        "the coordinator's leader does not answer",
+                        got=f"{endpoint.url} points at {leader.url}",
+                        where=where,
+                        do="Call again; another replica takes over within seconds.",
+                    )
                 if leader not in asked and not self._replicas.suspect(leader):
                     waiting = [leader, *(each for each in waiting if each != leader)]
                 continue
@@ -289,7 +281,7 @@ class FailoverClient:
     def _exchange(self, server: HttpServer, sent: _Request) -> Response:
         """Return the response; a late one is awaited once more if the server is alive."""
         limits_s = [sent.timeout_s]
-        if self._replicas.several and sent.wait_s + LATE_S < sent.timeout_s:
+        if len(self._replicas.endpoints) > 1 and sent.wait_s + LATE_S < sent.timeout_s:
             limits_s.insert(0, sent.wait_s + LATE_S)
         while True:
             limit_s = limits_s.pop(0)
@@ -326,7 +318,6 @@ class FailoverClient:
 def servers_of(
     endpoints: Sequence[Endpoint], tls: ssl.SSLContext | None
 ) -> dict[Endpoint, HttpServer]:
-    """Return each replica's connections."""
     return {
         each: HttpServer(
             each,
@@ -345,7 +336,7 @@ def tls_context_of(ca: str | Path | bytes) -> ssl.SSLContext:
     While an authority is replaced, the one in the file beside it is trusted too. Raises
     InvalidInput if a file holds not exactly one certificate.
     """
-    pem = one_certificate(ca) if isinstance(ca, bytes) else _from_file(ca)
+    pem = one_certificate(ca) if isinstance(ca, bytes) else read_certificate(ca) + read_other(ca)
     try:
         return ssl.create_default_context(cadata=pem.decode())
     except ssl.SSLError as error:
@@ -354,32 +345,9 @@ def tls_context_of(ca: str | Path | bytes) -> ssl.SSLContext:
         ) from error
 
 
-def _from_file(ca: str | Path) -> bytes:
-    return read_certificate(ca) + read_other(ca)
-
-
 def _epoch_of(answer: Response) -> int | None:
     said = answer.headers.get(EPOCH_HEADER, "")
     return int(said) if said.isdecimal() and len(said) < 19 else None
-
-
-def _outdated(answer: Response, epoch: int, where: str) -> ServiceUnavailable:
-    return ServiceUnavailable(
-        "an answer from before the newest leader's time was refused",
-        got=f"epoch {answer.headers.get(EPOCH_HEADER)}",
-        wanted=f"epoch {epoch} or later",
-        where=where,
-        do="Call again; that replica has yet to notice the newer leader.",
-    )
-
-
-def _not_leading(endpoint: Endpoint, leader: Endpoint, where: str) -> ServiceUnavailable:
-    return ServiceUnavailable(
-        "the coordinator's leader does not answer",
-        got=f"{endpoint.url} points at {leader.url}",
-        where=where,
-        do="Call again; another replica takes over within seconds.",
-    )
 
 
 def error_of(status: int, answer: bytes, where: str) -> PacelineError:
@@ -392,14 +360,8 @@ def error_of(status: int, answer: bytes, where: str) -> PacelineError:
             "the coordinator refused the call", got=f"HTTP {status} {text}".strip(), where=where
         )
     kind = kind_named(problem.code) or _kind_of(status)
-    what = problem.detail or problem.title
-    return kind(
-        what,
-        got=problem.got,
-        wanted=problem.wanted,
-        where=problem.where or where,
-        do=problem.do,
-    )
+    more = {"got": problem.got, "wanted": problem.wanted, "do": problem.do}
+    return kind(problem.detail or problem.title, where=problem.where or where, **more)
 
 
 def _kind_of(status: int) -> type[PacelineError]:

@@ -130,7 +130,6 @@ class Client(JobMethods):
 
     @classmethod
     def of(cls, runtime: Runtime) -> Self:
-        """Return a client of this installation."""
         made = cls.__new__(cls)
         made._open(runtime)
         return made
@@ -149,7 +148,6 @@ class Client(JobMethods):
         self.close()
 
     def close(self) -> None:
-        """Close its connections."""
         self.coordinator.close()
 
     # -- what there is
@@ -180,11 +178,9 @@ class Client(JobMethods):
         return self.coordinator.workers()
 
     def deployments(self) -> list[Deployment]:
-        """Return every deployment that the coordinator keeps, oldest first."""
         return self.coordinator.deployments()
 
     def deployment(self, deployment_id: str) -> DeploymentView:
-        """Return a deployment and its progress."""
         return self.coordinator.deployment(deployment_id)
 
     # -- deployments

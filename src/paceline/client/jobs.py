@@ -93,7 +93,6 @@ class JobMethods:
 
 
 def job_spec(given: Mapping[str, Any]) -> SubmitJob:
-    """Return the job that ``given`` describes; raises InvalidInput."""
     try:
         return SubmitJob.model_validate(given)
     except ValidationError as error:
@@ -103,7 +102,6 @@ def job_spec(given: Mapping[str, Any]) -> SubmitJob:
 
 
 def require_success(job: TrainingJob) -> None:
-    """Raise Cancelled or TrainingFailed where the job ended so."""
     if job.state is JobState.CANCELLED:
         raise Cancelled("the job was cancelled", got=job.reason, where=job.job_id)
     if job.state is JobState.FAILED:

@@ -47,10 +47,12 @@ class Login(Settings):
 
     __str__ = __repr__
 
-    def runtime(self, profile: Profile | None = None) -> Runtime:
-        """Return what the commands of a client need; ``profile`` is the installation's own."""
+    def runtime(self) -> Runtime:
+        """Return what the commands of a client need, with a profile that is not the installation's:
+        ``Client.runtime`` asks it for its own.
+        """
         return Runtime(
-            profile=profile or Profile(),
+            profile=Profile(),
             state_dir=config_directory(),
             endpoints=Endpoints(
                 coordinator_url=self.coordinators[0],
@@ -116,7 +118,6 @@ def load_login() -> Login | None:
 
 
 def save_login(login: Login) -> Path:
-    """Write this user's login (mode 0600) and return its path."""
     ensure_own_directory(config_directory())
     path = config_directory() / LOGIN_FILE
     write_private(path, login.model_dump_json(indent=2).encode())
@@ -124,7 +125,6 @@ def save_login(login: Login) -> Path:
 
 
 def delete_login() -> bool:
-    """Delete this user's login; return whether there was one."""
     try:
         (config_directory() / LOGIN_FILE).unlink()
     except FileNotFoundError:

@@ -297,7 +297,6 @@ class GateSettings(Policy):
         }
 
     def policy(self, model_id: str) -> Policy:
-        """Return the policy of ``model_id``."""
         common = {name: getattr(self, name) for name in Policy.model_fields}
         return self.models.get(model_id) or Policy.model_construct(**common)
 

@@ -16,13 +16,11 @@ from paceline.coordinator.state import (
     Answer,
     Effect,
     EmitEvent,
+    Save,
     SaveDeployment,
-    SavePurpose,
-    SaveToken,
-    SaveWorker,
 )
 from paceline.errors import AccessDenied
-from paceline.schemas import EventName, Scope
+from paceline.schemas import EventName, PurposeRule, Scope, TokenRecord, Worker
 
 MAX_TEXT_CHARS = 200  # characters of each caller-chosen text in an audit event
 
@@ -99,13 +97,13 @@ def audit_event(
         match each:
             case SaveDeployment(deployment):
                 on.setdefault("deployment_id", deployment.deployment_id)
-            case SaveWorker(worker):
+            case Save(Worker() as worker):
                 on.setdefault("worker_id", worker.worker_id)
-            case SaveToken(token):
+            case Save(TokenRecord() as token):
                 on["token_id"] = token.token_id  # the last one is the one that was issued
                 if token.worker_id is not None:
                     on["worker_id"] = token.worker_id
-            case SavePurpose(rule):
+            case Save(PurposeRule() as rule):
                 on |= {"rule_id": rule.rule_id, "purpose": rule.purpose, "reason": rule.reason}
                 for key in ("data", "teams", "projects"):
                     on[key] = ", ".join(getattr(rule, key))[:MAX_TEXT_CHARS]

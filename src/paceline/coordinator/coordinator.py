@@ -30,19 +30,14 @@ from paceline.coordinator.state import (
     CoordinatorSettings,
     CoordinatorState,
     Create,
-    DropJob,
-    DropPurpose,
-    DropStage,
+    Drop,
     Effect,
     EmitEvent,
     Event,
     HeartbeatReceived,
-    LoadedState,
     Rollback,
-    SaveJob,
+    Save,
     SavePlan,
-    SavePurpose,
-    SaveStage,
     Tick,
 )
 from paceline.coordinator.stores import Audit, Coordination, EventQuery, Progress, Term
@@ -66,9 +61,7 @@ from paceline.schemas import (
 log = logging.getLogger(__name__)
 
 MAX_TICK_DELAY_S = 5.0  # when ticks are later than this, the replica reports that it is not ready
-STORE_RETRY_S = (
-    0.5  # between two attempts to read an unavailable store; calls in between are refused
-)
+STORE_RETRY_S = 0.5  # between two reads of an unavailable store; calls in between are refused
 MAX_CREATIONS = 8  # each reads a manifest from the origin and occupies a thread
 EVENT_PAGE = 1_000
 
@@ -99,10 +92,11 @@ class Coordinator:
         self._ring = EventRing()
         self._keeping = threading.Lock()  # held while the ledger changes
         self._ledger: tuple[Term, LedgerIndex] | None = None  # None: reload from the store
-        self._notifier = Notifier()
+        self.notifier = Notifier()  # wakes held heartbeat answers when there may be new commands
         self._role = Role(coordination.is_leading, monotonic)
         self._following = threading.Lock()  # held while a standby reads the store
-        self._followed: int | None = None
+        # The store revision that a standby's state shows; None before its first read.
+        self.followed: int | None = None
         self._trouble: PacelineError | None = None  # why the state may differ from the store
         self._try_again_s = 0.0
         self._ticked_s = monotonic()
@@ -112,11 +106,12 @@ class Coordinator:
 
     def lead(self, term: Term) -> None:
         """Load the state from the store and begin to decide; raises ServiceUnavailable."""
-        state, ring = self._restored(term.epoch), self._remembered()
+        state, ring = self._restored(term.epoch), EventRing()
+        self._page(ring, self._oldest_event())
         with self._lock:
             self._state, self._ring = state, ring
             self._role.lead(term)
-            self._trouble, self._followed = None, None
+            self._trouble, self.followed = None, None
             self._ticked_s = self._monotonic()
         log.info("leads epoch=%d replica=%s", term.epoch, term.replica_id)
 
@@ -127,7 +122,7 @@ class Coordinator:
                 return
             self._role.drop()
         log.warning("leads no more epoch=%d reason=%s", term.epoch, reason)
-        self._notifier.ring()
+        self.notifier.ring()
 
     def follow(self, *, read: bool) -> None:
         """Read from the store who leads and, with ``read``, the changes since the last read.
@@ -136,15 +131,15 @@ class Coordinator:
         """
         with self._following:
             revision, leader = self._coordination.revision(), self._coordination.leader()
-            epoch, state = self._role.newest(leader), None
-            if read and revision != self._followed:
-                state = self._state_of(self._coordination.load(self._monotonic()), epoch)
+            state = None
+            if read and revision != self.followed:
+                state = self._restored(self._role.newest(leader))
             with self._lock:
                 if self._role.held is not None:
                     return  # the leader was read from the store before this replica was elected
                 self._role.observed_leader(leader)
                 if state is not None:
-                    self._state, self._trouble, self._followed = state, None, revision
+                    self._state, self._trouble, self.followed = state, None, revision
                 ring = self._ring
             if state is not None:
                 self._page(ring, ring.last or self._oldest_event())
@@ -167,11 +162,6 @@ class Coordinator:
                     self._state.merge_progress(deployment_id, known)
 
     @property
-    def followed(self) -> int | None:
-        """Return the store revision that a standby's state shows; None before its first read."""
-        return self._followed
-
-    @property
     def term(self) -> Term | None:
         """Return this replica's term while its lease certainly holds; without I/O."""
         return self._role.term
@@ -183,12 +173,10 @@ class Coordinator:
 
     @property
     def leader_epoch(self) -> int:
-        """Return the newest epoch that this replica has seen."""
         return self._role.epoch
 
     @property
     def late_s(self) -> float:
-        """Return the seconds since the last tick."""
         return self._monotonic() - self._ticked_s
 
     # --- stopping --------------------------------------------------------------------------------
@@ -201,7 +189,7 @@ class Coordinator:
     def end_long_polls(self) -> None:
         """Release all long polls, because the server is stopping."""
         self._stopping.set()
-        self._notifier.ring()
+        self.notifier.ring()
 
     # --- deciding --------------------------------------------------------------------------------
 
@@ -218,9 +206,11 @@ class Coordinator:
             if not stored and not self._coordination.is_leading(term):
                 raise self._role.not_leading()  # frozen in between: another may have decided
         if isinstance(event, Activate | Cancel | Rollback) or any(map(_wakes_agents, effects)):
-            self._notifier.ring()
+            self.notifier.ring()
         for each in stored:
-            _log_event(each)
+            fields = {"deployment": each.deployment_id, "worker": each.worker_id} | each.data
+            shown = [f"{key}={value}" for key, value in fields.items() if value is not None]
+            log.info("%s %s", each.name.value, " ".join(shown))
         return next((each.record for each in effects if isinstance(each, Answer)), None)
 
     def try_decide(self, event: HeartbeatReceived | AwaitCommands) -> HeartbeatAnswer | None:
@@ -235,7 +225,8 @@ class Coordinator:
             if self._trouble is not None:
                 return None
             term = self._require_leading()
-            if isinstance(event, HeartbeatReceived) and not self._state.needs_no_commit(event.beat):
+            agents = self._state.agents
+            if isinstance(event, HeartbeatReceived) and not agents.needs_no_commit(event.beat):
                 return None
             effects = self._decide(event, calm=True)
             if not self._coordination.is_leading(term):
@@ -315,7 +306,7 @@ class Coordinator:
             "output_digest": record.output_digest,
         }
         finished = EmitEvent(EventName.STAGE_FINISHED, self._wall(), None, None, data)
-        effects = with_audit_event([SaveStage(record), finished], self._wall())
+        effects = with_audit_event([Save(record), finished], self._wall())
         with self._keeping:
             term, book = self._ledger_book()
             dropped = book.admit(line, self._wall())
@@ -323,7 +314,7 @@ class Coordinator:
             with self._lock:
                 if self._require_leading() != term:
                     raise self._role.not_leading()
-                self._commit(term, [*(DropStage(*each.key) for each in dropped), *effects])
+                self._commit(term, [*(Drop(StageRecord, each.key) for each in dropped), *effects])
                 book.keep(line, dropped)
                 self._ledger = term, book
         return record
@@ -338,16 +329,17 @@ class Coordinator:
             "run_id": job.run_id,
         }
         event = EmitEvent(EventName.JOB_CHANGED, self._wall(), None, None, data)
-        effects = with_audit_event([SaveJob(job), event], self._wall())
-        with self._lock:
-            self._commit(self._require_leading(), [*map(DropJob, dropped), *effects])
+        self._commit_change([*(Drop(TrainingJob, (each,)) for each in dropped), Save(job), event])
 
     def save_purpose(self, rule: PurposeRule, dropped: Iterable[str] = ()) -> PurposeRule:
         """Store a rule of the table of purposes, and delete those with the ids ``dropped``."""
-        effects = with_audit_event([SavePurpose(rule)], self._wall())
-        with self._lock:
-            self._commit(self._require_leading(), [*map(DropPurpose, dropped), *effects])
+        self._commit_change([*(Drop(PurposeRule, (each,)) for each in dropped), Save(rule)])
         return rule
+
+    def _commit_change(self, effects: Sequence[Effect]) -> None:
+        effects = with_audit_event(effects, self._wall())
+        with self._lock:
+            self._commit(self._require_leading(), effects)
 
     def _ledger_book(self) -> tuple[Term, LedgerIndex]:
         """Return the ledger's index in this term: read once, and again after an error."""
@@ -372,7 +364,7 @@ class Coordinator:
         try:
             return self._read(question)
         except NotFound:
-            if self._role.held is not None or self._followed == self._coordination.revision():
+            if self._role.held is not None or self.followed == self._coordination.revision():
                 raise
         self.follow(read=True)
         return self._read(question)
@@ -386,27 +378,21 @@ class Coordinator:
             return question(self._state)
 
     def now(self) -> float:
-        """Return wall time, for the ``at`` of events."""
         return self._wall()
 
     def events(self, after: int) -> EventList:
-        """Return the events after sequence number ``after``."""
         return self._ring.after(after)
 
     def history(self, asked: EventQuery) -> list[StoredEvent]:
-        """Return events from the audit store."""
         return self._audit.query(asked)
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
-        """Return the ledger's record, or None."""
         return self._coordination.stage(stage, input_digest)
 
     def stages(self, stage: str) -> list[StageRecord]:
-        """Return the ledger's records of one stage."""
         return list(self._coordination.stages(stage))
 
     def jobs(self) -> list[TrainingJob]:
-        """Return every training job."""
         return list(self._coordination.jobs())
 
     def purposes(self) -> list[PurposeRule]:
@@ -417,11 +403,6 @@ class Coordinator:
     def tokens(self) -> TokenRegistry:
         """Return the issued tokens; safe to read without the lock."""
         return self._state.tokens
-
-    @property
-    def notifier(self) -> Notifier:
-        """Return the notifier that wakes held heartbeat answers when there may be new commands."""
-        return self._notifier
 
     def check_ready(self) -> None:
         """Raise ServiceUnavailable where this process can neither decide nor follow the store."""
@@ -497,16 +478,14 @@ class Coordinator:
         if isinstance(error, StaleEpoch) and self._role.held == term:
             self._role.drop()
             log.warning("leads no more epoch=%d reason=another does", term.epoch)
-            self._notifier.ring()
+            self.notifier.ring()
             return self._role.not_leading()
         return _again(error)
 
     # --- the store -------------------------------------------------------------------------------
 
     def _restored(self, epoch: int) -> CoordinatorState:
-        return self._state_of(self._coordination.load(self._monotonic()), epoch)
-
-    def _state_of(self, kept: LoadedState, epoch: int) -> CoordinatorState:
+        kept = self._coordination.load(self._monotonic())
         now_s = self._monotonic()
         state = CoordinatorState.restore(kept, now_s, self._settings, leader_epoch=epoch)
         state.fleet.merge_progress(self._progress.beats())
@@ -514,11 +493,6 @@ class Coordinator:
             if not each.status.is_final:
                 state.merge_progress(each.deployment_id, self._progress.get(each.deployment_id))
         return state
-
-    def _remembered(self) -> EventRing:
-        ring = EventRing()
-        self._page(ring, self._oldest_event())
-        return ring
 
     def _oldest_event(self) -> int:
         return max(0, self._coordination.outbox().last - RING_EVENTS)
@@ -548,9 +522,3 @@ def _again(error: PacelineError) -> ServiceUnavailable:
     return ServiceUnavailable(
         error.what, got=error.got, wanted=error.wanted, where=error.where, do=error.do
     )
-
-
-def _log_event(event: StoredEvent) -> None:
-    fields = {"deployment": event.deployment_id, "worker": event.worker_id} | event.data
-    text = " ".join(f"{key}={value}" for key, value in fields.items() if value is not None)
-    log.info("%s %s", event.name.value, text)

@@ -55,11 +55,9 @@ class RepeatedTask:
         self._thread = threading.Thread(target=self._repeat, name=name, daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the call in progress."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout=self._last_call_s)
@@ -94,7 +92,7 @@ class Replica:
     ) -> None:
         self._coordinator = coordinator
         self._coordination, self._progress = coordination, progress
-        self._candidate = candidate
+        self._candidate, self._name = candidate, candidate.replica_id
         self._duties = duties
         self._monotonic = monotonic
         self._stopping = threading.Event()
@@ -129,10 +127,6 @@ class Replica:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=max(0.1, until_s - self._monotonic()))
-
-    @property
-    def _name(self) -> str:
-        return self._candidate.replica_id
 
     # --- the leader ------------------------------------------------------------------------------
 
@@ -228,7 +222,13 @@ class Replica:
 
         seen = self._coordinator.read(look)
         parts = {
-            key: _shown(key[1], part)
+            key: WorkerProgress(
+                worker_id=key[1],
+                status=part.status,
+                chunks_received=part.chunks,
+                pieces_held=part.pieces_held,
+                bytes_held=part.bytes_held,
+            )
             for key, (pieces, part) in seen.items()
             if sent.get(key) != pieces
         }
@@ -271,13 +271,3 @@ class Replica:
 
     def _pause(self) -> None:
         self._stopping.wait(RETRY_S * random.uniform(0.5, 1.0))
-
-
-def _shown(worker_id: str, part: TargetProgress) -> WorkerProgress:
-    return WorkerProgress(
-        worker_id=worker_id,
-        status=part.status,
-        chunks_received=part.chunks,
-        pieces_held=part.pieces_held,
-        bytes_held=part.bytes_held,
-    )

@@ -36,14 +36,12 @@ class LedgerEntry:
 
     @classmethod
     def of(cls, record: StageRecord) -> LedgerEntry:
-        """Return the line of ``record``."""
         size = len(record.model_dump_json().encode("utf-8", "surrogatepass"))
         at = record.finished_at
         return cls(record.stage, record.input_digest, record.run_id, at, size)
 
     @property
     def key(self) -> tuple[str, str]:
-        """Return what identifies the record."""
         return self.stage, self.input_digest
 
 

@@ -20,7 +20,6 @@ class Notifier:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def ring(self) -> None:
-        """Wake every waiter."""
         with self._lock:
             waiting, self._waiting = self._waiting, set()
         # One call per loop: with 10,000 heartbeats held, one call each would block the caller.
@@ -41,7 +40,6 @@ class Notifier:
         return changed
 
     def leave(self, changed: asyncio.Future[None]) -> None:
-        """Stop waiting and cancel the future."""
         with self._lock:
             self._waiting.discard(changed)
         changed.cancel()
@@ -64,24 +62,18 @@ PRIVATE = frozenset({EventName.CHANGE_ACCEPTED, EventName.CHANGE_REFUSED})
 class EventRing:
     """One thread appends, many read; appending to a deque is atomic."""
 
-    def __init__(self, events: Iterable[Event] = ()) -> None:
-        self._events: deque[Event] = deque(events, maxlen=RING_EVENTS)
-        self._last = self._events[-1].seq if self._events else 0
-
-    @property
-    def last(self) -> int:
-        """Return the number of the newest event, 0 before the first."""
-        return self._last
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque(maxlen=RING_EVENTS)
+        self.last = 0  # number of the newest event
 
     def extend(self, events: Iterable[Event]) -> None:
-        """Add events, oldest first."""
         for event in events:
             self._events.append(event)
-            self._last = event.seq
+            self.last = event.seq
 
     def after(self, seq: int) -> EventList:
         """Return the events after number ``seq`` that are still held."""
-        last = self._last
+        last = self.last
         if seq >= last:
             return EventList(events=(), last=last, first=self._first())
         # Sequence numbers have no gaps, so the index is computed, not searched.

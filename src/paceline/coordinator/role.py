@@ -24,7 +24,6 @@ class Role:
         self.epoch = 0  # the newest epoch seen
 
     def lead(self, term: Term) -> None:
-        """Record this replica's election."""
         self.held, self._other, self.epoch = term, None, term.epoch
 
     def drop(self) -> None:

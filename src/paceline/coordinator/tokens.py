@@ -19,11 +19,11 @@ from ipaddress import ip_address, ip_network
 from paceline.coordinator.state import (
     AdmitWorker,
     Answer,
-    DropToken,
+    Drop,
     Effect,
     IssueToken,
     RevokeToken,
-    SaveToken,
+    Save,
     TokenEvent,
     TokenFirstUsed,
     TokensUsed,
@@ -96,12 +96,10 @@ class TokenRegistry:
         self._barred: tuple[str, ...] | None = ()  # None: to be computed
 
     def restore(self, tokens: Iterable[TokenRecord]) -> None:
-        """Replace all records by what the store holds."""
         self._tokens, self._ids_of = {}, {}
-        self._apply([SaveToken(each) for each in tokens])
+        self._apply([Save(each) for each in tokens])
 
     def tokens(self) -> list[TokenRecord]:
-        """Return every remembered token, oldest first."""
         return sorted(self._tokens.values(), key=lambda each: (each.created_at, each.token_id))
 
     def barred(self) -> tuple[str, ...]:
@@ -140,7 +138,6 @@ class TokenRegistry:
         return tuple(sorted(found, key=lambda name: -found[name])[:MAX_REVOCATIONS])
 
     def _of(self, worker_id: str) -> list[TokenRecord]:
-        """Return every token that is bound to ``worker_id``, oldest first."""
         found = [self._tokens[each] for each in self._ids_of.get(worker_id, ())]
         return sorted(found, key=lambda each: (each.created_at, each.token_id))
 
@@ -149,7 +146,6 @@ class TokenRegistry:
         return [each for each in self._of(worker_id) if each.kind == "access"]
 
     def find(self, token_id: str) -> TokenRecord | None:
-        """Return the token with this id, or None."""
         return self._tokens.get(token_id)
 
     def recognise(self, token: str, now: float) -> TokenRecord:
@@ -176,7 +172,6 @@ class TokenRegistry:
         )
 
     def handle(self, event: TokenEvent) -> list[Effect]:
-        """Apply one event and return the effects to commit and the answer."""
         match event:
             case IssueToken():
                 return self._issue(event)
@@ -230,7 +225,7 @@ class TokenRegistry:
             )
         effects = self._forget(at)
         self._require_room(len(effects))
-        return [*self._apply([*effects, SaveToken(record)]), Answer(TokenView.of(record))]
+        return [*self._apply([*effects, Save(record)]), Answer(TokenView.of(record))]
 
     def _revoke(self, event: RevokeToken) -> list[Effect]:
         record = self._tokens.get(event.token_id)
@@ -241,7 +236,7 @@ class TokenRegistry:
         # A repeated revocation spares tokens issued since: the worker was admitted again.
         until = math.inf if record.revoked_at is None else record.revoked_at
         effects: list[Effect] = [
-            SaveToken(each.model_copy(update={"revoked_at": event.at}))
+            Save(each.model_copy(update={"revoked_at": event.at}))
             for each in self._revoked_with(record)
             if each.revoked_at is None and each.created_at < until
         ]
@@ -280,10 +275,10 @@ class TokenRegistry:
         effects = self._forget(at)
         if shown.kind == "join" and shown.used_at is None:
             spent = {"used_at": at, "key_sha256": event.key_sha256}
-            effects.append(SaveToken(shown.model_copy(update=spent)))
+            effects.append(Save(shown.model_copy(update=spent)))
             if group is not None:
                 joined = {"joined": (group.joined or 0) + 1}
-                effects.append(SaveToken(group.model_copy(update=joined)))
+                effects.append(Save(group.model_copy(update=joined)))
         unused = []
         for other in self._of(event.worker_id):
             unspent = other.kind == "join" and other.used_at is None
@@ -293,13 +288,13 @@ class TokenRegistry:
                 continue
             if other.admission != made.admission:
                 # A node that joins again lost its tokens: they must not remain usable.
-                effects.append(SaveToken(other.model_copy(update={"revoked_at": at})))
+                effects.append(Save(other.model_copy(update={"revoked_at": at})))
             elif other.begun_at is None:
                 unused.append(other)
         # An answer may be lost, and requested again while the first is still in flight.
         effects += [_end(e, made, at) for e in unused[: 1 - MAX_UNUSED]]
-        self._require_room(sum(isinstance(each, DropToken) for each in effects))
-        return [*self._apply([*effects, SaveToken(made)]), Answer(TokenView.of(made))]
+        self._require_room(sum(isinstance(each, Drop) for each in effects))
+        return [*self._apply([*effects, Save(made)]), Answer(TokenView.of(made))]
 
     def _usable(self, token_id: str, event: AdmitWorker) -> TokenRecord:
         """Return the token if the event's key and address may use it; raises AccessDenied."""
@@ -370,22 +365,24 @@ class TokenRegistry:
             if other is record or record.admission not in (other.admission, other.token_id):
                 continue
             if other.replaced_at is not None and _outlasts(record, other):
-                effects.append(DropToken(other.token_id))  # one predecessor is remembered
+                effects.append(
+                    Drop(TokenRecord, (other.token_id,))
+                )  # one predecessor is remembered
             elif unusable_reason(other, at) is None:
                 effects.append(_end(other, record, at))
-        return self._apply([*effects, SaveToken(record.model_copy(update={"begun_at": at}))])
+        return self._apply([*effects, Save(record.model_copy(update={"begun_at": at}))])
 
     def _used(self, event: TokensUsed) -> list[Effect]:
         effects: list[Effect] = []
         for token_id, at in event.uses:
             record = self._tokens.get(token_id)
             if record is not None and (record.last_used_at or 0.0) < at:
-                effects.append(SaveToken(record.model_copy(update={"last_used_at": at})))
+                effects.append(Save(record.model_copy(update={"last_used_at": at})))
         return self._apply(effects)
 
     def _forget(self, now: float) -> list[Effect]:
         return [
-            DropToken(each.token_id)
+            Drop(TokenRecord, (each.token_id,))
             for each in self._tokens.values()
             if (ended := _ended_at(each)) is not None and ended < now - KEEP_ENDED_S
         ]
@@ -401,21 +398,22 @@ class TokenRegistry:
 
     def _apply(self, effects: list[Effect]) -> list[Effect]:
         for each in effects:
-            if isinstance(each, SaveToken):
-                known = self._tokens.get(each.token.token_id)
-                if known is None or known.revoked_at != each.token.revoked_at:
+            match each:
+                case Save(TokenRecord() as token):
+                    known = self._tokens.get(token.token_id)
+                    if known is None or known.revoked_at != token.revoked_at:
+                        self._barred = None
+                    self._tokens[token.token_id] = token
+                    if token.worker_id is not None:
+                        self._ids_of.setdefault(token.worker_id, set()).add(token.token_id)
+                case Drop(key=(token_id,)):
+                    dropped = self._tokens.pop(token_id, None)
+                    if dropped is not None and dropped.worker_id is not None:
+                        mine = self._ids_of[dropped.worker_id]
+                        mine.discard(token_id)
+                        if not mine:
+                            del self._ids_of[dropped.worker_id]
                     self._barred = None
-                self._tokens[each.token.token_id] = each.token
-                if each.token.worker_id is not None:
-                    self._ids_of.setdefault(each.token.worker_id, set()).add(each.token.token_id)
-            elif isinstance(each, DropToken):
-                dropped = self._tokens.pop(each.token_id, None)
-                if dropped is not None and dropped.worker_id is not None:
-                    mine = self._ids_of[dropped.worker_id]
-                    mine.discard(each.token_id)
-                    if not mine:
-                        del self._ids_of[dropped.worker_id]
-                self._barred = None
         return effects
 
 
@@ -449,8 +447,8 @@ def _is_within(address: str, networks: Iterable[str]) -> bool:
 def _end(record: TokenRecord, successor: TokenRecord, at: float) -> Effect:
     """Return the effect that ends ``record``; one that was never used is dropped."""
     if record.admission and record.begun_at is None and _outlasts(successor, record):
-        return DropToken(record.token_id)
-    return SaveToken(record.model_copy(update={"replaced_at": at}))
+        return Drop(TokenRecord, (record.token_id,))
+    return Save(record.model_copy(update={"replaced_at": at}))
 
 
 def _outlasts(record: TokenRecord, other: TokenRecord) -> bool:

@@ -12,6 +12,7 @@ import json
 import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,6 +53,7 @@ from paceline.data.tokenizer import Tokenizer, open_tokenizer
 from paceline.errors import InvalidInput
 from paceline.schemas import canonical_json, digest_of
 from paceline.storage import ObjectStore, join_url
+from paceline.text import printable
 
 SKIPPED_LISTED = 100
 BATCH_BYTES = 1024 * 1024  # of samples, tokenised at once
@@ -70,15 +72,10 @@ class SkippedSamples:
     _examples: list[str] = field(default_factory=list)
 
     def add(self, one: UnusableSample) -> None:
-        """Add one skipped item."""
         self.count += 1
-        self._examples.append(_printable(f"{one.key[:500]}: {one.reason}")[:500])
+        self._examples.append(printable(f"{one.key[:500]}: {one.reason}")[:500])
         if len(self._examples) > 10 * SKIPPED_LISTED:
             self._examples = list(self.examples)
-
-    def copy(self) -> SkippedSamples:
-        """Return an independent copy."""
-        return SkippedSamples(self.count, list(self._examples))
 
     @property
     def examples(self) -> tuple[str, ...]:
@@ -143,7 +140,6 @@ class SnapshotBuilder:
         return self._lowest[1] if held == {"train"} else self._highest[1]
 
     def record(self, source: str) -> SnapshotRecord:
-        """Return the snapshot's record."""
         settings = self.settings
         order = {split: number for number, split in enumerate(SPLITS)}
         shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written
@@ -351,13 +347,6 @@ def _content(sample: Sample) -> bytes:
     return b"content:" + digest.digest()
 
 
-def _printable(text: str) -> str:
-    """Return untrusted ``text`` as one line of UTF-8 without control characters."""
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
-
-
 def _columns(sample: Sample) -> tuple[Column, ...]:
     return tuple(column_of(name, sample.features[name]) for name in sorted(sample.features))
 
@@ -423,7 +412,7 @@ def build_snapshot(
                 catalog,
                 uploads,
                 scratch,
-                unlisted.copy(),
+                deepcopy(unlisted),
                 moved=moved,
             )
             building.take(read_samples(opened, catalog, store, settings, scratch))

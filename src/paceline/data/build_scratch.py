@@ -51,7 +51,6 @@ class Catalog:
         self._base.execute("INSERT INTO files VALUES (?, ?, ?)", (rank, name, size))
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """Yield each file's name and size, in order."""
         last: tuple[bytes, str] = (b"", "")
         page = "SELECT rank, name, size FROM files WHERE (rank, name) > (?, ?) ORDER BY 1, 2"
         while rows := self._base.execute(f"{page} LIMIT {PAGE}", last).fetchall():

@@ -45,7 +45,6 @@ class ChatTemplate:
 
     @cached_property
     def digest(self) -> str:
-        """Return the SHA-256 of the template's text."""
         return hashlib.sha256(self._template.encode()).hexdigest()
 
     def prompt(self, message: str) -> tuple[list[int], int | None]:

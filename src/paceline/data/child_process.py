@@ -61,7 +61,6 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process's id."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
@@ -120,7 +119,6 @@ class ChildProcess:
 
 
 def how_ended(code: int) -> str:
-    """Return a description of an exit code."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 

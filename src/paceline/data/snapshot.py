@@ -82,7 +82,6 @@ class Shard(_Grown):
 
     @property
     def name(self) -> str:
-        """Return the shard's file name."""
         return f"{self.sha256}.{'jsonl' if self.lengths_sha256 is None else 'safetensors'}"
 
     @property
@@ -92,7 +91,6 @@ class Shard(_Grown):
 
     @property
     def samples(self) -> int:
-        """Return the number of samples."""
         return self.documents
 
     @property
@@ -144,12 +142,10 @@ class Snapshot:
 
     @property
     def purpose(self) -> str:
-        """Return the purpose for which this data may be used."""
         return self.record.purpose
 
     @property
     def project(self) -> str:
-        """Return the project that this data belongs to."""
         return self.record.project
 
     @property
@@ -183,11 +179,9 @@ class Snapshot:
         return self.record.shards
 
     def of_split(self, split: Split) -> tuple[Shard, ...]:
-        """Return the shards of one split, in order."""
         return tuple(each for each in self.record.shards if each.split == split)
 
     def shard_url(self, shard: Shard) -> str:
-        """Return the URL of the shard."""
         return join_url(root_url(self.url), "shards", shard.name)
 
     @property
@@ -205,7 +199,6 @@ def store_at(url: str, store: ObjectStore) -> ObjectStore:
 
 
 def snapshot_url(url: str, digest: str) -> str:
-    """Return the URL of the snapshot with this digest below the data URL."""
     return join_url(url, "snapshots", digest)
 
 

@@ -14,7 +14,7 @@ import sysconfig
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.config import DataSettings
@@ -47,7 +47,6 @@ class Source:
 
     @property
     def is_remote(self) -> bool:
-        """Return whether its files are objects in a bucket."""
         return self.where.startswith("s3://")
 
 
@@ -251,4 +250,4 @@ def join_features(sample: Sample, catalog: Catalog, missing: str) -> Sample | Un
             got=f"{clash[0]!r} of {sample.key!r}",
             do="Rename the column in the feature file.",
         )
-    return sample.with_features(found)
+    return replace(sample, features={**sample.features, **found})

@@ -75,7 +75,6 @@ class Tokenizer:
 
 
 def tokenizer_of(snapshot: Snapshot, store: ObjectStore) -> Tokenizer:
-    """Return the tokenizer that ``snapshot`` was built with."""
     return open_tokenizer(snapshot.tokenizer_url or "bytes", tokenizer_file(snapshot, store))
 
 

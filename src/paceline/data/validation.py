@@ -47,11 +47,9 @@ class ValidationReport:
 
     @property
     def failures(self) -> list[str]:
-        """Return one line for each failed check."""
         return [f"{each['name']}: {each['got']}" for each in self.checks if not each["passed"]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain JSON-able data."""
         return asdict(self)
 
 
@@ -60,21 +58,16 @@ def validate_snapshot(
     store: ObjectStore,
     cache_dir: Path,
     *,
-    purpose: str | None = None,
-    project: str | None = None,
-    max_quarantined_share: float = MAX_QUARANTINED_SHARE,
     expectations: str = "",
 ) -> ValidationReport:
-    """Return the validation report on ``snapshot``.
+    """Return the validation report on ``snapshot``; where it fails its checks, with
+    ``passed=False`` (``require_valid`` raises on it).
 
-    Raises InvalidSnapshot where it is labelled for another ``purpose`` or ``project``; a snapshot
-    that fails its checks returns a report with ``passed=False`` (``require_valid`` raises on it).
     ``expectations``: YAML of one's own, as of ``own_expectations``.
     """
-
     started = time.monotonic()
     own = require_expectations(expectations, snapshot)
-    with ShardCache(snapshot, store, cache_dir, purpose=purpose, project=project) as cache:
+    with ShardCache(snapshot, store, cache_dir) as cache:
         table = read_table(snapshot, cache)
     quarantined = table.quarantined
     bad_bytes = sum(each["bytes"] for each in quarantined)
@@ -82,8 +75,8 @@ def validate_snapshot(
     checks = [
         {
             "name": "share of bytes in quarantine",
-            "passed": bad_share <= max_quarantined_share,
-            "got": f"{bad_share:.1%}, at most {max_quarantined_share:.0%} wanted",
+            "passed": bad_share <= MAX_QUARANTINED_SHARE,
+            "got": f"{bad_share:.1%}, at most {MAX_QUARANTINED_SHARE:.0%} wanted",
             "examples": [each["shard"] for each in quarantined[:EXAMPLES]],
         }
     ]
@@ -182,11 +175,8 @@ def _expectations(table: Table, snapshot: Snapshot, own: dict[str, Any]) -> list
         expectation.meta = {"check": name}
     context = gx.get_context(mode="ephemeral")
     context.variables.progress_bars = {"globally": False, "metric_calculations": False}
-    batch = (
-        context.data_sources.add_pandas("snapshot")
-        .add_dataframe_asset("documents")
-        .add_batch_definition_whole_dataframe("all")
-    )
+    asset = context.data_sources.add_pandas("snapshot").add_dataframe_asset("documents")
+    batch = asset.add_batch_definition_whole_dataframe("all")
     suite = gx.ExpectationSuite(name="snapshot", expectations=[*wanted.values()])
     definition = gx.ValidationDefinition(
         name="snapshot", data=batch, suite=context.suites.add(suite)
@@ -278,7 +268,6 @@ class ColumnStatistics:
         self._total, self._count = 0.0, 0
 
     def add(self, array: Array) -> None:
-        """Add one sample's array."""
         length = len(array) if array.ndim else 1
         self.shortest = length if not self.samples else min(self.shortest, length)
         self.longest = max(self.longest, length)

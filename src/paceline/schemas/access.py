@@ -14,7 +14,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
-from paceline.schemas.base import Name, Record, Sha256, Text
+from paceline.schemas.base import Name, Record, Sha256, Text, is_empty, is_none
 from paceline.schemas.events import Event
 
 Pem = Annotated[str, StringConstraints(min_length=1, max_length=16_384)]
@@ -24,21 +24,8 @@ RULE_ID = r"^dp-[0-9a-f]{12}$"
 Team = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 
 
-def _is_none(value: object) -> bool:
-    """Return whether a field is left out: the release before does not take it."""
-    return value is None
-
-
-def _is_empty(value: tuple[str, ...]) -> bool:
-    return not value
-
-
-def _cidr(text: str) -> str:
-    return str(ip_network(text))
-
-
 # An IPv4 or IPv6 network as CIDR; an address alone is the network of that address.
-Cidr = Annotated[str, Field(max_length=64), AfterValidator(_cidr)]
+Cidr = Annotated[str, Field(max_length=64), AfterValidator(lambda text: str(ip_network(text)))]
 Networks = Annotated[tuple[Cidr, ...], Field(max_length=32)]
 
 
@@ -82,7 +69,7 @@ class TokenRecord(Record):
     scopes: tuple[Scope, ...] = Field(min_length=1, max_length=8)
     sha256: Sha256
     worker_id: Name | None = None  # bound to this worker
-    team: str | None = Field(default=None, exclude_if=_is_none)  # its jobs are this team's
+    team: str | None = Field(default=None, exclude_if=is_none)  # its jobs are this team's
     created_at: float
     expires_at: float | None = None
     revoked_at: float | None = None
@@ -95,12 +82,12 @@ class TokenRecord(Record):
     begun_at: float | None = None
     replaced_at: float | None = None
     # The authorities that came with it (``rotation.trusted_set``); None before any was replaced.
-    authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
+    authority: Sha256 | None = Field(default=None, exclude_if=is_none)
     # Of a group join token: how many nodes may join with it, and how many have.
-    nodes: int | None = Field(default=None, exclude_if=_is_none)
-    joined: int | None = Field(default=None, exclude_if=_is_none)
+    nodes: int | None = Field(default=None, exclude_if=is_none)
+    joined: int | None = Field(default=None, exclude_if=is_none)
     # Of a join token: the networks that it is accepted from; (): from any.
-    networks: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
+    networks: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
 
 
 class TokenView(Record):
@@ -116,11 +103,11 @@ class TokenView(Record):
     revoked_at: float | None = None  # or replaced by its successor
     used_at: float | None = None
     last_used_at: float | None = None
-    authority: Sha256 | None = Field(default=None, exclude_if=_is_none)
-    team: str | None = Field(default=None, exclude_if=_is_none)
-    nodes: int | None = Field(default=None, exclude_if=_is_none)  # that may join with it
-    joined: int | None = Field(default=None, exclude_if=_is_none)  # that have joined with it
-    networks: tuple[str, ...] = Field(default=(), exclude_if=_is_empty)
+    authority: Sha256 | None = Field(default=None, exclude_if=is_none)
+    team: str | None = Field(default=None, exclude_if=is_none)
+    nodes: int | None = Field(default=None, exclude_if=is_none)  # that may join with it
+    joined: int | None = Field(default=None, exclude_if=is_none)  # that have joined with it
+    networks: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
 
     @classmethod
     def of(cls, record: TokenRecord, last_used_at: float | None = None) -> TokenView:
@@ -151,11 +138,11 @@ class CreateJoinToken(Record):
     with names that no worker has yet.
     """
 
-    worker_id: Name | None = Field(default=None, exclude_if=_is_none)
-    nodes: int | None = Field(default=None, ge=1, le=10_000, exclude_if=_is_none)
+    worker_id: Name | None = Field(default=None, exclude_if=is_none)
+    nodes: int | None = Field(default=None, ge=1, le=10_000, exclude_if=is_none)
     ttl_seconds: float = Field(default=3600, gt=0, le=7 * 86_400)
     # The networks that callers' connections must come from; (): any.
-    networks: Networks = Field(default=(), exclude_if=_is_empty)
+    networks: Networks = Field(default=(), exclude_if=is_empty)
 
     @model_validator(mode="after")
     def _is_for_one_or_many(self) -> Self:
@@ -210,7 +197,6 @@ class PurposeRule(Record):
     revoked_by: str = ""
 
     def is_in_force(self, now: float) -> bool:
-        """Return whether it still allows something."""
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
@@ -240,10 +226,8 @@ class WorkerIdentity(Record):
     rest_ca: Pem | None = None  # CA of the REST port; None: plain, or the system's CAs
     # While the authority is replaced: the one that is trusted beside ``ca``, and the signatures
     # (hex) of each over the other: over ``ca``, over ``other_ca``.
-    other_ca: Pem | None = Field(default=None, exclude_if=_is_none)
-    endorsements: tuple[str, ...] = Field(
-        default=(), max_length=2, exclude_if=lambda value: not value
-    )
+    other_ca: Pem | None = Field(default=None, exclude_if=is_none)
+    endorsements: tuple[str, ...] = Field(default=(), max_length=2, exclude_if=is_empty)
     certificate_expires_at: float
     token: str  # of scope worker, bound to worker_id
     token_expires_at: float

@@ -42,6 +42,16 @@ Count = Annotated[int, Field(ge=0, le=COUNT_MAX)]
 Text = Annotated[str, AfterValidator(printable)]
 
 
+def is_none(value: object) -> bool:
+    """Return whether to leave a field out: older versions do not take it, and digests cover it."""
+    return value is None
+
+
+def is_empty(value: object) -> bool:
+    """As ``is_none``, of a field that may be empty."""
+    return not value
+
+
 def require_no_password(text: str) -> str:
     """Return ``text``; raises ValueError where it is a URL with a password."""
     if has_password(text):  # it would be kept, and shown
@@ -142,7 +152,6 @@ LEADER_HEADER = "Paceline-Leader"  # the leader's URL; absent while there is non
 
 
 def is_run_id(given: str) -> bool:
-    """Return whether ``given`` has the form of a run id."""
     return re.fullmatch(RUN_ID, given) is not None
 
 

@@ -12,7 +12,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from paceline.schemas.base import COUNT_MAX, Count, ModelId, Name, Record, Text, require_no_password
+from paceline.schemas.base import (
+    COUNT_MAX,
+    Count,
+    ModelId,
+    Name,
+    Record,
+    Text,
+    is_empty,
+    require_no_password,
+)
 from paceline.schemas.events import Event
 from paceline.schemas.plan import Labels, Topology
 from paceline.schemas.records import (
@@ -139,7 +148,6 @@ class SwitchView(Record):
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        """Return the workers that have yet to switch."""
         return tuple(x.worker_id for x in self.workers if x.state not in ("switched", "other"))
 
 
@@ -248,7 +256,7 @@ class HeartbeatAnswer(Record):
     barred: tuple[Name, ...] = Field(default=(), max_length=1000)
     # The worker's identity was issued before the authorities changed: renew it now. Left out where
     # false, because agents of the release before do not take it.
-    renew: bool = Field(default=False, exclude_if=lambda value: not value)
+    renew: bool = Field(default=False, exclude_if=is_empty)
 
 
 class WorkerList(Record):

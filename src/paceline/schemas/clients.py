@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of
+from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of, is_none
 from paceline.schemas.records import Deployment, Worker
 from paceline.schemas.training import Approval, Evidence
 
@@ -64,7 +64,6 @@ FlowName = Literal[
 
 
 def flow_result_key(flow_run_id: str) -> str:
-    """Return the ledger's input digest of this flow run's result."""
     return digest_of({"flow_run": flow_run_id})
 
 
@@ -78,7 +77,7 @@ class InstallationView(Record):
     has_flows: bool  # whether flows can be started here
     token_name: str
     token_scopes: tuple[str, ...]
-    token_team: str | None = Field(default=None, exclude_if=lambda value: value is None)
+    token_team: str | None = Field(default=None, exclude_if=is_none)
     token_expires_at: float | None = None
 
 

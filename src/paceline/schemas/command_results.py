@@ -346,9 +346,7 @@ class InstallationStatus(Record):
     ready: bool = False
     pid: int = 0  # of the supervisor
     started_at: float = 0.0  # seconds since the Unix epoch
-    ready_s: float | None = (
-        None  # from the start of the supervisor until all blocking services were ready
-    )
+    ready_s: float | None = None  # from the supervisor's start until all blocking services ran
     services: tuple[ServiceStatus, ...] = ()
     rss_bytes: int = 0
     problem: Text = ""

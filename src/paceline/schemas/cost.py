@@ -59,7 +59,6 @@ class TrainingUsage(Record):
 
     @classmethod
     def of(cls, result: TrainResult) -> TrainingUsage:
-        """Return what ``result``'s training used."""
         ledger = result.ledger
         return cls(
             job_id=result.job_id,

@@ -24,6 +24,8 @@ from paceline.schemas.base import (
     Url,
     canonical_json,
     digest_of,
+    is_empty,
+    is_none,
 )
 from paceline.schemas.cost import CostEstimate
 
@@ -59,17 +61,14 @@ class JobState(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Return whether it never changes any more."""
         return self in {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 
     @property
     def waits(self) -> bool:
-        """Return whether the job waits for admission."""
         return self in {JobState.QUEUED, JobState.PREEMPTED, JobState.RECOVERING}
 
     @property
     def holds_hosts(self) -> bool:
-        """Return whether hosts are reserved for the job."""
         return self in {
             JobState.ADMITTED,
             JobState.STARTING,
@@ -87,9 +86,7 @@ class Resources(Record):
     accelerator: Text = Field(default="", max_length=100)  # "a100": a kind, or a part of its name
     memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
     capacity: Literal["", "on-demand", "spot"] = ""  # "": any
-    within: Literal["host", "domain", "rack", "zone", "fleet"] = (
-        "fleet"  # of which it may not leave
-    )
+    within: Literal["host", "domain", "rack", "zone", "fleet"] = "fleet"  # which it may not leave
 
 
 class SubmitJob(Record):
@@ -118,15 +115,15 @@ class SubmitJob(Record):
     team: Team | Literal[""] = ""  # "": the token's, else "default"
     project: Text = Field(default="", max_length=100)
     # what the data are used for; "": the profile's data.purpose
-    purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
+    purpose: Name | Literal[""] = Field(default="", exclude_if=is_empty)
     priority: int = Field(default=0, ge=-100, le=100)  # higher first
-    budget: Budget | None = Field(default=None, exclude_if=lambda value: not value)
+    budget: Budget | None = Field(default=None, exclude_if=is_empty)
     # the snapshot on whose held-out split the result is judged; "": it is not judged
     evaluate_on: Url = Field(
         default="",
         max_length=2000,
         validation_alias=AliasChoices("evaluate_on", "evaluateOn"),
-        exclude_if=lambda value: not value,
+        exclude_if=is_empty,
     )
     # the run id of the sweep whose trial it is: its run in MLflow is below the sweep's
     sweep: Annotated[str, StringConstraints(pattern=f"{RUN_ID}|^$")] = ""
@@ -141,10 +138,9 @@ class SubmitJob(Record):
     def settings(self) -> dict[str, object]:
         """Return the settings of this training by their keys in a profile."""
         made = dict(self.parameters)
-        if self.resources.ranks:
-            made["training.ranks"] = self.resources.ranks
-        if self.resources.ranks_per_node:
-            made["training.ranks_per_node"] = self.resources.ranks_per_node
+        for name in ("ranks", "ranks_per_node"):
+            if wanted := getattr(self.resources, name):
+                made[f"training.{name}"] = wanted
         if self.seed is not None:
             made["training.seed"] = self.seed
         policy = self.checkpoint_policy
@@ -196,7 +192,7 @@ class JobReport(Record):
     training_id: Annotated[str, StringConstraints(max_length=128)] = ""  # job-…
     training_digest: Sha256 | None = None  # of its result as recorded
     # of its evaluation as recorded, which a promotion asks for
-    report_digest: Sha256 | None = Field(default=None, exclude_if=lambda value: value is None)
+    report_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
     attempt: int = Field(default=0, ge=0)
     step: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)

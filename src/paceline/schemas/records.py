@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field
 
-from paceline.schemas.base import Count, ModelId, Name, Record, Sha256, Text, digest_of
+from paceline.schemas.base import Count, ModelId, Name, Record, Sha256, Text, digest_of, is_empty
 from paceline.schemas.plan import Labels, Topology
 
 
@@ -26,7 +26,6 @@ class DeploymentStatus(StrEnum):
 
     @property
     def is_final(self) -> bool:
-        """Return whether the status is final."""
         return self in (type(self).COMPLETE, type(self).FAILED, type(self).CANCELLED)
 
 
@@ -162,7 +161,7 @@ class Worker(Record):
     process: Text = ""  # random id of its process; "": use pid and address
     findings: Findings = ()
     inventory: Inventory | None = None  # None: an agent that does not report it
-    version: Text = Field(default="", exclude_if=lambda value: not value)  # of Paceline there
+    version: Text = Field(default="", exclude_if=is_empty)  # of Paceline there
 
 
 class StageRecord(Record):

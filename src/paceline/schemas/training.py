@@ -7,17 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from paceline.config import DataSettings, EvaluationSettings, TrainingSettings
-from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of
-
-
-def _unset(value: object) -> bool:
-    """Return whether to omit the field, so that an older record keeps its bytes and digest."""
-    return value is None
-
-
-def _empty(value: object) -> bool:
-    """As ``_unset``, for a field that may be empty."""
-    return not value
+from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of, is_empty, is_none
 
 
 class TaskSize(Record):
@@ -50,14 +40,14 @@ class TrainJob(Record):
     snapshot_digest: Sha256
     purpose: str
     # the label of the snapshot, where the table of purposes allows another one; None: the purpose
-    data_label: str | None = Field(default=None, exclude_if=_unset)
+    data_label: str | None = Field(default=None, exclude_if=is_none)
     checkpoint_url: str  # s3://bucket/prefix of this job's generations
     settings: TrainingSettings
     labels: Literal["true", "shuffled"] = "true"  # "shuffled" is the control that must not pass
     deterministic: bool = True  # where the settings leave it open, on a CPU
     data: DataSettings = DataSettings()  # how samples become batches
     task: TaskSize | None = None  # of a ``code_ref`` without a base model
-    continues: Continued | None = Field(default=None, exclude_if=_unset)
+    continues: Continued | None = Field(default=None, exclude_if=is_none)
     data_readers: int = Field(default=1, ge=1)  # `data.columns` at the job's start
     skip_batches: tuple[int, ...] = ()  # global batches to skip, because they spoiled training
     failures: int = 0  # of this job before the attempt
@@ -103,9 +93,7 @@ class TimeLedger(Record):
     restart_s: float  # from then to the next step
     finish_s: float  # from the last step to the stored result
     wall_s: float
-    goodput: (
-        float  # productive, as a share of the time from the first step's start to the last's end
-    )
+    goodput: float  # productive, as a share of the time from the first step to the last's end
 
 
 class Failures(Record):
@@ -152,21 +140,21 @@ class TrainResult(Record):
     ledger: TimeLedger | None = None
     failures: Failures = Failures()
     # why it ended before its steps; None where it did not
-    stopped_early: str | None = Field(default=None, exclude_if=_unset)
+    stopped_early: str | None = Field(default=None, exclude_if=is_none)
     # of the average of the weights that was exported; None: the weights of the last step
-    ema_decay: float | None = Field(default=None, exclude_if=_unset)
+    ema_decay: float | None = Field(default=None, exclude_if=is_none)
     # False: by a GPU's faster kernels, whose bits differ from run to run
-    deterministic: bool | None = Field(default=None, exclude_if=_unset)
+    deterministic: bool | None = Field(default=None, exclude_if=is_none)
     # inputs of the training; None in a result of an older version
-    snapshot_url: str | None = Field(default=None, exclude_if=_unset)
-    snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
-    base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
-    purpose: str | None = Field(default=None, exclude_if=_unset)
-    continues: Name | None = Field(default=None, exclude_if=_unset)  # the job that it went on from
+    snapshot_url: str | None = Field(default=None, exclude_if=is_none)
+    snapshot_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    base_manifest_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    purpose: str | None = Field(default=None, exclude_if=is_none)
+    continues: Name | None = Field(default=None, exclude_if=is_none)  # the job that it went on from
     # of the nodes that the job held, by kind; "cpu" counts nodes without. Empty: not recorded
-    accelerators: dict[str, int] = Field(default={}, exclude_if=_empty)
-    tokens_per_step: float | None = Field(default=None, exclude_if=_unset)  # of the last attempt
-    epoch_tokens: int | None = Field(default=None, exclude_if=_unset)  # of the training split
+    accelerators: dict[str, int] = Field(default={}, exclude_if=is_empty)
+    tokens_per_step: float | None = Field(default=None, exclude_if=is_none)  # of the last attempt
+    epoch_tokens: int | None = Field(default=None, exclude_if=is_none)  # of the training split
 
     @property
     def passed_over(self) -> str:
@@ -192,7 +180,7 @@ class Trained(TrainResult):
     """A training result and the digest under which the installation recorded it."""
 
     status: Literal["complete"] = "complete"
-    training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    training_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
 
 
 class TrainingData(Record):
@@ -217,7 +205,6 @@ class RecordedScore(Record):
 
     @property
     def key(self) -> str:
-        """Return the digest of what the figures follow from."""
         return score_key(self.subject, self.snapshot_digest, self.held_out_bytes, self.scorer)
 
 
@@ -272,9 +259,9 @@ class Serving(Record):
 class _Compared(Record):
     """Paired differences of this figure to the named models': this one minus the other."""
 
-    difference_to: dict[str, Interval] = Field(default={}, exclude_if=_empty)
+    difference_to: dict[str, Interval] = Field(default={}, exclude_if=is_empty)
     # its name in reports of older versions, kept as it was: digests cover it
-    gain_over: dict[str, Interval] | None = Field(default=None, exclude_if=_unset)
+    gain_over: dict[str, Interval] | None = Field(default=None, exclude_if=is_none)
 
     @property
     def differences(self) -> dict[str, Interval]:
@@ -296,13 +283,13 @@ class ModelScore(_Compared):
     model_bytes: int | None = None
     tokens: int | None = None  # of the model's own tokenizer, in the text that was scored
     # Of these tokens; they do not compare with those of another tokenizer.
-    perplexity: float | None = Field(default=None, exclude_if=_unset)
-    token_accuracy: float | None = Field(default=None, exclude_if=_unset)  # most likely = right
+    perplexity: float | None = Field(default=None, exclude_if=is_none)
+    token_accuracy: float | None = Field(default=None, exclude_if=is_none)  # most likely = right
     # mean distance of how sure the model is of its most likely token to how often that is right
-    calibration_error: float | None = Field(default=None, exclude_if=_unset)
-    parameters: int | None = Field(default=None, exclude_if=_unset)
-    context: int | None = Field(default=None, exclude_if=_unset)  # positions it was made for
-    serving: Serving | None = Field(default=None, exclude_if=_unset)
+    calibration_error: float | None = Field(default=None, exclude_if=is_none)
+    parameters: int | None = Field(default=None, exclude_if=is_none)
+    context: int | None = Field(default=None, exclude_if=is_none)  # positions it was made for
+    serving: Serving | None = Field(default=None, exclude_if=is_none)
 
 
 class TaskScore(_Compared):
@@ -325,8 +312,8 @@ class Overlap(Record):
     found: int  # held-out documents with a copy in the training split
     examples: tuple[str, ...] = ()  # "held-out key = training key"
     # None in the report of an older version; copies count here, too
-    overlapping: int | None = Field(default=None, exclude_if=_unset)
-    overlapping_examples: tuple[str, ...] = Field(default=(), exclude_if=lambda value: not value)
+    overlapping: int | None = Field(default=None, exclude_if=is_none)
+    overlapping_examples: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
 
 
 class EvaluationReport(Record):
@@ -339,10 +326,10 @@ class EvaluationReport(Record):
     slices: tuple[dict[str, object], ...] = ()
     failures: dict[str, str] = {}  # model without a score → reason
     seconds: float
-    tasks: tuple[TaskScore, ...] = Field(default=(), exclude_if=_empty)
-    tasks_digest: str = Field(default="", exclude_if=_empty)  # of their manifest
-    of_assistants: bool = Field(default=False, exclude_if=_empty)  # of conversations, their text
-    overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=_unset)
+    tasks: tuple[TaskScore, ...] = Field(default=(), exclude_if=is_empty)
+    tasks_digest: str = Field(default="", exclude_if=is_empty)  # of their manifest
+    of_assistants: bool = Field(default=False, exclude_if=is_empty)  # of conversations, their text
+    overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=is_none)
 
     def score(self, name: str) -> ModelScore | None:
         """Return the score of the model ``name``, or None if it was not evaluated."""
@@ -381,11 +368,10 @@ class GateDecision(Record):
     passed: bool
     checks: tuple[GateCheck, ...]
     # of the policy; None in the evidence of an older version
-    policy_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
+    policy_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
 
     @property
     def reasons(self) -> list[str]:
-        """Return one line for each failed check."""
         return [
             f"{each.name}: got {each.got}, wanted {each.wanted}"
             for each in self.checks
@@ -425,10 +411,10 @@ class Evidence(Record):
     gate: GateDecision
     approver: str | None = None
     # None in the evidence of an older version
-    report_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
-    training_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
-    training_snapshot_url: str | None = Field(default=None, exclude_if=_unset)
-    training_snapshot_digest: Sha256 | None = Field(default=None, exclude_if=_unset)
-    approval: Approval | None = Field(default=None, exclude_if=_unset)  # ``approver`` is of it
+    report_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    training_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    training_snapshot_url: str | None = Field(default=None, exclude_if=is_none)
+    training_snapshot_digest: Sha256 | None = Field(default=None, exclude_if=is_none)
+    approval: Approval | None = Field(default=None, exclude_if=is_none)  # ``approver`` is of it
     # who accepted the bad data that the training passed over, and in which job
-    reviewed: tuple[str, ...] = Field(default=(), exclude_if=_empty)
+    reviewed: tuple[str, ...] = Field(default=(), exclude_if=is_empty)

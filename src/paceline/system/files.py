@@ -56,7 +56,6 @@ def create_durably(path: Path, content: bytes, mode: int = PRIVATE) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the directory entries in ``path`` durable."""
     _sync(path, os.O_DIRECTORY)
 
 

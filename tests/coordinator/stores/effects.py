@@ -6,19 +6,16 @@ import hashlib
 import random
 
 from paceline.coordinator.state import (
+    Drop,
     DropDeployment,
-    DropToken,
-    DropWorker,
     EmitEvent,
     LoadedDeployment,
     LoadedState,
     PersistedState,
+    Save,
     SaveDeployment,
     SaveIdempotencyKey,
     SavePlan,
-    SaveReceipt,
-    SaveToken,
-    SaveWorker,
 )
 from paceline.manifest import Chunk, FileEntry, Manifest
 from paceline.schemas import (
@@ -42,8 +39,8 @@ from paceline.schemas import (
 DIGEST = "0" * 64
 
 
-def worker(name: str, incarnation: int = 1) -> SaveWorker:
-    return SaveWorker(
+def worker(name: str, incarnation: int = 1) -> Save:
+    return Save(
         Worker(
             worker_id=name,
             hostname="h",
@@ -116,9 +113,9 @@ def plan(name: str, epoch: int) -> SavePlan:
     )
 
 
-def receipt(name: str, worker_id: str, seconds: float = 1.0) -> SaveReceipt:
+def receipt(name: str, worker_id: str, seconds: float = 1.0) -> Save:
     counts = ("total", "received", "origin", "reused", "refetched", "sent")
-    return SaveReceipt(
+    return Save(
         Receipt(
             deployment_id=name,
             worker_id=worker_id,
@@ -154,7 +151,7 @@ def job(name: str, ranks: int) -> TrainingJob:
     )
 
 
-def token(name: str, at: float = 1.0) -> SaveToken:
+def token(name: str, at: float = 1.0) -> Save:
     record = TokenRecord(
         token_id=name,
         name=name,
@@ -169,7 +166,7 @@ def token(name: str, at: float = 1.0) -> SaveToken:
         joined=1,
         networks=("10.0.0.0/8",),
     )
-    return SaveToken(record)
+    return Save(record)
 
 
 def told(number: int = 0, **more) -> EmitEvent:
@@ -206,16 +203,14 @@ def expected(effects: list[object]) -> LoadedState:
                     made[record.deployment_id] = each
             case SavePlan(one):
                 plans.setdefault(one.deployment_id, {})[one.epoch] = one
-            case SaveReceipt(one):
+            case Save(Receipt() as one):
                 receipts.setdefault(one.deployment_id, {})[one.worker_id] = one
-            case SaveWorker(one):
+            case Save(Worker() as one):
                 workers[one.worker_id] = one
-            case DropWorker(name):
-                workers.pop(name, None)
-            case SaveToken(one):
+            case Save(TokenRecord() as one):
                 tokens[one.token_id] = one
-            case DropToken(name):
-                tokens.pop(name, None)
+            case Drop(kind, (name,)):
+                {Worker: workers, TokenRecord: tokens}[kind].pop(name, None)
             case SaveIdempotencyKey(key):
                 keys[key] = each
             case DropDeployment(name):

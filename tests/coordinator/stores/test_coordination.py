@@ -12,18 +12,15 @@ import pytest
 
 from paceline.coordinator.state import (
     Answer,
+    Drop,
     DropDeployment,
-    DropJob,
-    DropToken,
-    DropWorker,
     EmitEvent,
+    Save,
     SaveIdempotencyKey,
-    SaveJob,
-    SaveStage,
 )
 from paceline.coordinator.stores import RECENT_EVENTS
 from paceline.errors import ServiceUnavailable, StaleEpoch
-from paceline.schemas import EventName, JobState, Success
+from paceline.schemas import EventName, JobState, Success, TokenRecord, TrainingJob, Worker
 from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import (
     DIGEST,
@@ -53,10 +50,10 @@ def test_everything_that_was_kept_is_read_back_equal(coordination):
         worker("w0", incarnation=2),
         token("t0"),
         token("t1"),
-        DropToken("t0"),
+        Drop(TokenRecord, ("t0",)),
         worker("w2"),
         worker("w22"),
-        DropWorker("w2"),
+        Drop(Worker, ("w2",)),
         deployment("d1", new=False, epoch=6),
         Answer(Success()),
     ]
@@ -96,7 +93,7 @@ def test_changes_of_one_commit_hold_in_their_order(coordination):
         deployment("d0", "v2"),
         plan("d0", 1),
         token("t0"),
-        DropToken("t0"),
+        Drop(TokenRecord, ("t0",)),
         token("t0", at=7.0),
     ]
     store.commit(term, effects)
@@ -156,7 +153,7 @@ def test_a_former_leader_writes_nothing_any_more(coordination):
     assert new_term.epoch > old_term.epoch
     for write in (
         lambda: old.commit(old_term, [worker("w1"), told(2)]),
-        lambda: old.commit(old_term, [SaveStage(stage("fetch")), told(2)]),
+        lambda: old.commit(old_term, [Save(stage("fetch")), told(2)]),
         lambda: old.trim_events(old_term, 1),
         lambda: old.continue_numbering(old_term, 1_000),
     ):
@@ -214,8 +211,8 @@ def test_a_large_manifest_is_kept_whole(coordination):
 def test_the_ledger_keeps_the_newest_record(coordination):
     store, term = coordination.led()
     assert store.stage("fetch", DIGEST) is None
-    store.commit(term, [SaveStage(stage("fetch")), told(1)])
-    events = store.commit(term, [SaveStage(stage("fetch", seconds=2.0)), told(2)])
+    store.commit(term, [Save(stage("fetch")), told(1)])
+    events = store.commit(term, [Save(stage("fetch", seconds=2.0)), told(2)])
     assert [each.seq for each in events] == [2]
     assert coordination.open().stage("fetch", DIGEST) == stage("fetch", seconds=2.0)
 
@@ -224,13 +221,13 @@ def test_jobs_of_any_size_are_kept_until_they_are_dropped(coordination):
     store, term = coordination.led()
     small, large = job("tj-" + "0" * 12, ranks=1), job("tj-" + "1" * 12, ranks=4096)
     assert len(large.model_dump_json()) > 300_000
-    store.commit(term, [SaveJob(small), SaveJob(large), told(1)])
+    store.commit(term, [Save(small), Save(large), told(1)])
     moved = small.model_copy(update={"state": JobState.CANCELLED})
-    store.commit(term, [SaveJob(moved), told(2)])
+    store.commit(term, [Save(moved), told(2)])
     again = coordination.open()
     assert list(again.jobs()) == [moved, large]
     assert again.load(0.0) == expected([]), "the state machine does not read them"
-    store.commit(term, [DropJob(large.job_id)])
+    store.commit(term, [Drop(TrainingJob, (large.job_id,))])
     assert list(coordination.open().jobs()) == [moved]
 
 
@@ -258,10 +255,10 @@ def test_too_many_unshipped_events_block_new_ones_until_some_ship(coordination, 
     with pytest.raises(ServiceUnavailable, match="audit store"):
         store.commit(term, [worker("w0"), told(1)])
     with pytest.raises(ServiceUnavailable):
-        store.commit(term, [SaveStage(stage("fetch")), told(1)])
+        store.commit(term, [Save(stage("fetch")), told(1)])
     assert store.load(0.0) == expected([])
     with pytest.raises(ServiceUnavailable, match="audit store"):
-        store.commit(term, [SaveStage(stage("fetch")), told(1)])
+        store.commit(term, [Save(stage("fetch")), told(1)])
     store.load(0.0)
     store.trim_events(term, 500)
     assert [e.seq for e in store.commit(term, [told(1)])] == [2_001]

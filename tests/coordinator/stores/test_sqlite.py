@@ -12,12 +12,10 @@ import pytest
 
 from paceline.coordinator.state import (
     DropDeployment,
+    Save,
     SaveDeployment,
     SaveIdempotencyKey,
     SavePlan,
-    SaveReceipt,
-    SaveToken,
-    SaveWorker,
 )
 from paceline.coordinator.stores import (
     Candidate,
@@ -27,6 +25,7 @@ from paceline.coordinator.stores import (
     boot_id,
 )
 from paceline.errors import ServiceUnavailable
+from paceline.schemas import Receipt, TokenRecord, Worker
 from tests.coordinator.stores.effects import (
     DIGEST,
     deployment,
@@ -142,12 +141,12 @@ def old_rows(effects):
             case SavePlan(one):
                 text = one.model_dump_json()
                 yield "plans", (one.deployment_id, one.epoch, 41, text)
-            case SaveReceipt(one):
+            case Save(Receipt() as one):
                 text = one.model_dump_json()
                 yield "receipts", (one.deployment_id, one.worker_id, 41, text)
-            case SaveWorker(one):
+            case Save(Worker() as one):
                 yield "workers", (one.worker_id, 41, one.model_dump_json())
-            case SaveToken(one):
+            case Save(TokenRecord() as one):
                 yield "tokens", (one.token_id, 41, one.model_dump_json())
             case SaveIdempotencyKey(key, digest, name):
                 yield "idempotency_keys", (key, digest, name, 41)

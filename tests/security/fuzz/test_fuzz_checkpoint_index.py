@@ -98,7 +98,7 @@ def read(marker: bytes, raw: bytes) -> Index:
         return generations.index_of(STEP, generations.commit_of(STEP))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_a_changed_index_is_read_or_refused(data: st.DataObject) -> None:
     document = json.loads(canonical_json(index()))
@@ -111,7 +111,7 @@ def test_a_changed_index_is_read_or_refused(data: st.DataObject) -> None:
             assert volume == torch.Size(tensor.shape).numel()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_a_changed_marker_is_read_or_refused(data: st.DataObject) -> None:
     raw = canonical_json(index())
@@ -123,7 +123,7 @@ def test_a_changed_marker_is_read_or_refused(data: st.DataObject) -> None:
         read(json.dumps(document, sort_keys=True, separators=(",", ":")).encode(), raw)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=15)
 @given(
     st.binary(max_size=60) | st.text(max_size=60).map(str.encode),
     st.binary(min_size=1, max_size=60),

@@ -52,7 +52,7 @@ frames = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.one_of(st.binary(max_size=200), frames))
 def test_a_decoder_returns_bounded_numbers_or_an_invalid_frame(raw: bytes) -> None:
     with contextlib.suppress(InvalidFrame):
@@ -110,7 +110,7 @@ def end_of(sock: socket.socket) -> bytes:
     return said
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(frames, max_size=12))
 def test_whatever_a_peer_says_its_stream_ends_by_name(
     pair: Pair, defects: list[str], said: list[bytes]
@@ -126,7 +126,7 @@ def test_whatever_a_peer_says_its_stream_ends_by_name(
         assert b"peer port" in end or b"frame" in end or b"request" in end
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(frames, min_size=1, max_size=4))
 def test_whatever_a_stranger_says_it_is_turned_away(
     pair: Pair, defects: list[str], said: list[bytes]
@@ -170,7 +170,7 @@ def hostile(listener: socket.socket, said: list[bytes]) -> None:
             pass
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(answers, max_size=12))
 def test_whatever_a_source_says_its_stream_just_ends(
     pair: Pair, defects: list[str], said: list[bytes]

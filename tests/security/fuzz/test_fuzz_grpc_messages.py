@@ -76,7 +76,7 @@ noise = st.one_of(st.binary(max_size=60), st.lists(fields, max_size=90).map(b"".
 
 
 @pytest.mark.parametrize("decode", [decode_request, decode_data])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(raw=st.one_of(noise, requests, answers))
 def test_a_decoder_returns_or_raises_an_invalid_frame(
     decode: Callable[[bytes], Any], raw: bytes
@@ -178,7 +178,7 @@ def ended(channel: grpc.Channel, pair: Pair, said: list[bytes], *, greets: bool)
     return None
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.one_of(requests, noise), max_size=8))
 def test_whatever_a_peer_says_its_stream_ends_by_name(
     channel: grpc.Channel, pair: Pair, defects: list[str], said: list[bytes]
@@ -187,7 +187,7 @@ def test_whatever_a_peer_says_its_stream_ends_by_name(
     assert not defects
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.one_of(requests, noise), min_size=1, max_size=4))
 def test_whatever_a_stranger_says_it_is_turned_away(
     channel: grpc.Channel, pair: Pair, defects: list[str], said: list[bytes]
@@ -239,7 +239,7 @@ def source(pair: Pair) -> Iterator[Source]:
     made.server.stop(None).wait(5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.one_of(answers, noise), max_size=8))
 def test_whatever_a_source_says_its_stream_just_ends(
     pair: Pair, source: Source, defects: list[str], said: list[bytes]

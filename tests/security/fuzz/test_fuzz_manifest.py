@@ -38,13 +38,13 @@ def read(raw: bytes) -> None:
         assert parse_manifest(manifest.to_bytes()) == manifest
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.binary(max_size=300) | st.lists(st.sampled_from(TOKENS), max_size=80).map(b"".join))
 def test_any_bytes(raw: bytes) -> None:
     read(raw)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.integers(0, len(VALID)), st.integers(0, 40), st.lists(st.sampled_from(TOKENS), max_size=6)
 )
@@ -52,7 +52,7 @@ def test_a_manifest_with_a_part_replaced(at: int, length: int, tokens: list[byte
     read(VALID[:at] + b"".join(tokens) + VALID[at + length :])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.data())
 def test_a_sealed_manifest_with_a_value_replaced(data: st.DataObject) -> None:
     body: Any = json.loads(VALID)

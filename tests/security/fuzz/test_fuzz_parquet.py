@@ -38,7 +38,7 @@ FILES = [
     valid(compression="none", use_dictionary=False),
 ]
 few = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

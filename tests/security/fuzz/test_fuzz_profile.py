@@ -24,7 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("profiles") / "p.toml"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(text=texts)
 def test_any_file(place: Path, text: str) -> None:
     place.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -32,7 +32,7 @@ def test_any_file(place: Path, text: str) -> None:
         load_profile(str(place))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(key=st.sampled_from(KEYS) | texts, value=texts)
 def test_any_override(key: str, value: str) -> None:
     with contextlib.suppress(InvalidProfile):

@@ -57,7 +57,7 @@ def check(url: str, runtime: Runtime) -> None:
         assert Path(source).is_relative_to(runtime.state_dir.resolve())
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(url=urls)
 @example(url="s3://own/../theirs")
 @example(url="s3://shared/teams/x")
@@ -67,13 +67,13 @@ def test_any_text(runtime: Runtime, url: str) -> None:
     check(url, runtime)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(rest=urls | st.sampled_from(["link/passwd", "loop/x", "../../etc", "\ud800"]))
 def test_any_path_below_the_state_directory(runtime: Runtime, rest: str) -> None:
     check(f"{runtime.state_dir}/{rest}", runtime)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(url=urls)
 def test_any_url_of_a_store_is_parsed_or_bad_input(url: str) -> None:
     for parse in (parse_url, DiskStore.path_of):

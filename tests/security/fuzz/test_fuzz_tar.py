@@ -33,7 +33,7 @@ def read(path: Path) -> Iterator[Sample | UnusableSample]:
 
 
 few = settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

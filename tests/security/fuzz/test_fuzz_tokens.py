@@ -26,7 +26,7 @@ from paceline.relay.transport import (
 from paceline.schemas import CreateJoinToken, CreateToken, Scope
 
 BOUNDED = settings(
-    max_examples=120,
+    max_examples=60,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Literal
 
 from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.deployment_index import DeploymentIndex
@@ -114,10 +115,9 @@ class ActivationManager:
 
     def require_not_older(self, version: str, model_id: str, workers: set[str]) -> None:
         """Raise Conflict where a newer version is active on one of ``workers``."""
-        active = {
-            each.deployment.version for each in self._index.active(model_id, workers).values()
-        }
-        newer = sorted((each for each in active if is_older(version, each)), key=version_key)
+        active = self._index.active(model_id, workers).values()
+        versions = {each.deployment.version for each in active}
+        newer = sorted((each for each in versions if is_older(version, each)), key=version_key)
         if newer:
             raise Conflict(
                 "a newer version is active",
@@ -254,10 +254,8 @@ class ActivationManager:
         data = self._data(state, goals) | {"message": why}
         for worker_id, goal in goals.items():
             goal.asking.discard(worker_id)
-        failure = Failure(code="Conflict", message=why[:2000])
-        refused = replace(
-            state.memo.switch, phase=SwitchPhase.REFUSED, since_s=now_s, failure=failure
-        )
+        failure, phase = Failure(code="Conflict", message=why[:2000]), SwitchPhase.REFUSED
+        refused = replace(state.memo.switch, phase=phase, since_s=now_s, failure=failure)
         saved = self._set(state, refused)
         return [saved, self._event(state, EventName.DEPLOYMENT_SWITCH_REFUSED, data, at)]
 
@@ -289,7 +287,7 @@ class ActivationManager:
             return WorkerSwitch(worker_id=worker_id, state="other")
         part = goal.parts[worker_id]
         decided = state.memo.switch.phase in (SwitchPhase.SWITCHING, SwitchPhase.SWITCHED)
-        switched = "waiting"
+        switched: Literal["waiting", "switched", "lost", "failed", "told", "ready"] = "waiting"
         if part.activated and decided:
             switched = "switched"
         elif not self._fleet.alive(worker_id):
@@ -300,15 +298,12 @@ class ActivationManager:
             switched = "told"
         elif self._is_ready(worker_id, goal):
             switched = "ready"
-        deployment = goal.deployment
-        return WorkerSwitch.model_validate(
-            {
-                "worker_id": worker_id,
-                "state": switched,
-                "deployment_id": deployment.deployment_id,
-                "version": deployment.version,
-                "failure": part.failure,
-            }
+        return WorkerSwitch(
+            worker_id=worker_id,
+            state=switched,
+            deployment_id=goal.deployment.deployment_id,
+            version=goal.deployment.version,
+            failure=part.failure,
         )
 
     def _goals(self, state: DeploymentState) -> SwitchTargets:

@@ -8,6 +8,7 @@ and changes nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.deployment_index import DeploymentIndex
@@ -20,14 +21,13 @@ from paceline.coordinator.state.messages import (
     FetchLanes,
     HeartbeatReceived,
     Register,
-    SaveWorker,
+    Save,
 )
 from paceline.coordinator.state.targets import validate_heartbeat
 from paceline.coordinator.tokens import TokenRegistry
 from paceline.errors import Cancelled, DeploymentFailed, NotFound
 from paceline.schemas import (
     Command,
-    Deployment,
     DeploymentBeat,
     DeploymentStatus,
     EventName,
@@ -48,28 +48,25 @@ def _command_for(
     index: DeploymentIndex, state: DeploymentState, worker_id: str, moving: bool
 ) -> Command | None:
     deployment, part = state.deployment, state.parts[worker_id]
+    kind: Literal["fetch_lanes", "activate", "cancel"] | None = None
     if deployment.status in CLOSED:
         sent, part.command_sent = part.command_sent, True
         if part.receipt is None and (moving or not sent):
-            return _command("cancel", deployment)
-        # A heartbeat after the command reports no transfer: the worker publishes nothing more.
-        part.stopped = True
+            kind = "cancel"
+        else:  # a heartbeat after the command reports no transfer: nothing more is published
+            part.stopped = True
+            index.close(worker_id, deployment.deployment_id)
     elif deployment.status is not DeploymentStatus.COMPLETE:
-        return _command("fetch_lanes", deployment) if state.behind(worker_id) else None
+        kind = "fetch_lanes" if state.behind(worker_id) else None
     elif worker_id in state.activating:
-        part.command_sent = True
-        return _command("activate", deployment)
+        part.command_sent, kind = True, "activate"
     elif worker_id in state.asking:
         # Fetching lanes makes an agent check its disk; its next heartbeat reports the result.
-        return None if part.reported_complete else _command("fetch_lanes", deployment)
-    index.close(worker_id, deployment.deployment_id)
-    return None
-
-
-def _command(kind: str, deployment: Deployment) -> Command:
-    return Command.model_validate(
-        {"kind": kind, "deployment_id": deployment.deployment_id, "epoch": deployment.epoch}
-    )
+        kind = None if part.reported_complete else "fetch_lanes"
+    else:
+        index.close(worker_id, deployment.deployment_id)
+    identity, epoch = deployment.deployment_id, deployment.epoch
+    return kind and Command(kind=kind, deployment_id=identity, epoch=epoch)
 
 
 class AgentHandlers:
@@ -88,12 +85,12 @@ class AgentHandlers:
         worker = self._fleet.register(call, event.at, now_s)
         answer = Answer(Registered(worker_id=call.worker_id, incarnation=call.incarnation))
         if old is not None and old.alive and old.incarnation == call.incarnation:
-            return [SaveWorker(worker), answer]
+            return [Save(worker), answer]
         for state in self._index.runs_for(call.worker_id):
             state.returned(call.worker_id, call.incarnation)
         name = EventName.WORKER_REGISTERED if old is None else EventName.WORKER_RETURNED
         data: dict[str, object] = {"incarnation": call.incarnation, "address": call.address}
-        return [SaveWorker(worker), EmitEvent(name, event.at, None, call.worker_id, data), answer]
+        return [Save(worker), EmitEvent(name, event.at, None, call.worker_id, data), answer]
 
     def beat(self, event: HeartbeatReceived, now_s: float) -> list[Effect]:
         """Record a heartbeat and return the worker's commands; raises InvalidInput for impossible

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import floor
 
-from paceline.coordinator.state.messages import EmitEvent, SaveReceipt
+from paceline.coordinator.state.messages import EmitEvent, Save
 from paceline.coordinator.state.peer_health import PeerHealth
 from paceline.coordinator.state.persisted_state import PersistedState
 from paceline.coordinator.state.settings import CoordinatorSettings
@@ -41,9 +41,7 @@ from paceline.schemas import (
 
 FAILED = (WorkerStatus.FAILED, WorkerStatus.VERIFICATION_FAILED)
 OUT_OF_BUDGET = "OriginBudgetExceeded"
-MAX_SOURCE_EVENTS = (
-    64  # sources logged per heartbeat; a full outbox (10,000 events) refuses all commits
-)
+MAX_SOURCE_EVENTS = 64  # logged per heartbeat; a full outbox (10,000 events) refuses all commits
 MAX_PROCESSES = 16  # of one worker, whose origin bytes are stored separately
 ORIGIN_STEP = 0.05  # origin bytes are stored each time they grew by this share of the model
 
@@ -92,9 +90,7 @@ class DeploymentState:
         self.short: set[str] = set()  # they need the origin, and their budget does not allow it
         self.out_of_budget_since_s: float | None = None
         self.origin_replans = 0  # plans made for that reason,
-        self.replanned_origin_bytes = (
-            0  # and the bytes read from the origin before the last of them
-        )
+        self.replanned_origin_bytes = 0  # and the bytes read at the origin before the last of them
         self.tail_replanned = False  # the line is complete, and the tail was planned again
         self.stage: DeploymentStatus | None = None  # None: to be computed
         self.asking: set[str] = set()  # asked to report that they hold it, see ``activation``
@@ -105,7 +101,6 @@ class DeploymentState:
         self._chunks_seen: set[int] = set()
 
     def tally(self, alive: Callable[[str], bool]) -> TargetGroups:
-        """Return the targets, grouped by state."""
         if self._tally is None or self.final:
             self._tally = group_targets(self.parts, self.memo.failures, alive)
             self.stage = None
@@ -135,11 +130,9 @@ class DeploymentState:
 
     @property
     def final(self) -> bool:
-        """Return whether the status is final."""
         return self.deployment.status.is_final
 
     def shown(self) -> Deployment:
-        """Return the record with the current origin bytes."""
         read = self.origin_bytes
         if read == self.deployment.origin_bytes:
             return self.deployment
@@ -323,13 +316,12 @@ class DeploymentState:
         ]
 
     def allowed_dead(self) -> int:
-        """Return how many targets may be lost for good."""
         # 0.29 * 100 is 28.999… in floating point, and means 29.
         return floor(self.deployment.max_failed * len(self.parts) + 1e-9)
 
     def report(
         self, worker: Worker, beat: DeploymentBeat, now_s: float, at: float
-    ) -> list[SaveReceipt | EmitEvent]:
+    ) -> list[Save | EmitEvent]:
         """Record one worker's report; return the receipts to store and the audit events."""
         worker_id, incarnation = worker.worker_id, worker.incarnation
         part = self.parts[worker_id]
@@ -422,7 +414,7 @@ class DeploymentState:
 
     def _pass_on(
         self, part: TargetProgress, worker_id: str, beat: DeploymentBeat, at: float
-    ) -> list[SaveReceipt | EmitEvent]:
+    ) -> list[Save | EmitEvent]:
         """Return one audit event per source that this worker newly gave up or found corrupting; at
         most ``MAX_SOURCE_EVENTS``, because its next heartbeats name the rest again.
         """
@@ -432,9 +424,7 @@ class DeploymentState:
         reports |= {
             f"corrupt {key}": (EventName.PIECE_CORRUPT, key) for key in beat.corrupt_sources
         }
-        fresh = [report for report in reports if report not in part.reported_sources][
-            :MAX_SOURCE_EVENTS
-        ]
+        fresh = [each for each in reports if each not in part.reported_sources][:MAX_SOURCE_EVENTS]
         part.reported_sources = part.reported_sources & reports.keys() | frozenset(fresh)
         identity = self.deployment.deployment_id
         return [
@@ -444,15 +434,11 @@ class DeploymentState:
 
     def _take_receipt(
         self, part: TargetProgress, receipt: Receipt, worker_id: str, now_s: float, at: float
-    ) -> list[SaveReceipt | EmitEvent]:
+    ) -> list[Save | EmitEvent]:
         ours = self.deployment
         wanted = (ours.deployment_id, worker_id, ours.manifest_digest, ours.total_bytes)
-        got = (
-            receipt.deployment_id,
-            receipt.worker_id,
-            receipt.manifest_digest,
-            receipt.total_bytes,
-        )
+        names = ("deployment_id", "worker_id", "manifest_digest", "total_bytes")
+        got = tuple(getattr(receipt, name) for name in names)
         if got != wanted or receipt.incarnation > part.incarnation:
             part.status = WorkerStatus.VERIFICATION_FAILED
             message = f"the receipt does not match: got {got}, wanted {wanted}"
@@ -474,11 +460,11 @@ class DeploymentState:
             worker_id,
             {"seconds": receipt.seconds, "reused_bytes": receipt.reused_bytes},
         )
-        return [SaveReceipt(receipt), completed]
+        return [Save(receipt), completed]
 
     def _fail(
         self, part: TargetProgress, worker_id: str, failure: Failure, at: float
-    ) -> list[SaveReceipt | EmitEvent]:
+    ) -> list[Save | EmitEvent]:
         changed = part.failure != failure
         part.failure = failure
         if failure.code == OUT_OF_BUDGET:

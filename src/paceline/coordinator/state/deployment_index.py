@@ -12,15 +12,15 @@ from itertools import islice
 from paceline.coordinator.state.deployment import DeploymentState
 from paceline.coordinator.state.membership import Membership
 from paceline.coordinator.state.messages import (
+    Drop,
     DropDeployment,
-    DropWorker,
     Effect,
     EmitEvent,
     SaveIdempotencyKey,
 )
 from paceline.coordinator.state.settings import CoordinatorSettings
 from paceline.errors import Conflict, NotFound
-from paceline.schemas import DeploymentStatus, EventName
+from paceline.schemas import DeploymentStatus, EventName, Worker
 
 
 class DeploymentIndex:
@@ -39,11 +39,9 @@ class DeploymentIndex:
         return len(self._states)
 
     def find(self, deployment_id: str) -> DeploymentState | None:
-        """Return the deployment, or None."""
         return self._states.get(deployment_id)
 
     def deployment_state(self, deployment_id: str) -> DeploymentState:
-        """Return the deployment; raises NotFound."""
         state = self._states.get(deployment_id)
         if state is None:
             raise NotFound("no such deployment", got=deployment_id[:200])
@@ -71,7 +69,6 @@ class DeploymentIndex:
             self.ticking.discard(identity)
 
     def announce(self, state: DeploymentState, workers: Iterable[str]) -> None:
-        """Let ``workers`` receive commands for the deployment."""
         identity = state.deployment.deployment_id
         for worker_id in workers:
             self._open.setdefault(worker_id, set()).add(identity)
@@ -90,14 +87,11 @@ class DeploymentIndex:
         return [self._states[deployment_id] for deployment_id in sorted(opened)]
 
     def drop(self, state: DeploymentState) -> None:
-        """Delete a deployment and the keys that created it."""
         identity = state.deployment.deployment_id
         del self._states[identity]
         self.ticking.discard(identity)
         for worker_id in state.parts:
-            opened = self._open.get(worker_id)
-            if opened is not None:
-                opened.discard(identity)
+            self._open.get(worker_id, set()).discard(identity)
         for each in [each for each in self.keys.values() if each.deployment_id == identity]:
             del self.keys[each.key]
 
@@ -121,10 +115,6 @@ class DeploymentIndex:
             if not left:
                 break
         return found
-
-    def add_key(self, key: SaveIdempotencyKey) -> None:
-        """Add an idempotency key."""
-        self.keys[key.key] = key
 
     def known_key(self, key: str | None, body_digest: str) -> DeploymentState | None:
         """Return the deployment of this key, or None; raises Conflict for another body."""
@@ -178,7 +168,7 @@ def prune(
         state
         for place, state in enumerate(old)
         if state.deployment.deployment_id not in needed
-        and (place < surplus or _closed_for_s(state, now_s) > settings.kept_closed_s)
+        and (place < surplus or now_s - (state.memo.closed_s or now_s) > settings.kept_closed_s)
     ]
     # A new leader has no stop confirmations, and announced only the newest cancelled ones.
     unstopped = {
@@ -234,15 +224,10 @@ def prune_workers(index: DeploymentIndex, fleet: Membership, at: float) -> list[
         fleet.forget(worker_id)
         index.forget(worker_id)
         effects += [
-            DropWorker(worker_id),
+            Drop(Worker, (worker_id,)),
             EmitEvent(EventName.WORKER_FORGOTTEN, at, None, worker_id),
         ]
     return effects
-
-
-def _closed_for_s(state: DeploymentState, now_s: float) -> float:
-    closed_s = state.memo.closed_s
-    return 0.0 if closed_s is None else now_s - closed_s
 
 
 def _needed(index: DeploymentIndex) -> set[str]:

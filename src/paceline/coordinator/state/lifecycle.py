@@ -55,10 +55,8 @@ def derive_status(
     if state.plan is None:
         return DeploymentStatus.INIT, None
     if state.unconfirmed:
-        return (
-            state.deployment.status,
-            state.deployment.failure,
-        )  # as the previous coordinator left it
+        # As the previous coordinator left it.
+        return state.deployment.status, state.deployment.failure
     if stall is not None:
         return DeploymentStatus.STALLED, stall
     if state.stage is None:
@@ -92,25 +90,19 @@ def request_origin_replan(state: DeploymentState, tally: TargetGroups, now_s: fl
             state.origin_replans = 0  # the last plan helped
     elif state.origin_replans < MAX_ORIGIN_REPLANS:
         at_once = not state.origin_replans and _seed_is_short(state)
-        if now_s - state.out_of_budget_since_s > (
-            state.settings.beat_s if at_once else state.settings.lost_s
-        ):
-            state.origin_replans, state.replanned_origin_bytes = (
-                state.origin_replans + 1,
-                state.origin_bytes,
-            )
+        wait_s = state.settings.beat_s if at_once else state.settings.lost_s
+        if now_s - state.out_of_budget_since_s > wait_s:
+            state.origin_replans += 1
+            state.replanned_origin_bytes = state.origin_bytes
             state.replan = True
 
 
 def _seed_is_short(state: DeploymentState) -> bool:
     """Return whether a seeder that follows its current lanes is out of origin budget."""
-    for worker_id in state.short & state.lanes.keys():
-        lanes = state.lanes[worker_id]
-        if state.parts[worker_id].epoch < lanes.epoch:
-            continue
-        if lanes.origin_lanes:
-            return True
-    return False
+    return any(
+        state.parts[each].epoch >= state.lanes[each].epoch and state.lanes[each].origin_lanes
+        for each in state.short & state.lanes.keys()
+    )
 
 
 def request_tail_replan(state: DeploymentState, tally: TargetGroups) -> None:
@@ -124,9 +116,8 @@ def request_tail_replan(state: DeploymentState, tally: TargetGroups) -> None:
 
 
 def _stage(state: DeploymentState, tally: TargetGroups) -> DeploymentStatus:
-    if state.deployment.status is DeploymentStatus.INIT and any(
-        not state.parts[each].ready for each in tally.pending
-    ):
+    is_new = state.deployment.status is DeploymentStatus.INIT
+    if is_new and not all(state.parts[each].ready for each in tally.pending):
         return DeploymentStatus.INIT
     total = state.deployment.total_pieces
     held = [state.parts[worker_id] for worker_id in tally.living]
@@ -144,12 +135,9 @@ def _stall(state: DeploymentState, tally: TargetGroups, now_s: float) -> Failure
     if state.has_origin_budget and read > fuse:
         message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
         return Failure(code=OUT_OF_BUDGET, message=message)
-    if (
-        state.out_of_budget_since_s is not None
-        and now_s - state.out_of_budget_since_s > 2 * state.settings.lost_s
-    ):
-        return _short(state, tally)
-    return None
+    since_s = state.out_of_budget_since_s
+    stalls = since_s is not None and now_s - since_s > 2 * state.settings.lost_s
+    return _short(state, tally) if stalls else None
 
 
 def _short(state: DeploymentState, tally: TargetGroups) -> Failure | None:
@@ -212,7 +200,6 @@ def advance(state: DeploymentState, fleet: Membership, at: float, now_s: float) 
 def change_status(
     state: DeploymentState, status: DeploymentStatus, failure: Failure | None, at: float
 ) -> list[Effect]:
-    """Change the deployment's status; return the effects."""
     before = state.deployment.status
     state.set_status(status, failure, at)
     deployment = state.deployment
@@ -275,7 +262,6 @@ def _replan(
 
 
 def deployment_view(state: DeploymentState, tally: TargetGroups) -> DeploymentView:
-    """Return the deployment's progress."""
     deployment = state.shown()
     total = deployment.total_bytes
     held = sum(min(state.parts[each].bytes_held, total) for each in tally.living)

@@ -44,7 +44,6 @@ class Member:
 
     @classmethod
     def of(cls, worker: Worker, now_s: float, beat_s: float) -> Member:
-        """Return ``worker`` as a member whose last heartbeat is now."""
         return cls(
             worker,
             now_s,
@@ -75,7 +74,6 @@ class Membership:
             self._enter(worker, now_s + self._settings.find_leader_s)
 
     def workers(self) -> list[Worker]:
-        """Return every registered worker that was not pruned."""
         return [member.record for member in self._members.values()]
 
     def last_beats(self) -> dict[str, float]:
@@ -100,12 +98,10 @@ class Membership:
         return "" if member is None else member.registered.address
 
     def is_known(self, worker_id: str, incarnation: int) -> bool:
-        """Return whether this incarnation of the worker is registered and alive."""
         member = self._members.get(worker_id)
         return member is not None and member.alive and member.registered.incarnation == incarnation
 
     def alive(self, worker_id: str) -> bool:
-        """Return whether the worker is registered and not lost."""
         member = self._members.get(worker_id)
         return member is not None and member.alive
 
@@ -127,25 +123,12 @@ class Membership:
                 wanted=f"fewer than {self._settings.workers_at_most}",
                 do="Start agents under the names they had; lost ones are forgotten in the end.",
             )
-        places = {
-            "rack": call.labels.rack or call.rack,
-            "host": call.labels.host or call.hostname,
+        places = {"rack": call.labels.rack or call.rack, "host": call.labels.host or call.hostname}
+        given = {
+            name: getattr(call, name) for name in RegisterWorker.model_fields if name != "rack"
         }
-        worker = Worker(
-            worker_id=call.worker_id,
-            hostname=call.hostname,
-            labels=call.labels.model_copy(update=places),
-            address=call.address,
-            available_storage=call.available_storage,
-            link_mbit=call.link_mbit,
-            incarnation=call.incarnation,
-            last_heartbeat=at,
-            pid=call.pid,
-            process=call.process,
-            findings=call.findings,
-            inventory=call.inventory,
-            version=call.version,
-        )
+        labels = call.labels.model_copy(update=places)
+        worker = Worker.model_validate(given | {"labels": labels, "last_heartbeat": at})
         self._enter(worker, now_s)
         return worker
 
@@ -192,11 +175,8 @@ class Membership:
         for member in self._members.values():
             if not member.alive:
                 continue
-            beats = (
-                self._settings.suspect_beats
-                if member.suspected
-                else self._settings.lost_after_beats
-            )
+            settings = self._settings
+            beats = settings.suspect_beats if member.suspected else settings.lost_after_beats
             until_s = member.heard_s + beats * member.beat_s
             if now_s > until_s:
                 member.alive, member.bandwidth_in, member.bandwidth_out = False, 0.0, 0.0
@@ -231,10 +211,9 @@ class Membership:
 
 def _refuse_stale(call: RegisterWorker, known: Worker) -> None:
     mine, theirs = (call.pid, call.address, call.process), (known.pid, known.address, known.process)
-    same_process = mine == theirs
     if call.incarnation > known.incarnation:
         return
-    if call.incarnation == known.incarnation and same_process:
+    if call.incarnation == known.incarnation and mine == theirs:
         return  # its first answer was lost, or the process was frozen and resumed
     raise StaleEpoch(
         "a newer incarnation of this worker is registered",

@@ -205,21 +205,20 @@ class SavePlan:
     plan: Plan
 
 
-@dataclass(frozen=True, slots=True)
-class SaveWorker:
-    worker: Worker
+Saved = Worker | Receipt | TokenRecord | StageRecord | TrainingJob | PurposeRule
 
 
 @dataclass(frozen=True, slots=True)
-class DropWorker:
-    """Delete a worker that was lost long ago and that no deployment names."""
-
-    worker_id: str
+class Save:
+    record: Saved  # replaces an older record of the same kind and key
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReceipt:
-    receipt: Receipt
+class Drop:
+    """Delete a record; its key as ``stores.rows`` has it."""
+
+    kind: type[Saved]
+    key: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,53 +226,6 @@ class SaveIdempotencyKey:
     key: str
     body_digest: str
     deployment_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SaveToken:
-    token: TokenRecord  # replaces an older record of the same token_id
-
-
-@dataclass(frozen=True, slots=True)
-class DropToken:
-    token_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SaveStage:
-    record: StageRecord  # replaces an older record of the same stage and input
-
-
-@dataclass(frozen=True, slots=True)
-class DropStage:
-    """Delete an old record of the ledger."""
-
-    stage: str
-    input_digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class SaveJob:
-    job: TrainingJob  # replaces an older record of the same job_id
-
-
-@dataclass(frozen=True, slots=True)
-class DropJob:
-    """Delete a training job that ended long ago."""
-
-    job_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class SavePurpose:
-    rule: PurposeRule  # replaces an older record of the same rule_id
-
-
-@dataclass(frozen=True, slots=True)
-class DropPurpose:
-    """Delete a rule that has ended long ago."""
-
-    rule_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,18 +256,9 @@ class Answer:
 Effect = (
     SaveDeployment
     | SavePlan
-    | SaveWorker
-    | DropWorker
-    | SaveReceipt
+    | Save
+    | Drop
     | SaveIdempotencyKey
-    | SaveToken
-    | DropToken
-    | SaveStage
-    | DropStage
-    | SaveJob
-    | DropJob
-    | SavePurpose
-    | DropPurpose
     | DropDeployment
     | EmitEvent
     | Answer

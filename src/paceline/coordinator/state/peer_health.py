@@ -56,9 +56,8 @@ class CorruptionDetector:
         if not self._count_again or now_s < self._count_s:
             return []
         self._count_again = False
-        self._count_s = (
-            now_s + len(self._pieces) // SENDERS_PER_PAUSE / 10
-        )  # counting 10,000 takes 5 ms
+        # Counting 10,000 takes 5 ms.
+        self._count_s = now_s + len(self._pieces) // SENDERS_PER_PAUSE / 10
         return self._judge()
 
     def _judge(self) -> list[tuple[str, dict[str, object]]]:
@@ -71,9 +70,8 @@ class CorruptionDetector:
         }
         shares = {name: corrupt / judged for name, (corrupt, judged) in known.items()}
         ordered = sorted(shares.values())
-        all_corrupt, all_judged = (
-            sum(column) for column in zip((0, 1), *known.values(), strict=True)
-        )
+        all_corrupt = sum(corrupt for corrupt, _ in known.values())
+        all_judged = 1 + sum(judged for _, judged in known.values())  # no division by zero
         found = []
         self._in_doubt = False
         for name in sorted(shares, key=lambda each: (-shares[each], each)):
@@ -94,11 +92,8 @@ class CorruptionDetector:
             if corrupt < settings.corrupt_pieces + chance + BEYOND_CHANCE * sqrt(chance):
                 continue
             self.quarantined.add(name)
-            why: dict[str, object] = {
-                "corrupt_pieces": corrupt,
-                "share": round(shares[name], 4),
-                "usual_share": round(usual, 4),
-            }
+            why: dict[str, object] = {"corrupt_pieces": corrupt}
+            why |= {"share": round(shares[name], 4), "usual_share": round(usual, 4)}
             found.append((name, why))
         return found
 
@@ -189,7 +184,6 @@ class PeerHealth:
                 self._slow[worker_id] = set()
 
     def of(self, worker_id: str) -> Standing:
-        """Return the standing of ``worker_id``."""
         if worker_id in self._senders.quarantined:
             return Standing.QUARANTINED
         return Standing.TAIL if worker_id in self._slow else Standing.LINE
@@ -215,7 +209,6 @@ class PeerHealth:
         self._resumed, self._from_s = True, now_s + SETTLED_S
 
     def close(self) -> None:
-        """Clear the counts; the standings remain."""
         self._counts, self._suspects = {}, set()
         self._expected, self._look_again = {}, False
         self._senders.close()
@@ -238,7 +231,6 @@ class PeerHealth:
                 self._take_bytes(key, count, tally, now_s)
 
     def judge(self, now_s: float) -> list[StandingChange]:
-        """Return the standings that changed since the last call."""
         verdicts = [
             StandingChange(name, Standing.QUARANTINED, why)
             for name, why in self._senders.judge(now_s)
@@ -395,9 +387,8 @@ class PeerHealth:
             source, reader = edge
             left_out = 1 - out[source] / max(self._planned_out[source], 1.0)
             left_in = 1 - into[reader] / max(self._planned_in[reader], 1.0)
-            if source not in self._slow_origins and self._ratio_of(
-                edge
-            ) < self._settings.slow_ratio * min(left_out, left_in):
+            limit = self._settings.slow_ratio * min(left_out, left_in)
+            if source not in self._slow_origins and self._ratio_of(edge) < limit:
                 found.add(edge)
         return found
 

@@ -23,7 +23,6 @@ class Switch:
 
     @property
     def open(self) -> bool:
-        """Return whether the switch is in progress."""
         return self.phase in (SwitchPhase.PREPARING, SwitchPhase.SWITCHING)
 
 
@@ -79,7 +78,6 @@ class PersistedState:
         )
 
     def to_json(self) -> str:
-        """Return this as JSON, as the stores keep it."""
         return _JSON.dump_json(self, by_alias=True).decode()
 
     @classmethod

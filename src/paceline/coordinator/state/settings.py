@@ -49,11 +49,9 @@ class CoordinatorSettings:
 
     @property
     def lost_s(self) -> float:
-        """Return the silence in seconds after which a worker is lost."""
         return self.lost_after_beats * self.beat_s
 
     def deadline_of(self, predicted_s: float) -> float:
-        """Return the deadline in seconds of a deployment with this predicted duration."""
         return max(self.deadline_s, self.deadline_factor * predicted_s)
 
     def replan_interval_s(self, workers: int) -> float:
@@ -62,7 +60,6 @@ class CoordinatorSettings:
 
     @classmethod
     def of(cls, profile: Profile) -> CoordinatorSettings:
-        """Return the settings that ``profile`` asks for."""
         relay = profile.relay
         return cls(
             beat_s=relay.beat_s,

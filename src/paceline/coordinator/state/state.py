@@ -53,9 +53,9 @@ from paceline.coordinator.state.messages import (
     Register,
     RevokeToken,
     Rollback,
+    Save,
     SaveDeployment,
     SaveIdempotencyKey,
-    SaveWorker,
     Tick,
     TokenFirstUsed,
     TokensUsed,
@@ -73,7 +73,6 @@ from paceline.schemas import (
     DeploymentView,
     EventName,
     Failure,
-    Heartbeat,
     Plan,
     Success,
     SwitchView,
@@ -121,7 +120,7 @@ class CoordinatorState:
             state._follow(restored, now_s, announced=announced)
             restored.resume(state.fleet.alive, state.fleet.address, now_s)
         for key in kept.keys:
-            state._index.add_key(key)
+            state._index.keys[key.key] = key
         state._activations.restore()
         return state
 
@@ -181,18 +180,15 @@ class CoordinatorState:
         return self._index.deployment_state(deployment_id)
 
     def deployments(self) -> list[Deployment]:
-        """Return every deployment, oldest first."""
         return [state.shown() for state in self._index]
 
     def view(self, deployment_id: str) -> DeploymentView:
-        """Return the deployment with its progress."""
         state = self.deployment_state(deployment_id)
         return deployment_view(
             state, group_targets(state.parts, state.memo.failures, self.fleet.alive)
         )
 
     def progress(self, deployment_id: str) -> list[WorkerProgress]:
-        """Return each target's progress."""
         return list(target_progress(self.deployment_state(deployment_id), self.fleet.alive))
 
     def plan(self, deployment_id: str) -> Plan:
@@ -217,13 +213,6 @@ class CoordinatorState:
                 do="Activate it once it is complete.",
             )
         return view
-
-    def needs_no_commit(self, beat: Heartbeat) -> bool:
-        """Return whether a heartbeat certainly leaves nothing to commit: it reports progress only.
-
-        False is conservative: there may be nothing to commit either.
-        """
-        return self.agents.needs_no_commit(beat)
 
     def unstopped(self, deployment_id: str) -> list[str]:
         """Return the living targets that may still publish a cancelled deployment."""
@@ -320,9 +309,7 @@ class CoordinatorState:
         if state.final or not state.has_origin_budget:
             raise Conflict(
                 "this deployment has no origin budget to raise",
-                got=state.deployment.status.value
-                if state.final
-                else state.deployment.topology.value,
+                got=(state.deployment.status if state.final else state.deployment.topology).value,
                 wanted="one that is under way and under the fuse",
                 where=event.deployment_id,
                 do="Begin another deployment: what is on the disks already is not read again.",
@@ -345,7 +332,7 @@ class CoordinatorState:
         if event.key is None:
             return []
         key = SaveIdempotencyKey(event.key, event.body_digest, event.deployment_id)
-        self._index.add_key(key)
+        self._index.keys[key.key] = key
         return [key]
 
     def _flow_reported(self, event: FlowReported) -> list[Effect]:
@@ -368,7 +355,7 @@ class CoordinatorState:
             self.fleet.forgive(gap_s, now_s)
         effects: list[Effect] = []
         for worker in self.fleet.mark_lost(now_s):
-            effects.append(SaveWorker(worker))
+            effects.append(Save(worker))
             data: dict[str, object] = {"incarnation": worker.incarnation}
             lost = EventName.WORKER_LOST
             effects.append(EmitEvent(lost, event.at, None, worker.worker_id, data))

@@ -35,9 +35,7 @@ class TargetProgress:
     reported_complete: bool = False  # its newest report: the version is on its disk
     lanes_s: float | None = None  # when this incarnation first fetched lanes
     dead_since_s: float | None = None
-    reported_sources: frozenset[str] = (
-        frozenset()
-    )  # reported lost or corrupt sources, already in the audit log
+    reported_sources: frozenset[str] = frozenset()  # lost or corrupt ones that are in the audit log
     command_sent: bool = False  # the current cancel or activate was part of an answer already
     stopped: bool = False  # it confirmed a cancel
     process: str = ""  # the process that last reported origin reads
@@ -76,9 +74,8 @@ def unreported_bytes(lanes: WorkerLanes | None, part: TargetProgress) -> int:
     """Return the most bytes that a worker has read from the origin since its last report.
 
     A seeder reports every ``origin_tell_bytes`` at once, except within ``MIN_BEAT_INTERVAL_S`` of
-    its last
-    report. During longer silence it may read more, which is not counted. The budget of a worker
-    that is no seeder is ignored: it is small, and for the last resort.
+    its last report. During longer silence it may read more, which is not counted. The budget of a
+    worker that is no seeder is ignored: it is small, and for the last resort.
     """
     if lanes is None or not lanes.origin_lanes:
         return 0
@@ -101,7 +98,6 @@ class TargetGroups:
 def group_targets(
     parts: Mapping[str, TargetProgress], failed: Collection[str], alive: Callable[[str], bool]
 ) -> TargetGroups:
-    """Group the targets by state."""
     tally = TargetGroups()
     for worker_id, part in parts.items():
         if part.receipt is not None:

@@ -161,7 +161,6 @@ class Audit:
         return self._do(lambda db: db.execute(gone).rowcount)
 
     def close(self) -> None:
-        """Close every connection."""
         self._engine.dispose()
 
     def _do(self, work: Callable[[sa.Connection], Found]) -> Found:

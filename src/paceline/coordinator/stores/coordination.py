@@ -10,9 +10,9 @@ import json
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from paceline.coordinator.ledger import LedgerEntry
 from paceline.coordinator.state import Answer, Effect, EmitEvent, LoadedState
@@ -29,6 +29,8 @@ from paceline.coordinator.stores.rows import (
 )
 from paceline.errors import ServiceUnavailable, StaleEpoch
 from paceline.schemas import Event, PurposeRule, StageRecord, TrainingJob
+
+Kind = TypeVar("Kind", bound=BaseModel)
 
 MAX_OUTBOX_EVENTS = 10_000  # unshipped; with so many, every further commit is refused
 RECENT_EVENTS = 1_000  # shipped, and still kept for new readers of the event stream
@@ -60,7 +62,6 @@ class Outbox:
 
     @property
     def waiting(self) -> int:
-        """Return how many events have yet to be shipped."""
         return self.last - self.shipped
 
 
@@ -138,29 +139,25 @@ class Coordination:
     # --- the ledger of stages, training jobs, purposes of data ------------------------------------
 
     def stage(self, stage: str, input_digest: str) -> StageRecord | None:
-        """Return the record in the ledger of stages, or None."""
         (row,) = self._read(self._layout.key("ledger", stage, input_digest))
         return None if row is None else self._parsed(row, StageRecord.model_validate_json)
 
     def stages(self, stage: str) -> Iterator[StageRecord]:
-        """Yield every record of one stage."""
-        for _, row in self._scan(*self._layout.below("ledger", stage)):
-            yield self._parsed(row, StageRecord.model_validate_json)
+        return self._records(StageRecord, "ledger", stage)
 
     def ledger(self) -> Iterator[LedgerEntry]:
         """Yield the size and age of each ledger record."""
-        for _, row in self._scan(*self._layout.below("ledger")):
-            yield LedgerEntry.of(self._parsed(row, StageRecord.model_validate_json))
+        return map(LedgerEntry.of, self._records(StageRecord, "ledger"))
 
     def jobs(self) -> Iterator[TrainingJob]:
-        """Yield every training job."""
-        for _, row in self._scan(*self._layout.below("jobs")):
-            yield self._parsed(row, TrainingJob.model_validate_json)
+        return self._records(TrainingJob, "jobs")
 
     def purposes(self) -> Iterator[PurposeRule]:
-        """Yield every rule of the table of purposes."""
-        for _, row in self._scan(*self._layout.below("purposes")):
-            yield self._parsed(row, PurposeRule.model_validate_json)
+        return self._records(PurposeRule, "purposes")
+
+    def _records(self, kind: type[Kind], *above: str) -> Iterator[Kind]:
+        for _, row in self._scan(*self._layout.below(*above)):
+            yield self._parsed(row, kind.model_validate_json)
 
     # --- the outbox of events --------------------------------------------------------------------
 
@@ -214,7 +211,6 @@ class Coordination:
     # --- inside ----------------------------------------------------------------------------------
 
     def _begin(self, term: Term) -> None:
-        """Begin a term that was just won."""
         with self._lock:
             self._tip, self._shipped = self._read_tip()
             self._term, self._lost, self._unsure = term, False, False

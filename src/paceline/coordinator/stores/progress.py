@@ -68,7 +68,6 @@ class MemoryProgress:
         return self._beats
 
     def drop(self, deployment_id: str) -> None:
-        """Delete a deployment's parts."""
         with self._lock:
             self._parts.pop(deployment_id, None)
 
@@ -123,7 +122,6 @@ class RedisProgress:
     def put(
         self, parts: Mapping[tuple[str, str], WorkerProgress], beats: Mapping[str, float]
     ) -> None:
-        """Store parts and heartbeat times in one transaction."""
         texts: dict[str, dict[str, str]] = {}
         for (deployment_id, worker_id), part in parts.items():
             texts.setdefault(deployment_id, {})[worker_id] = part.model_dump_json()
@@ -142,7 +140,6 @@ class RedisProgress:
         self._call(send, None)
 
     def get(self, deployment_id: str) -> dict[str, WorkerProgress]:
-        """Return Redis's values; nothing where it is unavailable."""
         found = {}
         for worker_id, text in self._read(self._key("parts", deployment_id)).items():
             with contextlib.suppress(ValidationError):  # of another version: stored again later
@@ -150,15 +147,12 @@ class RedisProgress:
         return found
 
     def beats(self) -> dict[str, float]:
-        """Return Redis's values; nothing where it is unavailable."""
         return {worker_id: float(at) for worker_id, at in self._read(self._key("beats")).items()}
 
     def drop(self, deployment_id: str) -> None:
-        """Delete a deployment's parts."""
         self._call(lambda: self._redis.delete(self._key("parts", deployment_id)), None)
 
     def close(self) -> None:
-        """Close the connections."""
         self._redis.close()
 
     def _put_fields(self, pipe: redis.client.Pipeline, key: str, fields: dict[str, str]) -> None:

@@ -30,33 +30,44 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from paceline.coordinator.state import (
+    Drop,
     DropDeployment,
-    DropJob,
-    DropPurpose,
-    DropStage,
-    DropToken,
-    DropWorker,
     Effect,
     EmitEvent,
     LoadedDeployment,
     LoadedState,
     PersistedState,
+    Save,
+    Saved,
     SaveDeployment,
     SaveIdempotencyKey,
-    SaveJob,
     SavePlan,
-    SavePurpose,
-    SaveReceipt,
-    SaveStage,
-    SaveToken,
-    SaveWorker,
 )
 from paceline.manifest import parse_manifest
-from paceline.schemas import Deployment, Event, Plan, Receipt, TokenRecord, Worker
+from paceline.schemas import (
+    Deployment,
+    Event,
+    Plan,
+    PurposeRule,
+    Receipt,
+    StageRecord,
+    TokenRecord,
+    TrainingJob,
+    Worker,
+)
 
 SHORT_BYTES = 512  # uncompressed, readable with etcdctl; longer values are compressed
 EVENTS_A_ROW_BYTES = 32 * 1024  # before they are compressed
 COMPRESSED = b"z"
+# kind of record: the key above its table, and the fields of its own key
+TABLES: dict[type[Saved], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    Worker: (("state", "workers"), ("worker_id",)),
+    Receipt: (("state", "receipts"), ("deployment_id", "worker_id")),
+    TokenRecord: (("state", "tokens"), ("token_id",)),
+    StageRecord: (("ledger",), ("stage", "input_digest")),
+    TrainingJob: (("jobs",), ("job_id",)),
+    PurposeRule: (("purposes",), ("rule_id",)),
+}
 _quoted = lru_cache(10_000)(partial(quote, safe=""))  # most parts repeat
 
 
@@ -96,7 +107,6 @@ def pack(text: str | bytes) -> bytes:
 
 
 def unpack(value: bytes) -> bytes:
-    """Return the bytes that ``pack`` was given."""
     return zlib.decompress(value[1:]) if value[:1] == COMPRESSED else value
 
 
@@ -131,7 +141,6 @@ class KeyLayout:
         return start, after_prefix(start)
 
     def parts_of(self, key: bytes) -> list[str]:
-        """Return the parts that ``key`` was built from."""
         return [unquote(part) for part in key.decode()[len(self.prefix) :].split("/")]
 
     def events(self, last: int) -> bytes:
@@ -147,12 +156,12 @@ class KeyLayout:
             match effect:
                 case SaveDeployment(deployment, memo, manifest):
                     where = ("state", "deployments", deployment.deployment_id)
-                    fields = {
+                    stored = {
                         "record": deployment.model_dump(mode="json"),
                         "boot_id": boot,
                         "memo": memo.to_json(),
                     }
-                    yield self._put(json.dumps(fields), *where, "record")
+                    yield self._put(json.dumps(stored), *where, "record")
                     if manifest is not None:
                         yield self._put(json.dumps({"number": made}), *where, "made")
                         yield self._put(manifest.to_bytes(), *where, "manifest")
@@ -162,33 +171,16 @@ class KeyLayout:
                     epoch = f"{plan.epoch:010d}"
                     yield Delete(self.key(*where, ""), self.key(*where, epoch))
                     yield self._put(plan.model_dump_json(), *where, epoch)
-                case SaveReceipt(receipt):
-                    whose = (receipt.deployment_id, receipt.worker_id)
-                    yield self._put(receipt.model_dump_json(), "state", "receipts", *whose)
-                case SaveWorker(worker):
-                    yield self._put(worker.model_dump_json(), "state", "workers", worker.worker_id)
+                case Save(record):
+                    above, fields = TABLES[type(record)]
+                    own = [getattr(record, name) for name in fields]
+                    yield self._put(record.model_dump_json(), *above, *own)
+                case Drop(kind, own):
+                    gone = self.key(*TABLES[kind][0], *own)
+                    yield Delete(gone, gone + b"\0")
                 case SaveIdempotencyKey(key, body_digest, deployment_id):
                     value = json.dumps({"body_digest": body_digest})
                     yield self._put(value, "state", "keys", deployment_id, key)
-                case SaveToken(token):
-                    yield self._put(token.model_dump_json(), "state", "tokens", token.token_id)
-                case SaveStage(record):
-                    names = (record.stage, record.input_digest)
-                    yield self._put(record.model_dump_json(), "ledger", *names)
-                case DropStage(stage, input_digest):
-                    yield self._gone("ledger", stage, input_digest)
-                case SaveJob(job):
-                    yield self._put(job.model_dump_json(), "jobs", job.job_id)
-                case DropJob(job_id):
-                    yield self._gone("jobs", job_id)
-                case SavePurpose(rule):
-                    yield self._put(rule.model_dump_json(), "purposes", rule.rule_id)
-                case DropPurpose(rule_id):
-                    yield self._gone("purposes", rule_id)
-                case DropToken(token_id):
-                    yield self._gone("state", "tokens", token_id)
-                case DropWorker(worker_id):
-                    yield self._gone("state", "workers", worker_id)
                 case DropDeployment(deployment_id):
                     for table in ("deployments", "plans", "receipts", "keys"):
                         yield Delete(*self.below("state", table, deployment_id))
@@ -261,10 +253,6 @@ class KeyLayout:
     def _put(self, text: str | bytes, *parts: str) -> Put:
         return Put(self.key(*parts), pack(text))
 
-    def _gone(self, *parts: str) -> Delete:
-        key = self.key(*parts)
-        return Delete(key, key + b"\0")
-
 
 Parse = Callable[[Row, Callable[[bytes], Any]], Any]
 
@@ -286,7 +274,6 @@ class Tip:
 
     @classmethod
     def read(cls, row: Row | None) -> Tip:
-        """Return the tip from its row."""
         if row is None:
             return cls()
         raw = json.loads(row.value)
@@ -298,7 +285,6 @@ class Tip:
         return replace(self, commit=secrets.token_hex(8), **changes)
 
     def value(self) -> bytes:
-        """Return the row's value."""
         fields = {"commit": self.commit, "last": self.last, "made": self.made}
         return json.dumps({**fields, "pending": self.pending}).encode()
 

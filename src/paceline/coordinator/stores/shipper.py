@@ -47,7 +47,6 @@ class OutboxShipper:
         self.trouble: PacelineError | None = None  # why nothing is shipped now
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

@@ -53,11 +53,9 @@ class SqliteCoordination(Coordination):
             raise
 
     def check(self) -> None:
-        """Raise ServiceUnavailable where the file cannot be read."""
         self.leader()
 
     def close(self) -> None:
-        """Close the file."""
         with self._lock:
             self._closed = True
             self._db.close()
@@ -142,7 +140,6 @@ class SqliteCoordination(Coordination):
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
-        """Commit all writes of the block, or none."""
         with self._lock, self._translated():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -190,7 +187,6 @@ def prepare_file(path: Path) -> None:
 
 
 def unusable_file(what: str, path: Path, error: Exception) -> ServiceUnavailable:
-    """Return the error for an SQLite file that cannot be used."""
     return ServiceUnavailable(
         f"the {what} cannot be used",
         got=f"{type(error).__name__}: {error}",

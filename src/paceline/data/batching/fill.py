@@ -277,10 +277,10 @@ def _per_token(taken: Sequence[_Gathered], column: Column, shape: tuple[int, int
 
 def _per_document(taken: Sequence[_Gathered], column: Column, shape: tuple[int, int]) -> Array:
     """Return one array for each document, padded with 0 to the longest."""
-    longest = (
-        max((len(each.arrays[column.name]) for each in taken), default=1) if column.shape else 0
-    )
-    axes = (longest, *_sizes(column)) if column.shape else ()
+    axes: tuple[int, ...] = ()
+    if column.shape:
+        longest = max((len(each.arrays[column.name]) for each in taken), default=1)
+        axes = (longest, *_sizes(column))
     out: Array = np.zeros((*shape, *axes), dtype=column.dtype)
     for each in taken:
         values = each.arrays[column.name]

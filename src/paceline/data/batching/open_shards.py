@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from paceline.data.batching.rows import Ints
 from paceline.data.formats import ShardSamples
+from paceline.data.loading import close_later
 from paceline.data.snapshot import Shard
 from paceline.errors import CorruptData, DataRejected, InvalidInput, TemporaryError
 
@@ -46,7 +47,7 @@ class OpenShard:
 
     def __init__(self, shard: Shard, samples: ShardSamples, lengths: Array | None) -> None:
         self.shard = shard
-        self.samples = samples
+        self.samples, self.close = samples, samples.close
         self.flat: Array | None = None
         self.first_D = self.count_D = np.zeros(0, dtype=np.int64)
         if (laid := samples.flat()) is not None:
@@ -174,7 +175,6 @@ class ShardReader:
         return self._ready[index]
 
     def close(self) -> None:
-        """Close every shard and end the threads."""
         for index in list(self._open):
             self._forget(index)
         for pool in (self._small, self._pool):
@@ -223,14 +223,8 @@ class ShardReader:
             return self._known[index]
 
     def _forget(self, index: int) -> None:
-        def close(done: Future[OpenShard]) -> None:
-            if not done.cancelled() and done.exception() is None:
-                done.result().samples.close()
-
         self._ready.pop(index, None)
-        future = self._open.pop(index)
-        future.cancel()
-        future.add_done_callback(close)
+        close_later(self._open.pop(index))
 
     def _refuse_if_too_many(self, error: CorruptData) -> None:
         bad = len(self._digests & set(self._cache.quarantined))

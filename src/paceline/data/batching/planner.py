@@ -56,7 +56,6 @@ class Layout(Pieces):
 
     @cached_property
     def at_P(self) -> Ints:  # noqa: N802
-        """Return each piece's first position."""
         return self.begin_B1[self.row_P] + self.column_P
 
     @cached_property
@@ -157,7 +156,6 @@ class GroupPlanner:
         self._planned: dict[tuple[int, int], Future[Rows]] = {}
 
     def close(self) -> None:
-        """End the planning thread."""
         self._planner.shutdown(wait=True, cancel_futures=True)
 
     def look(self, position: Position) -> list[tuple[int, int]]:

@@ -201,7 +201,6 @@ class DocumentPlan(Plan):
         self._lengths = lengths
 
     def pieces(self, epoch: int, group: int) -> Pieces:
-        """Return the group's pieces."""
         shards = [int(each) for each in self.shards(epoch, group)]
         return cut_documents(shards, self._lengths(shards), self.context)
 

@@ -103,7 +103,6 @@ def pack_samples(found: Iterator[Sample | UnusableSample]) -> bytes:
 
 
 def unpack_samples(raw: bytes) -> Iterator[Sample | UnusableSample]:
-    """Yield the samples packed by ``pack_samples``."""
     at = 0
     while at < len(raw):
         start = at + LENGTH_BYTES

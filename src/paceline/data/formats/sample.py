@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -46,14 +46,9 @@ class Sample:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the size of text, tokens and arrays."""
         tokens = 0 if self.tokens is None else self.tokens.nbytes
         arrays = sum(each.nbytes for each in self.features.values())
         return len(self.text or b"") + tokens + arrays
-
-    def with_features(self, more: Mapping[str, Array]) -> Sample:
-        """Return the sample with the features ``more`` added."""
-        return replace(self, features={**self.features, **more})
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,6 @@ class ColumnWriter:
         self._lengths: list[int] = []
         self._counted: list[int] = []  # tokens that a loss mask counts, of each sample
         self.nbytes = self.text_bytes = self.tokens = 0
-        self._text_is_kept = False
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -80,7 +79,6 @@ class ColumnWriter:
         self._put("keys", np.frombuffer(key.encode(), dtype=np.uint8))
         self._put("tokens", tokens.astype(self._token_dtype, copy=False))
         if text is not None:
-            self._text_is_kept = True
             self._put("text", np.frombuffer(text, dtype=np.uint8))
         for column in self._columns:
             array = features[column.name]
@@ -102,7 +100,6 @@ class ColumnWriter:
         return np.array([*self._lengths, *self._counted], dtype="<i4").tobytes()
 
     def arrays(self) -> dict[str, Array]:
-        """Return the shard's columns."""
         arrays: dict[str, Array] = {}
         for name, parts in self._parts.items():
             arrays[name] = np.concatenate(parts) if len(parts) > 1 else parts[0]
@@ -111,7 +108,6 @@ class ColumnWriter:
         return arrays
 
     def write(self, path: Path) -> None:
-        """Write the shard."""
         arrays = self.arrays()
         header: dict[str, Any] = {"__metadata__": {"layout": LAYOUT}}
         # Widest types first, so that every column is aligned to its own width.
@@ -207,13 +203,10 @@ class ShardSamples:
 
     def features(self, i: int) -> dict[str, Array]:
         """Return the sample's arrays by column name."""
+        names = [(each.name, f"feature.{each.name}", each.shape) for each in self._columns]
         return {
-            each.name: (
-                self._cut(f"feature.{each.name}", i)
-                if each.shape
-                else self._arrays[f"feature.{each.name}"][i]
-            )
-            for each in self._columns
+            name: self._cut(stored, i) if shape else self._arrays[stored][i]
+            for name, stored, shape in names
         }
 
     @property

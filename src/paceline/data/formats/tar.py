@@ -89,7 +89,6 @@ class _Member:
     fault: str | None = None
 
     def read(self, file: Decompressed) -> bytes:
-        """Return the content."""
         body = file.read(self.size)
         if len(body) < self.size:
             raise Damaged("it ends within a member")
@@ -185,7 +184,6 @@ def _text(raw: bytes) -> str:
 
 
 def _blocks(size: int) -> int:
-    """Return ``size`` rounded up to whole blocks."""
     return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
@@ -233,11 +231,8 @@ def _decoded(
             return Sample(key, value[text_field].encode())
         found = sample_of(key, value, text_field)
         # A JSON member without numbers is no reason to reject the others.
-        return (
-            Sample(key)
-            if isinstance(found, UnusableSample) and "neither" in found.reason
-            else found
-        )
+        is_empty = isinstance(found, UnusableSample) and "neither" in found.reason
+        return Sample(key) if is_empty else found
     if kind == "npy":
         array = _npy(body)
     elif kind == "cls":

@@ -15,13 +15,11 @@ from .shards import (
     Conversation as Conversation,
     Document as Document,
     ShardCache as ShardCache,
+    close_later as close_later,
     content_digest as content_digest,
     documents as documents,
 )
-from .stream import (
-    PlannedStream as PlannedStream,
-    open_stream as open_stream,
-)
+from .stream import PlannedStream as PlannedStream, open_stream as open_stream
 from .transform import (
     ProcessTransform as ProcessTransform,
     TransformedSamples as TransformedSamples,

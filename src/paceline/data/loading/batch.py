@@ -105,7 +105,6 @@ class Position:
     item: int = 0  # row within the group
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON for a checkpoint."""
         return asdict(self)
 
     def resumed(self, kept: Mapping[str, Any] | None) -> Position:

@@ -75,7 +75,6 @@ class PartialFile:
                 data, offset = data[written:], offset + written
 
     def map(self) -> Mapped:
-        """Return the written bytes as memory."""
         size = os.fstat(self.descriptor).st_size
         return mmap.mmap(self.descriptor, size, prot=mmap.PROT_READ) if size else b""
 

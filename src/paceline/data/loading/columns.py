@@ -149,15 +149,10 @@ def columns_by(
     if settings.batching == "bucketed" and not settings.columns:
         return 1
     tokens = [each.stream_bytes for each in shards]
-    planned = _planned(settings, shards, context)
-    return choose_columns(settings.columns, tokens, context, global_batch, readers, planned)
-
-
-def _planned(settings: DataSettings, shards: Sequence[Shard], context: int) -> int:
-    """Return the number of windows or documents in all of ``shards``."""
+    planned = sum(each.samples for each in shards)  # windows or documents
     if settings.batching == "windows":
-        return sum(each.stream_bytes for each in shards) // max(1, context)
-    return sum(each.samples for each in shards)
+        planned = sum(tokens) // max(1, context)
+    return choose_columns(settings.columns, tokens, context, global_batch, readers, planned)
 
 
 # The order of shards.

@@ -74,7 +74,7 @@ class ShardCache:
             require_purpose(snapshot, purpose, project)
         self.snapshot = snapshot
         self.quarantined: dict[str, str] = {}
-        self.hits = self.fetched = self.fetched_bytes = 0
+        self.fetched = self.fetched_bytes = 0
         self.verify_s = 0.0
         self._transforms, self._max_bad_share = transforms, max_bad_share
         self._transformed = self._bad = 0  # samples
@@ -96,7 +96,6 @@ class ShardCache:
 
     @property
     def hedges(self) -> int:
-        """Return the number of ranges requested a second time."""
         return self._fetcher.hedges
 
     def samples(self, shard: Shard) -> ShardSamples:
@@ -192,7 +191,6 @@ class ShardCache:
         except CorruptData as error:
             why = f"its bytes do not match its digest: {error.got}"
             raise self._corrupt(shard, why) from error
-        self.hits += not is_new
         self.fetched += is_new
         self.fetched_bytes += is_new * shard.bytes
         try:
@@ -265,10 +263,10 @@ class ShardCache:
         )
 
 
-def close_later(future: Future[ShardSamples]) -> None:
+def close_later(future: Future[Any]) -> None:
     """Cancel the opening of a shard, or close the shard once it is open."""
 
-    def close(done: Future[ShardSamples]) -> None:
+    def close(done: Future[Any]) -> None:
         if not done.cancelled() and done.exception() is None:
             done.result().close()
 
@@ -308,28 +306,20 @@ def documents(
     cache_dir: Path,
     max_bytes: int | None = None,
     *,
-    purpose: str | None = None,
-    quarantine: dict[str, str] | None = None,
     text_of: Callable[[npt.NDArray[Any]], bytes] | None = None,
 ) -> Iterator[Document]:
     """Yield whole documents of ``split``, up to ``max_bytes`` of text (at least one).
 
     The training split of a tokenised snapshot keeps tokens only: ``text_of`` (a tokenizer's
     ``text``) decodes them, and what assistants say in conversations. Of a pair of answers this is
-    the conversation with the chosen one.
-    A corrupt shard raises CorruptData; with a ``quarantine`` dict it is recorded there (digest →
-    reason) and skipped. Raises InvalidSnapshot where ``purpose`` is not the snapshot's,
-    InvalidInput where its samples have no text.
+    the conversation with the chosen one. Raises CorruptData for a corrupt shard, InvalidInput where
+    its samples have no text.
     """
     taken = 0
-    with ShardCache(snapshot, store, cache_dir, purpose=purpose) as cache:
-        for shard, samples in cache.opened(snapshot.of_split(split)):
+    with ShardCache(snapshot, store, cache_dir) as cache:
+        for _, samples in cache.opened(snapshot.of_split(split)):
             if isinstance(samples, CorruptData):
-                if quarantine is None:
-                    raise samples
-                quarantine |= cache.quarantined
-                log.warning("shard quarantined shard=%s", shard.sha256[:12])
-                continue
+                raise samples
             for i in range(len(samples)):
                 conversation = None
                 if snapshot.is_masked and text_of is not None:

@@ -207,7 +207,6 @@ class PlannedStream:
         return self._make_batches(position, 1)[0]
 
     def close(self) -> None:
-        """Stop the background thread and close the shards."""
         self._stop.set()
         until_s = time.monotonic() + CLOSE_DEADLINE_S
         if self._thread is not None:

@@ -210,11 +210,9 @@ class TransformedSamples(ShardSamples):
         self._made: dict[int, tuple[Array, dict[str, Array]]] = {}
 
     def tokens(self, i: int) -> Array:
-        """Return the sample's tokens after its transform."""
         return self._of(i)[0]
 
     def features(self, i: int) -> dict[str, Array]:
-        """Return the sample's arrays after its transform."""
         return self._of(i)[1]
 
     def flat(self) -> None:

@@ -34,7 +34,6 @@ class Blob:
 
     @classmethod
     def of(cls, packed: bytes) -> Blob:
-        """Return ``packed`` cut into parts."""
         parts = tuple(packed[at : at + PART_BYTES] for at in range(0, len(packed), PART_BYTES))
         return cls(hashlib.sha256(packed).hexdigest(), parts)
 
@@ -89,7 +88,6 @@ def normalize_changes(changes: Iterable[Change]) -> tuple[list[Change], list[Blo
 
 
 def write_journal(changes: Iterable[Change]) -> bytes:
-    """Return ``changes`` as one value."""
     rows = []
     for each in changes:
         is_put = isinstance(each, Put)
@@ -99,7 +97,6 @@ def write_journal(changes: Iterable[Change]) -> bytes:
 
 
 def read_journal(value: bytes) -> list[Change]:
-    """Return the changes that ``write_journal`` was given."""
     raw, at = unpack(value), 0
     changes: list[Change] = []
     while at < len(raw):
@@ -126,7 +123,6 @@ def batches(changes: Iterable[Change]) -> list[list[Change]]:
 
 
 def ops_of(changes: Iterable[Change]) -> list[Any]:
-    """Return ``changes`` as etcd operations."""
     return [
         put(each.key, each.value) if isinstance(each, Put) else delete(each.start, each.end)
         for each in changes

@@ -112,25 +112,21 @@ CALLS: dict[str, tuple[str, Any, Any]] = {
 
 
 def request(name: str, /, **fields: Any) -> Any:
-    """Return the message ``name`` (of the table) with ``fields``."""
     return _CLASSES[name](**fields)
 
 
 def put(key: bytes, value: bytes, lease: int = 0) -> Any:
-    """Return the operation that puts a key."""
     return request(
         "RequestOp", request_put=request("PutRequest", key=key, value=value, lease=lease)
     )
 
 
 def delete(start: bytes, end: bytes) -> Any:
-    """Return the operation that deletes the keys in [start, end)."""
     ranged = request("DeleteRangeRequest", key=start, range_end=end)
     return request("RequestOp", request_delete_range=ranged)
 
 
 def get(key: bytes, revision: int = 0) -> Any:
-    """Return the operation that reads one key."""
     return request("RequestOp", request_range=request("RangeRequest", key=key, revision=revision))
 
 
@@ -194,7 +190,7 @@ class EtcdClient:
         self._lock = threading.Lock()
         self._token: str | None = None
         self._current = 0  # the member that is tried first
-        self._closed = False
+        self.is_closed = False
         targets = [_target(each) for each in access.endpoints]
         if not targets or len({secure for _, secure in targets}) > 1:
             raise InvalidProfile(
@@ -212,14 +208,8 @@ class EtcdClient:
         )
         return grpc.secure_channel(target, credentials, options=_OPTIONS)
 
-    @property
-    def is_closed(self) -> bool:
-        """Return whether ``close`` was called."""
-        return self._closed
-
     def close(self) -> None:
-        """Close every connection; calls in progress fail."""
-        self._closed = True
+        self.is_closed = True
         for each in self._channels:
             each.close()
 
@@ -242,7 +232,7 @@ class EtcdClient:
                 return self._once(channel, name, message, timeout_s), tried == 1
             except grpc.RpcError as error:
                 left_s = until_s - time.monotonic()
-                if self._may_try_again(error, channel) and left_s > 0 and not self._closed:
+                if self._may_try_again(error, channel) and left_s > 0 and not self.is_closed:
                     if tried % len(self._channels) == 0:
                         time.sleep(min(PAUSE_S, left_s))
                     continue
@@ -272,7 +262,6 @@ class EtcdClient:
         return str(self._once(channel, "Authenticate", message, ATTEMPT_S).token)
 
     def version(self) -> str:
-        """Return the version of the first member that answers."""
         return str(self.call("Status", request("StatusRequest")).version)
 
     def _may_try_again(self, error: Any, channel: grpc.Channel) -> bool:

@@ -87,7 +87,6 @@ class EtcdCoordination(Coordination):
         self.revision(within_s=2.0)
 
     def close(self) -> None:
-        """Close the connections; a held lease expires."""
         if self._held is not None:
             self._held.lease.end(revoke=False)
         self._client.close()

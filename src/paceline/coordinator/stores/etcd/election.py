@@ -53,7 +53,6 @@ class Lease:
         self._thread = threading.Thread(target=self._keep_on, name="etcd-lease", daemon=True)
 
     def keep(self) -> None:
-        """Start the keep-alive thread."""
         self._thread.start()
 
     @property
