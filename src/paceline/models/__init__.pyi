@@ -10,6 +10,7 @@ from .attention import exclude_from_compilation as exclude_from_compilation
 from .config import (
     SEPARATOR_BYTE as SEPARATOR_BYTE,
     ModelConfig as ModelConfig,
+    ModelShape as ModelShape,
     UserCodeConfig as UserCodeConfig,
     config_for as config_for,
     count_parameters as count_parameters,
