@@ -286,9 +286,11 @@ def estimate_submitted(
     from paceline.storage import ObjectStore
 
     where = join_url(runtime.models_url, spec.model_id, spec.version, CONFIG_FILE)
+    kind = fitting.pop()
     try:
+        accelerator_of(kind, profile.hardware)  # before anything is read
         raw = json_object(ObjectStore.from_runtime(runtime).get_bytes(where), where)
-        return estimate_by_model(raw, profile, fitting.pop())
+        return estimate_by_model(raw, profile, kind)
     except PacelineError as error:
         log.info("no estimate of a job: %s", error.one_line())
         return None

@@ -285,7 +285,7 @@ class StepModel:
         return {
             "parameters": own,
             "gradients": own,
-            "optimizer": own * MOMENTS[settings.optimizer],
+            "optimizer": own * (MOMENTS[settings.optimizer] + (settings.ema is not None)),
             "gathered": self._gathered(blocks, block, rest),
             "activations": min(in_flight, self.passes) * tokens * layers + logits,
         }
