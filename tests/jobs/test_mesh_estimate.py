@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,8 @@ from paceline.jobs import DescribedModel, accelerator_of, read_mesh
 from paceline.models import ModelShape, config_for
 from tests.support.command import paceline as command
 
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/how-to/estimate-a-training.md").read_text()
 OWN = """
 [hardware.X9]
 tflops = { bfloat16 = 100 }
@@ -154,6 +160,32 @@ def test_a_config_without_known_sizes_is_refused(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(InvalidInput, match=said):
         paceline.estimate(tmp_path, "H100")
+
+
+def test_what_the_page_shows_runs_in_the_base_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def blocks(language: str) -> list[str]:
+        return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model/config.json").write_text(config_for(10**8, 2048).model_dump_json())
+    (tmp_path / "page.toml").write_text(blocks("toml")[0])
+    assert load_profile(str(tmp_path / "page.toml")).hardware["MI300X"].per_host == 8
+    lines = [line.split()[1:] for block in blocks("sh") for line in block.splitlines()]
+    assert len(lines) == 3
+    argv = [sys.executable, "-m", "tests.support.base_install", json.dumps(lines)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        argv, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [code for code, _, _ in answers] == [0, 0, 0], done.stderr + done.stdout
+    assert json.loads(answers[2][1])["rows"]
+    (program,) = blocks("python")
+    exec(program, {})
+    assert "shard64" in capsys.readouterr().out
 
 
 def test_the_command_prints_a_table_or_json(profile: str) -> None:
