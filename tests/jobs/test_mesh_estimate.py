@@ -192,7 +192,7 @@ def test_the_command_prints_a_table_or_json(profile: str) -> None:
     words = ("estimate", "100M", "--accelerator", "X9", "--ranks", "4", "--profile", profile)
     shown = command(*words, "--tokens", "1e9")
     assert shown.returncode == 0, shown.stderr
-    for needle in ("shard4", "tp4", "efficiency", "price EUR"):
+    for needle in ("shard4", "pp4", "efficiency", "price EUR"):
         assert needle in shown.stdout
     assert "not counted" in shown.stderr
     refused = command("estimate", "100M", "--accelerator", "X8")

@@ -1,5 +1,6 @@
 from .base import Parallel as Parallel, recompute_blocks as recompute_blocks
 from .checks import (
+    SERVING as SERVING,
     cuts_of as cuts_of,
     data_shares_of as data_shares_of,
     is_asynchronous as is_asynchronous,
