@@ -31,6 +31,7 @@ from paceline.models import (
     ModelConfig,
     ModelShape,
     config_for,
+    config_of,
     json_object,
     read_json,
 )
@@ -107,7 +108,7 @@ class DescribedModel:
         """Return the model whose ``config.json`` is ``raw``; raises as ``ModelShape.read``."""
         shape = ModelShape.read(raw, where)
         ours = set(raw) <= set(ModelConfig.model_fields)
-        return cls(name, shape, raw, ModelConfig.model_validate(raw) if ours else None)
+        return cls(name, shape, raw, config_of(dict(raw), where) if ours else None)
 
     def require(self, spec: MeshSpec, settings: TrainingSettings) -> None:
         """Raise InvalidInput where ``spec`` cannot train the model, as before ranks start."""
@@ -226,7 +227,7 @@ def estimate_meshes(
         tokens=tokens,
         currency=profile.prices.currency,
         rows=tuple(rows),
-        based_on=tuple(_basis(kind, accelerator, profile)),
+        based_on=tuple(_basis(kind, accelerator, profile, chosen)),
     )
 
 
@@ -254,9 +255,12 @@ def _row(step: StepModel, kind: str, profile: Profile, tokens: float | None) -> 
     )
 
 
-def _basis(kind: str, accelerator: AcceleratorSettings, profile: Profile) -> Iterator[str]:
-    first = next(iter(accelerator.tflops.values()))
-    reached = f"products at {first * accelerator.achieved:.4g} TFLOP/s"
+def _basis(
+    kind: str, accelerator: AcceleratorSettings, profile: Profile, precision: str
+) -> Iterator[str]:
+    peaks = {str(name): each for name, each in accelerator.tflops.items()}
+    peak = peaks.get(precision) or peaks["bfloat16"]  # float16 has the same
+    reached = f"products at {peak * accelerator.achieved:.4g} TFLOP/s"
     near, far = accelerator.inside, accelerator.between
     links = f"links of {near.gb_s:g} GB/s in a host and {far.gb_s:g} GB/s between hosts"
     if named_kind(kind, profile.hardware):

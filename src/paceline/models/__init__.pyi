@@ -21,6 +21,7 @@ from .files import (
     DESCRIBING as DESCRIBING,
     INDEX_FILE as INDEX_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
+    config_of as config_of,
     is_pretrained as is_pretrained,
     json_object as json_object,
     lies_as_pretrained as lies_as_pretrained,
