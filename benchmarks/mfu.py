@@ -9,7 +9,7 @@ torchtitan's is on one GPU. All compile unless ``--eager``.
                              [--eager] [--only ours plain]
     python benchmarks/mfu.py --quick [--compile]   # a tiny model on the CPU: does it work?
 
-MFU counts as PaLM's does (``paceline.training.metrics.device``) against the matmul peak measured in
+MFU counts as PaLM's does (``paceline.models.ModelShape``) against the matmul peak measured in
 the same process. Without a GPU it says that it was not run, and why.
 """
 
@@ -36,7 +36,7 @@ from torch import nn
 
 from paceline.config import TrainingSettings
 from paceline.data import Batch
-from paceline.models import ModelConfig, config_for, count_parameters, new_model
+from paceline.models import ModelConfig, ModelShape, config_for, count_parameters, new_model
 from paceline.training.loop import (
     Group,
     Progress,
@@ -45,7 +45,7 @@ from paceline.training.loop import (
     new_optimizer,
     train,
 )
-from paceline.training.metrics import StepMetrics, flops_per_token, matmul_peak
+from paceline.training.metrics import StepMetrics, matmul_peak
 from paceline.training.parallel import Mesh, MeshSpec, parallelise
 
 RESULT = Path(__file__).resolve().parent / "results" / "mfu.json"
@@ -287,7 +287,7 @@ def measure(case: Case, steps: int, pairs: int, kinds: Sequence[str]) -> dict[st
     for steps_of in running.values():
         steps_of.close()  # type: ignore[attr-defined] - they are generators
     peak = matmul_peak(case.device.type, torch.bfloat16, torch.get_num_threads())
-    flops = flops_per_token(case.config)
+    flops = ModelShape.of(case.config).flops_per_token()
     base = kinds[0]
     return {
         "parameters": count_parameters(case.config),

@@ -39,9 +39,8 @@ from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import config_for, count_parameters
 from paceline.training.loop import Progress, TransformerWorkload, join_group, new_optimizer, train
-from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise
+from paceline.training.parallel import SERVING, Mesh, MeshSpec, open_mesh, parallelise
 from paceline.training.strategies import (
-    SERVING,
     BatchReport,
     GradientComputer,
     Learner,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-from paceline.models import config_for, new_model
+from paceline.models import ModelShape, config_for, new_model
 
 SILENCE_S = 600.0
 
@@ -203,7 +203,7 @@ def ours(load: Load, beat: Beat) -> None:
         retain_freed_memory,
         train,
     )
-    from paceline.training.metrics import StepMetrics, flops_per_token, matmul_peak
+    from paceline.training.metrics import StepMetrics, matmul_peak
     from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise
 
     retain_freed_memory()  # as every rank does (training.loading)
@@ -248,7 +248,7 @@ def ours(load: Load, beat: Beat) -> None:
             numbers=StepMetrics(
                 group,
                 parallel.modules,
-                flops_per_token=flops_per_token(workload.config),
+                flops_per_token=ModelShape.of(workload.config).flops_per_token(),
                 peak=lambda: matmul_peak("cpu", torch.float32, 1),
             ),
             on_step=lambda _: beat(),

@@ -2,6 +2,7 @@ from .client import Client as Client, FlowRun as FlowRun
 from .python_api import (
     cost as cost,
     distribute as distribute,
+    estimate as estimate,
     evaluate as evaluate,
     forecast as forecast,
     load as load,

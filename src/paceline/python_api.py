@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.schemas import (
         Distribution,
         EvaluationReport,
+        MeshEstimates,
         PlanTable,
         Published,
         RankEvent,
@@ -155,6 +156,47 @@ def forecast(
 
     given = _fleet(size, workers, link, external, disk, racks, oversubscription)
     return plan_table(FleetDescription(**given), Topology(topology))
+
+
+def estimate(
+    model: Path | str,
+    accelerator: str,
+    *,
+    ranks: int | Sequence[int] = (8, 64, 512),
+    meshes: Sequence[str] = (),
+    tokens: float | None = None,
+    context: int | None = None,
+    rank_sequences: int = 4,
+    batch_sequences: int | None = None,
+    precision: str | None = None,
+    vocabulary: int = 32_768,
+    profile: str = "embedded",
+    settings: Settings | None = None,
+) -> MeshEstimates:
+    """Return what training ``model`` would take on meshes of accelerators: seconds of a step by
+    what they are spent on, tokens a second, efficiency, bytes of a rank, and for ``tokens`` hours,
+    energy and price; nothing runs.
+
+    ``model`` is a directory, its config.json, or a number of parameters ("7B") with ``vocabulary``
+    tokens; ``accelerator`` "H100", "H200", "A100", or one of [hardware] in ``profile``; ``meshes``
+    are such as "shard8xtp8" (default: the usual ones), in which dp takes the ranks that are left. A
+    step has ``batch_sequences`` rows of ``context`` tokens, or ``rank_sequences`` for each rank.
+    Raises InvalidInput for what is not known or cannot be, and where the model fits on no mesh.
+    """
+    from paceline.jobs import DescribedModel, estimate_meshes
+
+    return estimate_meshes(
+        DescribedModel.read(model, vocabulary),
+        accelerator,
+        _profile(profile, settings),
+        ranks=(ranks,) if isinstance(ranks, int) else ranks,
+        meshes=meshes,
+        tokens=tokens,
+        context=context,
+        rank_sequences=rank_sequences,
+        batch_sequences=batch_sequences,
+        precision=precision,
+    )
 
 
 def simulate(

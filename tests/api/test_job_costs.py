@@ -16,6 +16,7 @@ from paceline.client import AccessClient, CoordinatorClient
 from paceline.config import Login, PriceSettings, save_login
 from paceline.errors import AccessDenied, Conflict, InvalidInput, ServiceUnavailable
 from paceline.jobs import changed
+from paceline.models import config_for
 from paceline.schemas import (
     CreateToken,
     JobState,
@@ -170,9 +171,37 @@ def test_an_estimate_comes_with_the_submission(
     assert made.estimate.price.value == pytest.approx(6 * made.estimate.hours.value)
     assert made.job.state is S.QUEUED, "an estimate above the budget refuses nothing"
     other = lab.client.submit_job(spec.model_copy(update={"model_id": "m/other"}))
-    assert other.estimate is None
+    assert other.estimate is None, "no training like it, and no accelerator is known"
     for each in (made, other):
         lab.client.change_job(each.job.job_id, "cancel")
+
+
+def test_a_first_training_is_estimated_by_the_model_of_a_step(
+    lab: Lab, finished: TrainingUsage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_possible", lambda *_: None)
+    config = config_for(1_000_000, 128)
+    stored = {"new": config.model_dump_json().encode(), "odd": b'{"model_type": "mamba"}'}
+    monkeypatch.setattr(
+        "paceline.storage.ObjectStore.get_bytes",
+        lambda _store, url, *_: stored[url.split("/")[-3]],
+    )
+    made = {}
+    for model, kind in (("new", "h100"), ("new", "X9"), ("odd", "h100")):
+        spec = SubmitJob.model_validate({
+            "model_id": f"m/{model}", "version": "1", "data_snapshot": "s3://b/s",
+            "parameters": {"training.steps": 100, "training.batch_sequences": 8},
+            "resources": {"ranks": 2, "accelerator": kind},
+        })  # fmt: skip
+        view = lab.client.submit_job(spec)
+        lab.client.change_job(view.job.job_id, "cancel")
+        made[model, kind] = view.estimate
+    assert made["new", "X9"] is made["odd", "h100"] is None
+    found = made["new", "h100"]
+    assert found is not None
+    assert (found.tokens, found.accelerators) == (100 * 8 * 128, {"h100": 2})
+    assert found.price is None, "the profile has a price of cpu alone"
+    assert "by the model of a step on mesh dp2" in found.based_on[0]
 
 
 def test_a_laptop_sees_costs_and_raises_a_budget(

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import sweep
+from benchmarks import step_times, sweep
 from benchmarks.admission import POLICIES, main
+from paceline.config import LinkSettings
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_admission_benchmark_runs_tiny(
@@ -28,3 +34,46 @@ def test_the_sweep_benchmark_runs_tiny(capsys: pytest.CaptureFixture[str], tmp_p
     assert sweep.main(["--tiny", "--out", str(tmp_path)]) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["trials"] == 4 and 0 < row["cost"] <= 1
+
+
+def test_the_fit_finds_an_accelerator_again_by_its_times() -> None:
+    link = LinkSettings(latency_us=40.0, gb_s=1.5)
+    planted = step_times.cpu_of(
+        link, tflops=0.05, block_us=800.0, memory_gb_s=6.0, overlap=0.3
+    )  # fmt: skip
+    collectives = {
+        (kind, size, ranks): step_times.predicted_s(kind, size, ranks, link)
+        for kind in step_times.KINDS
+        for size in step_times.FITTED_BYTES
+        for ranks in (2, 4)
+    }
+    cases = (*step_times.FITTED, *step_times.TINY)
+    steps = {case: step_times.step_of(*case, planted).step_s for case in cases}
+    found = step_times.calibrate(collectives, steps)
+    assert found.inside.latency_us == pytest.approx(40.0, rel=0.05)
+    assert found.inside.gb_s == pytest.approx(1.5, rel=0.05)
+    for case, seconds in steps.items():
+        assert step_times.step_of(*case, found).step_s == pytest.approx(seconds, rel=0.05)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_the_model_of_a_step_is_calibrated_on_gloo(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "benchmarks/step_times.py", "--tiny", "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "step_times.json").read_text())
+    assert json.loads(done.stdout.splitlines()[-1]) == result
+    assert {(row["model"], row["mesh"]) for row in result["steps"] if not row["fitted"]} == {
+        ("small", mesh) for mesh in ("tp2", "pp2", "dp2xtp2")
+    }
+    rows = [*result["steps"], *result["collectives"]]
+    assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
+    assert "[hardware.cpu]" in done.stdout

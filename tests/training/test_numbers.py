@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.config import DataSettings, TrainingSettings
 from paceline.data.loading import tokens_seen
 from paceline.errors import AccessDenied, PacelineError, ServiceUnavailable
-from paceline.models import config_for, new_model
+from paceline.models import ModelShape, config_for, new_model
 from paceline.storage import DiskStore
 from paceline.training.loop import Group, StepReport
 from paceline.training.metrics import (
@@ -35,7 +35,6 @@ from paceline.training.metrics import (
     Tracer,
     TraceUploader,
     Utilisation,
-    flops_per_token,
     matmul_peak,
     memory,
     stragglers,
@@ -121,8 +120,9 @@ def test_operations_are_those_that_torch_counts() -> None:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.zeros(2, 32, dtype=torch.int64)).sum().backward()
     counted = counter.get_total_flops() / (2 * 32)
-    assert flops_per_token(config) == pytest.approx(counted, rel=1e-6)
-    assert flops_per_token(config, 64) > flops_per_token(config, 32)
+    shape = ModelShape.of(config)
+    assert shape.flops_per_token() == pytest.approx(counted, rel=1e-6)
+    assert shape.flops_per_token(64) > shape.flops_per_token(32)
 
 
 def test_attention_that_documents_apart_do_not_need_is_no_work() -> None:
@@ -134,7 +134,8 @@ def test_attention_that_documents_apart_do_not_need_is_no_work() -> None:
     assert seen == {"windows": 32, "packed": 8, "bucketed": 8, "carried": 32}
     parallel = SimpleNamespace(modules=(), bytes_reduced=0)
     found = StepMetrics.of(TrainingSettings(), parallel, Group(), CPU, config=config, seen=8)
-    assert found.flops_per_token == flops_per_token(config, 8) < flops_per_token(config)
+    shape = ModelShape.of(config)
+    assert found.flops_per_token == shape.flops_per_token(8) < shape.flops_per_token()
 
 
 def test_the_peak_is_measured_once_and_leaves_the_threads_alone() -> None:

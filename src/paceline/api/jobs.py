@@ -33,6 +33,7 @@ from paceline.jobs import (
     budget_reason,
     changed,
     estimate_like,
+    estimate_submitted,
     gang_of,
     hosts_of,
     quotas_of,
@@ -162,7 +163,9 @@ def _add_submitting(
         if key is None or not any(each.job_id == job.job_id for each in table.jobs()):
             _require_possible(job, runtime, coordinator)
         view = shown(table.add(job))
-        return view.model_copy(update={"estimate": _estimate(job.spec, runtime, table)})
+        return view.model_copy(
+            update={"estimate": _estimate(job.spec, runtime, table, coordinator)}
+        )
 
     @router.post(f"{JOBS}/adopt", status_code=201)
     def adopt_job(call: AdoptJob) -> JobView:
@@ -380,14 +383,20 @@ def _require_prices(budget: float | None, prices: PriceSettings) -> None:
         )
 
 
-def _estimate(spec: SubmitJob, runtime: Runtime, table: JobTable) -> CostEstimate | None:
-    """Return what the job would cost by what earlier ones did; None: nothing says it."""
+def _estimate(
+    spec: SubmitJob, runtime: Runtime, table: JobTable, coordinator: Coordinator
+) -> CostEstimate | None:
+    """Return what the job would cost by what earlier ones did, else by the model of a step; None:
+    nothing says it."""
     profile = runtime.profile
     if not profile.prices.per_hour:
         return None
     settings = with_job_settings(profile, spec.settings).training
     usages = training_costs(table.jobs(), runtime, time.time()).usages
-    return estimate_like(spec.model_id, settings, profile.prices, usages)
+    hosts = hosts_of(coordinator.read(lambda state: state.fleet.workers()), settings)
+    return estimate_like(spec.model_id, settings, profile.prices, usages) or estimate_submitted(
+        spec, {each.kind for each in hosts}, runtime
+    )
 
 
 def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:

@@ -47,6 +47,7 @@ COMMANDS: dict[str, Target] = {
     "jobs": ("training.jobs", "jobs", "Submit training jobs; list, pause, resume, cancel them."),
     "sweep": ("training.sweep", "sweep", "Search a training's settings; each trial is a job."),
     "cost": ("training.cost", "cost", "Show what trainings cost, or what the next one would."),
+    "estimate": ("training.estimate", "estimate", "Estimate a training by mesh, before it runs."),
     "lifecycle": ("flows", "lifecycle", "Run the lifecycle flow on a running installation."),
     "where": ("installation", "where", "Print every link of a run: pages, logs, records."),
     "distribute": ("distribution", "distribute", "Relay a published model to every node."),
@@ -83,7 +84,7 @@ GROUPS: dict[str, tuple[str, str]] = {
     "data": ("Make snapshots of data; say what they may be used for.", "snapshot purposes"),
     "training": (
         "Train here or on the nodes; checkpoints; reproduce a run.",
-        "jobs sweep local start checkpoints reproduce cost",
+        "jobs sweep local start checkpoints reproduce cost estimate",
     ),
     "run": ("Run the whole lifecycle, and find what a run left.", "lifecycle where"),
     "deployment": (
@@ -143,6 +144,8 @@ EXAMPLES = {  # where more is typed than the command's words
     "checkpoints export": "checkpoints export ./paceline-training ./dcp --step 500",
     "reproduce": "reproduce run-20261120-153600-9f3a1c --check",
     "cost": "cost --by model\ncost run-20261120-153600-9f3a1c --steps 5000",
+    "estimate": "estimate 7B --accelerator H100 --tokens 3e11\n"
+    "estimate ./my-model --accelerator H100 --ranks 64 --mesh shard8xtp8",
     "lifecycle": "lifecycle --model org/name/1 --data s3://bucket/texts \\\n"
     "    --set training.learning_rate=3e-4 --set training.lora.r=8",
     "where": "where run-20261120-153600-9f3a1c",

@@ -53,10 +53,12 @@ from .runtime import (
     this_node as this_node,
 )
 from .settings import (
+    AcceleratorSettings as AcceleratorSettings,
     ControlSettings as ControlSettings,
     EvaluationSettings as EvaluationSettings,
     GateSettings as GateSettings,
     HubSettings as HubSettings,
+    LinkSettings as LinkSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
     OciSettings as OciSettings,

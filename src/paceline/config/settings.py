@@ -343,6 +343,32 @@ class PriceSettings(Settings):
     per_gb_month: Price | None = None  # of 10**9 bytes stored there
 
 
+class LinkSettings(Settings):
+    """A transfer between two accelerators takes ``latency_us`` + bytes / ``gb_s``."""
+
+    latency_us: float = Field(ge=0)
+    gb_s: float = Field(gt=0)  # 10**9 bytes a second that one accelerator sends and receives
+
+
+class AcceleratorSettings(Settings):
+    """What an estimate of a training takes an accelerator and its links for."""
+
+    # peak of matrix products in 10**12 a second, by precision: { bfloat16 = 989 }
+    tflops: dict[
+        Literal["float64", "float32", "bfloat16", "float16"], Annotated[float, Field(gt=0)]
+    ]
+    achieved: float = Field(gt=0, le=1)  # share of it that the products of a step reach
+    block_us: float = Field(default=0.0, ge=0)  # of a block's forward and backward, besides them
+    memory_gb: float = Field(gt=0)  # 10**9 bytes
+    memory_gb_s: float = Field(gt=0)  # that the optimizer reads and writes
+    copy_gb_s: float = Field(gt=0)  # to the host's memory: a checkpoint waits for it
+    per_host: int = Field(ge=1)  # accelerators of a host, between which ``inside`` is the link
+    inside: LinkSettings
+    between: LinkSettings  # of one accelerator to another host; those of a host send at once
+    # share of what may run beside products that does: gradients and gathered parameters
+    overlap: float = Field(default=0.8, ge=0, le=1)
+
+
 class Profile(Settings):
     """A whole profile: one TOML file with all settings of an installation."""
 
@@ -365,3 +391,4 @@ class Profile(Settings):
     evaluation: EvaluationSettings = EvaluationSettings()
     gate: GateSettings = GateSettings()
     prices: PriceSettings = PriceSettings()
+    hardware: dict[str, AcceleratorSettings] = {}  # by kind, as in prices; added to the known ones

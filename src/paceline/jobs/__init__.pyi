@@ -6,6 +6,7 @@ from .admission import (
     decide as decide,
     why_never as why_never,
 )
+from .collectives import RankGroup as RankGroup
 from .cost import (
     By as By,
     cost_of as cost_of,
@@ -20,6 +21,14 @@ from .cost import (
     price_of as price_of,
 )
 from .data_purposes import require_permitted as require_permitted
+from .mesh_estimate import (
+    DescribedModel as DescribedModel,
+    accelerator_of as accelerator_of,
+    estimate_by_model as estimate_by_model,
+    estimate_meshes as estimate_meshes,
+    estimate_submitted as estimate_submitted,
+    read_mesh as read_mesh,
+)
 from .placement import Gang as Gang, Host as Host, Placement as Placement
 from .preemption import Reservation as Reservation
 from .recorded_costs import (
@@ -37,6 +46,7 @@ from .scheduler import (
 )
 from .service_levels import JobTotals as JobTotals
 from .states import NEXT as NEXT, changed as changed, require_open as require_open
+from .step_model import StepModel as StepModel
 from .sweeps import (
     COLUMNS as COLUMNS,
     Search as Search,

@@ -30,14 +30,17 @@ HOUR_S = 3600.0
 GB = 1e9
 
 
+def named_kind(kind: str, table: Iterable[str]) -> str | None:
+    """Return the name in ``table`` that is ``kind``, else the longest whose words it contains."""
+    words = {name: rf"(?<!\w){re.escape(name)}(?!\w)" for name in table}
+    names = [name for name, each in words.items() if re.search(each, kind, re.IGNORECASE)]
+    return kind if kind in names else max(names, key=len, default=None)
+
+
 def price_of(kind: str, table: Mapping[str, float]) -> float | None:
     """Return the entry of ``kind``: its own, else the longest whose words it contains."""
-    if kind in table:
-        return table[kind]
-    names = [
-        name for name in table if re.search(rf"(?<!\w){re.escape(name)}(?!\w)", kind, re.IGNORECASE)
-    ]
-    return table[max(names, key=len)] if names else None
+    name = named_kind(kind, table)
+    return None if name is None else table[name]
 
 
 def _sum(accelerators: Mapping[str, int], table: Mapping[str, float]) -> float | None:
@@ -64,7 +67,7 @@ def cost_of(training: TrainResult | TrainingUsage, prices: PriceSettings) -> Tra
         **usage.model_dump(),
         currency=prices.currency,
         accelerator_hours=_product(sum(usage.accelerators.values()) or None, hours),
-        energy_kwh=_product(kilowatts, hours),
+        energy_kwh=held_energy(usage.accelerators, usage.seconds, prices),
         price_by_class={name: each * (of_second or 0.0) for name, each in by_class.items()},
         total=total,
         per_step=None if total is None or not usage.steps else total / usage.steps,
@@ -84,6 +87,13 @@ def held_price(
     Energy that has a price of its own is in it.
     """
     return _product(_rates(accelerators, prices)[0], seconds / HOUR_S)
+
+
+def held_energy(
+    accelerators: Mapping[str, int], seconds: float, prices: PriceSettings
+) -> float | None:
+    """Return the kWh of ``accelerators`` in ``seconds``; None where one has no watts."""
+    return _product(_rates(accelerators, prices)[1], seconds / HOUR_S)
 
 
 def _product(*factors: float | None) -> float | None:
@@ -193,8 +203,9 @@ def estimate(
     tokens_per_step: float | None = None,
     tokens_per_second: float | None = None,
     accelerators: Mapping[str, int] | None = None,
+    basis: str = "as given",
 ) -> CostEstimate:
-    """Return what ``steps`` steps would take and cost.
+    """Return what ``steps`` steps would take and cost; ``basis`` is where a given speed is from.
 
     What is not given is that of ``earlier`` trainings of the same configuration, newest first. The
     lower end has their best speed and no failure, the upper end their worst speed and their largest
@@ -242,7 +253,7 @@ def estimate(
         energy_kwh=times(kilowatts),
         price=times(hourly),
         based_on=(
-            f"speed: {tokens_per_second:g} tokens/s, as given; no range of it is known"
+            f"speed: {tokens_per_second:g} tokens/s, {basis}; no range of it is known"
             if tokens_per_second
             else f"speed: as measured in {shortened([e.run_id or e.job_id for e in measured], 3)}"
             + ("; one training shows no variation of it" if len(measured) == 1 else ""),

@@ -10,6 +10,7 @@ from .attention import exclude_from_compilation as exclude_from_compilation
 from .config import (
     SEPARATOR_BYTE as SEPARATOR_BYTE,
     ModelConfig as ModelConfig,
+    ModelShape as ModelShape,
     UserCodeConfig as UserCodeConfig,
     config_for as config_for,
     count_parameters as count_parameters,
@@ -20,6 +21,7 @@ from .files import (
     DESCRIBING as DESCRIBING,
     INDEX_FILE as INDEX_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
+    config_of as config_of,
     is_pretrained as is_pretrained,
     json_object as json_object,
     lies_as_pretrained as lies_as_pretrained,

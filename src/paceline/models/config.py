@@ -7,11 +7,14 @@ tools read them. Does not import torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final, Literal, Protocol
 
 from pydantic import Field, model_validator
 
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, short_repr
 from paceline.schemas import Record
 
 BYTES = 256  # vocabulary size with one token per byte
@@ -76,15 +79,122 @@ class ModelConfig(Record):
         return self.bos_token_id
 
 
+# model_type of transformers' decoders → its class
+FAMILIES: Final = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma": "GemmaForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
+BACKWARD = 2.0  # times the arithmetic of a forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes of a decoder from which parameters, arithmetic and memory follow."""
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    feed_forward: int
+    vocabulary: int
+    context: int
+    tied: bool = True
+    gated: bool = True
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> ModelShape:
+        """Return the shape of one of our models."""
+        return cls.read(vars(config), "model config")
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], where: Path | str) -> ModelShape:
+        """Return the shape that a ``config.json`` describes, ours or of one of ``FAMILIES``.
+
+        Raises InvalidInput for other families, and where a size is missing.
+        """
+        family = raw.get("model_type", "llama")
+        if family not in FAMILIES:
+            raise InvalidInput(
+                "sizes of this model family are not known",
+                got=f"model_type {short_repr(family)}",
+                wanted=f"one of {', '.join(FAMILIES)}",
+                where=where,
+            )
+
+        def size(key: str, otherwise: int | None = None) -> int:
+            value = raw.get(key)
+            value = otherwise if value is None else value
+            if type(value) is not int or value < 1:
+                raise InvalidInput(
+                    "model config lacks a size", got=f"{key} = {value!r}", wanted="1 or more",
+                    where=where,
+                )  # fmt: skip
+            return value
+
+        width, heads = size("hidden_size"), size("num_attention_heads")
+        return cls(
+            width=width,
+            layers=size("num_hidden_layers"),
+            heads=heads,
+            kv_heads=size("num_key_value_heads", heads),
+            head_size=size("head_dim", width // heads),
+            feed_forward=size("intermediate_size"),
+            vocabulary=size("vocab_size"),
+            context=size("max_position_embeddings"),
+            tied=bool(raw.get("tie_word_embeddings", family.startswith("gemma"))),
+            gated=family != "gpt_neox",
+        )
+
+    @property
+    def block(self) -> int:
+        """Return the weights of one block's matrices."""
+        attention = 2 * self.width * self.head_size * (self.heads + self.kv_heads)
+        return attention + (3 if self.gated else 2) * self.width * self.feed_forward
+
+    @property
+    def embedding(self) -> int:
+        """Return the weights of the embedding, which are those of the output layer where tied."""
+        return self.vocabulary * self.width
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights: exact for Llama's architecture; elsewhere without biases
+        and further norms, less than 0.1 % of a model above 1 G parameters."""
+        norms = (2 * self.layers + 1) * self.width
+        return self.embedding * (1 if self.tied else 2) + self.layers * self.block + norms
+
+    def block_flops(self, context: int) -> float:
+        """Return the FLOPs of one token's forward pass through one block."""
+        return 2.0 * (self.block + 2 * self.heads * self.head_size * context)
+
+    @property
+    def output_flops(self) -> float:
+        """Return the FLOPs of one token's logits, forward."""
+        return 2.0 * self.embedding
+
+    def flops_per_token(self, context: int | None = None) -> float:
+        """Return the FLOPs of one token's forward and backward pass at ``context`` tokens.
+
+        Counted as in PaLM (arXiv 2204.02311, appendix B): two operations per weight of each matrix
+        product and token, attention over all that a token may see (the context, or its document
+        where documents are separated) without the discount for causality, and backward twice as
+        much as forward. Recomputation for activation checkpointing does not count: it is no
+        progress. Embedding look-ups and norms are left out.
+        """
+        blocks = self.layers * self.block_flops(context or self.context)
+        return (1 + BACKWARD) * (blocks + self.output_flops)
+
+
 def count_parameters(config: ModelConfig) -> int:
     """Return the exact number of weights of a model of this shape (a tied embedding once)."""
-    width = config.hidden_size
-    kv_width = config.head_size * config.num_key_value_heads
-    attention = 2 * width * width + 2 * width * kv_width
-    feed_forward = 3 * width * config.intermediate_size
-    block = attention + feed_forward + 2 * width
-    vocabulary = config.vocab_size * width * (1 if config.tie_word_embeddings else 2)
-    return vocabulary + config.num_hidden_layers * block + width
+    return ModelShape.of(config).parameters
 
 
 def config_for(

@@ -44,7 +44,12 @@ def read_config(directory: Path) -> ModelConfig:
             where=path,
             do="Train it with training.code_ref; judge it with `paceline evaluate`.",
         )
-    return _parsed(ModelConfig, raw, path)
+    return config_of(raw, path)
+
+
+def config_of(raw: dict[str, Any], where: Path | str) -> ModelConfig:
+    """Return the configuration of one of our models; raises InvalidInput for another ``raw``."""
+    return _parsed(ModelConfig, raw, where)
 
 
 def read_user_code(directory: Path) -> UserCodeConfig | None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidInput
-from paceline.models.config import require_tokenizer
+from paceline.models.config import FAMILIES, require_tokenizer
 from paceline.models.files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -38,16 +38,6 @@ from paceline.models.tensor_files import (
 )
 
 CPU = torch.device("cpu")
-FAMILIES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "gemma": "GemmaForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gpt_neox": "GPTNeoXForCausalLM",
-}
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 COPIED_SUFFIXES = (".json", ".jinja", ".txt", ".model")

@@ -122,6 +122,8 @@ from .cost import (
     CostEstimate as CostEstimate,
     CostGroup as CostGroup,
     CostsShown as CostsShown,
+    MeshEstimate as MeshEstimate,
+    MeshEstimates as MeshEstimates,
     Range as Range,
     TrainingCost as TrainingCost,
     TrainingCosts as TrainingCosts,

@@ -137,6 +137,42 @@ class CostEstimate(Record):
     based_on: tuple[str, ...]
 
 
+class MeshEstimate(Record):
+    """What a training on one mesh would take, by the model of a step."""
+
+    mesh: str  # "shard8xtp8", as in `--mesh`
+    ranks: int
+    batch_sequences: int  # of the whole gang
+    step_s: float  # without checkpoints
+    seconds: dict[str, float]  # of a step: products, bubble, tensor, pipeline, data, optimizer
+    checkpoint_share: float  # of the time, in which checkpoints stop the steps
+    tokens_per_second: float  # of the whole gang, with checkpoints
+    efficiency: float  # share of a step that the batch's arithmetic alone would take
+    mfu: float  # model FLOPs over the accelerators' peak
+    memory: dict[str, float]  # bytes of the rank that needs most, by what they hold
+    memory_bytes: float  # their sum
+    fits: bool
+    hours: float | None = None  # of ``tokens``
+    energy_kwh: float | None = None
+    price: float | None = None
+
+
+class MeshEstimates(Record):
+    """Output of `paceline estimate --json`: a model on several meshes and numbers of ranks."""
+
+    status: Literal["complete"] = "complete"
+    model: str
+    parameters: int
+    accelerator: str
+    memory_gb: float  # of one accelerator
+    precision: str
+    context: int  # tokens of a row
+    tokens: float | None = None  # of the whole training
+    currency: str
+    rows: tuple[MeshEstimate, ...]  # by ranks, the fastest that fits first
+    based_on: tuple[str, ...]
+
+
 class TrainingCosts(Record):
     """What trainings and attempts of jobs used, and the installation's prices."""
 

@@ -54,6 +54,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
     "approve": clients.ApprovalShown,
     "reproduce": command_results.Reproduction,
     "cost": cost.CostsShown,
+    "estimate": cost.MeshEstimates,
     "jobs": jobs.JobsShown,
     "job": jobs.JobShown,
     "sweep": jobs.SweepShown,

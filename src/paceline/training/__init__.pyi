@@ -16,6 +16,9 @@ from .identity import (
 from .interval import (
     CheckpointInterval as CheckpointInterval,
     FailureCount as FailureCount,
+    SaveCosts as SaveCosts,
+    wanted_interval_s as wanted_interval_s,
+    wanted_steps as wanted_steps,
 )
 from .launcher.driver import run_job as run_job
 from .launcher.gang import GangSupervisor as GangSupervisor

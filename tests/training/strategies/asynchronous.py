@@ -23,8 +23,8 @@ from paceline.config import TrainingSettings
 from paceline.data import Batch
 from paceline.models import config_for
 from paceline.training.loop import TransformerWorkload
+from paceline.training.parallel import SERVING
 from paceline.training.strategies import (
-    SERVING,
     BatchReport,
     GradientComputer,
     Learner,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -80,7 +80,7 @@ def cost(
     profile: str | None,
     state: Path | None,
     as_json: bool,
-    **speeds: float | None,
+    **speeds: Any,
 ) -> int:
     """Show what the installation's trainings and each attempt of a job cost; RUN_ID: one run, by
     class of its time.

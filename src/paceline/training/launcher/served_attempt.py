@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.training.launcher.attempt import TICK_S, Attempt, Fault, RankState, describe_rank
 from paceline.training.launcher.ports import LineHandler
 from paceline.training.loop import STOPPED_EXIT
-from paceline.training.strategies import SERVING
+from paceline.training.parallel import SERVING
 
 if TYPE_CHECKING:
     from paceline.training.launcher.gang import GangSupervisor

@@ -7,7 +7,6 @@ from .alerts import (
 from .device import (
     ForwardTimer as ForwardTimer,
     Utilisation as Utilisation,
-    flops_per_token as flops_per_token,
     matmul_peak as matmul_peak,
     memory as memory,
 )

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.models import ModelConfig
-
 log = logging.getLogger(__name__)
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
@@ -139,27 +137,10 @@ def _events(device: torch.device) -> _Timer:
     return start, stop, take
 
 
-# Model FLOPs and the device's measured peak, for MFU (model FLOPs utilisation). Counted as in PaLM
-# (arXiv 2204.02311, appendix B): two operations per weight of each matrix product and token,
-# attention over all that a token may see (the context, or its document where documents are
-# separated) without the discount for causality, and backward twice as much as forward.
-# Recomputation for activation checkpointing does not count: it is no progress. Embedding look-ups
-# and norms are left out.
+# The device's measured peak, for MFU (model FLOPs utilisation).
 
-BACKWARD = 2.0  # times forward
 _MATRIX = {"cpu": 768, "cuda": 8192}  # matrix sizes that reach the peak within ``_SECONDS``
 _SECONDS = 0.1
-
-
-def flops_per_token(config: ModelConfig, context: int | None = None) -> float:
-    """Return the FLOPs of one token's forward and backward pass at ``context`` tokens."""
-    width, heads = config.hidden_size, config.num_attention_heads
-    kv_width = config.head_size * config.num_key_value_heads
-    layer = 2 * width * width + 2 * width * kv_width + 3 * width * config.intermediate_size
-    weights = config.num_hidden_layers * layer + config.vocab_size * width
-    seen = config.context if context is None else context
-    attention = config.num_hidden_layers * 2 * heads * config.head_size * seen
-    return (1 + BACKWARD) * 2.0 * (weights + attention)
 
 
 @functools.cache

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.config import TrainingSettings
-from paceline.models import ModelConfig
+from paceline.models import ModelConfig, ModelShape
 from paceline.training.loop import Group
 from paceline.training.metrics.alerts import WINDOW, AlertChange, Alerts, Straggler, stragglers
 from paceline.training.metrics.device import (
     ForwardTimer,
     Utilisation,
-    flops_per_token,
     matmul_peak,
     memory,
 )
@@ -97,7 +96,7 @@ class StepMetrics:
             group,
             () if settings.compile else parallel.modules,
             device,
-            flops_per_token=flops_per_token(config, seen) if config is not None else 0.0,
+            flops_per_token=0.0 if config is None else ModelShape.of(config).flops_per_token(seen),
             peak=lambda: matmul_peak(device.type, dtype, threads),
             alerts=Alerts(settings.checkpoints.max_stall_share),
             tracer=tracer,

@@ -1,9 +1,11 @@
 from .base import Parallel as Parallel, recompute_blocks as recompute_blocks
 from .checks import (
+    SERVING as SERVING,
     cuts_of as cuts_of,
     data_shares_of as data_shares_of,
     is_asynchronous as is_asynchronous,
     layers_of as layers_of,
+    microbatches_of as microbatches_of,
     replicas_of as replicas_of,
     require_cuttable as require_cuttable,
     require_layout as require_layout,

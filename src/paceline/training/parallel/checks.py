@@ -12,7 +12,8 @@ from paceline.config import DataSettings, MeshSettings, TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import ModelConfig
 from paceline.training.parallel.mesh import MeshSpec
-from paceline.training.strategies import SERVING
+
+SERVING = 2  # ranks of a parameter server that compute no gradients: it and its standby
 
 
 def is_asynchronous(settings: TrainingSettings) -> bool:

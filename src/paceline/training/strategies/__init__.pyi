@@ -3,7 +3,6 @@ from .job import run_role as run_role
 from .learner import Learner as Learner, norm_of as norm_of
 from .local_sgd import LocalSgd as LocalSgd
 from .port import (
-    SERVING as SERVING,
     BatchReport as BatchReport,
     Task as Task,
     Terms as Terms,

@@ -57,11 +57,10 @@ from paceline.training.loop import (
     uploaded_traces,
 )
 from paceline.training.metrics import BackgroundUpload
-from paceline.training.parallel import Mesh, MeshSpec, parallelise, require_ranks
+from paceline.training.parallel import SERVING, Mesh, MeshSpec, parallelise, require_ranks
 from paceline.training.reproducibility import current_environment
 from paceline.training.strategies.learner import Learner, copy_into
 from paceline.training.strategies.port import (
-    SERVING,
     Array,
     BatchReport,
     Task,

@@ -32,8 +32,6 @@ from pydantic import ConfigDict, Field
 from paceline.errors import CorruptData, InvalidInput
 from paceline.schemas import Record
 
-SERVING = 2  # ranks that compute no gradients: the server and its standby
-
 Address = tuple[str, int]
 Array = npt.NDArray[Any]
 

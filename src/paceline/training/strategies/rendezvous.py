@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.errors import InvalidInput, PeerLost
 from paceline.training.loop import RankIdentity
-from paceline.training.strategies.port import SERVING, Address
+from paceline.training.parallel import SERVING
+from paceline.training.strategies.port import Address
 
 log = logging.getLogger(__name__)
 
