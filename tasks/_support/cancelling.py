@@ -171,9 +171,9 @@ def held_back(
 
 
 @contextlib.contextmanager
-def noticed(superseded: threading.Event | None = None) -> Iterator[threading.Event]:
+def noticed(*others: threading.Event) -> Iterator[threading.Event]:
     """Give an event that is set within seconds of a cancel in Prefect, for as long as the ``with``,
-    at once when a signal asks this process to end, and soon after ``superseded`` is set.
+    at once when a signal asks this process to end, and soon after one of ``others`` is set.
 
     For work that goes on for hours: asking once it is done would be too late. A server that does
     not answer for a while cancels nothing.
@@ -192,7 +192,7 @@ def noticed(superseded: threading.Event | None = None) -> Iterator[threading.Eve
     def ask() -> None:
         while not over.wait(ASK_EVERY_S):
             try:
-                if (superseded is not None and superseded.is_set()) or _cancelled_of(ids):
+                if any(each.is_set() for each in others) or _cancelled_of(ids):
                     cancelled.set()
                     return
             except Exception as error:  # noqa: BLE001 - httpx's many; we ask again

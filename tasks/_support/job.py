@@ -2,7 +2,8 @@
 
 A flow that the queue started has a job already. One that a person or the lifecycle started asks for
 a job when it has something to train, and waits here until its gang is admitted: one place decides
-which gang runs where, however the training was started.
+which gang runs where, however the training was started. Preempted, such a flow's ranks save and
+leave, and it waits here again.
 """
 
 from __future__ import annotations
@@ -99,6 +100,7 @@ class JobLink:
         self._checkpoints: list[JobCheckpoint] = []
         self._over = threading.Event()
         self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
+        self.preempted = threading.Event()  # an adopted job is to leave its hosts and wait again
         self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
 
     @property
@@ -112,13 +114,22 @@ class JobLink:
         """
         if self.placement is not None:
             return self.placement
-        run = self._run
-        call = AdoptJob(spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id)
-        self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
+        run, was_preempted = self._run, self.preempted.is_set()
+        call = AdoptJob(
+            spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id, yields=True
+        )
+        if self.job_id is None:
+            self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
         said = ""
         while True:
             job = self._send()
-            if job is not None and job.placement is not None:
+            mine = job is not None and (job.wanted == "run" or not was_preempted)
+            if mine and job is not None and job.placement is not None:
+                with self._lock:  # what is reported from now on is of the next attempt
+                    self._times, self._ranks = StepTimes(), {}
+                    for name in ("waits", "attempt", "step", "steps", "metrics"):
+                        self._facts.pop(name, None)
+                self.preempted.clear()
                 self.placement = job.placement
                 self._begin()
                 return self.placement
@@ -132,6 +143,18 @@ class JobLink:
                 run.report("train", 0.0, said or "waiting to be admitted")
             stop_if_cancelled()
             time.sleep(WAIT_S)
+
+    def gives_way(self) -> bool:
+        """Return whether the ranks ended because the job is preempted and its flow waits again:
+        ``admitted`` then returns the next hosts.
+        """
+        if not self.preempted.is_set():
+            return False
+        with self._lock:
+            self._facts["waits"] = True
+        self.placement = None
+        self._run.warn("preempted: its state is saved, and it waits for its next hosts")
+        return True
 
     def require_reserved(self) -> None:
         """Take the hosts that the queue has reserved for this flow run of its job; raises Conflict
@@ -231,6 +254,8 @@ class JobLink:
             job = self._send()
             if job is not None and (job.state.is_final or job.flow_run_id != self._flow_run_id):
                 self.superseded.set()
+            elif job is not None and job.adopted and job.wanted == "yield":
+                self.preempted.set()
             self._over.wait(REPORT_S)
 
     def _send(self) -> TrainingJob | None:

@@ -26,6 +26,7 @@ from paceline.cli.options import (
     json_option,
     narrowed,
     profile_options,
+    purpose_option,
     read_profile,
     state_option,
 )
@@ -53,7 +54,7 @@ HERE = "text model output checkpoints mlflow profile"
 SECTIONS = {
     "Training": "snapshot labels steps ranks continue_from run_id overrides",
     "On this machine": HERE,
-    "On an installation": "state",
+    "On an installation": "purpose state",
 }
 
 
@@ -126,6 +127,7 @@ SECTIONS = {
     help="Log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
 @functools.partial(profile_options, default="local")
+@purpose_option
 @state_option
 @json_option
 @click.pass_context
@@ -146,6 +148,7 @@ def train(
     mlflow: str | None,
     profile: str,
     overrides: tuple[str, ...],
+    purpose: str,
     state: Path | None,
     as_json: bool,
 ) -> int:
@@ -170,6 +173,13 @@ def train(
                 got="--state without MODEL_ID",
                 wanted="MODEL_ID VERSION --snapshot URL, or no --state",
                 do="Training on this machine alone keeps everything below --output.",
+            )
+        if purpose:
+            raise InvalidInput(
+                "--purpose is for an installation's table of purposes",
+                got=f"--purpose {purpose} without MODEL_ID",
+                wanted="MODEL_ID VERSION --snapshot URL, or no --purpose",
+                do="Training on this machine alone uses the profile's: --set data.purpose=…",
             )
         if str(output).startswith(("s3:/", "file:/")):
             raise InvalidInput(
@@ -210,6 +220,7 @@ def train(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
+        **({"purpose": purpose} if purpose else {}),
     )
 
 
@@ -222,6 +233,7 @@ train_local = narrowed(
     """,
     model_id=None,
     version=None,
+    purpose="",
     state=None,
 )
 train_there = narrowed(
