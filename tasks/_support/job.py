@@ -37,6 +37,7 @@ from paceline.tasks._support.run import Run
 logger = logging.getLogger(__name__)
 
 REPORT_S = 5.0
+NEWS_S = 1.0  # between two reports where ranks start, fail or go on again
 WAIT_S = 2.0
 RESERVED_S = 60.0  # for the queue to record which flow run it started
 SHOWN_RANKS = 4096
@@ -98,7 +99,7 @@ class JobLink:
         self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
         self._checkpoints: list[JobCheckpoint] = []
-        self._over = threading.Event()
+        self._over, self._news = threading.Event(), threading.Event()
         self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
         self.preempted = threading.Event()  # an adopted job is to leave its hosts and wait again
         self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
@@ -189,6 +190,8 @@ class JobLink:
             if event.event in ("result", "failed"):
                 good = event.event == "result" or event.data.get("code") == "Stopped"
                 state = "ended" if good else "failed"
+            if known is None or known.state != state:
+                self._news.set()
             if host:
                 self._ranks[event.rank] = JobRank.model_validate(
                     {"rank": event.rank, "host": host, "state": state, "last_heartbeat": now}
@@ -238,6 +241,7 @@ class JobLink:
     def close(self, outcome: str, error: str = "") -> None:
         """Report how the flow ended; does nothing for a flow that needed no job."""
         self._over.set()
+        self._news.set()
         if self.job_id is None:
             return
         try:
@@ -256,7 +260,9 @@ class JobLink:
                 self.superseded.set()
             elif job is not None and job.adopted and job.wanted == "yield":
                 self.preempted.set()
-            self._over.wait(REPORT_S)
+            self._over.wait(min(NEWS_S, REPORT_S))
+            self._news.wait(max(0.0, REPORT_S - NEWS_S))
+            self._news.clear()
 
     def _send(self) -> TrainingJob | None:
         try:
