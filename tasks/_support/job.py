@@ -31,7 +31,7 @@ from paceline.schemas import (
     Trained,
     TrainingJob,
 )
-from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.cancelling import prefect_away, stop_if_cancelled
 from paceline.tasks._support.run import Run
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,8 @@ def linked(run: Run, spec: SubmitJob, job_id: str | None) -> Iterator[JobLink]:
         link.close("failed", f"{error.code}: {error.one_line()}")
         raise
     except Exception as error:
-        link.close("failed", f"{type(error).__name__}: {error}")
+        named = prefect_away(error) or error
+        link.close("failed", f"{type(named).__name__}: {named}")
         raise
     except BaseException as error:  # a signal: a cancel in Prefect, or Ctrl-C
         link.close("cancelled", type(error).__name__)

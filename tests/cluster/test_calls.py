@@ -9,6 +9,7 @@ import time
 import pytest
 
 from paceline.cluster import Fleet
+from paceline.cluster.pinned_calls import _outcome
 from paceline.config import Endpoints, Runtime
 from paceline.errors import InvalidInput, ServiceUnavailable, WorkerLost
 from tests.cluster.conftest import eventually, run_on
@@ -67,3 +68,20 @@ def test_a_scheduler_that_is_not_there_is_unavailable(cluster: Runtime) -> None:
     )
     with pytest.raises(ServiceUnavailable, match="scheduler does not answer"):
         Fleet.connect(nowhere, timeout_s=1)
+
+
+@pytest.mark.parametrize("status", ["finished", "error"])
+def test_an_answer_that_a_busy_scheduler_does_not_bring_may_come_later(status: str) -> None:
+    class Future:
+        def __init__(self) -> None:
+            self.status = status
+
+        def result(self, timeout: float) -> None:
+            raise TimeoutError(f"{timeout} s")
+
+    found = _outcome(Future(), "node-0", "tls://127.0.0.1:1")
+    if status == "finished":
+        assert isinstance(found, ServiceUnavailable)
+        assert "the answer does not come" in found.one_line() and "node-0" in found.one_line()
+    else:
+        assert type(found) is TimeoutError, "the call's own"

@@ -7,9 +7,11 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
-from paceline.errors import Conflict
+from paceline.client import raised
+from paceline.errors import Conflict, TemporaryError
 from paceline.schemas import (
     AdoptJob,
     JobPlacement,
@@ -211,3 +213,33 @@ def test_a_rank_that_starts_again_is_reported_at_once(monkeypatch: pytest.Monkey
                 {"event": event, "rank": 0, "attempt": attempt, "step": 0, "data": data}
             ), 9)  # fmt: skip
             wait_until(lambda each=(attempt, state): each in seen(), 10, f"{event} is reported")
+
+
+def away(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://127.0.0.1:4200/api/task_runs/")
+    return httpx.HTTPStatusError(
+        "no", request=request, response=httpx.Response(status, request=request)
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (away(503), True),
+        (away(500), True),
+        (away(404), False),
+        (httpx.ReadTimeout("30 s"), True),
+        (TimeoutError("of something else"), False),
+    ],
+    ids=["503", "500", "404", "no answer", "another timeout"],
+)
+def test_a_flow_whose_prefect_server_is_busy_is_started_again_by_the_queue(
+    error: Exception, passes: bool
+) -> None:
+    coordinator = Coordinator("mine")
+    with pytest.raises(type(error)), linked(run_of(coordinator), SPEC, JOB_ID):
+        raise error
+    last = coordinator.reports[-1]
+    kind, _ = raised(last.error)
+    assert last.outcome == "failed"
+    assert (kind is not None and issubclass(kind, TemporaryError)) is passes, last.error
