@@ -1,10 +1,10 @@
 """Runs training jobs of several teams while their processes are killed; prints what came of them.
 
-    python benchmarks/jobs_under_faults.py                       # 20 jobs of 4 teams, 17 faults
+    python benchmarks/jobs_under_faults.py                       # 20 jobs of 4 teams, 37 faults
     python benchmarks/jobs_under_faults.py --no-jobs --kills 40  # workers of two jobs, in turn
     python benchmarks/jobs_under_faults.py --tiny                # as the test runs it
 
-Everything is real: an installation of `paceline up` with eight nodes, three coordinators on etcd,
+Everything is real: an installation of `paceline up` with four nodes, three coordinators on etcd,
 Prefect, Dask and MLflow. It is driven by `paceline` and REST alone; ranks, launchers, Dask workers,
 agents, flows and the leading coordinator are killed by SIGKILL. Checked at the end: each job's
 state and steps, the work that each loss cost (jobs' usage and notes), quotas (usage), the audit,
@@ -58,8 +58,9 @@ from tests.support.stack import (
 )
 
 S = JobState
+NODES = 4  # of one slot each
 # team → slots that it is guaranteed, and slots that it may borrow
-QUOTAS = {"nlp": (3, 3), "vision": (2, 3), "speech": (2, 2), "ranking": (1, 3)}
+QUOTAS = {"nlp": (2, 2), "vision": (1, 2), "speech": (1, 1), "ranking": (0, 2)}
 LAUNCHER, AGENT = "paceline.training.launcher.forkserver", "paceline.cli.main agent "
 RANK_FAULTS = ("rank", "launcher", "worker")  # the gang goes on in the same flow run
 MOST_FAULTS = 4  # of one job
@@ -100,7 +101,6 @@ class Lab:
 
     stack: Runtime
     snapshot: str
-    nodes: int
     steps: int
     every: int
     faults: list[Fault] = field(default_factory=list)
@@ -237,7 +237,7 @@ def most_of(team: str) -> float:
 
 
 @contextlib.contextmanager
-def lab(directory: Path, nodes: int, steps: int, every: int) -> Iterator[Lab]:
+def lab(directory: Path, steps: int, every: int) -> Iterator[Lab]:
     """Yield an installation with a published model and a snapshot; at its end nothing is left."""
     quotas = ",".join(f"{t}={{slots={s},borrow={b}}}" for t, (s, b) in QUOTAS.items())
     with etcd_cluster(directory / "etcd", 1) as etcd:
@@ -247,13 +247,13 @@ def lab(directory: Path, nodes: int, steps: int, every: int) -> Iterator[Lab]:
             "control.coordination=etcd",
             f"control.etcd_endpoints={json.dumps(list(etcd.access.endpoints))}",
             "control.replicas=3",
-            f"cluster.nodes={nodes}",
+            f"cluster.nodes={NODES}",
             f"jobs.quotas={{{quotas}}}",
             "data.max_bytes=400000",
         )
         with installation(directory / "state", *settings) as stack:
             await_registered(stack)
-            yield Lab(stack, prepare(stack, directory), nodes, steps, every)
+            yield Lab(stack, prepare(stack, directory), steps, every)
 
 
 def prepare(stack: Runtime, directory: Path) -> str:
@@ -280,7 +280,6 @@ def prepare(stack: Runtime, directory: Path) -> str:
 class Plan:
     """How many jobs of how many teams run, and what hits them."""
 
-    nodes: int  # of one slot each
     jobs: int
     teams: int
     faults: tuple[str, ...]
@@ -290,9 +289,9 @@ class Plan:
 
 
 FULL = Plan(
-    8, 20, 4, (*("rank", "launcher", "worker", "flow") * 3, "agent", "agent"), 2, True, True
+    20, 4, (*("rank", "launcher", "worker") * 10, "flow", "flow", "agent", "agent"), 2, True, True
 )  # fmt: skip
-TINY = Plan(4, 3, 2, ("rank",), 1, False, False)
+TINY = Plan(3, 2, ("rank",), 1, False, False)
 
 
 def run(made: Lab, plan: Plan, seed: int = 7) -> None:
@@ -328,7 +327,7 @@ def run(made: Lab, plan: Plan, seed: int = 7) -> None:
             made.kill_leader()
         elif ready and preemptions and hit >= len(plan.faults) // (preemptions + 1):
             preemptions -= 1
-            jobs.append(made.submit(f"urgent-{preemptions}", "nlp", min(plan.nodes, 6), 50))
+            jobs.append(made.submit(f"urgent-{preemptions}", "nlp", NODES, 50))
             made.faults.append(Fault("preemption", jobs[-1], time.time(), None, 0.0, "submitted"))
         elif ready and not cancelled and hit >= 2:
             cancelled = True
@@ -399,7 +398,7 @@ def check(made: Lab) -> None:
         for cause, steps in lost(job):
             if steps > made.every:
                 made.wrong.append(f"{job.spec.name} lost {steps} steps: {cause}")
-    made.wrong += over_quota(jobs, made.nodes)
+    made.wrong += over_quota(jobs)
     made.wrong += not_audited(made, jobs)
     with contextlib.suppress(AssertionError):
         wait_until(lambda: not made.launchers(), 30, "launchers end")
@@ -422,7 +421,7 @@ def lost(job: TrainingJob) -> list[tuple[str, int]]:
     return found
 
 
-def over_quota(jobs: Sequence[TrainingJob], nodes: int) -> list[str]:
+def over_quota(jobs: Sequence[TrainingJob]) -> list[str]:
     """Return where the attempts, by the times of the jobs' usage, exceed a quota or the fleet."""
     wrong = []
     for team in {each.spec.team for each in jobs} | {""}:
@@ -436,7 +435,7 @@ def over_quota(jobs: Sequence[TrainingJob], nodes: int) -> list[str]:
                 (each.since + (each.held_s or 0.0), -each.slots),
             )
         ]
-        held, most = 0, most_of(team) if team else nodes
+        held, most = 0, most_of(team) if team else NODES
         for at, slots in sorted(changes):  # of one moment, those that leave are first
             held += slots
             if held > most:
@@ -538,7 +537,7 @@ def main(words: Sequence[str] | None = None) -> int:
     began_s = time.monotonic()
     with (
         tempfile.TemporaryDirectory() as temporary,
-        lab(Path(temporary), plan.nodes, chosen.steps, chosen.every) as made,
+        lab(Path(temporary), chosen.steps, chosen.every) as made,
     ):
         report(made, plan, chosen, load, began_s)
     return 1 if made.wrong else 0

@@ -155,5 +155,5 @@ def test_a_busy_prefect_server_ends_a_flow_with_an_error_that_may_pass() -> None
     def body() -> None:
         raise httpx.ReadTimeout("30 s")
 
-    with pytest.raises(ServiceUnavailable, match="Prefect's server does not answer.*ReadTimeout"):
+    with pytest.raises(ServiceUnavailable, match=r"does not answer.*ReadTimeout"):
         cancelling.cancellable(body)()

@@ -14,7 +14,7 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -210,6 +210,7 @@ def train(
         )
     from paceline.cli.flows import FlowCall
 
+    named: dict[str, Any] = {"purpose": purpose} if purpose else {}
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
@@ -220,7 +221,7 @@ def train(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
-        **({"purpose": purpose} if purpose else {}),
+        **named,
     )
 
 
