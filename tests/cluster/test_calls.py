@@ -101,7 +101,8 @@ def test_a_welcome_that_comes_with_other_messages_is_asked_for_again(
 
     def client(address: str, **_: object) -> str:
         tried.append(address)
-        assert len(tried) > failures
+        if len(tried) <= failures:
+            raise AssertionError  # as Dask's client does
         return "a client"
 
     monkeypatch.setattr("distributed.Client", client)
