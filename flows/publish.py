@@ -17,7 +17,12 @@ from paceline.tasks._support.declaring import (
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.results import Inputs, PublishedModel, Snapshot
 from paceline.tasks._support.run import Run
-from paceline.tasks.prepare import build_data_snapshot, publish_base_model, reading_for
+from paceline.tasks.prepare import (
+    build_data_snapshot,
+    permitted_snapshot,
+    publish_base_model,
+    reading_for,
+)
 from paceline.tasks.publish import import_remote, publish_directory, publish_given_base
 
 
@@ -65,15 +70,17 @@ def prepare_inputs(
     run_id: str | None = None,
 ) -> Inputs:
     """Publish the base ``model`` and build the data snapshot from ``data`` with its tokenizer; or,
-    where the profile names no base either, train a new one on the snapshot and publish it."""
+    where the profile names no base either, train a new one on the snapshot and publish it.
+
+    Raises AccessDenied or InvalidSnapshot where the snapshot may not be used for the profile's
+    purpose."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "prepare-inputs"):
-        if named := model or run.runtime.profile.model.base:
-            base = publish_given_base(run, named).output
-            snapshot = build_data_snapshot(run, data, reading_for(run, base)).output
-        else:
-            snapshot = build_data_snapshot(run, data).output
-            base = publish_base_model(run, snapshot).output
+        named = model or run.runtime.profile.model.base
+        base = publish_given_base(run, named).output if named else None
+        snapshot = build_data_snapshot(run, data, base and reading_for(run, base)).output
+        permitted_snapshot(run, snapshot["url"])  # before a node is busy
+        base = base or publish_base_model(run, snapshot).output
         return Inputs(
             snapshot=Snapshot(**snapshot),
             base=PublishedModel(**base),

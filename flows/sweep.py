@@ -11,6 +11,7 @@ from paceline.schemas import Resources, SweepShown
 from paceline.tasks._support.declaring import (
     JobSettings,
     ModelId,
+    Purpose,
     SnapshotUrl,
     Version,
     about,
@@ -47,6 +48,7 @@ def sweep(
     settings: JobSettings = None,
     team: Annotated[str, about("Team", "Whose quota the jobs count against.", "nlp")] = "",
     project: Annotated[str, about("Project", "Of the jobs; default: sweep-NAME.", "lr-study")] = "",
+    purpose: Purpose = "",
     priority: Annotated[
         Annotated[int, Field(ge=-100, le=100)], about("Priority", "Higher goes first.", 10)
     ] = 0,
@@ -62,7 +64,7 @@ def sweep(
     given = Sweep.of(
         {"name": name, "model_id": model_id, "version": version, "snapshot_url": snapshot_url,
          "resources": resources, "settings": settings, "team": team, "project": project,
-         "priority": priority, **search.model_dump()}
+         "purpose": purpose, "priority": priority, **search.model_dump()}
     )  # fmt: skip
     run = Run.open(state_dir, run_id)
     storage = studies_of(run.runtime)

@@ -17,6 +17,7 @@ from paceline.tasks._support.declaring import (
     JobSettings,
     Mesh,
     ModelId,
+    Purpose,
     SnapshotUrl,
     Version,
     about,
@@ -68,9 +69,7 @@ def train_model(
             "git+https://host/repository.git@COMMIT#task:make",
         ),
     ] = "",
-    purpose: Annotated[
-        str, about("Purpose", "What the data are used for; default: the profile's.", "research")
-    ] = "",
+    purpose: Purpose = "",
     evaluate_on: Annotated[
         str,
         about(

@@ -254,7 +254,7 @@ def snapshot_reference(run: Run, url: str) -> dict[str, Any]:
 
 
 def permitted_snapshot(
-    run: Run, url: str, purpose: str, users: Collection[tuple[str, str]]
+    run: Run, url: str, purpose: str = "", users: Collection[tuple[str, str]] = (("default", ""),)
 ) -> dict[str, Any]:
     """Return ``snapshot_reference`` of the snapshot at ``url`` where one of ``users`` (team,
     project) may use it for ``purpose`` ("": the profile's), by the coordinator's table of purposes.
@@ -317,7 +317,7 @@ def _train_base(run: Run, snapshot: dict[str, Any], url: str) -> BaseResult:
         publish_url=url,
         snapshot_url=snapshot["url"],
         snapshot_digest=snapshot["digest"],
-        purpose=profile.data.purpose,
+        purpose=snapshot["label"],  # the table of purposes has allowed the profile's
         model=profile.model,
         training=profile.training,
     )

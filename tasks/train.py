@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.cluster import Node
 from paceline.config import PriceSettings, Profile, TrainingSettings, with_job_settings
-from paceline.errors import InvalidInput, MissingExtra, WorkerLost
+from paceline.errors import Cancelled, InvalidInput, MissingExtra, WorkerLost
 from paceline.jobs import cost_of, money
 from paceline.manifest import Manifest
 from paceline.models import CONFIG_FILE, json_object, lies_as_pretrained
@@ -102,27 +102,14 @@ def train(
     def work() -> dict[str, Any]:
         record_job(run.registry, run.mlflow_run, job)
         store_job(job, run.store)  # for a continuation
-        placement = None if run.job is None else run.job.admitted()
-        placed, held = place_ranks(profile.training, known, placement)
         said = f"{settings.steps} steps on {settings.ranks} ranks"
         with (
             artifacts.Progress("training", said) as page,
-            run.fleet() as fleet,
-            cancelling.noticed(run.job.superseded if run.job else None) as cancel,
             Figures(partial(run.registry.log_metrics, run.mlflow_run), page.show) as figures,
         ):
-            result = run_job(
-                job.model_copy(update={"settings": placed}),
-                held,
-                fleet,
-                on_event=_follow(run, settings.steps, figures),
-                store=run.store,
-                cancel=cancel,
-                on_wait=run.warn,
-                state_dir=run.state_dir,
-                accelerators=accelerators_of(known, held, placement),
-                slots=None if placement is None else slots_of(placement),
-            )
+            result = None
+            while result is None:  # once more each time that it is preempted
+                result = _train_on_hosts(run, job, profile.training, known, figures)
         _report(run, result)
         record_result(run.registry, run.mlflow_run, result, run.runtime.profile.prices)
         trained = result.model_dump(mode="json")
@@ -147,6 +134,35 @@ def train(
     if run.job is not None:
         run.job.finished(made)
     return made
+
+
+def _train_on_hosts(
+    run: Run, job: TrainJob, settings: TrainingSettings, known: Sequence[Node], figures: Figures
+) -> TrainResult | None:
+    """Train on the hosts that the queue reserves, waiting for them; return None where the job is
+    preempted: then its state is saved, and the hosts are free.
+    """
+    placement = None if run.job is None else run.job.admitted()
+    placed, held = place_ranks(settings, known, placement)
+    stops = () if run.job is None else (run.job.superseded, run.job.preempted)
+    try:
+        with run.fleet() as fleet, cancelling.noticed(*stops) as cancel:
+            return run_job(
+                job.model_copy(update={"settings": placed}),
+                held,
+                fleet,
+                on_event=_follow(run, settings.steps, figures),
+                store=run.store,
+                cancel=cancel,
+                on_wait=run.warn,
+                state_dir=run.state_dir,
+                accelerators=accelerators_of(known, held, placement),
+                slots=None if placement is None else slots_of(placement),
+            )
+    except Cancelled:
+        if run.job is None or not run.job.gives_way():
+            raise
+        return None
 
 
 def _with_code(profile: Profile, code_ref: str) -> Profile:

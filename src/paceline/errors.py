@@ -24,6 +24,7 @@ PacelineError
     │   └── SourceMissing           bucket, object or path does not exist
     ├── Conflict                    an idempotency key, id or lock is already taken
     │   ├── StateLocked             another supervisor owns the state directory
+    │   ├── RunElsewhere            another process does this work, and keeps its record
     │   └── StaleEpoch              a write from an older epoch or incarnation
     ├── PortInUse
     ├── StorageFull
@@ -232,6 +233,10 @@ class Conflict(PermanentError):
 
 class StateLocked(Conflict):
     """Another supervisor owns the state directory."""
+
+
+class RunElsewhere(Conflict):
+    """Another process does this work, and keeps its record."""
 
 
 class StaleEpoch(Conflict):

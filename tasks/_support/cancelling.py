@@ -13,15 +13,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled as CancelledState
 
-from paceline.errors import AwaitingApproval, Cancelled, PacelineError
+from paceline.errors import AwaitingApproval, Cancelled, PacelineError, ServiceUnavailable
 from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, flow_result_key
 from paceline.tasks._support.artifacts import send_log
 from paceline.tasks._support.run import Run
@@ -43,7 +45,7 @@ class Interrupted(Cancelled):
 def cancellable(body: Callable[P, R]) -> Callable[P, R]:
     """Have a flow's run end as CANCELLED where ``body`` raises Cancelled or AwaitingApproval, or is
     interrupted by Ctrl-C: Prefect would say FAILED or CRASHED, or leave it CANCELLING for ever. The
-    caller gets the same error, or Interrupted.
+    caller gets the same error, or Interrupted; ServiceUnavailable where Prefect's server is away.
 
     The result of a run that a client started is recorded for it (``schemas.clients``).
     """
@@ -62,6 +64,10 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
             except AwaitingApproval as error:  # the kind in the message: a client reads it there
                 message = f"{error.code}: {error.one_line()}"
                 return CancelledState(name=error.code, message=message, data=error)
+            except Exception as error:
+                if (away := prefect_away(error)) is not None:
+                    raise away from error
+                raise
             except KeyboardInterrupt:
                 named = f" with --run-id {given['run_id']}" if given.get("run_id") else ""
                 message = f"interrupted by Ctrl-C; the same command{named} goes on"
@@ -72,6 +78,21 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
     # Prefect would look for the annotations' names in this module, where `run` is from.
     run.__signature__ = signature  # type: ignore[attr-defined]
     return run
+
+
+def prefect_away(error: Exception) -> ServiceUnavailable | None:
+    """Return what ``error`` says of Prefect's server: it is away or busy. None: another error.
+
+    Prefect's client has tried several times before it raises. A job of the queue then starts again.
+    """
+    status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
+    if status < HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, httpx.TransportError):
+        return None
+    return ServiceUnavailable(
+        "Prefect's server does not answer",
+        got=f"{type(error).__name__}: {error}".splitlines()[0],
+        do="Start it again: it goes on from where it was.",
+    )
 
 
 @contextlib.contextmanager
@@ -171,9 +192,9 @@ def held_back(
 
 
 @contextlib.contextmanager
-def noticed(superseded: threading.Event | None = None) -> Iterator[threading.Event]:
+def noticed(*others: threading.Event) -> Iterator[threading.Event]:
     """Give an event that is set within seconds of a cancel in Prefect, for as long as the ``with``,
-    at once when a signal asks this process to end, and soon after ``superseded`` is set.
+    at once when a signal asks this process to end, and soon after one of ``others`` is set.
 
     For work that goes on for hours: asking once it is done would be too late. A server that does
     not answer for a while cancels nothing.
@@ -192,7 +213,7 @@ def noticed(superseded: threading.Event | None = None) -> Iterator[threading.Eve
     def ask() -> None:
         while not over.wait(ASK_EVERY_S):
             try:
-                if (superseded is not None and superseded.is_set()) or _cancelled_of(ids):
+                if any(each.is_set() for each in others) or _cancelled_of(ids):
                     cancelled.set()
                     return
             except Exception as error:  # noqa: BLE001 - httpx's many; we ask again

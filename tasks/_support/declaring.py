@@ -58,6 +58,10 @@ SnapshotUrl = Annotated[
         "s3://paceline/data/snapshots/5c1f…",
     ),
 ]
+Purpose = Annotated[
+    _Name | Literal[""],
+    about("Purpose", "What the data are used for; default: the profile's.", "research"),
+]
 Training = Annotated[
     Reference,
     about(

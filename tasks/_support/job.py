@@ -2,7 +2,8 @@
 
 A flow that the queue started has a job already. One that a person or the lifecycle started asks for
 a job when it has something to train, and waits here until its gang is admitted: one place decides
-which gang runs where, however the training was started.
+which gang runs where, however the training was started. Preempted, such a flow's ranks save and
+leave, and it waits here again.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from paceline.schemas import (
     Trained,
     TrainingJob,
 )
-from paceline.tasks._support.cancelling import stop_if_cancelled
+from paceline.tasks._support.cancelling import prefect_away, stop_if_cancelled
 from paceline.tasks._support.run import Run
 
 logger = logging.getLogger(__name__)
 
 REPORT_S = 5.0
+NEWS_S = 1.0  # between two reports where ranks start, fail or go on again
 WAIT_S = 2.0
 RESERVED_S = 60.0  # for the queue to record which flow run it started
 SHOWN_RANKS = 4096
@@ -97,8 +99,9 @@ class JobLink:
         self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
         self._checkpoints: list[JobCheckpoint] = []
-        self._over = threading.Event()
+        self._over, self._news = threading.Event(), threading.Event()
         self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
+        self.preempted = threading.Event()  # an adopted job is to leave its hosts and wait again
         self._thread = threading.Thread(target=self._report_on, name="job-report", daemon=True)
 
     @property
@@ -112,13 +115,22 @@ class JobLink:
         """
         if self.placement is not None:
             return self.placement
-        run = self._run
-        call = AdoptJob(spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id)
-        self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
+        run, was_preempted = self._run, self.preempted.is_set()
+        call = AdoptJob(
+            spec=self._spec, run_id=run.run_id, flow_run_id=self._flow_run_id, yields=True
+        )
+        if self.job_id is None:
+            self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
         said = ""
         while True:
             job = self._send()
-            if job is not None and job.placement is not None:
+            mine = job is not None and (job.wanted == "run" or not was_preempted)
+            if mine and job is not None and job.placement is not None:
+                with self._lock:  # what is reported from now on is of the next attempt
+                    self._times, self._ranks = StepTimes(), {}
+                    for name in ("waits", "attempt", "step", "steps", "metrics"):
+                        self._facts.pop(name, None)
+                self.preempted.clear()
                 self.placement = job.placement
                 self._begin()
                 return self.placement
@@ -132,6 +144,18 @@ class JobLink:
                 run.report("train", 0.0, said or "waiting to be admitted")
             stop_if_cancelled()
             time.sleep(WAIT_S)
+
+    def gives_way(self) -> bool:
+        """Return whether the ranks ended because the job is preempted and its flow waits again:
+        ``admitted`` then returns the next hosts.
+        """
+        if not self.preempted.is_set():
+            return False
+        with self._lock:
+            self._facts["waits"] = True
+        self.placement = None
+        self._run.warn("preempted: its state is saved, and it waits for its next hosts")
+        return True
 
     def require_reserved(self) -> None:
         """Take the hosts that the queue has reserved for this flow run of its job; raises Conflict
@@ -166,6 +190,8 @@ class JobLink:
             if event.event in ("result", "failed"):
                 good = event.event == "result" or event.data.get("code") == "Stopped"
                 state = "ended" if good else "failed"
+            if known is None or known.state != state:
+                self._news.set()
             if host:
                 self._ranks[event.rank] = JobRank.model_validate(
                     {"rank": event.rank, "host": host, "state": state, "last_heartbeat": now}
@@ -215,6 +241,7 @@ class JobLink:
     def close(self, outcome: str, error: str = "") -> None:
         """Report how the flow ended; does nothing for a flow that needed no job."""
         self._over.set()
+        self._news.set()
         if self.job_id is None:
             return
         try:
@@ -231,7 +258,11 @@ class JobLink:
             job = self._send()
             if job is not None and (job.state.is_final or job.flow_run_id != self._flow_run_id):
                 self.superseded.set()
-            self._over.wait(REPORT_S)
+            elif job is not None and job.adopted and job.wanted == "yield":
+                self.preempted.set()
+            self._over.wait(min(NEWS_S, REPORT_S))
+            self._news.wait(max(0.0, REPORT_S - NEWS_S))
+            self._news.clear()
 
     def _send(self) -> TrainingJob | None:
         try:
@@ -277,7 +308,8 @@ def linked(run: Run, spec: SubmitJob, job_id: str | None) -> Iterator[JobLink]:
         link.close("failed", f"{error.code}: {error.one_line()}")
         raise
     except Exception as error:
-        link.close("failed", f"{type(error).__name__}: {error}")
+        named = prefect_away(error) or error
+        link.close("failed", f"{type(named).__name__}: {named}")
         raise
     except BaseException as error:  # a signal: a cancel in Prefect, or Ctrl-C
         link.close("cancelled", type(error).__name__)

@@ -18,7 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run
 
 import paceline
-from paceline.errors import AwaitingApproval, Cancelled, PacelineError
+from paceline.errors import AwaitingApproval, Cancelled, PacelineError, RunElsewhere
 from paceline.registry import TAG_PARENT, MetricPoint, page_tags
 from paceline.tasks._support import artifacts, cancelling
 from paceline.tasks._support.run import Run, explain
@@ -41,7 +41,7 @@ def recorded(run: Run, flow_name: str) -> Iterator[None]:
         with _tagged(run):
             yield
     except BaseException as error:
-        if run.depth == 1:
+        if run.depth == 1 and not isinstance(error, RunElsewhere):  # the other one closes it
             ends = isinstance(error, Cancelled)
             stopped = ends or not isinstance(error, Exception)
             try:

@@ -101,6 +101,11 @@ def test_a_meaning_of_train_offers_only_its_own_options() -> None:
     assert "MODEL_ID" not in here
     assert "--text" not in there
     assert "MODEL_ID VERSION" in there.replace("[", "").replace("]", "")
+    assert ("--purpose" in here, "--purpose" in there) == (False, True)
+    refused = paceline("train", "--purpose", "speech")
+    assert refused.returncode == 2
+    assert "--purpose speech without MODEL_ID" in refused.stderr, refused.stderr
+    assert "--set data.purpose=" in refused.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -444,11 +444,12 @@ REFUSED_SETTINGS = {
 def test_a_training_has_settings_of_its_own(person: Served, prefect: Prefect) -> None:
     prefect.state, prefect.started = "COMPLETED", []
     own = ("training.lora.r=8", "training.learning_rate=3e-4", "data.batching=packed")
-    done = paceline(*TRAIN, "--ranks", "4", *(word for each in own for word in ("--set", each)))
+    given_words = ("--ranks", "4", "--purpose", "speech")
+    done = paceline(*TRAIN, *given_words, *(word for each in own for word in ("--set", each)))
     assert done.returncode == 0, done.stderr
     given = prefect.started[0]["parameters"]
     assert isinstance(given, dict)
-    assert given["ranks"] == 4
+    assert (given["ranks"], given["purpose"]) == (4, "speech")
     wanted = {"training.lora.r": 8, "training.learning_rate": 3e-4, "data.batching": "packed"}
     assert given["settings"] == wanted
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from paceline.cluster import Fleet
-from paceline.config import Endpoints, Runtime
+from paceline.cluster.client import HANDSHAKES
+from paceline.cluster.pinned_calls import _outcome
+from paceline.config import Endpoints, Runtime, Secrets, load_profile
 from paceline.errors import InvalidInput, ServiceUnavailable, WorkerLost
 from tests.cluster.conftest import eventually, run_on
 
@@ -67,3 +70,46 @@ def test_a_scheduler_that_is_not_there_is_unavailable(cluster: Runtime) -> None:
     )
     with pytest.raises(ServiceUnavailable, match="scheduler does not answer"):
         Fleet.connect(nowhere, timeout_s=1)
+
+
+@pytest.mark.parametrize("status", ["finished", "error"])
+def test_an_answer_that_a_busy_scheduler_does_not_bring_may_come_later(status: str) -> None:
+    class Future:
+        def __init__(self) -> None:
+            self.status = status
+
+        def result(self, timeout: float) -> None:
+            raise TimeoutError(f"{timeout} s")
+
+    found = _outcome(Future(), "node-0", "tls://127.0.0.1:1")
+    if status == "finished":
+        assert isinstance(found, ServiceUnavailable)
+        assert "the answer does not come" in found.one_line() and "node-0" in found.one_line()
+    else:
+        assert type(found) is TimeoutError, "the call's own"
+
+
+@pytest.mark.parametrize("failures", [HANDSHAKES - 1, HANDSHAKES])
+def test_a_welcome_that_comes_with_other_messages_is_asked_for_again(
+    failures: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoints = Endpoints(scheduler_address="tls://127.0.0.1:1")
+    runtime = Runtime(
+        profile=load_profile("ci"), state_dir=tmp_path, endpoints=endpoints, secrets=Secrets()
+    )
+    tried = []
+
+    def client(address: str, **_: object) -> str:
+        tried.append(address)
+        if len(tried) <= failures:
+            raise AssertionError  # as Dask's client does
+        return "a client"
+
+    monkeypatch.setattr("distributed.Client", client)
+    monkeypatch.setattr("paceline.cluster.dask_service.security_of", lambda _runtime: None)
+    if failures < HANDSHAKES:
+        assert Fleet.connect(runtime)._client == "a client"
+        return
+    with pytest.raises(ServiceUnavailable, match="more than its welcome"):
+        Fleet.connect(runtime)
+    assert len(tried) == HANDSHAKES

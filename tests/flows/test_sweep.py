@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,8 +18,10 @@ from prefect.utilities.callables import parameter_schema
 
 from paceline.client import Client
 from paceline.config import Runtime, save_runtime
-from paceline.errors import Cancelled
+from paceline.errors import Cancelled, RunElsewhere
 from paceline.flows.sweep import sweep
+from paceline.jobs import studies_of
+from paceline.jobs.sweeps import held, opened
 from paceline.registry import TAG_PARENT, TAG_SWEEP, Registry
 from paceline.schemas import (
     FLOW_PARAMETERS,
@@ -111,13 +114,14 @@ def test_a_detached_sweep_is_one_run_in_mlflow_with_a_child_for_each_trial(
     runtime: Runtime, installation: Installation, typed: Callable[..., dict[str, Any]]
 ) -> None:
     began, registry = new_run_id(), Registry.from_runtime(runtime)
-    chosen = ("--seed", "7", "--ranks", "2", "--team", "nlp")
+    chosen = ("--seed", "7", "--ranks", "2", "--team", "nlp", "--purpose", "speech")
     run(runtime, typed("--trials", "3", *chosen), began)
     found = run(runtime, typed("--trials", "5", *chosen), new_run_id())  # it goes on
     assert found.run_id == began and found.best is not None and len(found.trials) == 5
     jobs = list(installation.jobs.values())
-    assert [(each.spec.sweep, each.spec.team, each.spec.resources.ranks) for each in jobs] == [
-        (began, "nlp", 2)
+    specs = [each.spec for each in jobs]
+    assert [(e.sweep, e.team, e.purpose, e.resources.ranks) for e in specs] == [
+        (began, "nlp", "speech", 2)
     ] * 5
 
     parent = registry.find_run(began)
@@ -199,6 +203,33 @@ def test_a_cancel_in_prefect_cancels_the_jobs_and_the_sweep_goes_on_later(
     assert [each.state for each in found.trials] == ["fail"] * 2 + ["complete"] * 2
 
 
+def test_a_second_start_of_a_running_sweep_leaves_its_record_to_the_first(
+    runtime: Runtime, installation: Installation, typed: Callable[..., dict[str, Any]]
+) -> None:
+    began, registry, over = new_run_id(), Registry.from_runtime(runtime), threading.Event()
+    run(runtime, typed("--trials", "1"), began)
+    parent = registry.find_run(began)
+    with opened(studies_of(runtime), "lr", None) as study, held(study, time.sleep) as renew:
+        registry.resume_run(parent)  # the first: its trial runs
+
+        def go_on() -> None:
+            while not over.wait(0.1):
+                renew()
+
+        first = threading.Thread(target=go_on)
+        first.start()
+        try:
+            with pytest.raises(RunElsewhere, match="another process runs this sweep"):
+                run(runtime, typed("--trials", "2"), new_run_id())
+        finally:
+            over.set()
+            first.join()
+    logged = registry.call("get_run", parent)
+    assert logged.info.status == "RUNNING", "the first one closes it"
+    assert "failure.txt" not in [e.path for e in registry.call("list_artifacts", parent)]
+    assert len(installation.jobs) == 1, "no job of the second"
+
+
 SEARCH = {"space": {"training.learning_rate": {"kind": "float", "low": 1e-5, "high": 1e-2}}}
 GIVEN = {"name": "lr", "model_id": "acme/tiny", "version": "1", "snapshot_url": "s3://b/d"}
 
@@ -213,6 +244,7 @@ GIVEN = {"name": "lr", "model_id": "acme/tiny", "version": "1", "snapshot_url": 
         ("search", SEARCH | {"trails": 3}),
         ("resources", {"ranks": -1}),
         ("priority", 1000),
+        ("purpose", "a purpose"),
     ],
 )
 def test_prefects_page_takes_a_sweep_and_refuses_a_bad_one(field: str, value: object) -> None:

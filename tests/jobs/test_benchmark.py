@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import step_times, sweep
+from benchmarks import jobs_under_faults, step_times, sweep
 from benchmarks.admission import POLICIES, main
 from paceline.config import LinkSettings
 
@@ -77,3 +77,20 @@ def test_the_model_of_a_step_is_calibrated_on_gloo(tmp_path: Path) -> None:
     rows = [*result["steps"], *result["collectives"]]
     assert all(row["measured_s"] > 0 and row["predicted_s"] > 0 for row in rows)
     assert "[hardware.cpu]" in done.stdout
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.xdist_group("installation")  # one at a time: two cores
+@pytest.mark.timeout(1800)
+def test_jobs_that_are_killed_and_preempted_while_the_leader_changes_end_as_they_should(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = jobs_under_faults.main(["--tiny", "--out", str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    result = json.loads((tmp_path / "jobs_under_faults.json").read_text())
+    assert result["wrong"] == []
+    assert {each["state"] for each in result["jobs"]} == {"succeeded", "cancelled"}
+    assert {"rank", "preemption", "coordinator"} <= {each[0] for each in result["seconds"]}
+    assert max(each["preempted"] for each in result["jobs"]) > 0

@@ -448,6 +448,66 @@ def test_an_adopted_flow_waits_its_turn_and_is_never_preempted(queue: Queue) -> 
     assert queue.state(mine) is S.SUCCEEDED
 
 
+def test_an_adopted_flow_that_can_wait_again_is_preempted_and_goes_on_in_its_own_process(
+    queue: Queue,
+) -> None:
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.look()
+    queue.report(mine, step=30, steps=100, made_steps=30)
+    queue.look(2)
+    assert queue.state(mine) is S.RUNNING
+    high = queue.submit(4, priority=100)
+    queue.look(2)
+    job = queue.job(mine)
+    assert (job.state, job.wanted) == (S.PAUSING, "yield")
+    queue.report(mine, step=31, steps=100, made_steps=31)
+    queue.look(2)
+    assert queue.state(mine) is S.PAUSING, "its ranks still save"
+    queue.lead()
+    queue.report(mine, step=32, steps=100, made_steps=32, waits=True)
+    queue.look()
+    job = queue.job(mine)
+    assert (job.state, job.preemptions, job.flow_run_id) == (S.PREEMPTED, 1, "by-hand")
+    assert (job.usage[-1].steps, job.usage[-1].ended) == (32, S.PREEMPTED)
+    assert "by-hand" not in queue.flows.runs, "nothing was cancelled in Prefect"
+    assert queue.state(high) is S.STARTING
+    for _ in range(40):
+        queue.report(mine, waits=True)
+        queue.look()
+    assert queue.state(mine) is S.PREEMPTED
+    queue.ends(high, "COMPLETED")
+    queue.look()
+    queue.report(mine, step=32, waits=True)  # it has not read that it is admitted
+    queue.look()
+    assert queue.state(mine) is S.ADMITTED
+    queue.report(mine)
+    queue.look()
+    assert queue.state(mine) is S.STARTING
+    queue.report(mine, step=100, steps=100, made_steps=68, outcome="succeeded")
+    queue.look()
+    job = queue.job(mine)
+    assert (job.state, [each.steps for each in job.usage]) == (S.SUCCEEDED, [32, 68])
+    assert [each.attempt for each in job.usage] == [1, 2]
+
+
+@pytest.mark.parametrize("report", [{"outcome": "cancelled"}, {}], ids=["Ctrl-C", "lost"])
+def test_an_adopted_flow_that_ends_while_it_yields_is_not_started_by_the_queue(
+    queue: Queue, report: dict[str, Any]
+) -> None:
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    mine = queue.add(spec, adopted=True, yields=True, flow_run_id="by-hand", attempt=1).job_id
+    queue.look()
+    queue.report(mine, step=30)
+    queue.look(2)
+    queue.submit(4, priority=100)
+    queue.look(2)
+    assert queue.job(mine).wanted == "yield"
+    queue.report(mine, step=30, **report)
+    queue.look(3, seconds=15)
+    assert queue.state(mine) is (S.CANCELLED if report else S.FAILED)
+
+
 def test_an_adopted_flow_that_dies_while_it_waits_gives_its_place_up(queue: Queue) -> None:
     queue.submit(4)
     queue.look()

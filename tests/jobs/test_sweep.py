@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from paceline.cli import cli
 from paceline.config import Profile, load_profile, save_runtime
-from paceline.errors import Conflict, InvalidInput, NotFound
+from paceline.errors import Conflict, InvalidInput, NotFound, RunElsewhere
 from paceline.jobs import (
     Sweep,
     page_of,
@@ -236,6 +236,11 @@ def test_a_name_is_one_sweeps(sweep: Sweep) -> None:
     run(replace(sweep, trials=1), Queue())
     with pytest.raises(Conflict, match=r"another sweep's.*version 2"):
         run(replace(sweep, version="2"), Queue())
+    with pytest.raises(Conflict, match=r"got purpose speech, wanted purpose None"):
+        run(replace(sweep, purpose="speech"), Queue())
+    run(replace(sweep, name="for-speech", purpose="speech", trials=1), Queue())
+    with pytest.raises(Conflict, match=r"got purpose None, wanted purpose speech"):
+        run(replace(sweep, name="for-speech"), Queue())
     with pytest.raises(NotFound, match="no such sweep"):
         report_sweep("rl", STORAGE)
     with pytest.raises(NotFound):
@@ -268,7 +273,8 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     gang = ["--ranks", "2", "--memory", "80GB", "--capacity", "spot", "--within", "rack"]
     words = ["sweep", "lr", "org/m", "1", "--snapshot", "s3://b/d", "--space",
              str(tmp_path / "space.toml"), "--trials", "6", *gang, "--steps", str(STEPS),
-             "--storage", STORAGE, "--seed", "1", "--project", "study"]  # fmt: skip
+             "--storage", STORAGE, "--seed", "1", "--project", "study",
+             "--purpose", "speech"]  # fmt: skip
     queue.looks_left = 20
     stopped = paceline(*words)
     assert stopped.returncode == 130
@@ -280,9 +286,11 @@ def test_the_command_shows_trials_and_how_to_train_the_best_again(
     (line,) = re.findall(r"^reproduce: paceline (.*)$", done.stdout, re.MULTILINE)
     typed = parsed(shlex.split(line)).params
     asked = {"ranks": 2, "memory_bytes": 80 * 10**9, "capacity": "spot", "within": "rack"}
-    assert asked.items() <= typed.items() and typed["project"] == "study"
+    asked |= {"purpose": "speech", "project": "study"}
+    assert asked.items() <= typed.items()
     (spec, *_) = [each.spec for each in queue.jobs.values()]
-    assert spec.resources == Resources.model_validate(asked) and spec.project == "study"
+    assert (spec.purpose, spec.project) == (asked.pop("purpose"), asked.pop("project"))
+    assert spec.resources == Resources.model_validate(asked)
     best = report_sweep("lr", STORAGE).best
     assert best is not None
     given = tomllib.loads("\n".join(typed["overrides"]).replace("training.", ""))
@@ -298,14 +306,14 @@ def test_one_process_runs_a_sweep(sweep: Sweep) -> None:
         with held(mine, sleep=lambda _: None) as renew:
             renew()
             with (
-                pytest.raises(Conflict, match="another process runs this sweep"),
+                pytest.raises(RunElsewhere, match="another process runs this sweep"),
                 held(other, sleep=lambda _: renew()),
             ):
                 raise AssertionError
             waited = []
             with held(other, sleep=waited.append):  # the holder changed nothing for so long
                 assert sum(waited) >= HELD_S
-                with pytest.raises(Conflict, match="another process"):
+                with pytest.raises(RunElsewhere, match="another process"):
                     renew()
         with held(mine, sleep=lambda _: pytest.fail("nobody holds it")):
             pass

@@ -7,10 +7,11 @@ import signal
 import threading
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from prefect.client.schemas.objects import StateType
 
-from paceline.errors import Cancelled
+from paceline.errors import Cancelled, ServiceUnavailable
 from paceline.tasks._support import cancelling
 
 
@@ -148,3 +149,11 @@ def test_a_cancelled_flow_ends_as_cancelled_and_others_are_unchanged() -> None:
     assert (state.type, state.message, state.data) == (StateType.CANCELLED, why.one_line(), why)
     names = list(inspect.signature(body).parameters)
     assert names == ["kind", "times"], "Prefect reads the parameters"
+
+
+def test_a_busy_prefect_server_ends_a_flow_with_an_error_that_may_pass() -> None:
+    def body() -> None:
+        raise httpx.ReadTimeout("30 s")
+
+    with pytest.raises(ServiceUnavailable, match=r"does not answer.*ReadTimeout"):
+        cancelling.cancellable(body)()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
-from paceline.errors import Conflict
+from paceline.client import raised
+from paceline.errors import Conflict, TemporaryError
 from paceline.schemas import (
+    AdoptJob,
     JobPlacement,
     JobReport,
     JobState,
@@ -137,3 +141,105 @@ def test_steps_are_counted_once_and_their_time_by_class() -> None:
         3,
         {"useful": 3.25, "data_wait": 0.5, "checkpoint": 0.25, "recovery": 28.0},
     )
+
+
+def test_an_adopted_training_that_is_preempted_waits_again_and_reports_each_attempt_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    coordinator = Coordinator("mine", JobState.RUNNING)
+    run, warned = run_of(coordinator), list[str]()
+    monkeypatch.setattr(job_module, "stop_if_cancelled", lambda: None)
+    run.warn, run.report = warned.append, lambda *_: None
+    adopted: list[AdoptJob] = []
+
+    def adopt(call: AdoptJob) -> TrainingJob:
+        adopted.append(call)
+        return coordinator.job
+
+    def becomes(state: JobState, wanted: str, placement: JobPlacement | None) -> None:
+        coordinator.job = coordinator.job.model_copy(
+            update={"state": state, "wanted": wanted, "placement": placement, "adopted": True}
+        )
+
+    coordinator.adopt_job = adopt  # type: ignore[attr-defined]
+    first, second = coordinator.job.placement, JobPlacement(hosts={"node-2": 2}, level="host")
+    becomes(JobState.ADMITTED, "run", first)
+    with linked(run, SPEC, None) as link:
+        assert link.admitted() == first
+        for number in (1, 2):
+            link.take(RankEvent(event="step", rank=0, attempt=1, step=number), 9)
+        assert not link.gives_way(), "nothing preempts it"
+        becomes(JobState.PAUSING, "yield", first)
+        wait_until(link.preempted.is_set, 10, "it learns that it is preempted")
+        assert link.gives_way()
+        assert "waits for its next hosts" in warned[-1]
+        seen = len(coordinator.reports)
+        waiting = threading.Thread(target=link.admitted)
+        waiting.start()
+        wait_until(lambda: len(coordinator.reports) > seen + 2, 10, "it reports that it waits")
+        last = coordinator.reports[-1]
+        assert (last.waits, last.step, last.made_steps) == (True, 2, 2)
+        assert waiting.is_alive(), "the hosts of the attempt that ends are not its own any more"
+        becomes(JobState.PREEMPTED, "run", None)
+        time.sleep(0.05)
+        assert waiting.is_alive()
+        becomes(JobState.ADMITTED, "run", second)
+        waiting.join(10)
+        assert link.placement == second and not link.gives_way()
+        link.take(RankEvent(event="resumed", rank=0, attempt=2, step=2), 9)
+        link.take(RankEvent(event="step", rank=0, attempt=2, step=3), 9)
+    last = coordinator.reports[-1]
+    assert (last.outcome, last.waits, last.step, last.made_steps) == ("succeeded", False, 3, 1)
+    assert [(each.yields, each.flow_run_id) for each in adopted] == [(True, "mine")]
+
+
+def test_a_rank_that_starts_again_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job_module, "REPORT_S", 600.0)
+    monkeypatch.setattr(job_module, "NEWS_S", 0.0)
+    coordinator = Coordinator("mine")
+
+    def seen() -> list[tuple[int, str]]:
+        return [(e.attempt, rank.state) for e in coordinator.reports for rank in e.workers]
+
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        for attempt, event, state in (
+            (1, "started", "starting"),
+            (1, "resumed", "running"),
+            (2, "started", "starting"),
+            (2, "resumed", "running"),
+        ):
+            data: dict[str, object] = {"worker_id": "node-0"}
+            link.take(RankEvent.model_validate(
+                {"event": event, "rank": 0, "attempt": attempt, "step": 0, "data": data}
+            ), 9)  # fmt: skip
+            wait_until(lambda each=(attempt, state): each in seen(), 10, f"{event} is reported")
+
+
+def away(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("POST", "http://127.0.0.1:4200/api/task_runs/")
+    return httpx.HTTPStatusError(
+        "no", request=request, response=httpx.Response(status, request=request)
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (away(503), True),
+        (away(500), True),
+        (away(404), False),
+        (httpx.ReadTimeout("30 s"), True),
+        (TimeoutError("of something else"), False),
+    ],
+    ids=["503", "500", "404", "no answer", "another timeout"],
+)
+def test_a_flow_whose_prefect_server_is_busy_is_started_again_by_the_queue(
+    error: Exception, passes: bool
+) -> None:
+    coordinator = Coordinator("mine")
+    with pytest.raises(type(error)), linked(run_of(coordinator), SPEC, JOB_ID):
+        raise error
+    last = coordinator.reports[-1]
+    kind, _ = raised(last.error)
+    assert last.outcome == "failed"
+    assert (kind is not None and issubclass(kind, TemporaryError)) is passes, last.error

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from paceline.config import Profile
 from paceline.errors import AccessDenied, GateRefused, NotFound
-from paceline.flows import promote as flow, train as train_flow
+from paceline.flows import promote as flow, publish as publish_flow, train as train_flow
 from paceline.jobs import changed
 from paceline.schemas import (
     JobReport,
@@ -190,3 +191,39 @@ def test_a_rule_that_was_revoked_while_the_job_waited_ends_it_before_a_node_is_b
     monkeypatch.setattr(prepare, "load_snapshot", lambda *_: snapshot)
     with pytest.raises(AccessDenied, match="purpose speech, team nlp, project asr"):
         train_flow.train_model.fn("m", "1", "s3://b/s", purpose="speech")
+
+
+def test_a_lifecycles_snapshot_is_checked_before_a_base_is_trained_on_it(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = Profile.model_validate({"data": {"purpose": "speech"}})
+    run.runtime = run.runtime.model_copy(update={"profile": profile})
+    snapshot = SimpleNamespace(
+        url="s3://b/s", purpose="speech", project=profile.data.project, digest="0" * 64
+    )
+    built = SimpleNamespace(output={"url": snapshot.url})
+    monkeypatch.setattr(publish_flow, "recorded", lambda *_: nullcontext())
+    monkeypatch.setattr(publish_flow.Run, "open", lambda *_: run)
+    monkeypatch.setattr(publish_flow, "build_data_snapshot", lambda *_: built)
+    monkeypatch.setattr(prepare, "load_snapshot", lambda *_: snapshot)
+    monkeypatch.setattr(prepare, "_reference", lambda _: {})
+    begun: list[Any] = []
+
+    def train_base(*given: object) -> None:
+        begun.append(given)
+        raise NotFound("no node")
+
+    monkeypatch.setattr(publish_flow, "publish_base_model", train_base)
+    queue: Any = run.coordinator
+    with pytest.raises(NotFound):
+        publish_flow.prepare_inputs.fn()
+    assert begun == [(run, built.output)], "no table: the label is the profile's purpose"
+    queue.rules = [
+        PurposeRule(
+            rule_id="dp-" + "0" * 12, purpose="speech", data=(), teams=("nlp",), projects=(),
+            approver="root", allowed_at=1.0,
+        )
+    ]  # fmt: skip
+    with pytest.raises(AccessDenied, match="purpose speech, team default"):
+        publish_flow.prepare_inputs.fn()
+    assert len(begun) == 1

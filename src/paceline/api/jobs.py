@@ -174,8 +174,11 @@ def _add_submitting(
             _with_team(call.spec), call.run_id, digest_of([call.run_id, call.flow_run_id])
         )
         job = job.model_copy(
-            update={"adopted": True, "flow_run_id": call.flow_run_id, "attempt": 1}
-        )
+            update={
+                "adopted": True, "yields": call.yields, "flow_run_id": call.flow_run_id,
+                "attempt": 1,
+            }
+        )  # fmt: skip
         return shown(table.add(job))
 
     @router.post(f"{JOBS}/{{job_id}}/report")

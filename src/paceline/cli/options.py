@@ -67,6 +67,9 @@ deadline_option = click.option(
     help="Seconds that the fleet may take to switch.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+purpose_option = click.option(
+    "--purpose", default="", help="What the data are used for (default: the profile's)."
+)
 
 
 def gang_options(command: F) -> F:

@@ -37,6 +37,9 @@ from paceline.errors import Conflict, PacelineError, ServiceUnavailable, WorkerL
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 15.0
+# Dask's client asserts that the scheduler's welcome comes alone; while workers come and go, other
+# messages may come with it.
+HANDSHAKES = 3
 RETURN_DEADLINE_S = 15.0  # a lost worker restarts within a second or two, unless its node is gone
 TICK_S = 0.25
 
@@ -67,24 +70,28 @@ class Fleet:
 
         from paceline.cluster.dask_service import dask_settings, security_of
 
-        address = runtime.endpoints.scheduler_address
-        try:
-            with dask.config.set(dask_settings()):
-                client = Client(
-                    address,
-                    security=security_of(runtime),
-                    timeout=timeout_s,
-                    set_as_default=False,
-                    name="paceline",
-                )
-        except OSError as error:  # connection refused, TLS refused, deadline passed
-            raise ServiceUnavailable(
-                "the fleet's scheduler does not answer",
-                got=error,
-                where=address,
-                do="Start it: `paceline up`, or the scheduler that `paceline init` named.",
-            ) from error
-        return cls(runtime, client)
+        address, tries = runtime.endpoints.scheduler_address, HANDSHAKES
+        while True:
+            tries -= 1
+            try:
+                with dask.config.set(dask_settings()):
+                    client = Client(
+                        address,
+                        security=security_of(runtime),
+                        timeout=timeout_s,
+                        set_as_default=False,
+                        name="paceline",
+                    )
+                return cls(runtime, client)
+            except (OSError, AssertionError) as error:  # refused, TLS refused, deadline passed
+                if tries and isinstance(error, AssertionError):
+                    continue
+                raise ServiceUnavailable(
+                    "the fleet's scheduler does not answer",
+                    got=str(error) or "more than its welcome",
+                    where=address,
+                    do="Start it: `paceline up`, or the scheduler that `paceline init` named.",
+                ) from error
 
     def __enter__(self) -> Fleet:
         return self

@@ -115,6 +115,15 @@ def _outcome(future: Any, key: str, address: str) -> Any:
         return _died(key, address)
     except FuturesCancelledError as error:
         return ServiceUnavailable("the fleet's scheduler was lost", got=error, where=address)
+    except TimeoutError as error:
+        if future.status == "error":  # of the call itself
+            return error
+        return ServiceUnavailable(
+            "the node has answered, but the answer does not come",
+            wanted=f"within {RESULT_TIMEOUT_S:.0f} s",
+            where=f"{key} ({address})",
+            do="Run it again: the scheduler or the network is busy.",
+        )
     except Exception as error:  # noqa: BLE001 - the call's own error is its answer
         return error
 

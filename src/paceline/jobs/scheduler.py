@@ -155,12 +155,15 @@ class JobScheduler(RepeatedTask):
             message = self._flows.view(job.flow_run_id or "", 2**31).message
             outcome = "cancelled" if state == "CANCELLED" else "failed"
             self._ended(job, outcome, message, lost=state == "CRASHED")
+        elif job.adopted and job.wanted == "yield" and report is not None and report.waits:
+            again = {"adopted": True, "flow_run_id": job.flow_run_id, "attempt": job.attempt + 1}
+            self._preempt(job, **again)
         elif (report is not None or job.adopted) and silent_s > LOST_S:
             if job.flow_run_id and self._flows is not None:
                 with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
                     self._flows.cancel(job.flow_run_id)
             self._lose(job, f"its flow has not reported for {silent_s:.0f} s")
-        elif job.state is JobState.ADMITTED and job.adopted and report is not None:
+        elif job.state is JobState.ADMITTED and job.adopted and report and not report.waits:
             self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
         elif job.state is JobState.STARTING and report is not None and report.step > 0:
             self._change(job, JobState.RUNNING)
@@ -179,14 +182,8 @@ class JobScheduler(RepeatedTask):
             saved = job.report.checkpoints if job.report is not None else ()
             what = f"resumes at step {saved[-1].step}" if saved else "no step was made yet"
             self._change(job, JobState.PAUSED, f"{job.reason or 'paused'}; {what}")
-        elif outcome == "cancelled" and job.wanted == "yield":
-            self._change(
-                job,
-                JobState.PREEMPTED,
-                job.reason or "preempted",
-                cause="preempted",
-                preemptions=job.preemptions + 1,
-            )
+        elif outcome == "cancelled" and job.wanted == "yield" and not job.adopted:
+            self._preempt(job)
         elif outcome == "cancelled" or job.wanted == "cancel":
             reason = job.reason if job.wanted == "cancel" else "cancelled in Prefect"
             self._change(job, JobState.CANCELLED, reason)
@@ -194,6 +191,10 @@ class JobScheduler(RepeatedTask):
             self._lose(job, message)
         else:
             self._change(job, JobState.FAILED, message)
+
+    def _preempt(self, job: TrainingJob, **fields: Any) -> None:
+        reason, fields = job.reason or "preempted", {"preemptions": job.preemptions + 1} | fields
+        self._change(job, JobState.PREEMPTED, reason, cause="preempted", **fields)
 
     def _lose(self, job: TrainingJob, why: str) -> None:
         """Have the job start again, up to MOST_LOSSES times; it resumes its checkpoint."""
@@ -295,8 +296,8 @@ class JobScheduler(RepeatedTask):
             gang=gang,
             hosts=job.placement.hosts,
             lost_work_s=max(0.0, self._wall() - since),
-            # what a person started and waits for is not taken from them
-            preemptible=not job.adopted and job.state in (JobState.STARTING, JobState.RUNNING),
+            preemptible=(job.yields or not job.adopted)
+            and job.state in (JobState.STARTING, JobState.RUNNING),
             ending=job.state in (JobState.PAUSING, JobState.CANCELLING),
         )
 
@@ -326,6 +327,8 @@ class JobScheduler(RepeatedTask):
     def _end(self, job: TrainingJob) -> None:
         if self._flows is None or not job.flow_run_id or self._waits(job):
             return  # without Prefect a flow that runs ends by itself or by a signal
+        if job.adopted and job.wanted == "yield":
+            return  # its flow reads that, and goes on: it waits to be admitted again
         self._due[job.job_id] = self._wall() + CANCEL_RETRY_S
         try:
             if self._flows.states([job.flow_run_id]).get(job.flow_run_id) not in ENDING:

@@ -53,6 +53,7 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "settings",
             "team",
             "project",
+            "purpose",
             "priority",
         ]
     ),

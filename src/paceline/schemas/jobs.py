@@ -207,6 +207,8 @@ class JobReport(Record):
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None
     error: Text = Field(default="", max_length=2000)
     review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
+    # its ranks have saved and left the hosts; it waits to be admitted again
+    waits: bool = Field(default=False, exclude_if=lambda value: not value)
 
 
 class JobPlacement(Record):
@@ -255,6 +257,8 @@ class TrainingJob(Record):
     losses: int = Field(default=0, ge=0)  # of these, lost or ended by a passing failure
     preemptions: int = Field(default=0, ge=0)
     adopted: bool = False  # its flow was started by someone else, and waits for admission itself
+    # the adopted flow saves and waits again where it is preempted; one of an older release cannot
+    yields: bool = Field(default=False, exclude_if=lambda value: not value)
     flow_run_id: str | None = None
     placement: JobPlacement | None = None
     kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
@@ -306,6 +310,7 @@ class AdoptJob(Record):
     """A flow that someone else started asks to be admitted as a job."""
 
     spec: SubmitJob
+    yields: bool = False  # it saves and waits again where it is preempted
     run_id: Annotated[str, Field(pattern=RUN_ID)]
     flow_run_id: Text = Field(default="", max_length=64)
 

@@ -14,7 +14,7 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -26,6 +26,7 @@ from paceline.cli.options import (
     json_option,
     narrowed,
     profile_options,
+    purpose_option,
     read_profile,
     state_option,
 )
@@ -53,7 +54,7 @@ HERE = "text model output checkpoints mlflow profile"
 SECTIONS = {
     "Training": "snapshot labels steps ranks continue_from run_id overrides",
     "On this machine": HERE,
-    "On an installation": "state",
+    "On an installation": "purpose state",
 }
 
 
@@ -126,6 +127,7 @@ SECTIONS = {
     help="Log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
 @functools.partial(profile_options, default="local")
+@purpose_option
 @state_option
 @json_option
 @click.pass_context
@@ -146,6 +148,7 @@ def train(
     mlflow: str | None,
     profile: str,
     overrides: tuple[str, ...],
+    purpose: str,
     state: Path | None,
     as_json: bool,
 ) -> int:
@@ -170,6 +173,13 @@ def train(
                 got="--state without MODEL_ID",
                 wanted="MODEL_ID VERSION --snapshot URL, or no --state",
                 do="Training on this machine alone keeps everything below --output.",
+            )
+        if purpose:
+            raise InvalidInput(
+                "--purpose is for an installation's table of purposes",
+                got=f"--purpose {purpose} without MODEL_ID",
+                wanted="MODEL_ID VERSION --snapshot URL, or no --purpose",
+                do="Training on this machine alone uses the profile's: --set data.purpose=…",
             )
         if str(output).startswith(("s3:/", "file:/")):
             raise InvalidInput(
@@ -200,6 +210,7 @@ def train(
         )
     from paceline.cli.flows import FlowCall
 
+    named: dict[str, Any] = {"purpose": purpose} if purpose else {}
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
@@ -210,6 +221,7 @@ def train(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
+        **named,
     )
 
 
@@ -222,6 +234,7 @@ train_local = narrowed(
     """,
     model_id=None,
     version=None,
+    purpose="",
     state=None,
 )
 train_there = narrowed(

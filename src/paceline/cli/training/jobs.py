@@ -19,6 +19,7 @@ from paceline.cli.options import (
     notice,
     one_of,
     print_table,
+    purpose_option,
     show,
     state_option,
 )
@@ -59,7 +60,7 @@ def jobs() -> None:
 @click.option("--name", default="")
 @click.option("--team", help="Whose quota it counts against (default: the token's team).")
 @click.option("--project", default="")
-@click.option("--purpose", default="", help="What the data are used for (default: the profile's).")
+@purpose_option
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--evaluate", is_flag=True, help="Judge the result on the snapshot's held-out split.")
 @click.option("--evaluate-on", default="", metavar="URL", help="Judge it on this snapshot's.")

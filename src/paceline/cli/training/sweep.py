@@ -21,6 +21,7 @@ from paceline.cli.options import (
     json_option,
     notice,
     print_table,
+    purpose_option,
     show,
     state_option,
 )
@@ -87,6 +88,7 @@ def sweep() -> None:
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="In each trial.")
 @click.option("--team", default="", help="Whose quota it counts against.")
 @click.option("--project", default="", help="Of the jobs.  [default: sweep-NAME]")
+@purpose_option
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
 @click.option("--cancel-jobs", is_flag=True, help="Ctrl-C cancels the jobs; else they go on.")
 @click.option("--detach", is_flag=True, help="The installation runs it; do not wait.")

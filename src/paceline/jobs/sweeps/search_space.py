@@ -116,6 +116,8 @@ class Sweep(Search):
     settings: dict[str, object] = {}
     team: Team | Literal[""] = ""
     project: Text = Field(default="", max_length=100)  # "": sweep-NAME
+    # what the data are used for; "": the profile's data.purpose
+    purpose: Name | Literal[""] = Field(default="", exclude_if=lambda value: not value)
     priority: int = Field(default=0, ge=-100, le=100)
 
     @classmethod

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.config import Runtime, named_secret
-from paceline.errors import Conflict, InvalidInput, InvalidProfile, NotFound, ServiceUnavailable
+from paceline.errors import (
+    Conflict,
+    InvalidInput,
+    InvalidProfile,
+    NotFound,
+    RunElsewhere,
+    ServiceUnavailable,
+)
 from paceline.schemas import Resources, SweepShown, SweepTrial
 from paceline.system import ensure_private
 
@@ -88,9 +95,9 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
             study_name=name, storage=rows, load_if_exists=True, direction=direction
         )
         before = study.user_attrs.get("sweep", identity)
-        for key in identity:
-            if before.get(key) != identity[key]:
-                raise Conflict("this name is another sweep's", got=f"{key} {identity[key]}",
+        for key in identity | before:
+            if before.get(key) != identity.get(key):
+                raise Conflict("this name is another sweep's", got=f"{key} {identity.get(key)}",
                                wanted=f"{key} {before.get(key)}", where=name,
                                do="Go on with what it was begun with, or choose another name.",
                 )  # fmt: skip
@@ -133,7 +140,7 @@ def held(study: Study, sleep: Callable[[float], None]) -> Iterator[Callable[[], 
     """Hold the study for this process; yield what must be called within HELD_S, again and again.
 
     It compares no clocks of two hosts: a holder that changes nothing for HELD_S is gone. Raises
-    Conflict where another process holds the study or has taken it over.
+    RunElsewhere where another process holds the study or has taken it over.
     """
     me = f"{socket.gethostname()}, process {os.getpid()}"
     mine, count = f"{me}, {secrets.token_hex(4)}", 0
@@ -141,10 +148,10 @@ def held(study: Study, sleep: Callable[[float], None]) -> Iterator[Callable[[], 
     def holder() -> Any:
         return study.user_attrs.get("holder")
 
-    def conflict(other: Any) -> Conflict:
-        return Conflict("another process runs this sweep", got=other[0].rpartition(",")[0],
-                        wanted="one process", where=study.study_name,
-                        do="See `paceline sweep report`, or end that one first.")  # fmt: skip
+    def conflict(other: Any) -> RunElsewhere:
+        return RunElsewhere("another process runs this sweep", got=other[0].rpartition(",")[0],
+                            wanted="one process", where=study.study_name,
+                            do="See `paceline sweep report`, or end that one first.")  # fmt: skip
 
     def renew() -> None:
         nonlocal count
@@ -223,7 +230,8 @@ def _command(name: str, spec: Mapping[str, Any], best: SweepTrial) -> str:
     given = Resources.model_validate(spec["resources"]).model_dump(exclude_defaults=True)
     if "memory_bytes" in given:
         given["memory"] = f"{given.pop('memory_bytes')}B"
-    for key, value in (given | {key: spec[key] for key in ("team", "project", "priority")}).items():
+    given |= {key: spec.get(key) for key in ("team", "project", "purpose", "priority")}
+    for key, value in given.items():
         if value:
             words += [f"--{key.replace('_', '-')}", str(value)]
     for key, value in {**spec["settings"], **best.parameters}.items():

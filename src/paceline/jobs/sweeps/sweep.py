@@ -55,8 +55,9 @@ def run_sweep(
     and the same sweep again follows them; where ``cancels()`` says so they are cancelled, and other
     trials replace them.
 
-    Raises InvalidInput for a space that is not a training's, Conflict for a study of another sweep
-    or one that another process runs, and what `Client.submit` raises for a job that can never run.
+    Raises InvalidInput for a space that is not a training's, Conflict for a study of another sweep,
+    RunElsewhere for one that another process runs, and what `Client.submit` raises for a job that
+    can never run.
     """
     require_extras("sweeps")
     sweep.check(client.runtime().profile)
@@ -140,7 +141,7 @@ class _Loop:
                 resources=self._resources, key=f"sweep:{sweep.name}:trial-{trial.number}",
                 parameters={**sweep.settings, **values}, name=title, team=sweep.team,
                 project=sweep.project or f"sweep-{sweep.name}", priority=sweep.priority,
-                sweep=self._run_id,
+                purpose=sweep.purpose, sweep=self._run_id,
             )  # fmt: skip
             try:
                 job_id = retry(submit, AWAY_S, self._on_line).job_id
