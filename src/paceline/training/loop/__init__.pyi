@@ -26,11 +26,13 @@ from .loop import (
 from .optimizer import (
     LARGEST_SCALE as LARGEST_SCALE,
     LossScale as LossScale,
+    MakeOptimizer as MakeOptimizer,
     apply_gradients as apply_gradients,
     autocast as autocast,
     learning_rate as learning_rate,
     master_dtype as master_dtype,
     new_optimizer as new_optimizer,
+    rate_of as rate_of,
     require_groups as require_groups,
 )
 from .preferences import Preferences as Preferences
