@@ -53,6 +53,7 @@ from .rank_setup import (
     export_model as export_model,
     exporter_of as exporter_of,
     load_weights as load_weights,
+    parallelise_model as parallelise_model,
     restore_checkpoint as restore_checkpoint,
     result_of as result_of,
     save_last as save_last,
