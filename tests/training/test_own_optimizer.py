@@ -228,10 +228,10 @@ def test_other_models_are_trained_with_it(
     assert losses[-1] < losses[0]
 
 
-def require_here(settings: TrainingSettings, code: Path, cache: Path) -> None:
+def require_here(settings: TrainingSettings, code: Path) -> None:
     """Take the trial steps in this process, whose environment stays as it is."""
     with mock.patch.dict(os.environ):
-        require_optimizer(settings, [str(code)], cache)
+        require_optimizer(settings, [str(code)], code.with_name("cache"))
 
 
 @pytest.mark.parametrize(
@@ -250,11 +250,11 @@ def require_here(settings: TrainingSettings, code: Path, cache: Path) -> None:
     ],
 )
 def test_what_cannot_be_resumed_or_sharded_is_refused_by_name(
-    code: Path, tmp_path: Path, function: str, changes: dict[str, Any], line: str
+    code: Path, function: str, changes: dict[str, Any], line: str
 ) -> None:
     settings = TrainingSettings(optimizer_ref=reference(code, function), **changes)
     with pytest.raises(PacelineError) as caught:
-        require_here(settings, code, tmp_path)
+        require_here(settings, code)
     assert line in caught.value.one_line()
     assert "training.optimizer_ref file://" in caught.value.one_line()
 
@@ -262,12 +262,12 @@ def test_what_cannot_be_resumed_or_sharded_is_refused_by_name(
 @pytest.mark.parametrize("function", ["lion", "adamw"])
 @pytest.mark.parametrize("mesh", [{}, {"shard": 2}, {"tp": 2}])
 def test_what_is_cut_as_its_parameter_passes(
-    code: Path, tmp_path: Path, function: str, mesh: dict[str, int]
+    code: Path, function: str, mesh: dict[str, int]
 ) -> None:
     settings = TrainingSettings.model_validate({
         "optimizer_ref": reference(code, function), "mesh": mesh,
     })  # fmt: skip
-    require_here(settings, code, tmp_path)
+    require_here(settings, code)
 
 
 def test_it_is_refused_before_a_rank_starts(text: Path, code: Path, tmp_path: Path) -> None:

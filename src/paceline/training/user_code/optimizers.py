@@ -28,7 +28,9 @@ from paceline.training.user_code.reference import OPTIMIZER, CodeRef
 TRIAL_STEPS = 3  # before the checkpoint of the trial, and after it
 
 
-def load_optimizer(settings: TrainingSettings, sources: Sequence[str], cache: Path) -> MakeOptimizer:
+def load_optimizer(
+    settings: TrainingSettings, sources: Sequence[str], cache: Path
+) -> MakeOptimizer:
     """Return the function that makes the optimiser of ``settings.optimizer_ref``.
 
     Raises as ``load``; the function raises TrainingFailed where the code raises, InvalidInput where
@@ -94,7 +96,8 @@ def _steps(
                     if isinstance(value, Tensor)
                 }
         for mine, other in pairs:
-            gradient = torch.randn_like(mine)
+            gradient = torch.zeros_like(mine)
+            local_of(gradient).normal_()
             mine.grad, other.grad = gradient, gradient.clone()
         for its in (whole, resumed)[: 1 if step < TRIAL_STEPS else 2]:
             try:
