@@ -380,6 +380,7 @@ def make(task):
 """
 
 
+@pytest.mark.timeout(400)  # four processes
 def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -418,7 +419,7 @@ def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
         assert list(work.glob("evaluation-*")), "what a kill leaves"
         hold.unlink()
         again = subprocess.run(
-            command, input=spec, capture_output=True, text=True, timeout=100, check=False
+            command, input=spec, capture_output=True, text=True, timeout=200, check=False
         )
     assert again.returncode == 0, again.stderr
     report = EvaluationReport.model_validate(json.loads(again.stdout.splitlines()[-1])["data"])

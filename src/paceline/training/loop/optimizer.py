@@ -153,7 +153,7 @@ def rate_of(optimizer: torch.optim.Optimizer, step: int, settings: TrainingSetti
     """Return the learning rate of step ``step`` (from 0): ``learning_rate``, unless the optimiser
     has a schedule of its own, a method ``learning_rate(step, steps)``."""
     own = getattr(optimizer, "learning_rate", None)
-    if own is not None:
+    if callable(own):
         return float(own(step, settings.steps))
     return learning_rate(step, settings.steps, settings)
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
@@ -23,7 +25,7 @@ from paceline.errors import InvalidInput
 from paceline.training.checkpoint import NAMES_TAKEN, local_of
 from paceline.training.loop import MakeOptimizer, apply_gradients, new_optimizer, rate_of
 from paceline.training.user_code.loading import load_function, user_code_error
-from paceline.training.user_code.reference import OPTIMIZER, CodeRef
+from paceline.training.user_code.reference import OPTIMIZER, CodeRef, parse
 
 TRIAL_STEPS = 3  # before the checkpoint of the trial, and after it
 
@@ -65,12 +67,12 @@ def require_optimizer(settings: TrainingSettings, sources: Sequence[str], cache:
     Raises as ``load_optimizer``, and InvalidInput where a checkpoint would not have all of its
     state, or where ``settings.mesh`` cuts parameters and its state is not cut as they are.
     """
-    ref = CodeRef(settings.optimizer_ref, "module", "", "", dial=OPTIMIZER)
+    ref = parse(settings.optimizer_ref, OPTIMIZER)
     make = load_optimizer(settings, sources, cache)
     _require_state(ref, _steps(ref, settings, make, is_cut=False))
     if settings.mesh.shard * settings.mesh.tp == 1:
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
         _require_cut_state(ref, _steps(ref, settings, make, is_cut=True))
     finally:
@@ -125,7 +127,7 @@ def _model(*, is_cut: bool) -> nn.Module:
     """Return matrices and vectors; with ``is_cut``, laid out as shards are, on this one process."""
     model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6))
     if is_cut:
-        mesh = dist.init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh("cpu", (1,))
         for module in model:
             for name, each in list(module.named_parameters()):
                 cut = nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)]))
@@ -146,11 +148,13 @@ def _require_state(ref: CodeRef, optimizer: Optimizer) -> None:
 
 def _require_cut_state(ref: CodeRef, optimizer: Optimizer) -> None:
     for parameter, its in optimizer.state.items():
-        for name, value in its.items():
+        assert isinstance(parameter, DTensor)
+        tensors = {name: each for name, each in its.items() if isinstance(each, Tensor)}
+        for name, value in tensors.items():
             placed = value.placements if isinstance(value, DTensor) else (Replicate(),)
             is_cut_alike = placed == parameter.placements and value.shape == parameter.shape
             is_whole = all(each.is_replicate() for each in placed) and value.numel() == 1
-            if isinstance(value, Tensor) and not (is_cut_alike or is_whole):
+            if not (is_cut_alike or is_whole):
                 raise _refused(
                     ref,
                     "this state of the optimiser cannot be sharded",
