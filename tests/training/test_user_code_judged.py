@@ -380,7 +380,7 @@ def make(task):
 """
 
 
-@pytest.mark.timeout(400)  # four processes
+@pytest.mark.timeout(600)  # four processes
 def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -395,7 +395,8 @@ def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
     spec = EvaluationSpec(
         run_id="run-20261120-153600-9f3a1c", state_dir=str(camp.runtime.state_dir),
         snapshot_url=camp.snapshot.url, snapshot_digest=camp.snapshot.digest,
-        models={"candidate": str(model)}, settings=SETTINGS, trained_on=(),
+        models={"candidate": str(model)}, trained_on=(),
+        settings=SETTINGS.model_copy(update={"held_out_bytes": 1024}),
     ).model_dump_json()  # fmt: skip
     command = [sys.executable, "-m", "paceline.evaluation.run"]
     work = camp.runtime.state_dir / "work"
@@ -419,7 +420,7 @@ def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
         assert list(work.glob("evaluation-*")), "what a kill leaves"
         hold.unlink()
         again = subprocess.run(
-            command, input=spec, capture_output=True, text=True, timeout=200, check=False
+            command, input=spec, capture_output=True, text=True, timeout=300, check=False
         )
     assert again.returncode == 0, again.stderr
     report = EvaluationReport.model_validate(json.loads(again.stdout.splitlines()[-1])["data"])
