@@ -26,9 +26,10 @@ from paceline.tasks._support.declaring import (
 from paceline.tasks._support.job import JobLink, linked
 from paceline.tasks._support.lineage import nest, recorded
 from paceline.tasks._support.run import Run
+from paceline.tasks.evaluate import require_judgeable
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
-from paceline.tasks.train import train
+from paceline.tasks.train import profile_of, train
 
 
 @declared("train-model", "train {model_id} {version}")
@@ -95,7 +96,8 @@ def train_model(
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
 
     With ``evaluate_on`` the result is judged as evaluate-model does, on the hosts of the gang.
-    What cannot be judged is trained all the same: a note says why.
+    User code whose model could not be judged is refused before a node is busy. What else turns out
+    not to be judged is trained all the same: a note says why.
     """
     run = Run.open(state_dir, run_id)
     named = {"steps": steps, "ranks": ranks, "learning_rate": learning_rate}
@@ -122,6 +124,8 @@ def train_model(
         require_own_expectations(run, snapshot_url)
         if evaluate_on and evaluate_on != snapshot_url:
             permitted_snapshot(run, evaluate_on, purpose, [link.user])
+        if evaluate_on:
+            require_judgeable(run, profile_of(run, given, continue_from, code_ref), snapshot_url)
         nest(run, link.sweep)
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}

@@ -56,13 +56,7 @@ def train(
 
     Raises TrainingFailed when the gang used up its restarts.
     """
-    profile = run.runtime.profile
-    if continue_from:
-        earlier = earlier_job(run.runtime.checkpoints_url, continue_from, run.store)
-        profile = _as_it_was(profile, earlier)
-    profile = with_job_settings(profile, own)
-    if code_ref:
-        profile = _with_code(profile, code_ref)
+    profile = profile_of(run, own, continue_from, code_ref)
     purpose = purpose or run.runtime.profile.data.purpose
     label, project = snapshot["label"], snapshot["project"]
     known = run.trainers(nodes)
@@ -165,6 +159,18 @@ def _train_on_hosts(
         return None
 
 
+def profile_of(
+    run: Run, own: Mapping[str, object], continue_from: str | None, code_ref: str
+) -> Profile:
+    """Return the profile of one training; the arguments are those of ``train``."""
+    profile = run.runtime.profile
+    if continue_from:
+        earlier = earlier_job(run.runtime.checkpoints_url, continue_from, run.store)
+        profile = _as_it_was(profile, earlier)
+    profile = with_job_settings(profile, own)
+    return _with_code(profile, code_ref) if code_ref else profile
+
+
 def _with_code(profile: Profile, code_ref: str) -> Profile:
     """Return ``profile`` with the training's own code; raises AccessDenied for code that the
     installation does not allow, InvalidInput for a reference that is not pinned."""
@@ -178,7 +184,8 @@ def _with_code(profile: Profile, code_ref: str) -> Profile:
 def _as_it_was(profile: Profile, earlier: TrainJob) -> Profile:
     """Return ``profile`` with the settings of an earlier job. Where ranks are placed, and the code
     that runs on nodes, are still the profile's: a record in S3 must not decide them."""
-    ours = {name: getattr(profile.training, name) for name in ("ranks_per_node", "code_ref")}
+    kept = ("ranks_per_node", "code_ref", "optimizer_ref")
+    ours = {name: getattr(profile.training, name) for name in kept}
     model = {} if earlier.task is None else {"context": earlier.task.context}
     return profile.model_copy(
         update={

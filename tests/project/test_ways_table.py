@@ -6,11 +6,22 @@ import re
 from pathlib import Path
 
 from tests.support.hugging_face import FAMILIES
-from tests.training import test_supervised
 from tests.training.parallel import test_hugging_face
-from tests.training.parallel.hugging_face_ranks import ADAPTERS, FEW_WAYS, FOUR, WAYS, ways_of
+from tests.training.parallel.hugging_face_ranks import (
+    ADAPTERS,
+    DPO,
+    FEW_WAYS,
+    FOUR,
+    OWN,
+    SFT,
+    WAYS,
+    kinds_of,
+    ways_of,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/train-your-hugging-face-model.md"
+KINDS = {"all weights": ("", "full"), "SFT": (SFT, "sft"), "DPO": (DPO, "dpo")}
+KINDS |= {name: (name, "lora") for name in ADAPTERS}
 MESHES = {
     "one rank": "single",
     "DDP": "DDP",
@@ -18,31 +29,26 @@ MESHES = {
     "TP": "TP",
     "DDP × TP": "DDP x TP",
     "FSDP2 × TP": "FSDP2 x TP",
+    "PP": "PP",
 }
 Cell = tuple[str, str, str]  # way, family, mesh
 
 
 def proven() -> dict[Cell, str]:
-    """What the tests' parameters are, as cells."""
+    """What the tests' parameters are, as cells; what they leave out is refused."""
     cells: dict[Cell, str] = {}
-    for way, link in (("all weights", "full"), ("LoRA", "lora"), ("DoRA", "lora")):
-        for family in FAMILIES:
+    for way, (kind, link) in KINDS.items():
+        for family in (*FAMILIES, OWN):
             when = "every run" if family in test_hugging_face.EVERY_TIME else "nightly"
-            run = ways_of(family, way if way in ADAPTERS else "")
-            few = FEW_WAYS[FOUR] if when == "every run" and way != "DoRA" else []
+            run = dict.fromkeys(ways_of(family, kind), when)
+            if when == "every run" and kind in kinds_of(FOUR):
+                run |= dict.fromkeys(FEW_WAYS[FOUR], "nightly")
             for mesh, name in MESHES.items():
-                absent = "[refused][refused]" if way == "DoRA" and "TP" in mesh else "–"
-                absent = f"[nightly][{link}]" if name in few else absent
-                cells[way, family, mesh] = f"[{when}][{link}]" if name in run else absent
-    cells |= {("SFT", family, mesh): "–" for family in FAMILIES for mesh in MESHES}
-    by_setting = {"shard=2": "FSDP2", "tp=2": "TP"}
-    for when, cases in (
-        ("nightly", test_supervised.NIGHTLY),
-        ("every run", test_supervised.EVERY_TIME),
-    ):
-        for family, _, ranks, _, setting in cases:
-            mesh = by_setting.get(setting, "one rank" if ranks == 1 else "DDP")
-            cells["SFT", family, mesh] = f"[{when}][sft]"
+                refused = "pairs" if kind == DPO else "stages"
+                if kind in ADAPTERS:
+                    refused = "own" if family == OWN and mesh != "PP" else "adapters"
+                cell = f"[{run[name]}][{link}]" if name in run else f"[refused][{refused}]"
+                cells[way, family, mesh] = cell
     return cells
 
 

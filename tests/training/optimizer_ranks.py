@@ -19,6 +19,8 @@ from tests.training.checkpoint.ranks import DIGEST, SAVE_AT, STEPS, Run, saver_o
 
 CASES: dict[str, tuple[str, dict[str, object]]] = {
     "muon": ("dp2", {"optimizer": "muon"}),
+    "muon, shards": ("shard2", {"optimizer": "muon"}),
+    "muon, cut": ("tp2", {"optimizer": "muon"}),
     "sgd": ("shard2", {"optimizer": "sgd"}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -39,6 +40,24 @@ def test_the_example_of_a_model_of_ones_own_is_one(tmp_path: Path) -> None:
     logits_BTV = model(seen_BT)
     assert torch.equal(logits_BTV[0, :12], logits_BTV[1, :12]), "no position sees what follows it"
     assert not torch.equal(logits_BTV[0, 12:], logits_BTV[1, 12:])
+
+
+def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
+    page = (ROOT / "docs/how-to/train-your-own-model.md").read_text()
+    (train,) = re.findall(r"^```sh optimizer\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    shutil.copytree(ROOT / "examples/own_optimizer", tmp_path / "examples/own_optimizer")
+    shutil.copytree(ROOT / "docs/decisions", tmp_path / "docs")
+    assert "training.steps=200" in train
+    bin_first = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-ec", train.replace("steps=200", "steps=12")],
+        cwd=tmp_path, env=os.environ | {"PATH": bin_first}, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (metrics,) = (tmp_path / "lion").glob("checkpoints/*/metrics.jsonl")
+    losses = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+    assert len(losses) == 12 and losses[-1] < losses[0]
 
 
 def test_the_page_trains_and_judges_it(tmp_path: Path) -> None:

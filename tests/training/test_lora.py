@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from paceline import extras
-from paceline.config import load_profile
-from paceline.errors import MissingExtra
-from paceline.models import load_model
+from paceline.config import TrainingSettings, load_profile
+from paceline.errors import InvalidInput, MissingExtra
+from paceline.models import config_for, load_model
 from paceline.training import single
+from paceline.training.parallel import MeshSpec, require_layout
 from tests.support.hugging_face import write_model
 from tests.training.test_cli_training import nothing_starts, refused
 from tests.training.test_continuing import losses, text, train
@@ -167,7 +168,7 @@ def test_a_model_of_ones_own_is_adapted(text: Path, tmp_path: Path) -> None:
         (["lora.lora_dropout=0.1", "mesh.tp=2", "ranks=2"], "lora_dropout 0.1, wanted tp 1"),
         (['no_decay=["*q_porj*"]'], "no trained parameter has such a name: got *q_porj*"),
         (['groups=[{match=["*norm*"]}]', "lora.r=2"], "got *norm*, wanted names such as model"),
-        (["optimizer=muon", "mesh.shard=2", "ranks=2"], "muon needs whole matrices: got mesh"),
+        (["optimizer=muon", "mesh.pp=2", "ranks=2"], "muon does not train the stages"),
         (["lora.r=2", "synchrony.kind=local-sgd"], "adapters are trained by replicas or shards"),
     ],
 )
@@ -178,6 +179,13 @@ def test_what_cannot_be_adapted_is_one_line_before_any_data_are_read(
     error = refused(tmp_path / "out", "--text", str(text), "--model", str(model), *words)
     assert named in error.one_line()
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_of_our_transformer_are_not_cut() -> None:
+    settings = TrainingSettings.model_validate({"lora": {"r": 2}})
+    require_layout(MeshSpec(shard=2), settings, config_for(20_000, 16))
+    with pytest.raises(InvalidInput, match="adapters are trained by replicas or shards"):
+        require_layout(MeshSpec(tp=2), settings, config_for(20_000, 16, parts=2))
 
 
 @pytest.mark.parametrize(

@@ -200,10 +200,9 @@ def test_muon_without_a_matrix_is_refused() -> None:
         require_groups(model, change(optimizer="muon"))
 
 
-@pytest.mark.parametrize("cut", ["shard", "tp", "pp"])
-def test_muon_on_parts_of_matrices_is_refused_before_ranks_start(cut: str) -> None:
-    settings = change(optimizer="muon", mesh={cut: 2})
-    with pytest.raises(InvalidInput, match="muon needs whole matrices"):
+def test_muon_on_stages_is_refused_before_ranks_start() -> None:
+    settings = change(optimizer="muon", mesh={"pp": 2})
+    with pytest.raises(InvalidInput, match="muon does not train the stages of a pipeline"):
         require_layout(MeshSpec.of(settings.mesh, 2), settings, None)
 
 
@@ -258,9 +257,15 @@ def test_one_rank_goes_on_from_two(said: list[dict[str, Any]], case: str) -> Non
     two = said[0][case]
     if CASES[case][0] == "dp2":
         assert two["alone"]["restored"] == two["saved"]
-    # Muon rounds to bfloat16, so another order of a gradient's sum is seen.
-    tolerance = 1e-4 if case == "muon" else 1e-9
+    # Muon rounds to bfloat16, so another order of a gradient's sum may be seen.
+    tolerance = 1e-5 if "muon" in case else 1e-9
     assert two["alone"]["losses"] == pytest.approx(two["losses"], rel=tolerance)
+
+
+def test_muon_has_the_same_losses_on_parts_of_matrices(said: list[dict[str, Any]]) -> None:
+    whole = said[0]["muon"]["losses"]
+    for case in ("muon, shards", "muon, cut"):
+        assert said[0][case]["losses"] == pytest.approx(whole, rel=1e-5)
 
 
 @pytest.mark.parametrize(

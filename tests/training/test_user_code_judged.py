@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,6 +41,7 @@ from paceline.evaluation import (
     download_model,
     windows,
 )
+from paceline.flows import train as train_flow
 from paceline.models import is_pretrained, read_config, weights_digest
 from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
 from paceline.tasks.evaluate import evaluate, require_judgeable
@@ -318,10 +322,7 @@ def test_a_method_names_the_logits_among_what_a_module_returns() -> None:
     assert torch.equal(opened.logits(tokens_BT), wanted_BTV)
 
 
-def test_a_lifecycle_finds_out_before_it_trains(camp: Camp, tmp_path: Path) -> None:
-    code = tmp_path / "tasks"
-    code.mkdir()
-    (code / "task_without_logits.py").write_text("""
+SILENT = """
 from paceline.training.recurrent import RecurrentWorkload
 
 class Silent(RecurrentWorkload):
@@ -329,7 +330,13 @@ class Silent(RecurrentWorkload):
 
 def make(task):
     return Silent(task.vocabulary, 16)
-""")
+"""
+
+
+def test_a_lifecycle_finds_out_before_it_trains(camp: Camp, tmp_path: Path) -> None:
+    code = tmp_path / "tasks"
+    code.mkdir()
+    (code / "task_without_logits.py").write_text(SILENT)
     text = f"file://{code}@sha256:{tree_digest(code)}#task_without_logits:make"
     check(text, (str(code),), tmp_path / "code", Task())  # it may be trained
     profile = Profile(
@@ -342,3 +349,110 @@ def make(task):
         require_judgeable(run, profile, camp.snapshot.url)
     ours = profile.training.model_copy(update={"code_ref": OURS})
     require_judgeable(run, profile.model_copy(update={"training": ours}), camp.snapshot.url)
+
+
+HOLDS = """
+import os
+from pathlib import Path
+
+from paceline.training.recurrent import byte_gru
+
+class Held:
+    calls = 0
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.build, self.loss_sum, self.logits = inner.build, inner.loss_sum, inner.logits
+
+    def inputs(self, batch, device):
+        self.calls += 1
+        hold = Path("{hold}")
+        if self.calls > 1 and hold.exists():  # the first call is the probe
+            written = hold.with_name("writing")
+            written.write_text(str(os.getpid()))
+            written.rename(hold.with_name("pid"))
+            while hold.exists():
+                pass
+        return self.inner.inputs(batch, device)
+
+def make(task):
+    return Held(byte_gru(task))
+"""
+
+
+@pytest.mark.timeout(600)  # four processes
+def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
+    camp: Camp, export: tuple[str, Path], tmp_path: Path
+) -> None:
+    code, hold = tmp_path / "code", tmp_path / "hold"
+    code.mkdir()
+    hold.touch()
+    (code / "task_that_holds.py").write_text(HOLDS.replace("{hold}", str(hold)))
+    model = shutil.copytree(export[1], tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    config["code_ref"] = f"file://{code}@sha256:{tree_digest(code)}#task_that_holds:make"
+    (model / "config.json").write_text(json.dumps(config))
+    spec = EvaluationSpec(
+        run_id="run-20261120-153600-9f3a1c", state_dir=str(camp.runtime.state_dir),
+        snapshot_url=camp.snapshot.url, snapshot_digest=camp.snapshot.digest,
+        models={"candidate": str(model)}, trained_on=(),
+        settings=SETTINGS.model_copy(update={"held_out_bytes": 1024}),
+    ).model_dump_json()  # fmt: skip
+    command = [sys.executable, "-m", "paceline.evaluation.run"]
+    work = camp.runtime.state_dir / "work"
+    with camp.trusting(str(code), OUR_SOURCE):
+        first = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        assert first.stdin is not None
+        first.stdin.write(spec)
+        first.stdin.close()
+        while not (pid := tmp_path / "pid").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        child = os.pidfd_open(int(pid.read_text()))
+        try:
+            first.kill()
+            assert first.wait() == -9
+            assert select.select([child], [], [], 60)[0], "its child is busy, and ends"
+        finally:
+            os.close(child)
+        assert list(work.glob("evaluation-*")), "what a kill leaves"
+        hold.unlink()
+        again = subprocess.run(
+            command, input=spec, capture_output=True, text=True, timeout=300, check=False
+        )
+    assert again.returncode == 0, again.stderr
+    report = EvaluationReport.model_validate(json.loads(again.stdout.splitlines()[-1])["data"])
+    assert not report.failures and report.score("candidate") is not None
+    assert not list(work.glob("evaluation-*"))
+
+
+def test_a_job_that_is_to_be_judged_finds_out_before_a_node_is_busy(
+    camp: Camp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = tmp_path / "tasks"
+    code.mkdir()
+    (code / "task_of_silence.py").write_text(SILENT)
+    text = f"file://{code}@sha256:{tree_digest(code)}#task_of_silence:make"
+    profile = Profile(security=SecuritySettings(code_sources=(str(code),)))
+    runtime = camp.runtime.model_copy(update={"profile": profile})
+    run: Any = SimpleNamespace(
+        store=camp.store, runtime=runtime, state_dir=str(tmp_path), run_id="run-1"
+    )
+    link = SimpleNamespace(user="alice", hosts=("node-0",), sweep=None)
+
+    def busy(*_: Any, **__: Any) -> None:
+        raise TimeoutError("a node is busy")
+
+    monkeypatch.setattr(train_flow.Run, "open", lambda *_: run)
+    monkeypatch.setattr(train_flow, "recorded", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(train_flow, "linked", lambda *_: contextlib.nullcontext(link))
+    for each in ("permitted_snapshot", "require_own_expectations", "nest"):
+        monkeypatch.setattr(train_flow, each, lambda *_: None)
+    monkeypatch.setattr(train_flow, "distribute_model", busy)
+    asked = ("acme/own", "1", camp.snapshot.url)
+    with pytest.raises(TimeoutError):  # not judged, it may be trained
+        train_flow.train_model.fn(*asked, code_ref=text)
+    with pytest.raises(InvalidInput, match=r"no logits of the next token.*got tuple"):
+        train_flow.train_model.fn(*asked, code_ref=text, evaluate_on=camp.snapshot.url)

@@ -31,7 +31,11 @@ JOB_SETTINGS = (
     "data.prefetch_shards",
 )
 # What runs on the nodes, and what they call.
-INSTALLATION_SETTINGS = ("training.code_ref", "training.guard.preemption")
+INSTALLATION_SETTINGS = (
+    "training.code_ref",
+    "training.optimizer_ref",
+    "training.guard.preemption",
+)
 MAX_DOTS = 1000  # in one line; names and addresses contain dots too
 
 

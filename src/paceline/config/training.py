@@ -172,8 +172,9 @@ class TrainingSettings(Settings):
     batch_sequences: int = Field(default=16, ge=1)  # of the whole gang, per step
     accumulation: int = Field(default=1, ge=1)  # microbatches of a rank's batch, one after another
     learning_rate: float = Field(default=1e-3, gt=0)
-    # muon: of the matrices of hidden layers, on whole replicas; AdamW for all other parameters
+    # muon: of the matrices of hidden layers; AdamW for all other parameters
     optimizer: Literal["adamw", "sgd", "muon"] = "adamw"
+    optimizer_ref: str = ""  # instead of it, one of your own: a reference as code_ref's
     betas: tuple[Beta, Beta] = (0.9, 0.95)  # of AdamW's two moments
     schedule: Literal["cosine", "linear", "wsd"] = "cosine"
     warmup_steps: int = Field(default=10, ge=0)
@@ -218,6 +219,14 @@ class TrainingSettings(Settings):
     def _ema_has_one_set_of_weights(self) -> TrainingSettings:
         if self.ema is not None and self.synchrony.kind != "every-step":
             raise ValueError(f"ema needs synchrony every-step, not {self.synchrony.kind}")
+        return self
+
+    @model_validator(mode="after")
+    def _one_optimizer_in_step(self) -> TrainingSettings:
+        if self.optimizer_ref and self.optimizer != "adamw":
+            raise ValueError(f"optimizer_ref takes the place of optimizer, here {self.optimizer}")
+        if self.optimizer_ref and self.synchrony.kind != "every-step":
+            raise ValueError(f"optimizer_ref needs synchrony every-step, not {self.synchrony.kind}")
         return self
 
     @model_validator(mode="after")

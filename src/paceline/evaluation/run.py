@@ -9,13 +9,16 @@ RecordedScore}`` for each model and baseline that was not scored before, and at 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -52,6 +55,7 @@ from paceline.storage import ObjectStore
 TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4 s on one core
 MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
 HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
+SCRATCH = "evaluation-"  # prefix of the directories for downloaded models
 _writing = threading.Lock()
 
 
@@ -88,10 +92,10 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
 
     overlaps: list[Future[tuple[Overlap, ...]]] = []
     with (
-        tempfile.TemporaryDirectory(prefix="evaluation-", dir=scratch_dir) as scratch,
+        _scratch_below(scratch_dir) as scratch,
         ThreadPoolExecutor(1) as beside,  # baselines take one core
     ):
-        models = {name: _local(name, at, store, Path(scratch)) for name, at in spec.models.items()}
+        models = {name: _local(name, at, store, scratch) for name, at in spec.models.items()}
         if spec.share is not None:
             part = share_of(held_out, *spec.share)
             score_share(models, part, tokenizer, on_scored, _progress, allowed)
@@ -110,7 +114,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
         )
         if spec.tasks_url:
-            report = _with_tasks(report, spec, models, store, Path(scratch), allowed)
+            report = _with_tasks(report, spec, models, store, scratch, allowed)
         began = time.monotonic()
         try:
             compared = overlaps[0].result()
@@ -119,6 +123,26 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             return report.model_copy(update={"failures": failures})
     seconds = report.seconds + time.monotonic() - began
     return report.model_copy(update={"overlaps": compared, "seconds": seconds})
+
+
+@contextlib.contextmanager
+def _scratch_below(parent: Path) -> Iterator[Path]:
+    """Yield a directory for the models; those of evaluations that were killed are removed first."""
+    with contextlib.ExitStack() as stack:
+        with (parent / "evaluation.lock").open("a") as one_at_a_time:
+            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            for each in parent.glob(f"{SCRATCH}*"):
+                left = os.open(each, os.O_RDONLY)
+                with contextlib.suppress(BlockingIOError):  # its evaluation is running
+                    fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(each, ignore_errors=True)
+                os.close(left)
+            its = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent)
+            scratch = stack.enter_context(its)
+            mine = os.open(scratch, os.O_RDONLY)
+            stack.callback(os.close, mine)
+            fcntl.flock(mine, fcntl.LOCK_EX)
+        yield Path(scratch)
 
 
 def compare(

@@ -235,6 +235,7 @@ class TextModel:
                 got=f"code_ref {config.code_ref}",
                 wanted="`paceline evaluate`, or paceline.evaluate in Python",
                 where=directory,
+                do="To use it otherwise, load its weights into the module that its code builds.",
             )
         stored = stored_tensors(directory).values()
         device = device or device_for(sum(math.prod(each.shape) for each in stored))

@@ -84,6 +84,7 @@ def train_base(
     shape, steps = spec.model, spec.model.base_steps
     config = config_for(shape.parameters, shape.context, **cuts_of(spec.training.mesh))
     model = new_model(config, shape.seed)
+    # by an optimiser of ours, whatever the training's: a base is the same for all of them
     warmup_steps = min(spec.training.warmup_steps, max(1, steps // 4))
     settings = spec.training.model_copy(update={"steps": steps, "warmup_steps": warmup_steps})
     workload = TransformerWorkload(config)

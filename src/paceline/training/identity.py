@@ -40,6 +40,7 @@ _LATER_DEFAULTS = {
     "no_decay": [],
     "groups": [],
     "ema": None,
+    "optimizer_ref": "",
 }
 # Of the mesh, only the settings that change how gradients are rounded in transit.
 _RESULT_MESH_SETTINGS = {"hook", "powersgd_rank"}

@@ -301,7 +301,7 @@ def _of_environment(recorded: Recorded) -> Iterator[Difference]:
     if recorded.result.code_version != now["sources"]:  # already reported as the code version
         then.pop("sources", None)
         now.pop("sources")
-    if not (settings.code_ref or recorded.job.data.transform):
+    if not (settings.code_ref or settings.optimizer_ref or recorded.job.data.transform):
         # Only user code may import packages other than torch and numpy.
         then.pop("packages", None)
         now.pop("packages")

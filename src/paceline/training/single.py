@@ -240,6 +240,9 @@ def _require_possible(profile: Profile) -> None:
         require_extras("lora")
     if settings.code_ref:
         code_ref.require_allowed(code_ref.parse(settings.code_ref), sources)
+    if settings.optimizer_ref:
+        named = code_ref.parse(settings.optimizer_ref, code_ref.OPTIMIZER)
+        code_ref.require_allowed(named, sources)
     if settings.guard.preemption:
         MetadataWatcher(settings.guard.preemption)
     require_memory(settings, 0, free_memory())

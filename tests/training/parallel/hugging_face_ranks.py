@@ -1,18 +1,22 @@
 """Models of transformers in every way of training, in one launch of ranks.
 
 ``python -m tests.training.parallel.hugging_face_ranks DIRECTORY FAMILY…`` writes the models below
-DIRECTORY/models (by transformers), trains all weights, LoRA and DoRA of each, exports below
-DIRECTORY/exports, and prints one JSON object: ``ranks``, job → what rank 0 answered, and
-``loaded``, what transformers and peft read of each export in a process that trained nothing.
+DIRECTORY/models (by transformers; OWN is our transformer), trains all weights, LoRA, DoRA, on
+conversations (SFT) and on preferences (DPO), exports below DIRECTORY/exports, and prints one JSON
+object: ``ranks``, job → what rank 0 answered, and ``loaded``, what transformers and peft read of
+each export in a process that trained nothing.
 test_hugging_face.py holds it to its promises.
 """
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import hashlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,9 +28,25 @@ from torch.distributed.tensor import DTensor
 from benchmarks.layouts.layouts import CPU, batch_of
 from benchmarks.layouts.ranks import Job, run_jobs
 from paceline.config import TrainingSettings
-from paceline.models import Pretrained, add_adapters, merge_adapters
+from paceline.data import REJECTED_AT, Batch
+from paceline.models import (
+    Pretrained,
+    add_adapters,
+    config_for,
+    load_model,
+    merge_adapters,
+    new_model,
+    save_model,
+)
 from paceline.training.checkpoint import TrainState, export
-from paceline.training.loop import Group, TransformerWorkload, load_weights, new_optimizer
+from paceline.training.loop import (
+    Group,
+    Preferences,
+    TransformerWorkload,
+    load_weights,
+    new_optimizer,
+    parallelise_model,
+)
 from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 from tests.support.hugging_face import write_model
 
@@ -44,13 +64,16 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP, recomputed": (2, {"mesh": {"tp": 2}, "activation_checkpointing": True}),
     "DDP x TP": (4, {"mesh": {"dp": 2, "tp": 2}}),
     "FSDP2 x TP": (4, {"mesh": {"shard": 2, "tp": 2}}),
+    "PP": (2, {"mesh": {"pp": 2}}),
 }
+OWN = "own"  # our transformer
 EVERY_WAY = "llama"  # also recomputed, and exported from each mesh
 RECOMPUTED = {
     "": ("recomputed", "FSDP2, recomputed", "TP, recomputed"),
     "LoRA": ("FSDP2, recomputed",),
 }
-FOUR_RANKS = ("qwen2", "gpt_neox")  # the families that four ranks train, too
+SFT, DPO = "SFT", "DPO"  # what all weights learn from: conversations, preferences
+BETA = 0.3
 BF16 = "llama-bf16"
 FOUR = "llama-four"  # llama on four ranks
 FEW_WAYS = {BF16: ["FSDP2"], FOUR: ["DDP x TP", "FSDP2 x TP"]}  # and no DoRA
@@ -65,7 +88,8 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def ways_of(family: str, adapters: str = "") -> list[str]:
-    """Return the ways in which ``family`` is trained; DoRA needs whole matrices.
+    """Return the ways in which ``family`` is trained; DoRA and DPO need whole matrices, and so do
+    adapters of our transformer, which alone is cut into stages.
 
     Blocks are recomputed for one family: nothing in it depends on the family.
     """
@@ -75,26 +99,33 @@ def ways_of(family: str, adapters: str = "") -> list[str]:
     return [
         way
         for way, (ranks, _) in WAYS.items()
-        if (ranks < 4 or family in FOUR_RANKS)
-        and not (adapters == "DoRA" and "TP" in way)
+        if (ranks < 4 or family != EVERY_WAY)
+        and not (adapters in ("DoRA", DPO) and "TP" in way)
+        and not (family == OWN and adapters in ADAPTERS and "TP" in way)
+        and (way != "PP" or (family == OWN and adapters in ("", SFT)))
         and ("recomputed" not in way or way in recomputed)
     ]
 
 
 def kinds_of(family: str) -> tuple[str, ...]:
-    """Return the adapters of ``family``; "" trains all weights."""
-    return ("", "LoRA") if family in FEW_WAYS else ("", *ADAPTERS)
+    """Return the adapters of ``family``; "" trains all weights, and so do SFT and DPO."""
+    if family in FEW_WAYS:
+        return ("", "LoRA") if family == BF16 else ("", "LoRA", SFT)
+    return ("", *ADAPTERS, SFT, DPO)
 
 
 def exported_of(family: str, adapters: str = "") -> list[str]:
     """Return the ways whose model is exported: the last of the family's, of ``EVERY_WAY`` more."""
+    if family == OWN or adapters in (SFT, DPO):
+        return []
     ways = [each for each in ways_of(family, adapters) if each in ("FSDP2", "TP", "FSDP2 x TP")]
     return ways if family == EVERY_WAY else ways[-1:]
 
 
 def settings_of(way: str, adapters: str = "") -> TrainingSettings:
     ranks, more = WAYS[way]
-    lora = {"lora": ADAPTERS[adapters], "seed": 11} if adapters else {}
+    lora = {"lora": ADAPTERS[adapters], "seed": 11} if adapters in ADAPTERS else {}
+    lora |= {"dpo": {"beta": BETA}} if adapters == DPO else {}
     return TrainingSettings.model_validate({
         "ranks": ranks, "batch_sequences": 8, "learning_rate": RATE, "clip_norm": CLIP, **more,
         **lora,
@@ -108,19 +139,28 @@ def trained(
     settings = settings_of(way, adapters)
     world = WAYS[way][0]
     group = Group(dist.get_rank(), world) if world > 1 else Group()
-    pretrained = Pretrained.open(directory)
-    workload = TransformerWorkload(pretrained)
+    pretrained = None if directory.name == OWN else Pretrained.open(directory)
+    workload: Any = TransformerWorkload(pretrained or load_model(directory)[1])
     mesh = open_mesh(MeshSpec.of(settings.mesh, world))
-    model, added = workload.build(), None
+    model, added, read = workload.build() if pretrained else load_model(directory)[0], None, 0
     if settings.lora is not None:
         added = add_adapters(model, settings.lora, settings.seed)
-    parallel = parallelise(model, mesh, settings, workload)
-    read = load_weights(pretrained, parallel, added)
+    if settings.dpo is not None:
+        workload = Preferences(workload, settings.dpo.beta)
+        its: Any = SimpleNamespace(
+            job=SimpleNamespace(settings=settings), adapters=added, model=model, workload=workload,
+            pretrained=pretrained,
+        )  # fmt: skip
+        parallel, _ = parallelise_model(its, mesh)
+    else:
+        parallel = parallelise(model, mesh, settings, workload)
+        if pretrained is not None:
+            read = load_weights(pretrained, parallel, added)
     optimizer = new_optimizer(parallel.modules, settings)
     losses, norms = [], []
     for step in range(STEPS):
-        whole = batch_of(step).global_tokens
-        batch = batch_of(step, parallel.data_rank, parallel.data_world)
+        whole = lesson(batch_of(step), adapters).global_tokens
+        batch = lesson(batch_of(step, parallel.data_rank, parallel.data_world), adapters)
         sums = parallel.accumulate([workload.inputs(batch, CPU)], 1.0 / whole)
         norms.append(parallel.clip(settings.clip_norm))
         loss, counted = group.sums([float(sums.loss), sums.weight])
@@ -140,16 +180,32 @@ def trained(
             whole = {name: parts[name].full_tensor() for name in added.initial}
             added.write(whole, into.with_name(f"{into.name}-adapter"), "base", "0" * 64)
         merge_adapters(module)
-    weights = {}
-    for name, each in module.state_dict().items():
-        full = each.full_tensor() if isinstance(each, DTensor) else each
-        weights[name] = digest(full.to(pretrained.dtype))
-    if into is not None:
+    if into is not None and pretrained is not None:
+        weights = {}
+        for name, each in module.state_dict().items():
+            full = each.full_tensor() if isinstance(each, DTensor) else each
+            weights[name] = digest(full.to(pretrained.dtype))
         export(TrainState(parallel, optimizer, group), None, into, pretrained=pretrained)
         module.eval()
         answer["logits"] = look(module)
         answer["weights"] = weights
     return answer
+
+
+def lesson(batch: Batch, kind: str) -> Batch:
+    """Return ``batch`` as conversations, of which some tokens count, or as pairs of answers."""
+    if kind not in (SFT, DPO):
+        return batch
+    counts_BT = batch.weights_BT * (batch.targets_BT % 3 != 0)
+    if kind == SFT:
+        return dataclasses.replace(
+            batch, weights_BT=counts_BT, global_tokens=float(counts_BT.sum())
+        )
+    return dataclasses.replace(
+        batch, weights_BT=counts_BT, documents_BT=None, positions_BT=None,
+        features={REJECTED_AT: np.full(counts_BT.shape, 11, np.float32)},
+        global_tokens=float(len(batch.rows)),
+    )  # fmt: skip
 
 
 def look(module: torch.nn.Module) -> list[float]:
@@ -176,8 +232,9 @@ def plain(directory: Path, adapters: str = "") -> dict[str, Any]:
 
     settings = settings_of("single")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).train()
-    if adapters:
+    if adapters in ADAPTERS:
         model = with_peft(model, adapters)
+    base = copy.deepcopy(model)
     learnt = [each for each in model.parameters() if each.requires_grad]
     decayed = [each for each in learnt if each.ndim >= 2]
     others = [each for each in learnt if each.ndim < 2]
@@ -191,19 +248,25 @@ def plain(directory: Path, adapters: str = "") -> dict[str, Any]:
     )
     losses, norms = [], []
     for step in range(STEPS):
-        batch = batch_of(step)
-        assert batch.documents_BT is not None
+        batch = lesson(batch_of(step), adapters)
         total = torch.zeros(())
-        for row, documents_T in enumerate(batch.documents_BT):
+        if adapters == DPO:
+            total = sum((pair_loss(model, base, batch, row) for row in range(8)), total)
+        by_row = batch.documents_BT
+        for row, documents_T in enumerate([] if by_row is None else by_row):
             for document in sorted(set(documents_T.tolist()) - {-1}):
                 its = documents_T == document
                 inputs, targets = (
                     torch.from_numpy(each[row][its].astype(np.int64))
                     for each in (batch.inputs_BT, batch.targets_BT)
                 )
+                weights = torch.from_numpy(batch.weights_BT[row][its])
+                if adapters == SFT:
+                    total = total + labelled_loss(model, inputs, targets, weights)
+                    continue
                 logits = model(input_ids=inputs[None]).logits[0]
                 loss_T = F.cross_entropy(logits, targets, reduction="none")
-                total = total + torch.dot(loss_T, torch.from_numpy(batch.weights_BT[row][its]))
+                total = total + torch.dot(loss_T, weights)
         optimizer.zero_grad()
         loss = total / batch.global_tokens
         loss.backward()
@@ -211,6 +274,40 @@ def plain(directory: Path, adapters: str = "") -> dict[str, Any]:
         losses.append(float(loss.detach()))
         optimizer.step()
     return {"losses": losses, "norms": norms}
+
+
+def labelled_loss(
+    model: Any, inputs_T: torch.Tensor, targets_T: torch.Tensor, weights_T: torch.Tensor
+) -> torch.Tensor:
+    """The sum that transformers computes of labels, -100 where none counts."""
+    counted = int(weights_T.sum())
+    if not counted:
+        return torch.zeros(())
+    ids = torch.cat([inputs_T, targets_T[-1:]])
+    labels = torch.cat([torch.tensor([-100]), targets_T.where(weights_T > 0, -100)])
+    found: torch.Tensor = model(input_ids=ids[None], labels=labels[None]).loss * counted
+    return found
+
+
+def pair_loss(model: Any, base: Any, batch: Batch, row: int) -> torch.Tensor:
+    """The loss of one pair of answers, each by itself (arXiv 2305.18290, equation 7)."""
+    at = int(batch.features[REJECTED_AT][row, 0])
+    gained = []
+    for part in (slice(0, at), slice(at, None)):
+        inputs, targets = (
+            torch.from_numpy(each[row][part].astype(np.int64))
+            for each in (batch.inputs_BT, batch.targets_BT)
+        )
+        counts = torch.from_numpy(batch.weights_BT[row][part])
+        with torch.no_grad():
+            reference = base(input_ids=inputs[None]).logits[0]
+        policy = model(input_ids=inputs[None]).logits[0]
+        mine, its = (
+            torch.dot(F.log_softmax(each, -1).gather(1, targets[:, None])[:, 0], counts)
+            for each in (policy, reference)
+        )
+        gained.append(BETA * (mine - its))
+    return -F.logsigmoid(gained[0] - gained[1])
 
 
 def with_peft(model: Any, adapters: str) -> Any:
@@ -256,13 +353,18 @@ def main(root: Path, families: list[str]) -> dict[str, Any]:
     """Train all weights, LoRA and DoRA of each family in each way, and load the exports."""
     jobs, loads = [], {}
     for family in [*families, *([BF16] if EVERY_WAY in families else [])]:
-        path = write_model(
-            family.split("-")[0],
-            root / "models" / family,
-            shard="20KB" if family in SHARDED_FILES else "1GB",
-            dtype=torch.bfloat16 if family == BF16 else torch.float32,
-        )
-        loads[family] = path
+        path = root / "models" / family
+        if family == OWN:
+            config = config_for(60_000, 24, stages=2, parts=2)
+            save_model(new_model(config, 7), config, path)
+        else:
+            write_model(
+                family.split("-")[0],
+                path,
+                shard="20KB" if family in SHARDED_FILES else "1GB",
+                dtype=torch.bfloat16 if family == BF16 else torch.float32,
+            )
+            loads[family] = path
         for kind in kinds_of(family):
             name = f"{family} {kind}".strip()
             jobs.append(Job(f"{name}: plain", 1, lambda p=path, k=kind: plain(p, k)))

@@ -1,9 +1,11 @@
 """Each family of transformers, in each way of training: the losses of a plain loop, and an export
-that transformers and peft load. All weights, LoRA and DoRA in one launch of ranks."""
+that transformers and peft load. All weights, LoRA, DoRA, conversations and preferences in one
+launch of ranks, our own transformer among the families."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,18 +15,35 @@ from typing import Any
 import pytest
 
 from tests.support.hugging_face import FAMILIES
-from tests.training.parallel.hugging_face_ranks import ADAPTERS, FOUR, STEPS, kinds_of, ways_of
+from tests.training.parallel.hugging_face_ranks import (
+    ADAPTERS,
+    DPO,
+    FOUR,
+    OWN,
+    SFT,
+    STEPS,
+    kinds_of,
+    ways_of,
+)
 
 ROOT = Path(__file__).parents[3]
 EVERY_TIME = ("llama",)  # the others are shown again nightly
-NIGHTLY = (*(each for each in FAMILIES if each not in EVERY_TIME), FOUR)
+# in turns, each in a launch of its own
+NIGHTLY = (
+    ("qwen2", "qwen3", "mistral", FOUR),
+    ("gemma", "gemma2", "gemma3_text"),
+    ("gpt_neox", OWN),
+)
+assert {*EVERY_TIME, *(each for turn in NIGHTLY for each in turn)} == {*FAMILIES, FOUR, OWN}
 
 pytestmark = pytest.mark.timeout(400)
 Answers = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(
-    scope="module", params=[EVERY_TIME, pytest.param(NIGHTLY, marks=pytest.mark.nightly)]
+    scope="module",
+    params=[EVERY_TIME, *(pytest.param(turn, marks=pytest.mark.nightly) for turn in NIGHTLY)],
+    ids=",".join,
 )
 def answers(request, tmp_path_factory) -> Answers:
     """What ranks answered, and what a process without a network loads from their exports."""
@@ -53,30 +72,45 @@ def answers(request, tmp_path_factory) -> Answers:
     return found
 
 
+def kind_of(job: str) -> str:
+    return job.split(":", maxsplit=1)[0].partition(" ")[2]
+
+
 def is_adapted(job: str) -> bool:
-    return job.split(":", maxsplit=1)[0].endswith(tuple(ADAPTERS))
+    return kind_of(job) in ADAPTERS
 
 
 def furthest(mine: list[float], wanted: list[float]) -> float:
     return max(abs(a / b - 1) for a, b in zip(mine, wanted, strict=True))
 
 
-def hold_to_plain_loops(ranks: dict[str, Any], *, adapted: bool) -> None:
+def hold_to_plain_loops(ranks: dict[str, Any], *kinds: str) -> None:
     for job, mine in ranks.items():
-        if is_adapted(job) == adapted:
+        if kind_of(job) in kinds:
             plain = ranks[f"{job.split(':')[0]}: plain"]
             learned = plain["losses"][0] - plain["losses"][-1]
-            assert learned != 0 if adapted else learned > 0.1, "the loop learns"
+            assert learned > 0.1 if kind_of(job) in ("", SFT) else learned != 0, "the loop learns"
             assert furthest(mine["losses"], plain["losses"]) < 1e-5, job
             assert furthest(mine["norms"], plain["norms"]) < 1e-5, job
 
 
 def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop(answers) -> None:
-    hold_to_plain_loops(answers["ranks"], adapted=False)
+    hold_to_plain_loops(answers["ranks"], "")
 
 
 def test_a_way_of_training_has_the_losses_and_norms_of_a_plain_loop_with_peft(answers) -> None:
-    hold_to_plain_loops(answers["ranks"], adapted=True)
+    hold_to_plain_loops(answers["ranks"], *ADAPTERS)
+
+
+def test_conversations_have_the_losses_and_norms_of_a_plain_loop_with_labels(answers) -> None:
+    hold_to_plain_loops(answers["ranks"], SFT)
+
+
+def test_preferences_have_the_losses_and_norms_of_a_plain_loop(answers) -> None:
+    hold_to_plain_loops(answers["ranks"], DPO)
+    for job, mine in answers["ranks"].items():
+        if kind_of(job) == DPO:
+            assert mine["losses"][0] == pytest.approx(math.log(2), abs=1e-6), "against the base"
 
 
 def test_lora_and_dora_differ(answers) -> None:
@@ -89,7 +123,7 @@ def test_lora_and_dora_differ(answers) -> None:
 def test_a_rank_reads_only_its_share_of_the_weights(answers) -> None:
     ranks = answers["ranks"]
     for job, whole in ranks.items():
-        if job.endswith(": DDP") and not is_adapted(job):
+        if job.endswith(": DDP") and not kind_of(job) and not job.startswith(OWN):
             shares = ranks[job.replace("DDP", "FSDP2")]
             assert shares["read"] == pytest.approx(whole["read"] / 2, rel=0.01), job
             cut = ranks[job.replace("DDP", "TP")]  # norms are whole
@@ -121,7 +155,9 @@ def test_only_gradients_of_adapters_are_sent(answers) -> None:
 def test_transformers_loads_an_export_bit_for_bit(answers) -> None:
     exports = {name: each for name, each in answers["loaded"].items() if ": " in name}
     assert {name.split(":")[0] for name in exports} == {
-        name.split(":")[0] for name in answers["ranks"]
+        name.split(":")[0]
+        for name in answers["ranks"]
+        if kind_of(name) in ("", *ADAPTERS) and not name.startswith(OWN)
     }
     for name, loaded in exports.items():
         trained = answers["ranks"][name]

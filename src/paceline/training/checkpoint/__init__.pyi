@@ -8,6 +8,7 @@ from .generations import (
     generations_at as generations_at,
 )
 from .layout import (
+    NAMES_TAKEN as NAMES_TAKEN,
     Chunk as Chunk,
     Stateful as Stateful,
     TrainState as TrainState,

@@ -80,6 +80,7 @@ def stateful_of(*owners: object) -> list[Stateful]:
 
 MODEL, EXTRA, KEPT = "model.", "extra.", "kept."
 EMA = "ema"  # in the place of a moment
+NAMES_TAKEN = ("model", "extra", "kept", EMA)  # that no moment may have
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # torch.compile, recompute
 
 

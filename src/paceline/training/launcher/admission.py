@@ -146,7 +146,8 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
     """
     mesh = settings.mesh
     # weights, gradients, moments: AdamW has two, Muon one of its matrices
-    copies = {"adamw": 4, "muon": 3}.get(settings.optimizer, 2) + (settings.ema is not None)
+    known = {"adamw": 4, "muon": 3} if not settings.optimizer_ref else {}
+    copies = known.get(settings.optimizer, 2) + (settings.ema is not None)
     copies = copies + (settings.dpo is not None) if settings.lora is None else 1
     share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)

@@ -26,11 +26,13 @@ from .loop import (
 from .optimizer import (
     LARGEST_SCALE as LARGEST_SCALE,
     LossScale as LossScale,
+    MakeOptimizer as MakeOptimizer,
     apply_gradients as apply_gradients,
     autocast as autocast,
     learning_rate as learning_rate,
     master_dtype as master_dtype,
     new_optimizer as new_optimizer,
+    rate_of as rate_of,
     require_groups as require_groups,
 )
 from .preferences import Preferences as Preferences
@@ -51,6 +53,7 @@ from .rank_setup import (
     export_model as export_model,
     exporter_of as exporter_of,
     load_weights as load_weights,
+    parallelise_model as parallelise_model,
     restore_checkpoint as restore_checkpoint,
     result_of as result_of,
     save_last as save_last,

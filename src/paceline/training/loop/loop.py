@@ -27,7 +27,7 @@ from paceline.data import Batch, PlannedStream
 from paceline.training.checkpoint import local_of, stateful_of
 from paceline.training.loop.early_stopping import EarlyStopping
 from paceline.training.loop.group import Group
-from paceline.training.loop.optimizer import LossScale, apply_gradients, learning_rate
+from paceline.training.loop.optimizer import LossScale, apply_gradients, rate_of
 from paceline.training.loop.step_guard import StepGuard, Verdict
 from paceline.training.loop.workload import LossSums, Workload, figures_of
 from paceline.training.metrics import AlertChange, StepMetrics, Straggler
@@ -237,7 +237,7 @@ def train(
         norm = math.inf if overflows else norm  # of any rank: local SGD has a norm per replica
 
         verdict = _judge(guard, scaler, progress.step, batch, loss=loss, norm=norm, counted=counted)
-        rate = learning_rate(progress.step, settings.steps, settings)
+        rate = rate_of(optimizer, progress.step, settings)
         if verdict is Verdict.TAKE:
             if saver is not None and owed:
                 saver.save(progress.step, position, progress.metrics())

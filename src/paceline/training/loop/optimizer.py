@@ -1,4 +1,4 @@
-"""Optimiser (AdamW, SGD or Muon) and its state, learning-rate schedule, and mixed precision.
+"""Optimiser (AdamW, SGD, Muon or a user's), learning-rate schedule, and mixed precision.
 
 Does not depend on ranks or files. The learning rate is a pure function of (step, settings): it is
 not saved, and a resumed run continues at the same rate. Schedules: cosine (arXiv 1608.03983),
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -26,20 +26,28 @@ from paceline.training.checkpoint import clean
 from paceline.training.loop.muon import MuonWithAdamW
 
 FACTOR = "learning_rate_factor"  # key of a parameter group; missing: 1
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]  # of parameter groups
 
 
 def new_optimizer(
-    modules: nn.Module | Sequence[nn.Module], settings: TrainingSettings
+    modules: nn.Module | Sequence[nn.Module],
+    settings: TrainingSettings,
+    make: MakeOptimizer | None = None,
 ) -> torch.optim.Optimizer:
     """Return the optimiser of ``settings`` over one rank's modules (``Parallel.modules``).
 
     AdamW applies weight decay to matrices only, not to norms and biases. SGD has no momentum and no
     decay, so that averaging weights after each step equals averaging gradients. Muon updates
     matrices, except embeddings, the output layer and what a group gives to AdamW. Every rank has
-    the same list of parameter groups; on a stage of a pipeline some may be empty.
+    the same list of parameter groups; on a stage of a pipeline some may be empty. ``make`` takes
+    their place: its groups have the parameters' names, too (``names``).
     """
-    groups = _parameter_groups([modules] if isinstance(modules, nn.Module) else modules, settings)
+    modules = [modules] if isinstance(modules, nn.Module) else modules
+    groups = _parameter_groups(modules, settings)
     its = list(groups.values())
+    if make is not None:
+        names = _trained(modules)
+        return make([each | {"names": [names[p][0] for p in each["params"]]} for each in its])
     if settings.optimizer == "sgd":
         return torch.optim.SGD(its, lr=settings.learning_rate, foreach=True)
     if settings.optimizer == "muon":
@@ -139,6 +147,15 @@ def apply_gradients(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Apply the gradients to the weights with learning rate ``rate``."""
     set_learning_rate(optimizer, rate)
     optimizer.step()
+
+
+def rate_of(optimizer: torch.optim.Optimizer, step: int, settings: TrainingSettings) -> float:
+    """Return the learning rate of step ``step`` (from 0): ``learning_rate``, unless the optimiser
+    has a schedule of its own, a method ``learning_rate(step, steps)``."""
+    own = getattr(optimizer, "learning_rate", None)
+    if callable(own):
+        return float(own(step, settings.steps))
+    return learning_rate(step, settings.steps, settings)
 
 
 def learning_rate(step: int, steps: int, settings: TrainingSettings) -> float:

@@ -155,7 +155,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
         parallel, follow = setup.parallelise_model(its, mesh)
-        optimizer, average = setup.optimizer_of(parallel, settings)
+        optimizer, average = setup.optimizer_of(its, parallel)
 
         state = TrainState(
             parallel,

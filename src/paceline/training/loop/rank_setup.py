@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.config import TrainingSettings
 from paceline.data import PlannedStream, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
@@ -116,10 +115,11 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
 
 
 def optimizer_of(
-    parallel: Parallel, settings: TrainingSettings
+    its: RankContext, parallel: Parallel
 ) -> tuple[torch.optim.Optimizer, WeightAverage]:
     """Return the optimiser, and the moving average of the weights, empty where it is off."""
-    optimizer = new_optimizer(parallel.modules, settings)
+    settings = its.job.settings
+    optimizer = new_optimizer(parallel.modules, settings, its.make_optimizer)
     return optimizer, WeightAverage(optimizer, settings.ema)
 
 

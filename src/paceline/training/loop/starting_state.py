@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from paceline.data import PlannedStream, ShardCache, Snapshot
     from paceline.models import Adapters, ModelConfig, Pretrained
+    from paceline.training.loop.optimizer import MakeOptimizer
     from paceline.training.loop.workload import Workload
 
 
@@ -50,6 +51,7 @@ class RankContext:
     config_digest: str
     pretrained: Pretrained | None = None  # its model has no values until it is parallelised
     adapters: Adapters | None = None  # None: all weights are trained
+    make_optimizer: MakeOptimizer | None = None  # None: one of ours
 
     @property
     def context(self) -> int:
@@ -138,6 +140,12 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         require_extras("lora")
         adapters = add_adapters(model, lora, job.settings.seed)
     require_groups(model, job.settings)
+    make_optimizer: MakeOptimizer | None = None
+    if job.settings.optimizer_ref:
+        from paceline.training.user_code import load_optimizer
+
+        sources = runtime.profile.security.code_sources
+        make_optimizer = load_optimizer(job.settings, sources, node / "code")
     cache = ShardCache(
         snapshot,
         store,
@@ -168,6 +176,7 @@ def load(job: TrainJob, worker_id: str, rank: int) -> RankContext:
         config_digest=config_digest(job),
         pretrained=pretrained,
         adapters=adapters,
+        make_optimizer=make_optimizer,
     )
 
 

@@ -80,12 +80,12 @@ def require_layout(
             do="Raise training.batch_sequences, or use fewer replicas.",
         )
     _require_hook(spec, settings)
-    if settings.optimizer == "muon" and spec.shard * spec.tp * spec.pp > 1:
+    if settings.optimizer == "muon" and spec.pp > 1:
         raise _refused(
-            "muon needs whole matrices",
+            "muon does not train the stages of a pipeline",
             got=f"mesh {spec}",
-            wanted="shard, tp and pp of 1",
-            do="Use replicas alone, or training.optimizer adamw.",
+            wanted="pp 1",
+            do="Use shard or tp instead of pp, or training.optimizer adamw.",
         )
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)

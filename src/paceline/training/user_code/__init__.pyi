@@ -6,7 +6,12 @@ from .loading import (
     require_workload as require_workload,
     task_of as task_of,
 )
+from .optimizers import (
+    load_optimizer as load_optimizer,
+    require_optimizer as require_optimizer,
+)
 from .reference import (
+    OPTIMIZER as OPTIMIZER,
     module_digest as module_digest,
     parse as parse,
     require_allowed as require_allowed,

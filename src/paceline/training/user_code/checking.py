@@ -25,7 +25,7 @@ from paceline.training.user_code.loading import (
     load,
     task_of,
 )
-from paceline.training.user_code.reference import parse, require_allowed
+from paceline.training.user_code.reference import OPTIMIZER, parse, require_allowed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,10 +50,15 @@ def check(
 
     Raises what ``load`` raises, with the same fields, and InvalidInput where ``settings`` name
     layers or parameters that the model does not have, or where it is to be ``judged`` and gives no
-    logits (``NextTokens``). The process gets no ambient credentials.
+    logits (``NextTokens``). The process gets no ambient credentials. An optimiser of ``settings``
+    takes trial steps, too; ``text`` may then be "".
     """
-    ref = parse(text)
-    require_allowed(ref, sources)
+    own = settings.optimizer_ref if settings is not None else ""
+    refs = [parse(text)] if text or not own else []
+    refs += [parse(own, OPTIMIZER)] if own else []
+    for each in refs:
+        require_allowed(each, sources)
+    ref = refs[0]
     environment = dict(os.environ)
     scrub_variables(environment)
     asked: dict[str, object] = {
@@ -98,7 +103,7 @@ def check(
 
 def require_code(job: TrainJob, runtime: Runtime, vocabulary: int) -> None:
     """Check the job's user code before any rank starts; see ``check``."""
-    if not job.settings.code_ref:
+    if not (job.settings.code_ref or job.settings.optimizer_ref):
         return
     task = task_of(job, runtime.profile, vocabulary)
     sources = runtime.profile.security.code_sources
@@ -109,15 +114,23 @@ def main() -> int:
     """Check the reference on standard input; on failure the last line of output is the error."""
     asked = json.loads(sys.stdin.readline())
     try:
-        task, ref = Task(**asked["task"]), parse(asked["text"])
-        workload = load(asked["text"], asked["sources"], Path(asked["cache"]), task)
-        model = build_model(workload, ref)
+        sources, cache, settings = asked["sources"], Path(asked["cache"]), None
         if asked["settings"] is not None:
-            _require_names(model, TrainingSettings(**asked["settings"]))
-        if asked["judged"]:
-            from paceline.training.user_code.next_tokens import NextTokens
+            settings = TrainingSettings(**asked["settings"])
+        if asked["text"]:
+            task, ref = Task(**asked["task"]), parse(asked["text"])
+            workload = load(asked["text"], sources, cache, task)
+            model = build_model(workload, ref)
+            if settings is not None:
+                _require_names(model, settings)
+            if asked["judged"]:
+                from paceline.training.user_code.next_tokens import NextTokens
 
-            NextTokens(workload, model, ref, task)
+                NextTokens(workload, model, ref, task)
+        if settings is not None and settings.optimizer_ref:
+            from paceline.training.user_code.optimizers import require_optimizer
+
+            require_optimizer(settings, sources, cache)
     except PacelineError as error:
         sys.stdout.write("\n" + json.dumps(to_record(error)) + "\n")
         return error.exit_code

@@ -32,6 +32,7 @@ from paceline.errors import (
 )
 from paceline.training.identity import task_size_of
 from paceline.training.user_code.reference import (
+    DIAL,
     CodeRef,
     files_of,
     module_digest,
@@ -81,17 +82,29 @@ def load(
     CorruptData (content differs from the pin), ServiceUnavailable (cannot be fetched),
     TrainingFailed (the code raised).
     """
-    ref = parse(text)
-    require_allowed(ref, sources)
-    tree = fetch(ref, cache)
-    if scrub_environment:
-        scrub_variables(os.environ)
-    entry = _entry(ref, tree)
+    ref, entry = load_function(text, sources, cache, scrub_environment=scrub_environment)
     try:
         found = entry(task)
     except Exception as error:
         raise user_code_error("code reference raised", ref, error) from error
     return require_workload(found, ref)
+
+
+def load_function(
+    text: str,
+    sources: Sequence[str],
+    cache: Path,
+    dial: str = DIAL,
+    *,
+    scrub_environment: bool = True,
+) -> tuple[CodeRef, Any]:
+    """Return the reference ``text`` of the setting ``dial``, and its function; as ``load``."""
+    ref = parse(text, dial)
+    require_allowed(ref, sources)
+    tree = fetch(ref, cache)
+    if scrub_environment:
+        scrub_variables(os.environ)
+    return ref, _entry(ref, tree)
 
 
 def require_workload(found: Any, ref: CodeRef) -> Workload:

@@ -17,6 +17,7 @@ from paceline.config import module_allowed
 from paceline.errors import AccessDenied, InvalidInput
 
 DIAL = "training.code_ref"  # the setting that holds a reference
+OPTIMIZER = "training.optimizer_ref"  # and another one
 OURS = "paceline"  # the release is the pin; ``code_version`` is in every checkpoint
 
 _NAME = r"[A-Za-z_]\w*"
@@ -36,6 +37,7 @@ class CodeRef:
     function: str
     url: str = ""
     pin: str = ""  # a commit or a digest; "" only for our own modules
+    dial: str = DIAL  # the setting that holds it
 
     @property
     def top(self) -> str:
@@ -45,7 +47,7 @@ class CodeRef:
     @property
     def where(self) -> str:
         """Return the reference as an error message names it."""
-        return f"{DIAL} {self.text[:300]}"
+        return f"{self.dial} {self.text[:300]}"
 
     @property
     def directory(self) -> Path:
@@ -53,38 +55,39 @@ class CodeRef:
         return Path(self.url.removeprefix("file://"))
 
 
-def parse(text: str) -> CodeRef:
+def parse(text: str, dial: str = DIAL) -> CodeRef:
     """Return the parsed reference; raises InvalidInput where it is malformed or not pinned."""
+    where = f"{dial} {text[:300]}"
     if found := _GIT.fullmatch(text):
         if not re.fullmatch(r"[0-9a-f]{40}", found["commit"]):
-            raise _unpinned(text, found["commit"] or "no commit", "a full commit of 40 hex digits")
+            raise _unpinned(where, found["commit"] or "no commit", "a full commit of 40 hex digits")
         if "@" in found["url"].partition("://")[2].partition("/")[0]:
             raise InvalidInput(
                 "code reference carries credentials",
                 wanted="a URL without a user",
-                where=f"{DIAL} {text[:300]}",
+                where=where,
             )
         names = found["module"], found["function"], found["url"], found["commit"]
-        return CodeRef(text, "git", *names)
+        return CodeRef(text, "git", *names, dial=dial)
     if found := _DIRECTORY.fullmatch(text):
-        _require_digest(text, found["digest"], f"directory_digest({found['url']!r})")
+        _require_digest(where, found["digest"], f"directory_digest({found['url']!r})")
         names = found["module"], found["function"], found["url"], found["digest"]
-        ref = CodeRef(text, "directory", *names)
+        ref = CodeRef(text, "directory", *names, dial=dial)
         if not ref.directory.is_absolute():
             raise InvalidInput("code directory is not absolute", got=text, wanted="file:///…")
         return ref
     if found := _MODULE.fullmatch(text):
         digest = found["digest"]
         if found["module"].partition(".")[0] != OURS or digest:
-            _require_digest(text, digest, "module_digest")
-        pin = digest or ""
-        return CodeRef(text, "module", found["module"], found["function"], pin=pin)
+            _require_digest(where, digest, "module_digest")
+        names = found["module"], found["function"], "", digest or ""
+        return CodeRef(text, "module", *names, dial=dial)
     raise InvalidInput(
         "code reference cannot be read",
         got=repr(text[:200]),
         wanted="module:function@sha256:…, file:///DIRECTORY@sha256:…#module:function, or "
         "git+https://…@COMMIT#module:function",
-        where=DIAL,
+        where=dial,
     )
 
 
@@ -112,17 +115,17 @@ def _covers(source: str, ref: CodeRef) -> bool:
     return source.endswith("/") and "://" in source and ref.url.startswith(source)
 
 
-def _require_digest(text: str, digest: str | None, how: str) -> None:
+def _require_digest(where: str, digest: str | None, how: str) -> None:
     if digest is None or not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise _unpinned(text, digest or "no digest", f"@sha256: and 64 hex digits ({how})")
+        raise _unpinned(where, digest or "no digest", f"@sha256: and 64 hex digits ({how})")
 
 
-def _unpinned(text: str, got: str, wanted: str) -> InvalidInput:
+def _unpinned(where: str, got: str, wanted: str) -> InvalidInput:
     return InvalidInput(
         "code reference is not pinned",
         got=got,
         wanted=wanted,
-        where=f"{DIAL} {text[:300]}",
+        where=where,
         do="`python -m paceline.training.code_digest MODULE_OR_DIRECTORY` prints a digest.",
     )
 
