@@ -229,6 +229,10 @@ class EvaluationSettings(Settings):
     # (``./``: beside the profile's file), or what was published of one, s3://…
     tasks: str = ""
     seed: int = 0
+    # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,
+    # or as many as hold its float32 weights, where one node does not.
+    ranks: int = Field(default=0, ge=0)
+    tp: int = Field(default=1, ge=1)  # parts of each matrix, of these ranks
 
 
 # "directory" (each of the report's slices by directory), or one of them: "directory: src"

@@ -46,4 +46,9 @@ from .transformer import (
     new_model as new_model,
     output_layer as output_layer,
 )
-from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model
+from .weights import (
+    SavedTransformer as SavedTransformer,
+    file_groups as file_groups,
+    load_model as load_model,
+    save_model as save_model,
+)

@@ -34,7 +34,7 @@ from .optimizer import (
     require_groups as require_groups,
 )
 from .preferences import Preferences as Preferences
-from .rank import run_rank as run_rank
+from .rank import as_rank as as_rank, join_gang as join_gang, run_rank as run_rank
 from .rank_process import (
     STOPPED_EXIT as STOPPED_EXIT,
     StopFlag as StopFlag,
@@ -48,6 +48,7 @@ from .rank_setup import (
     checkpointer_of as checkpointer_of,
     device_of as device_of,
     evaluator_of as evaluator_of,
+    exclusive_device as exclusive_device,
     export_model as export_model,
     exporter_of as exporter_of,
     load_weights as load_weights,

@@ -92,7 +92,7 @@ _WAITING = (
 )
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^"]*)", line \d+ in (\S+)', re.MULTILINE)
-_MAIN = ("run_rank", "main")  # functions that run only on a rank's main thread
+_MAIN = ("run_rank", "as_rank", "main")  # functions that run only on a rank's main thread
 
 
 def waits_for_peers(text: str) -> bool | None:

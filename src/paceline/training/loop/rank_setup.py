@@ -28,6 +28,7 @@ from paceline.models import (
     TOKENIZER_FILE,
     Adapters,
     Pretrained,
+    SavedTransformer,
     UserCodeConfig,
     base_name,
     merge_adapters,
@@ -144,7 +145,7 @@ def _reference(
 
 
 def load_weights(
-    pretrained: Pretrained, parallel: Parallel, adapters: Adapters | None = None
+    pretrained: Pretrained | SavedTransformer, parallel: Parallel, adapters: Adapters | None = None
 ) -> int:
     """Fill this rank's parts of the model from the files; return the number of bytes read.
 
