@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from tests.support.hugging_face import FAMILIES
+from tests.tasks import test_judging_on_ranks
 from tests.training import test_supervised
 from tests.training.parallel import test_hugging_face
 from tests.training.parallel.hugging_face_ranks import ADAPTERS, FEW_WAYS, FOUR, WAYS, ways_of
@@ -43,6 +44,11 @@ def proven() -> dict[Cell, str]:
         for family, _, ranks, _, setting in cases:
             mesh = by_setting.get(setting, "one rank" if ranks == 1 else "DDP")
             cells["SFT", family, mesh] = f"[{when}][sft]"
+    cells |= {("judging", family, mesh): "–" for family in FAMILIES for mesh in MESHES}
+    cells |= {("judging", "llama", "one rank"): "[every run][own]"}
+    cells |= {("judging", "gemma2", "one rank"): "[nightly][own]"}
+    for mesh, when in test_judging_on_ranks.MESHES_SHOWN.items():
+        cells["judging", "llama", mesh] = f"[{when}][judged]"
     return cells
 
 

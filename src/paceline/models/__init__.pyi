@@ -19,6 +19,7 @@ from .files import (
     CONFIG_FILE as CONFIG_FILE,
     DESCRIBING as DESCRIBING,
     INDEX_FILE as INDEX_FILE,
+    PROGRAM_FILE as PROGRAM_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
     is_pretrained as is_pretrained,
     json_object as json_object,
@@ -35,6 +36,7 @@ from .files import (
     weights_digest as weights_digest,
 )
 from .pretrained import Pretrained as Pretrained
+from .program import exported as exported, write_program as write_program
 from .tensor_files import (
     fill as fill,
     not_finite as not_finite,

@@ -125,6 +125,19 @@ class CheckpointRef(Record):
     bytes: int
 
 
+class ProgramCheck(Record):
+    """A ``torch.export`` program beside an export's safetensors, and how the training compared it
+    with the model."""
+
+    file: str
+    sha256: Sha256
+    bytes: int
+    max_difference: float  # of its logits from the model's own, on a batch of random tokens
+    rows: int  # of that batch
+    tokens: int  # of a row
+    torch: str  # version that wrote it
+
+
 class TrainResult(Record):
     """Result of a finished training job."""
 
@@ -168,6 +181,7 @@ class TrainResult(Record):
     accelerators: dict[str, int] = Field(default={}, exclude_if=_empty)
     tokens_per_step: float | None = Field(default=None, exclude_if=_unset)  # of the last attempt
     epoch_tokens: int | None = Field(default=None, exclude_if=_unset)  # of the training split
+    program: ProgramCheck | None = Field(default=None, exclude_if=_unset)  # of export_program
 
     @property
     def passed_over(self) -> str:
