@@ -177,7 +177,7 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     return DEADLINE_S * max(1.0, weights / MODEL_BYTES) + compared_bytes / COMPARED_BYTES_PER_S
 
 
-def _gang(
+def judging_gang(
     run: Run,
     nodes: Sequence[Node],
     base: Manifest,
@@ -256,14 +256,16 @@ def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> 
 
 
 def _fits(run: Run, base: Manifest, node: Node) -> bool:
-    """Return whether ``node`` holds the weights of ``base`` in float32, beside what it runs; True
-    where the config does not say their dtype."""
+    """Return whether an accelerator of ``node``, or one without any, holds the weights of ``base``
+    in float32, beside what it runs; True where its memory is not known."""
     url = f"{published_url(run, base.model_id, base.version)}/{CONFIG_FILE}"
     config = json_object(run.store.get_bytes(url), url)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
     needed_bytes = weights * (2 if dtype.endswith("float16") else 1)
-    return needed_bytes <= MEMORY_SHARE * (node.machine.memory_bytes or needed_bytes * 2)
+    each = max((one.memory_bytes for one in node.machine.accelerators), default=0)
+    room_bytes = each or node.machine.memory_bytes
+    return not room_bytes or needed_bytes <= MEMORY_SHARE * room_bytes
 
 
 @stage("evaluate")
@@ -282,8 +284,8 @@ def evaluate(
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
     look for the held-out documents in what the candidate was ``trained_on``, on the last of
     ``nodes``; of many documents each node scores a part, and ranks score together what the training
-    ``job_id`` shared or no node holds (``ranks`` of them: see ``_gang``). The report is recorded
-    (see ``sealed``); its ``report_digest`` is what a promotion asks for.
+    ``job_id`` shared or no node holds (``ranks`` of them: see ``judging_gang``). The report is
+    recorded (see ``sealed``); its ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
     run was cancelled; the same call is safe to repeat.
@@ -323,7 +325,7 @@ def evaluate(
                 page.show(float(data.get("fraction", 0)))
 
         longest_s = _deadline_s(run, spec, base)
-        gang = _gang(run, nodes, base, job_id, ranks, with_tasks=bool(spec.tasks_url))
+        gang = judging_gang(run, nodes, base, job_id, ranks, with_tasks=bool(spec.tasks_url))
         with run.fleet() as fleet, cancelling.noticed() as cancel:
             process = _on_a_node(fleet, longest_s, cancel)
             missing = {name: url for name, url in spec.models.items() if name not in known}
