@@ -36,6 +36,7 @@ from paceline.training.loop import (
     exclusive_device,
     join_gang,
     load_weights,
+    return_freed_memory,
 )
 from paceline.training.parallel import Mesh, MeshSpec, open_mesh, parallelise, require_planned
 
@@ -123,6 +124,7 @@ def main() -> int:
 
 
 def _judge(place: RankIdentity, events: EventWriter, _stop: StopFlag) -> int:
+    return_freed_memory()
     spec = EvaluationSpec.model_validate_json(sys.stdin.readline())
     events.emit("started", worker_id=place.worker_id, pid=os.getpid())
     work_dir = load_runtime(spec.state_dir).state_dir / "work"

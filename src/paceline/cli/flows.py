@@ -357,7 +357,7 @@ def evaluate(
         base_version=base_version,
         trained=digest,
         snapshot_url=snapshot,
-        **({} if ranks is None else {"ranks": ranks}),
+        ranks=ranks,
     )
 
 

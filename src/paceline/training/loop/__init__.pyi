@@ -41,6 +41,7 @@ from .rank_process import (
     die_with_parent as die_with_parent,
     leave_removed_directory as leave_removed_directory,
     retain_freed_memory as retain_freed_memory,
+    return_freed_memory as return_freed_memory,
     use_passive_waiting as use_passive_waiting,
     waits_for_peers as waits_for_peers,
 )
