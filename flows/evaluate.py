@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from pydantic import Field
+
 from paceline.schemas import Evaluated, TrainResult
 from paceline.tasks import distribute
 from paceline.tasks._support import sealed
 from paceline.tasks._support.approval import snapshot_for
-from paceline.tasks._support.declaring import ModelId, SnapshotUrl, Training, Version, declared
+from paceline.tasks._support.declaring import (
+    ModelId,
+    SnapshotUrl,
+    Training,
+    Version,
+    about,
+    declared,
+)
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks.evaluate import evaluate, trained_on
@@ -20,6 +31,15 @@ def evaluate_model(
     base_version: Version,
     trained: Training,
     snapshot_url: SnapshotUrl,
+    ranks: Annotated[
+        Annotated[int, Field(ge=1)] | None,
+        about(
+            "Ranks",
+            "Processes that hold and score each model together; 1: one process. "
+            "Default: the profile's, or as many as the model needs.",
+            4,
+        ),
+    ] = None,
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> Evaluated:
@@ -29,7 +49,7 @@ def evaluate_model(
     run = Run.open(state_dir, run_id)
     with recorded(run, "evaluate-model"):
         digest = sealed.resolve(run, trained, "training")
-        return judge(run, model_id, base_version, digest, snapshot_url)
+        return judge(run, model_id, base_version, digest, snapshot_url, ranks=ranks)
 
 
 def judge(
@@ -39,6 +59,7 @@ def judge(
     training_digest: str,
     snapshot_url: str,
     hosts: list[str] | None = None,
+    ranks: int | None = None,
 ) -> Evaluated:
     """Score a recorded training's weights within a flow's run, on ``hosts`` (default: every
     node)."""
@@ -58,6 +79,8 @@ def judge(
         base=base,
         training_digest=training_digest,
         trained_on=data,
+        job_id=result.job_id,
+        ranks=ranks,
     )
     sealed.refer(run, "evaluation", evaluated.report_digest, result.job_id)
     return evaluated

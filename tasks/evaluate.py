@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
-from paceline.config import Profile
+from paceline.config import MeshSettings, Profile, TrainingSettings
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import as_markdown, plot_report, read_tasks
@@ -32,20 +33,26 @@ from paceline.system import PYTHON
 from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import (
+    Gang,
     OnEvent,
     Process,
     recorded_scores,
     scored_in_parts,
+    scored_on_ranks,
     scorer_version,
     scores_in_parts,
 )
 from paceline.tasks._support.stages import stage
+from paceline.tasks.publish import published_url
+from paceline.tasks.train import place_ranks, slots_of
+from paceline.training import earlier_job
 from paceline.training.user_code import Task, check, parse, require_allowed
 
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
 MODEL_BYTES = 400_000_000
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 MAX_GENERATIONS = 1000
+MEMORY_SHARE = 0.7  # of a node's, for a model's weights
 
 
 def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
@@ -170,6 +177,97 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     return DEADLINE_S * max(1.0, weights / MODEL_BYTES) + compared_bytes / COMPARED_BYTES_PER_S
 
 
+def judging_gang(
+    run: Run,
+    nodes: Sequence[Node],
+    base: Manifest,
+    job_id: str,
+    ranks: int | None,
+    *,
+    with_tasks: bool,
+) -> Gang | None:
+    """Return the ranks that score each model together: ``ranks`` of them, or those of the profile;
+    else as the training's gang shared the model, or as many as there are where its float32 weights
+    do not fit one node. None: one process scores. A note says where part of it stays with one.
+
+    Raises InvalidInput for more ranks than were asked for and the nodes, or the job, have.
+    """
+    settings = run.runtime.profile.evaluation
+    asked = settings.ranks if ranks is None else ranks
+    if asked % settings.tp and asked > 1:
+        raise InvalidInput(
+            "tensor parallelism does not divide the ranks that score",
+            got=f"{asked} ranks, tp {settings.tp}",
+            where="evaluation.tp",
+            do="Change one of them.",
+        )
+    mesh = MeshSettings(dp=1, shard=asked // settings.tp, tp=settings.tp) if asked > 1 else None
+    if not asked and (found := _needed_ranks(run, nodes, base, job_id)):
+        asked, mesh = found
+    if mesh is None:
+        return None
+    try:
+        gang = _placed(run, nodes, asked, mesh)
+    except InvalidInput as error:
+        if ranks or settings.ranks:
+            raise
+        run.warn(f"one process scores: {error.one_line()}")
+        return None
+    if with_tasks:
+        run.warn("tasks of lm-eval are scored by one process, which holds each model whole")
+    return gang
+
+
+def _needed_ranks(
+    run: Run, nodes: Sequence[Node], base: Manifest, job_id: str
+) -> tuple[int, MeshSettings] | None:
+    """Return the ranks and the mesh of a model that its training shared, or that no node holds."""
+    with contextlib.suppress(SourceMissing):  # of a job that an older version trained
+        trained = earlier_job(run.runtime.checkpoints_url, job_id, run.store).settings
+        shard, tp = trained.mesh.shard * trained.mesh.pp, trained.mesh.tp
+        if shard * tp > 1:
+            return trained.ranks, MeshSettings(shard=shard, tp=tp)
+    least = min(max(1, node.accelerator_count) for node in nodes)
+    count = (run.runtime.profile.training.ranks_per_node or least) * len(nodes)
+    if count == 1 or _fits(run, base, nodes[-1]):
+        return None
+    return count, MeshSettings(dp=1, shard=count)
+
+
+def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> Gang:
+    placement = None if run.job is None else run.job.placement
+    if placement is not None and ranks > (held := sum(placement.hosts.values())):
+        raise InvalidInput(
+            "more ranks than the job holds",
+            got=ranks,
+            wanted=f"at most {held}",
+            where="evaluation.ranks",
+        )
+    training = run.runtime.profile.training
+    wanted = TrainingSettings(
+        ranks=ranks,
+        ranks_per_node=training.ranks_per_node,
+        batch_sequences=ranks,
+        mesh=mesh,
+        guard=training.guard.model_copy(update={"spares": 0}),
+    )
+    settings, names = place_ranks(wanted, nodes, placement)
+    return Gang(settings, tuple(names), {} if placement is None else slots_of(placement))
+
+
+def _fits(run: Run, base: Manifest, node: Node) -> bool:
+    """Return whether an accelerator of ``node``, or one without any, holds the weights of ``base``
+    in float32, beside what it runs; True where its memory is not known."""
+    url = f"{published_url(run, base.model_id, base.version)}/{CONFIG_FILE}"
+    config = json_object(run.store.get_bytes(url), url)
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
+    needed_bytes = weights * (2 if dtype.endswith("float16") else 1)
+    each = max((one.memory_bytes for one in node.machine.accelerators), default=0)
+    room_bytes = each or node.machine.memory_bytes
+    return not room_bytes or needed_bytes <= MEMORY_SHARE * room_bytes
+
+
 @stage("evaluate")
 def evaluate(
     run: Run,
@@ -180,11 +278,14 @@ def evaluate(
     base: Manifest,
     training_digest: str,
     trained_on: tuple[TrainingData, ...],
+    job_id: str,
+    ranks: int | None = None,
 ) -> Evaluated:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
     look for the held-out documents in what the candidate was ``trained_on``, on the last of
-    ``nodes``; of many documents each node scores a part. The report is recorded (see ``sealed``);
-    its ``report_digest`` is what a promotion asks for.
+    ``nodes``; of many documents each node scores a part, and ranks score together what the training
+    ``job_id`` shared or no node holds (``ranks`` of them: see ``judging_gang``). The report is
+    recorded (see ``sealed``); its ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
     run was cancelled; the same call is safe to repeat.
@@ -224,14 +325,19 @@ def evaluate(
                 page.show(float(data.get("fraction", 0)))
 
         longest_s = _deadline_s(run, spec, base)
+        gang = judging_gang(run, nodes, base, job_id, ranks, with_tasks=bool(spec.tasks_url))
         with run.fleet() as fleet, cancelling.noticed() as cancel:
             process = _on_a_node(fleet, longest_s, cancel)
             missing = {name: url for name, url in spec.models.items() if name not in known}
-            scores = [*known.values()]
-            if missing and len(nodes) > 1 and scores_in_parts(run, spec):
-                part = spec.model_copy(update={"models": missing})
+            part = spec.model_copy(update={"models": missing})
+            scores, failures = [*known.values()], dict[str, str]()
+            if missing and gang is not None:
+                limits: dict[str, Any] = {"deadline_s": longest_s, "cancel": cancel}
+                found, failures = scored_on_ranks(run, part, gang, fleet, **limits)
+                scores += found
+            elif missing and len(nodes) > 1 and scores_in_parts(run, spec):
                 scores += scored_in_parts(run, part, nodes, process)
-            whole = spec.model_copy(update={"known": tuple(scores)})
+            whole = spec.model_copy(update={"known": tuple(scores), "failures": failures})
             process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
@@ -266,7 +372,8 @@ def evaluate(
             "snapshot": snapshot["digest"],
             "training": training_digest,
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
-            "settings": profile.evaluation.model_dump(mode="json"),
+            # however many ranks score, the figures are the same
+            "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
         },
         work,

@@ -7,6 +7,7 @@ bytes (docs/decisions/0021-registry-and-gate.md).
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from paceline.manifest import (
     fetch_manifest,
     publish_model,
 )
-from paceline.models import is_pretrained
+from paceline.models import PROGRAM_FILE, is_pretrained
 from paceline.registry import MLMODEL_FILE, gate_metrics, mlmodel, resolve_source
 from paceline.schemas import (
     Evaluation,
@@ -436,6 +437,7 @@ def lineage_of(
         "training_snapshot_digest": trained.snapshot_digest,
         "weights_digest": trained.weights_digest,
         "config_digest": trained.config_digest,
+        "program_digest": trained.program.sha256 if trained.program else None,
         "job_id": trained.job_id,
         "code_version": code_version(),
         "run_id": run.run_id,
@@ -514,6 +516,7 @@ def _candidate_dir(run: Run, trained: TrainResult) -> Path:
 
     directory = run.work_dir / "candidate"
     if directory.is_dir() and weights_digest(directory) == trained.weights_digest:
+        _require_program(directory, trained)
         return directory
     shutil.rmtree(directory, ignore_errors=True)
     fresh = run.work_dir / "candidate.partial"
@@ -531,8 +534,27 @@ def _candidate_dir(run: Run, trained: TrainResult) -> Path:
             where=trained.export_url,
             do="Run the training stage again.",
         )
+    _require_program(fresh, trained)
     fresh.rename(directory)
     return directory
+
+
+def _require_program(directory: Path, trained: TrainResult) -> None:
+    """Raise CorruptData where ``directory`` has another program than the training recorded."""
+    path = directory / PROGRAM_FILE
+    got = "none"
+    if path.is_file():
+        with path.open("rb") as file:
+            got = hashlib.file_digest(file, "sha256").hexdigest()
+    wanted = trained.program.sha256 if trained.program else "none"
+    if got != wanted:
+        raise CorruptData(
+            f"the export's {PROGRAM_FILE} is not what the training wrote",
+            got=got,
+            wanted=wanted,
+            where=trained.export_url,
+            do="Run the training stage again.",
+        )
 
 
 def _aliases_of(model_id: str) -> str:

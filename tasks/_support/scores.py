@@ -1,24 +1,41 @@
-"""Scores that an evaluation need not compute on its node: recorded ones, and those of all nodes."""
+"""Scores that an evaluation need not compute on its node: recorded ones, those of all nodes, and
+those of ranks that hold each model together."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from paceline import data, evaluation
+from paceline.client import raised
 from paceline.cluster import Node
-from paceline.errors import PermanentError, SourceMissing
+from paceline.config import TrainingSettings
+from paceline.errors import PeerLost, PermanentError, SourceMissing, WorkerLost
 from paceline.models import DESCRIBING, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, score_key
 from paceline.tasks._support import sealed
 from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
 from paceline.tasks.publish import published_url
+from paceline.training.launcher import (
+    CANCEL_GRACE_S,
+    Deadlines,
+    GangSupervisor,
+    Launcher,
+    NodePool,
+    launcher_argv,
+)
 
+logger = logging.getLogger(__name__)
+
+JUDGING_RANK = "paceline.tasks._support.judging_rank:main"
 MAX_FILE_BYTES = 64 * 1024 * 1024  # of a tokenizer
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -116,3 +133,80 @@ def scored_in_parts(
     for each in whole:
         sealed.keep_score(run, each)
     return whole
+
+
+@dataclass(frozen=True)
+class Gang:
+    """The ranks that score each model together, and the nodes that they run on."""
+
+    settings: TrainingSettings  # ranks, mesh, guard
+    nodes: tuple[str, ...]
+    slots: dict[str, tuple[int, int]]  # see ``run_job``
+
+
+def scored_on_ranks(
+    run: Run,
+    spec: EvaluationSpec,
+    gang: Gang,
+    launcher: Launcher,
+    *,
+    deadline_s: float,
+    cancel: threading.Event | None = None,
+) -> tuple[list[RecordedScore], dict[str, str]]:
+    """Score ``spec``'s models on ``gang``'s ranks, and record each model's figures once it has all
+    of them; return them, and why others could not be scored, by model.
+
+    A rank that dies ends the attempt; the next one leaves out what is scored. A model of user code
+    is left out. Raises what a rank raises where it is permanent, WorkerLost after
+    ``guard.max_restarts`` more attempts, Cancelled.
+    """
+    settings, guard = gang.settings, gang.settings.guard
+    found: list[RecordedScore] = []
+    failures: dict[str, str] = {}
+    failed: dict[str, Any] = {}
+
+    def on_line(line: dict[str, Any]) -> None:
+        kind, data = line.get("event"), line.get("data", {})
+        if kind == "score":
+            found.append(RecordedScore.model_validate(data))
+            sealed.keep_score(run, found[-1])
+        elif kind == "unscored" and "reason" in data:
+            failures[data["model"]] = data["reason"]
+        elif kind == "unscored":
+            run.warn(f"{data['model']} is scored by one process: code_ref {data['code_ref']}")
+        elif kind == "step":
+            message = f"{data['message']}, on {settings.ranks} ranks"
+            run.report("evaluate", 0.9 * float(data["fraction"]), message)
+        elif kind == "failed" and data.get("code") != PeerLost.__name__:
+            failed.update(data)
+        elif kind == "result":
+            logger.info("rank=%s peak_memory_bytes=%s", line["rank"], data["peak_memory_bytes"])
+
+    ranks = {worker: count for worker, (count, _) in gang.slots.items()}
+    placed = NodePool(gang.nodes, settings, ranks).assignment({})
+    members = [replace(each, env={"PACELINE_WORKER_ID": each.worker_id}) for each in placed.members]
+    with launcher.open_nodes(
+        gang.nodes, launcher_argv(JUDGING_RANK), wait_s=guard.node_wait_s, cancel=cancel,
+        on_wait=run.warn, slots=gang.slots or None, work=run.run_id,
+    ) as nodes:  # fmt: skip
+        # A model of any size is loaded, or a batch predicted, within what all of it may take.
+        deadlines = Deadlines(start_s=deadline_s, step_s=deadline_s, checkpoint_s=deadline_s)
+        gangs = GangSupervisor(nodes, deadlines, cancel=cancel, grace_s=CANCEL_GRACE_S)
+        for attempt in range(1, guard.max_restarts + 2):
+            failed.clear()
+            todo = spec.model_copy(update={"known": tuple(found), "failures": dict(failures)})
+            result = gangs.run_gang(members, todo.model_dump_json(), attempt, on_line)
+            if result.ok:
+                return found, failures
+            if failed:
+                kind, said = raised(f"{failed['code']}: {failed['message']}")
+                if kind is not None and issubclass(kind, PermanentError):
+                    raise kind(said, where=result.failed_worker)
+            run.warn(f"ranks that score together ended (attempt {attempt}): {result.reason}")
+    raise WorkerLost(
+        "ranks that score models together ended",
+        got=result.reason,
+        wanted=f"at most {guard.max_restarts} restarts, training.guard.max_restarts",
+        where=result.failed_worker,
+        do="Run the same command again: models that are scored are not scored again.",
+    )

@@ -240,3 +240,11 @@ def test_tasks_are_bounded_from_below_and_may_not_get_worse() -> None:
         update={"tasks": (better.tasks[0].model_copy(update={"difference_to": {}}),)}
     )
     assert failed(missing) == ["task t/acc no worse than champion"]
+
+
+def test_a_policy_can_demand_a_program_of_torch_export() -> None:
+    policy, name = Policy(**LOOSE, formats=("safetensors", "torch.export")), "program_digest"
+    assert refused(policy) == ["lineage: program digest"]
+    assert not refused(Policy(**LOOSE))
+    decision = decide(passing(), policy, champion="champion", lineage=LINEAGE | {name: "d" * 64})
+    assert decision.passed

@@ -332,8 +332,20 @@ REPORT = "The evaluation: id of its run or job, JSON of `paceline evaluate --jso
 @click.option("--base", "base_version", required=True, help="Version the candidate started from.")
 @click.option("--trained", metavar="RUN|JOB|FILE", required=True, help=TRAINED)
 @click.option("--snapshot", required=True, help="URL of the data snapshot.")
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=1),
+    help="Processes that hold and score each model together (default: as training shared it).",
+)
 @flow_options
-def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, snapshot: str) -> int:
+def evaluate(
+    call: FlowCall,
+    model_id: str,
+    base_version: str,
+    trained: str,
+    snapshot: str,
+    ranks: int | None,
+) -> int:
     """Judge a training job's candidate on held-out files, and record the report.
 
     The training is found by its digest in what the installation recorded.
@@ -345,6 +357,7 @@ def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, sna
         base_version=base_version,
         trained=digest,
         snapshot_url=snapshot,
+        ranks=ranks,
     )
 
 

@@ -229,6 +229,10 @@ class EvaluationSettings(Settings):
     # (``./``: beside the profile's file), or what was published of one, s3://…
     tasks: str = ""
     seed: int = 0
+    # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,
+    # or as many as hold its float32 weights, where one node does not.
+    ranks: int = Field(default=0, ge=0)
+    tp: int = Field(default=1, ge=1)  # parts of each matrix, of these ranks
 
 
 # "directory" (each of the report's slices by directory), or one of them: "directory: src"
@@ -270,6 +274,8 @@ class Policy(Settings):
     max_parameters: int | None = Field(default=None, gt=0)
     min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    # What the export must have: "torch.export" is the program of training.export_program.
+    formats: tuple[Literal["safetensors", "torch.export"], ...] = ("safetensors",)
     # Who must approve, by a token of scope approve: no one; any; one who did not submit it.
     approval: Literal["none", "anyone", "four-eyes"] = "none"
     approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off

@@ -188,6 +188,8 @@ class TrainingSettings(Settings):
     precision: Literal["float64", "float32", "bfloat16", "float16"] = "float32"  # of the products
     # Of the weights that are exported; "base": the base's.
     export_dtype: Literal["base", "float32", "bfloat16", "float16"] = "base"
+    # Also a torch.export program (model.pt2), checked against the model; refused for code_ref.
+    export_program: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
     # Only kernels that give the same bits each time; None: on a CPU, where they cost nothing.
@@ -213,6 +215,12 @@ class TrainingSettings(Settings):
                 raise ValueError("early_stopping needs evaluate_every_steps")
             if self.synchrony.kind == "parameter-server":
                 raise ValueError("a parameter server has no early_stopping")
+        return self
+
+    @model_validator(mode="after")
+    def _program_is_of_a_known_model(self) -> TrainingSettings:
+        if self.export_program and self.code_ref:
+            raise ValueError("export_program is not for a module of your own (code_ref)")
         return self
 
     @model_validator(mode="after")

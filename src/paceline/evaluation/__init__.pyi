@@ -22,7 +22,11 @@ from .report import (
     judgement_lines as judgement_lines,
     plot_report as plot_report,
 )
-from .run import compare as compare, download_model as download_model
+from .run import (
+    compare as compare,
+    download_model as download_model,
+    score_on_ranks as score_on_ranks,
+)
 from .scoring import (
     Resampler as Resampler,
     ngram_subject as ngram_subject,
@@ -30,5 +34,10 @@ from .scoring import (
     score_share as score_share,
 )
 from .tasks import read_tasks as read_tasks, score_tasks as score_tasks
-from .text_model import AllowedCode as AllowedCode, TextModel as TextModel, device_for as device_for
+from .text_model import (
+    AllowedCode as AllowedCode,
+    Ranks as Ranks,
+    TextModel as TextModel,
+    device_for as device_for,
+)
 from .transformer import score_transformer as score_transformer, windows as windows

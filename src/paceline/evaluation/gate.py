@@ -38,6 +38,7 @@ from paceline.schemas import (
 CANDIDATE = "candidate"
 MISSING = "missing"
 FORMATS = ("safetensors",)
+PROGRAM = "program_digest"  # in the lineage, of an export that has a torch.export program
 BASELINES = ("ngram", "gzip", "xz")
 TRAINING_DATA = "training data"  # key in a report's failures: why it could not be compared
 BELOW_ZERO = "the whole interval below 0"
@@ -102,6 +103,9 @@ def decide(
     checks += [
         _at_most("bits per byte, upper end", bits, policy.max_bits_per_byte),
         _one_of("weights format", facts.format, FORMATS),
+        *(
+            [_traceable(PROGRAM, lineage.get(PROGRAM))] if "torch.export" in policy.formats else []
+        ),
         _one_of("weights dtype", facts.dtype, policy.dtypes),
         _at_most("model bytes", facts.model_bytes, policy.max_model_bytes),
         _at_most("latency in ms", facts.latency_ms, policy.max_latency_ms),

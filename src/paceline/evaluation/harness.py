@@ -18,7 +18,7 @@ from lm_eval.api.model import TemplateLM
 from paceline.errors import InvalidInput
 from paceline.evaluation.generation import generate
 from paceline.evaluation.text_model import TextModel
-from paceline.evaluation.transformer import batch_rows, one_core_an_operation
+from paceline.evaluation.transformer import batch_rows, threads_an_operation
 
 MAX_NEW_TOKENS = 256  # as the harness's default; a task's generation_kwargs say otherwise
 
@@ -64,7 +64,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
                     )
                 }
 
-        with one_core_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
+        with threads_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
             for found in pool.map(predict, batches):
                 answers |= found
         return [answers[number] for number in range(len(rows))]
@@ -100,7 +100,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
         """Return each prompt's greedy continuation up to the first of its stop strings."""
-        with one_core_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
+        with threads_an_operation() as cores, ThreadPoolExecutor(cores) as pool:
             return list(pool.map(lambda each: self._continuation(*each.args), requests))
 
     def _continuation(self, prompt: str, options: dict[str, Any]) -> str:

@@ -195,6 +195,9 @@ def _serving(report: EvaluationReport) -> list[str]:
 
 
 def _server(serving: Serving) -> str:
+    if serving.ranks > 1:
+        alone = serving.model_copy(update={"ranks": 1})
+        return f"{serving.ranks} ranks with a part of the weights each, of {_server(alone)}"
     if serving.gpu:
         return f"{serving.machine}: {serving.gpu}"
     threads = f"{serving.threads} thread{'' if serving.threads == 1 else 's'}"

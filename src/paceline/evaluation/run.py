@@ -4,7 +4,8 @@ Reads an EvaluationSpec (JSON) from standard input. Writes JSON lines to standar
 ``{"event": "progress", "data": {"fraction", "message"}}``, ``{"event": "score", "data":
 RecordedScore}`` for each model and baseline that was not scored before, and at the end one
 ``{"event": "result", "data": EvaluationReport}`` (not for a share of the documents), or
-``{"event": "failed", "data": {"code", "message"}}`` and a nonzero exit code.
+``{"event": "failed", "data": {"code", "message"}}`` and a nonzero exit code. ``score_on_ranks``
+does the models' part of it on the ranks of a gang, which hold each model together.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
@@ -41,8 +42,9 @@ from paceline.evaluation.held_out import (
 from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import score_tasks
-from paceline.evaluation.text_model import AllowedCode
+from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
+from paceline.models import read_user_code
 from paceline.schemas import (
     EvaluationReport,
     EvaluationSpec,
@@ -50,10 +52,11 @@ from paceline.schemas import (
     RecordedScore,
     TrainingData,
 )
-from paceline.storage import ObjectStore
+from paceline.storage import ObjectStore, open_store
 
 TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4 s on one core
 MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
+MOST_ON_RANKS = 40_000  # documents, in a rank's line of 1 MiB
 HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
 SCRATCH = "evaluation-"  # prefix of the directories for downloaded models
 _writing = threading.Lock()
@@ -76,16 +79,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
 
     def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
         if spec.scorer and len(bits_D) <= MOST_RECORDED:
-            score = RecordedScore(
-                subject=subject,
-                snapshot_digest=snapshot.digest,
-                held_out_bytes=budget,
-                scorer=spec.scorer,
-                bits=tuple(bits_D.tolist()),
-                facts=dict(facts),
-                run_id=spec.run_id,
-            )
-            _emit("score", score.model_dump(mode="json"))
+            _emit("score", _record(spec, subject, bits_D, facts))
 
     def overlaps_found() -> tuple[Overlap, ...]:
         return tuple(_overlap(each, read, answers, store, cache_dir) for each in spec.trained_on)
@@ -112,6 +106,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             known=[each for each in spec.known if len(each.bits) == len(held_out)],
             on_scored=on_scored,
             on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
+            failed=spec.failures,
         )
         if spec.tasks_url:
             report = _with_tasks(report, spec, models, store, scratch, allowed)
@@ -143,6 +138,80 @@ def _scratch_below(parent: Path) -> Iterator[Path]:
             stack.callback(os.close, mine)
             fcntl.flock(mine, fcntl.LOCK_EX)
         yield Path(scratch)
+
+
+def score_on_ranks(
+    spec: EvaluationSpec,
+    ranks: Ranks,
+    directory: Path,
+    *,
+    is_first: bool,
+    emit: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """Score ``spec``'s models on all held-out documents, as one of ``ranks``; ``emit`` gets
+    ("score", RecordedScore), ("unscored", model and reason) and ("step", progress).
+
+    Models are downloaded into ``directory``, by the first rank of a node (``is_first``). A model of
+    user code is left to the evaluation's own process. Raises what reading the data raises, and
+    InvalidInput for more documents than a rank reports.
+    """
+    runtime = load_runtime(spec.state_dir)
+    store, cache_dir = ObjectStore.from_runtime(runtime), runtime.state_dir / "cache"
+    snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
+    tokenizer = tokenizer_of(snapshot, store)
+    budget = spec.settings.held_out_bytes
+    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, budget)
+    if len(held_out) > MOST_ON_RANKS:
+        raise InvalidInput(
+            "more held-out documents than ranks report",
+            got=len(held_out),
+            wanted=f"at most {MOST_ON_RANKS}",
+            where="evaluation.held_out_bytes",
+            do="Lower it, or judge without --ranks (evaluation.ranks).",
+        )
+    models: dict[str, Path] = {}
+    for name, at in spec.models.items():
+        if name in spec.failures:
+            continue
+        error = None
+        try:
+            downloads = at.startswith("s3://") and not is_first
+            models[name] = directory / name if downloads else _local(name, at, store, directory)
+        except PacelineError as found:
+            error = found
+        ranks.agree(error)  # also waits for the node's download
+        if (of_user := read_user_code(models[name])) is not None:
+            emit("unscored", {"model": name, "code_ref": of_user.code_ref})
+            del models[name]
+
+    def on_failed(name: str, error: PermanentError) -> None:
+        emit("unscored", {"model": name, "reason": error.one_line()})
+
+    score_share(
+        models,
+        held_out,
+        tokenizer,
+        lambda *scored: emit("score", _record(spec, *scored)),
+        lambda fraction, message: emit("step", {"fraction": fraction, "message": message}),
+        ranks=ranks,
+        known=[each.subject for each in spec.known],
+        on_failed=on_failed,
+    )
+
+
+def _record(
+    spec: EvaluationSpec, subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    score = RecordedScore(
+        subject=subject,
+        snapshot_digest=spec.snapshot_digest,
+        held_out_bytes=spec.settings.held_out_bytes,
+        scorer=spec.scorer,
+        bits=tuple(bits_D.tolist()),
+        facts=dict(facts),
+        run_id=spec.run_id,
+    )
+    return score.model_dump(mode="json")
 
 
 def compare(

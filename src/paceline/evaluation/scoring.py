@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -21,11 +22,11 @@ from numpy.typing import NDArray
 
 from paceline.config import EvaluationSettings
 from paceline.data import Tokenizer
-from paceline.errors import PermanentError
+from paceline.errors import CorruptData, PermanentError
 from paceline.evaluation import baselines as ngram
 from paceline.evaluation.baselines import COMPRESSORS, compressed_bits
 from paceline.evaluation.held_out import HeldOutDocument, slice_rows
-from paceline.evaluation.text_model import AllowedCode
+from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.evaluation.transformer import MILLION, score_transformer
 from paceline.models import local_model_digest
 from paceline.schemas import EvaluationReport, Interval, ModelScore, RecordedScore
@@ -101,6 +102,7 @@ def score_models(
     known: Sequence[RecordedScore] = (),
     on_scored: OnScored = lambda _subject, _bits, _facts: None,
     on_models_scored: Callable[[], None] = lambda: None,
+    failed: Mapping[str, str] = MappingProxyType({}),
 ) -> EvaluationReport:
     """Return every model's score on ``held_out``, with paired gains over all the others.
 
@@ -111,11 +113,12 @@ def score_models(
     cannot be scored (wrong format, NaN, a tokenizer that loses text) has no score and an entry in
     ``failures``. ``known`` scores on the same documents, found by the digest of the model's files,
     are not computed again; each new one is passed to ``on_scored`` (subject, bits by document,
-    facts). ``on_models_scored`` may start what would disturb the measurement of latency.
+    facts). A model in ``failed`` (name → reason) is not tried. ``on_models_scored`` may start what
+    would disturb the measurement of latency.
     """
     began = time.monotonic()
     scored: dict[str, _Scored] = {}
-    failures: dict[str, str] = {}
+    failures = dict(failed)
     texts = [each.text for each in held_out]
     done: dict[str, tuple[Reals, Mapping[str, Any]]] = {
         each.subject: (np.array(each.bits), each.facts) for each in known
@@ -129,6 +132,8 @@ def score_models(
         return {"bits": bits_D, "facts": facts}
 
     for number, (name, directory) in enumerate(models.items()):
+        if name in failures:
+            continue
 
         def show(fraction: float, number: int = number, name: str = name) -> None:
             on_progress(0.9 * (number + fraction) / len(models), f"{name}: {fraction:.0%}")
@@ -178,26 +183,55 @@ def score_share(
     on_scored: OnScored,
     on_progress: OnProgress,
     allowed: AllowedCode | None = None,
+    ranks: Ranks | None = None,
+    known: Sequence[str] = (),
+    on_failed: Callable[[str, PermanentError], None] = lambda _name, _error: None,
 ) -> None:
-    """Score each model on a share of the documents and pass that to ``on_scored``.
+    """Score each model on a share of the documents, or all of ``ranks`` on all of them, and pass
+    that to ``on_scored``.
 
-    Leaves out what cannot be scored: the evaluation of all documents names it.
+    Leaves out what cannot be scored: ``on_failed`` gets it, and without ranks the evaluation of all
+    documents names it. ``known`` are subjects that have a score.
     """
-    done: set[str] = set()
+    done = set(known)
     for number, (name, directory) in enumerate(models.items()):
 
         def show(fraction: float, number: int = number, name: str = name) -> None:
             on_progress((number + fraction) / len(models), f"{name}: {fraction:.0%}")
 
         try:
-            if (subject := local_model_digest(directory)) in done:
+            subject = _agreed_digest(directory, ranks)
+            if subject in done:
                 continue
+            scored = score_transformer(directory, held_out, show, tokenizer, allowed, ranks)
             done.add(subject)
-            scored = score_transformer(directory, held_out, show, tokenizer, allowed)
         except PermanentError as error:
             log.warning("not scored model=%s: %s", name, error.one_line())
+            on_failed(name, error)
             continue
         on_scored(subject, *scored.split())
+
+
+def _agreed_digest(directory: Path, ranks: Ranks | None) -> str:
+    """Return the digest of the model in ``directory``; raises CorruptData unless every node of
+    ``ranks`` has the same one."""
+    subject, error = "", None
+    try:
+        subject = local_model_digest(directory)
+    except PermanentError as found:
+        error = found
+    if ranks is None:
+        if error is not None:
+            raise error
+        return subject
+    ranks.agree(error)
+    value = int(subject[:9], 16)  # few digits: the sum is exact
+    count, total = ranks.everyone([1, value])
+    odd = CorruptData(
+        "nodes hold different models", got=subject, wanted="one digest", where=directory
+    )
+    ranks.agree(odd if total != count * value else None)
+    return subject
 
 
 def _ngram_bits(train: Sequence[bytes], texts: Sequence[bytes], order: int) -> Reals:

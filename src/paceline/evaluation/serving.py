@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.evaluation.text_model import TextModel, UserModel
+from paceline.evaluation.text_model import Ranks, TextModel, UserModel
 from paceline.schemas import Serving
 from paceline.system import processor
 
@@ -27,11 +27,15 @@ PEAK = "VmHWM"
 _PROCESS = Path("/proc/self")
 
 
-def measure_serving(open_model: Callable[[], TextModel]) -> tuple[TextModel, Serving]:
+def measure_serving(
+    open_model: Callable[[], TextModel], ranks: Ranks | None = None
+) -> tuple[TextModel, Serving]:
     """Return the model that ``open_model`` opens, and what it costs to serve it.
 
-    A row has the context's length; the last of its tokens are also decoded one by one. Memory is
-    not known (None) where the kernel does not let a process reset its peak.
+    A row has the context's length; the last of its tokens are also decoded one by one. On ``ranks``
+    all answer the same row, each by its part of the weights: times are this rank's, memory is that
+    of all of them together. Memory is not known (None) where the kernel does not let a process
+    reset its peak.
     """
     import torch
 
@@ -55,6 +59,11 @@ def measure_serving(open_model: Callable[[], TextModel]) -> tuple[TextModel, Ser
         began = time.perf_counter()
         next_logits(row[:length])  # on the CPU, so that it has ended
         token_ms.append(1000 * (time.perf_counter() - began))
+    peak_bytes, count = _peak_bytes(model) if resets or on_gpu else None, 1
+    if ranks is not None:
+        known, total = ranks.everyone([peak_bytes is not None, peak_bytes or 0])
+        count = int(ranks.everyone([1])[0])
+        peak_bytes = int(total) if known == count else None
     serving = Serving(
         machine=platform.node(),
         cpu=processor()[0],
@@ -64,7 +73,8 @@ def measure_serving(open_model: Callable[[], TextModel]) -> tuple[TextModel, Ser
         context=model.context,
         prefill_ms=statistics.median(forward_ms[1:]),  # the first one warms up
         decode_ms_per_token=statistics.median(token_ms[1:] or token_ms),  # the first is a prefill
-        peak_memory_bytes=_peak_bytes(model) if resets or on_gpu else None,
+        peak_memory_bytes=peak_bytes,
+        ranks=count,
     )
     return model, serving
 

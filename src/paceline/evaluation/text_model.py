@@ -15,14 +15,21 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from unicodedata import normalize
 
 import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import FAILED, ChildProcess, Tokenizer, how_ended, open_tokenizer
-from paceline.errors import InvalidInput, PermanentError, TrainingFailed, from_record, short_repr
+from paceline.errors import (
+    InvalidInput,
+    PacelineError,
+    PermanentError,
+    TrainingFailed,
+    from_record,
+    short_repr,
+)
 from paceline.models import (
     TOKENIZER_FILE,
     UserCodeConfig,
@@ -33,10 +40,14 @@ from paceline.models import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
+
+    from paceline.models import Pretrained, SavedTransformer
+
+    Checkpoint = Pretrained | SavedTransformer
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +67,29 @@ class AllowedCode:
 
     sources: tuple[str, ...]  # security.code_sources
     cache: Path
+
+
+class Ranks(Protocol):
+    """The ranks that score one model together, as one of them: each has a part of the weights, and
+    predicts a share of the batches. All make the same calls in the same order."""
+
+    device: torch.device
+    threads: int  # of each operation
+    share: int  # of the batches that this rank predicts
+    shares: int
+
+    def place(self, found: Checkpoint) -> Any:
+        """Return the network with this rank's part of the values, in float32; called with tokens,
+        by all ranks equally often, it returns whole logits."""
+
+    def total(self, values: NDArray[Any]) -> NDArray[np.float64]:
+        """Return the sum of the shares' ``values``."""
+
+    def everyone(self, values: Sequence[float]) -> list[float]:
+        """Return the sum of all ranks' ``values``."""
+
+    def agree(self, error: PacelineError | None) -> None:
+        """Raise on every rank the error of the first one that has one."""
 
 
 class UserModel:
@@ -160,8 +194,10 @@ class TextModel:
         of_the_data: Tokenizer | None = None,
         device: torch.device | None = None,
         allowed: AllowedCode | None = None,
+        ranks: Ranks | None = None,
     ) -> TextModel:
-        """Return the model in ``directory``, on ``device`` (default: ``device_for``).
+        """Return the model in ``directory``, on ``device`` (default: ``device_for``), or this
+        rank's part of it.
 
         ``of_the_data`` is for a model of ours that was trained with this tokenizer and has no copy.
         A user's module runs in a process of its own, by code that is ``allowed`` (None: refused).
@@ -173,48 +209,41 @@ class TextModel:
         path = directory / TOKENIZER_FILE
         own = open_tokenizer(str(path)) if path.is_file() else None
         if (of_user := read_user_code(directory)) is not None:
+            assert ranks is None, "user code runs in a process of its own"
             tokenizer = own or open_tokenizer("bytes")
             return cls._of_user(directory, of_user, tokenizer, device, allowed)
+        from paceline.models import Pretrained, SavedTransformer
+
+        found: Checkpoint
         if is_pretrained(directory):
-            from paceline.models import Pretrained
-
             found = Pretrained.open(directory)
-            found.require_sound()
             tokenizer = own or open_tokenizer("bytes")
-            require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+            separator, context = tokenizer.vocabulary.separator, MAX_CONTEXT
+        else:
+            found = SavedTransformer.open(directory)
+            tokenizer = own or of_the_data or open_tokenizer("bytes")
+            if not found.tokenizer_digest:
+                tokenizer = open_tokenizer("bytes")
+            separator, context = found.config.separator, found.longest_context
+        require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
+        if ranks is None:
+            found.require_sound()
             device = device or device_for(found.parameters)
-            return cls(
-                directory=directory,
-                network=found.load(device),
-                device=device,
-                tokenizer=tokenizer,
-                vocabulary=found.vocab_size,
-                separator=tokenizer.vocabulary.separator,
-                context=min(found.longest_context, MAX_CONTEXT),
-                longest_context=found.longest_context,
-                parameters=found.parameters,
-                dtype=str(found.dtype).removeprefix("torch."),
-            )
-        from paceline.models import count_parameters, load_model
-
-        model, config = load_model(directory)
-        tokenizer = own or of_the_data or open_tokenizer("bytes")
-        if not config.tokenizer_digest:
-            tokenizer = open_tokenizer("bytes")
-        require_tokenizer(config, tokenizer.digest, tokenizer.vocabulary.vocab_size)
-        device = device or device_for(count_parameters(config))
+            # in float32: few CPUs are fast in halves, and figures compare between machines
+            network: Any = found.load(device)
+        else:
+            network, device = ranks.place(found), ranks.device
         return cls(
             directory=directory,
-            # as Pretrained.load: few CPUs are fast in halves, and figures compare between machines
-            network=model.to(device).float().eval(),
+            network=network,
             device=device,
             tokenizer=tokenizer,
-            vocabulary=config.vocab_size,
-            separator=config.separator,
-            context=config.context,
-            longest_context=config.context,
-            parameters=count_parameters(config),
-            dtype=config.torch_dtype,
+            vocabulary=found.vocab_size,
+            separator=separator,
+            context=min(found.longest_context, context),
+            longest_context=found.longest_context,
+            parameters=found.parameters,
+            dtype=str(found.dtype).removeprefix("torch."),
         )
 
     @classmethod

@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import Tokenizer
-from paceline.errors import CorruptData, InvalidInput
+from paceline.errors import CorruptData, InvalidInput, PermanentError
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
 from paceline.evaluation.serving import measure_serving
-from paceline.evaluation.text_model import AllowedCode, TextModel, Tokens, UserModel
+from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
 
@@ -91,8 +91,10 @@ def score_transformer(
     on_progress: Callable[[float], None],
     tokenizer: Tokenizer | None = None,
     allowed: AllowedCode | None = None,
+    ranks: Ranks | None = None,
 ) -> TransformerScore:
-    """Return how well the model in ``directory`` predicts ``held_out``.
+    """Return how well the model in ``directory`` predicts ``held_out``; with ``ranks``, on each of
+    them.
 
     ``tokenizer`` is that of the data, for a model that was trained with it and has no copy, and for
     conversations; ``allowed`` is for user code (``TextModel.open``). Raises CorruptData where its
@@ -100,14 +102,15 @@ def score_transformer(
     here, does not fit it, does not keep the text, or is not that of the conversations; for user
     code also what its process raises.
     """
-    with one_core_an_operation() as cores:
+    with threads_an_operation(1 if ranks is None else ranks.threads) as cores:
         model, serving = measure_serving(
-            lambda: TextModel.open(directory, tokenizer, allowed=allowed)
+            lambda: _opened(directory, tokenizer, allowed, ranks), ranks
         )
         if isinstance(model.network, UserModel):
             model.network.threads = cores  # its calls come one by one
         read = [_read(model, each, tokenizer) for each in held_out]
-        bits_D, bins = _bits(model, read, on_progress, _threads(model, cores))
+        threads = _threads(model, cores) if ranks is None else 1
+        bits_D, bins = _bits(model, read, on_progress, threads, ranks)
     return TransformerScore(
         bits=bits_D,
         latency_ms=serving.prefill_ms,
@@ -120,6 +123,24 @@ def score_transformer(
         parameters=model.parameters,
         context=model.longest_context,
     )
+
+
+def _opened(
+    directory: Path,
+    tokenizer: Tokenizer | None,
+    allowed: AllowedCode | None,
+    ranks: Ranks | None,
+) -> TextModel:
+    if ranks is None:
+        return TextModel.open(directory, tokenizer, allowed=allowed)
+    model, error = None, None
+    try:
+        model = TextModel.open(directory, tokenizer, ranks=ranks)
+    except PermanentError as found:
+        error = found
+    ranks.agree(error)  # before any of them waits for the others
+    assert model is not None, "an error is raised on every rank"
+    return model
 
 
 @dataclass(frozen=True)
@@ -170,6 +191,7 @@ def _bits(
     documents: Sequence[_Read],
     on_progress: Callable[[float], None],
     threads: int,
+    ranks: Ranks | None,
 ) -> tuple[Reals, Bins]:
     import torch
 
@@ -184,6 +206,9 @@ def _bits(
         ]
         todo.sort(key=lambda each: each.end - each.start)  # so that batches have little padding
         batches += [todo[start : start + rows] for start in range(0, len(todo), rows)]
+    if ranks is not None:  # all call the model equally often: some at the end without a window
+        batches += [[]] * (-len(batches) % ranks.shares)
+        batches = batches[ranks.share :: ranks.shares]
     bits_D, bins = np.zeros(len(documents)), np.zeros((BINS, 3), dtype=np.int64)
 
     def predict(batch: Sequence[Window]) -> _Predicted:
@@ -201,6 +226,8 @@ def _bits(
                 bits_D[window.document] += float(nats.sum()) / np.log(2)
                 _count(bins, found.best[row, fresh][counts], found.right[row, fresh][counts])
             on_progress(done / len(batches))
+    if ranks is not None:
+        bits_D, bins = ranks.total(bits_D), ranks.total(bins).astype(np.int64)
     if not np.isfinite(bits_D).all():
         raise CorruptData(
             "the model's predictions are not finite",
@@ -234,10 +261,11 @@ def _predicted(
     import torch
     import torch.nn.functional as F  # noqa: N812 - the field's name for it
 
-    longest = max(window.end - window.start for window in group)
+    longest = max((window.end - window.start for window in group), default=1)
     # Padding is at the end of each row; causal attention keeps it out of everything that is scored.
-    tokens_BT = np.full((len(group), longest), model.separator, dtype=np.int64)
-    wanted_BT = np.zeros((len(group), longest), dtype=np.int64)
+    shape = (max(1, len(group)), longest)
+    tokens_BT = np.full(shape, model.separator, dtype=np.int64)
+    wanted_BT = np.zeros(shape, dtype=np.int64)
     for row, window in enumerate(group):
         length = window.end - window.start
         tokens_BT[row, :length] = inputs[window.document][window.start : window.end]
@@ -248,7 +276,6 @@ def _predicted(
     highest_N, chosen_N = logits_NV.max(-1)
     of_target_N = logits_NV.gather(1, targets_N[:, None])[:, 0]
     best_N = (highest_N - of_target_N - nats_N).exp().nan_to_num() * MILLION
-    shape = (len(group), longest)
     return _Predicted(
         nats_N.view(shape).double().cpu().numpy(),
         best_N.round().clamp(0, MILLION).long().view(shape).cpu().numpy(),
@@ -257,16 +284,17 @@ def _predicted(
 
 
 @contextmanager
-def one_core_an_operation() -> Iterator[int]:
-    """Yield the number of cores, with torch limited to one thread per operation.
+def threads_an_operation(count: int = 1) -> Iterator[int]:
+    """Yield the number of cores, with torch limited to ``count`` threads per operation.
 
-    Threads then work on separate batches. Multi-threaded operations wait for the slowest core at
-    every step: on a busy machine that made one forward pass of a 2 M model 1,157 ms instead of 22.
+    With one, threads work on separate batches. Multi-threaded operations wait for the slowest core
+    at every step: on a busy machine that made one forward pass of a 2 M model 1,157 ms instead of
+    22.
     """
     import torch
 
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield len(os.sched_getaffinity(0))
     finally:

@@ -20,6 +20,7 @@ from .files import (
     CONFIG_FILE as CONFIG_FILE,
     DESCRIBING as DESCRIBING,
     INDEX_FILE as INDEX_FILE,
+    PROGRAM_FILE as PROGRAM_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
     config_of as config_of,
     is_pretrained as is_pretrained,
@@ -37,6 +38,7 @@ from .files import (
     weights_digest as weights_digest,
 )
 from .pretrained import Pretrained as Pretrained
+from .program import exported as exported, write_program as write_program
 from .tensor_files import (
     fill as fill,
     not_finite as not_finite,
@@ -48,4 +50,9 @@ from .transformer import (
     new_model as new_model,
     output_layer as output_layer,
 )
-from .weights import file_groups as file_groups, load_model as load_model, save_model as save_model
+from .weights import (
+    SavedTransformer as SavedTransformer,
+    file_groups as file_groups,
+    load_model as load_model,
+    save_model as save_model,
+)

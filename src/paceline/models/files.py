@@ -23,6 +23,7 @@ INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"  # peft's
 DESCRIBING = (CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE)  # what is read of a model beside weights
 SUFFIX = ".safetensors"
+PROGRAM_FILE = "model.pt2"  # a torch.export program, which is written and never loaded
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
 MAX_JSON_BYTES = 16 * 1024 * 1024
 

@@ -118,6 +118,10 @@ class Pretrained:
     def require_sound(self) -> None:
         """Raise InvalidInput where a weight is not finite, or tied weights differ; reads all."""
         require_finite(self._used)
+        self.require_tied()
+
+    def require_tied(self) -> None:
+        """Raise InvalidInput where tied weights differ; reads those."""
         for target, source in self._tied.items():
             if target in self.stored and source in self.stored:
                 require_equal(self.stored[target], self.stored[source])

@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import CorruptData, InvalidInput
-from paceline.models.config import ModelConfig
+from paceline.models.config import ModelConfig, count_parameters
 from paceline.models.files import CONFIG_FILE, INDEX_FILE, read_config, read_index, weight_files
-from paceline.models.tensor_files import not_finite
+from paceline.models.pretrained import CPU, DTYPES
+from paceline.models.tensor_files import (
+    StoredTensor,
+    fill,
+    not_finite,
+    require_finite,
+    stored_tensors,
+)
 from paceline.models.transformer import Transformer
 
 MAX_BLOCK_FILES = 8
@@ -63,58 +71,110 @@ def file_groups(config: ModelConfig, names: list[str]) -> list[list[str]]:
     return groups
 
 
+@dataclass(frozen=True)
+class SavedTransformer:
+    """A checked directory of our transformer, opened without its values: used as ``Pretrained``."""
+
+    directory: Path
+    config: ModelConfig
+    stored: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, directory: Path) -> SavedTransformer:
+        """Return the model in ``directory``, after comparing the headers of its files with its
+        config; raises as ``load_model`` does, but for values."""
+        directory = Path(directory)
+        config = read_config(directory)
+        weight_files(directory)  # names pickled weights
+        read_index(directory)  # names files elsewhere
+        try:
+            stored = stored_tensors(directory)
+        except InvalidInput as error:
+            raise CorruptData(
+                "weights do not fit the config", got=error.one_line(), where=directory
+            ) from error
+        found = cls(directory, config, stored)
+        wanted = {name: tuple(each.shape) for name, each in found.build().state_dict().items()}
+        if odd := sorted(set(stored) ^ set(wanted)):
+            raise CorruptData(
+                "weights do not fit the config",
+                got=f"{odd[0]} (and {len(odd) - 1} more)",
+                where=directory,
+            )
+        for name, shape in wanted.items():
+            its = stored[name]
+            if its.shape != shape or DTYPES.get(its.dtype) != found.dtype:
+                raise CorruptData(
+                    "weights do not fit the config",
+                    got=f"{name}: {its.shape} {its.dtype}",
+                    wanted=f"{shape} {config.torch_dtype}",
+                    where=its.file,
+                )
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of rows of the embedding."""
+        return self.config.vocab_size
+
+    @property
+    def longest_context(self) -> int:
+        """Return the number of positions that the model was made for."""
+        return self.config.context
+
+    @property
+    def parameters(self) -> int:
+        """Return the number of weights."""
+        return count_parameters(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the files."""
+        found: torch.dtype = getattr(torch, self.config.torch_dtype)
+        return found
+
+    @property
+    def tokenizer_digest(self) -> str:
+        """Return the SHA-256 of the tokenizer.json of its training; "": bytes."""
+        return self.config.tokenizer_digest
+
+    def require_sound(self) -> None:
+        """Raise InvalidInput where a weight is not finite; reads all."""
+        require_finite(self.stored)
+
+    def build(self) -> Transformer:
+        """Return the model without values (on the meta device)."""
+        with torch.device("meta"):
+            return Transformer(self.config)
+
+    def load(self, device: torch.device = CPU, dtype: torch.dtype = torch.float32) -> Transformer:
+        """Return the whole model on ``device``, with the values of the files."""
+        model = self.build().to(dtype).to_empty(device=device)
+        self.fill({
+            name: (each, (0,) * each.dim()) for name, each in model.state_dict().items()
+        })  # fmt: skip
+        return model.eval()
+
+    def restore_buffers(self, model: nn.Module) -> None:
+        """Do nothing: the model has no buffers."""
+
+    def fill(self, parts: Mapping[str, tuple[Tensor, Sequence[int]]]) -> int:
+        """Copy weights into ``parts``, as ``Pretrained.fill``."""
+        return fill(parts, self.stored)
+
+
 def load_model(directory: Path) -> tuple[Transformer, ModelConfig]:
     """Return the model in ``directory`` and its configuration.
 
     Raises InvalidInput or SourceMissing for a directory without such a model, InvalidInput for
     weights that are not finite, CorruptData for weights that do not match its config.
     """
-    directory = Path(directory)
-    config = read_config(directory)
-    files = {path.name: path for path in weight_files(directory)}
-    index = read_index(directory)
-    with torch.device("meta"):
-        model = Transformer(config)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if set(index) != set(wanted):
-        odd = sorted(set(index) ^ set(wanted))
-        raise CorruptData(
-            "weights do not fit the config",
-            got=f"{odd[0]} (and {len(odd) - 1} more)",
-            where=directory,
-        )
-    dtype = getattr(torch, config.torch_dtype)
-    state: dict[str, Tensor] = {}
-    for file in sorted(set(index.values())):
-        if file not in files:
-            raise CorruptData("weights file is missing", got=file, where=directory)
-        state |= _read(files[file], {name for name, its in index.items() if its == file})
-    for name, shape in wanted.items():
-        tensor = state[name]
-        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise CorruptData(
-                "weights do not fit the config",
-                got=f"{name}: {tuple(tensor.shape)} {tensor.dtype}",
-                wanted=f"{shape} {dtype}",
-                where=directory / index[name],
-            )
-        if not tensor.isfinite().all():
-            raise not_finite(name, directory / index[name])
-    model = model.to_empty(device="cpu").to(dtype)
-    model.load_state_dict(state)
-    return model, config
-
-
-def _read(path: Path, names: set[str]) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            held = set(file.keys())
-            if held != names:
-                odd = sorted(held ^ names)
-                raise CorruptData("weights file does not match the index", got=odd[0], where=path)
-            return {name: file.get_tensor(name) for name in sorted(names)}
-    except (SafetensorError, OSError) as error:
-        raise CorruptData("weights file cannot be read", got=error, where=path) from error
+    found = SavedTransformer.open(directory)
+    model = found.load(dtype=found.dtype).train()
+    for name, each in model.state_dict().items():
+        if not each.isfinite().all():
+            raise not_finite(name, found.stored[name].file)
+    return model, found.config
 
 
 def _umask() -> int:

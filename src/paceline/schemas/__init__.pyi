@@ -216,6 +216,7 @@ from .training import (
     Interval as Interval,
     ModelScore as ModelScore,
     Overlap as Overlap,
+    ProgramCheck as ProgramCheck,
     RankEvent as RankEvent,
     RecordedScore as RecordedScore,
     Restart as Restart,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config import DataSettings, EvaluationSettings, TrainingSettings
+from paceline.config import DataSettings, EvaluationSettings, MeshSettings, TrainingSettings
 from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of, is_empty, is_none
 
 
@@ -58,8 +58,9 @@ class RankEvent(Record):
     """One line of a rank's standard output."""
 
     event: Literal[
-        "started", "resumed", "step", "checkpoint", "trace", "said", "result", "failed"
-    ]  # "said": a line that user code printed
+        "started", "resumed", "step", "checkpoint", "trace", "said", "result", "failed",
+        "score", "unscored",
+    ]  # fmt: skip # "said": a line that user code printed; "score", "unscored": of judging
     rank: int = Field(ge=0)
     attempt: int = Field(ge=1)
     step: int = Field(default=0, ge=0)
@@ -112,6 +113,19 @@ class CheckpointRef(Record):
     bytes: int
 
 
+class ProgramCheck(Record):
+    """A ``torch.export`` program beside an export's safetensors, and how the training compared it
+    with the model."""
+
+    file: str
+    sha256: Sha256
+    bytes: int
+    max_difference: float  # of its logits from the model's own, on a batch of random tokens
+    rows: int  # of that batch
+    tokens: int  # of a row
+    torch: str  # version that wrote it
+
+
 class TrainResult(Record):
     """Result of a finished training job."""
 
@@ -155,6 +169,7 @@ class TrainResult(Record):
     accelerators: dict[str, int] = Field(default={}, exclude_if=is_empty)
     tokens_per_step: float | None = Field(default=None, exclude_if=is_none)  # of the last attempt
     epoch_tokens: int | None = Field(default=None, exclude_if=is_none)  # of the training split
+    program: ProgramCheck | None = Field(default=None, exclude_if=is_none)  # of export_program
 
     @property
     def passed_over(self) -> str:
@@ -231,6 +246,8 @@ class EvaluationSpec(Record):
     known: tuple[RecordedScore, ...] = ()  # of earlier evaluations, and not computed again
     # Only the models on this part of the documents (number, of how many), and no report.
     share: tuple[int, int] | None = None
+    mesh: MeshSettings = MeshSettings()  # of the ranks that score each model together
+    failures: dict[str, str] = {}  # model → why ranks could not score it
 
 
 class Interval(Record):
@@ -252,8 +269,9 @@ class Serving(Record):
     context: int  # tokens of a row
     prefill_ms: float  # one forward pass of the rows
     decode_ms_per_token: float  # one more token, with keys and values of the tokens before kept
-    # of the whole process, or on the GPU; None: the kernel does not report it
+    # of the whole process, or on the GPU, of all ranks; None: the kernel does not report it
     peak_memory_bytes: int | None
+    ranks: int = Field(default=1, exclude_if=lambda count: count == 1)  # with a part of the weights
 
 
 class _Compared(Record):

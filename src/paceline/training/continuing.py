@@ -30,6 +30,7 @@ CHANGEABLE = (
     "weight_decay",
     "clip_norm",
     "export_dtype",
+    "export_program",
     "early_stopping",
     "evaluate_every_steps",
     "evaluate_sequences",

@@ -34,6 +34,7 @@ _RESULT_NEUTRAL_SETTINGS = {
 _LATER_DEFAULTS = {
     "betas": [0.9, 0.95],
     "export_dtype": "base",
+    "export_program": False,
     "lora": None,
     "dpo": None,
     "early_stopping": None,

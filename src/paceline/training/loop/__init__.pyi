@@ -36,13 +36,14 @@ from .optimizer import (
     require_groups as require_groups,
 )
 from .preferences import Preferences as Preferences
-from .rank import run_rank as run_rank
+from .rank import as_rank as as_rank, join_gang as join_gang, run_rank as run_rank
 from .rank_process import (
     STOPPED_EXIT as STOPPED_EXIT,
     StopFlag as StopFlag,
     die_with_parent as die_with_parent,
     leave_removed_directory as leave_removed_directory,
     retain_freed_memory as retain_freed_memory,
+    return_freed_memory as return_freed_memory,
     use_passive_waiting as use_passive_waiting,
     waits_for_peers as waits_for_peers,
 )
@@ -50,6 +51,7 @@ from .rank_setup import (
     checkpointer_of as checkpointer_of,
     device_of as device_of,
     evaluator_of as evaluator_of,
+    exclusive_device as exclusive_device,
     export_model as export_model,
     exporter_of as exporter_of,
     load_weights as load_weights,

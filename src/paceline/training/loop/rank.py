@@ -34,14 +34,21 @@ from paceline.training.loop.rank_process import (
 from paceline.training.loop.starting_state import load
 
 if TYPE_CHECKING:
-    from paceline.config import GuardSettings
+    from collections.abc import Callable
+
     from paceline.training.loop.group import Group
 
 
 def main() -> int:
-    """Run this rank; return its exit code."""
-    from paceline.training.loop.step_guard import BadStep
+    """Train as this process's rank; return its exit code."""
+    return as_rank(_train)
 
+
+def as_rank(work: Callable[[RankIdentity, EventWriter, StopFlag], int]) -> int:
+    """Run ``work`` as this process's rank, with its input on standard input; return the exit code.
+
+    Every failure is reported by a "failed" event.
+    """
     log_to_stderr(logging.WARNING, "%(name)s: %(message)s")
     stop = StopFlag()
     stop.install()
@@ -52,21 +59,7 @@ def main() -> int:
     events.capture_stdout()
     events.beat()
     try:
-        job = TrainJob.model_validate_json(sys.stdin.readline())
-        if "PACELINE_SPARE" in os.environ:
-            place, job = wait_for_assignment(job, events)
-        events.emit("started", worker_id=place.worker_id, pid=os.getpid())
-        return run_rank(job, place, events, stop)
-    except BadStep as error:
-        events.emit(
-            "failed",
-            error.step,
-            code="BadStep",
-            message=error.one_line(),
-            bad_step=error.step,
-            bad_batch=error.batch,
-        )
-        return error.exit_code
+        return work(place, events, stop)
     except PacelineError as error:
         traceback.print_exc()
         events.emit("failed", code=error.code, message=error.one_line())
@@ -82,6 +75,27 @@ def main() -> int:
         code = PeerLost.__name__ if lost else type(error).__name__
         events.emit("failed", code=code, message=str(error)[:2000])
         return PeerLost.exit_code if lost else 1
+
+
+def _train(place: RankIdentity, events: EventWriter, stop: StopFlag) -> int:
+    from paceline.training.loop.step_guard import BadStep
+
+    job = TrainJob.model_validate_json(sys.stdin.readline())
+    if "PACELINE_SPARE" in os.environ:
+        place, job = wait_for_assignment(job, events)
+    events.emit("started", worker_id=place.worker_id, pid=os.getpid())
+    try:
+        return run_rank(job, place, events, stop)
+    except BadStep as error:
+        events.emit(
+            "failed",
+            error.step,
+            code="BadStep",
+            message=error.one_line(),
+            bad_step=error.step,
+            bad_batch=error.batch,
+        )
+        return error.exit_code
 
 
 def _does_not_fit(error: Exception) -> InvalidInput:
@@ -151,7 +165,10 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
 
             return run_role(its, place, events, stop)
         events.enter("joining")
-        group = stack.enter_context(_join(place, settings.guard))
+        # Longer than any step: the launcher detects and names a hung rank first, and a rank that
+        # verifies a checkpoint more slowly than the others does not time out.
+        limit_s = settings.guard.step_deadline_s + settings.guard.start_deadline_s
+        group = stack.enter_context(join_gang(place, limit_s))
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)
         parallel, follow = setup.parallelise_model(its, mesh)
@@ -225,7 +242,8 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
     return 0
 
 
-def _join(place: RankIdentity, guard: GuardSettings) -> contextlib.AbstractContextManager[Group]:
+def join_gang(place: RankIdentity, timeout_s: float) -> contextlib.AbstractContextManager[Group]:
+    """Join the group of a launcher's ranks; see ``join_group``."""
     from paceline.training.loop.group import join_group
 
     return join_group(
@@ -234,9 +252,7 @@ def _join(place: RankIdentity, guard: GuardSettings) -> contextlib.AbstractConte
         place.master_host,
         place.master_port,
         place.attempt,
-        # Longer than any step: the launcher detects and names a hung rank first, and a rank that
-        # verifies a checkpoint more slowly than the others does not time out.
-        guard.step_deadline_s + guard.start_deadline_s,
+        timeout_s,
         serve=False,
         # Loopback also means that an older driver did not set the host.
         own="" if place.host == LOOPBACK else place.host,

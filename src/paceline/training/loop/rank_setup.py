@@ -27,13 +27,17 @@ from paceline.models import (
     TOKENIZER_FILE,
     Adapters,
     Pretrained,
+    SavedTransformer,
+    Transformer,
     UserCodeConfig,
     base_name,
+    exported,
     merge_adapters,
     not_finite,
     set_magnitudes,
     weights_digest,
     without_adapters,
+    write_program,
 )
 from paceline.storage import join_url
 from paceline.system import write_durably
@@ -99,6 +103,8 @@ def parallelise_model(its: RankContext, mesh: Mesh) -> tuple[Parallel, Any]:
     The function attaches the optimiser to local SGD; otherwise it does nothing.
     """
     settings = its.job.settings
+    if mesh.rank == 0:
+        _require_exportable(its)
     if settings.synchrony.kind == "local-sgd":
         from paceline.training.strategies.local_sgd import local_sgd
 
@@ -144,7 +150,7 @@ def _reference(
 
 
 def load_weights(
-    pretrained: Pretrained, parallel: Parallel, adapters: Adapters | None = None
+    pretrained: Pretrained | SavedTransformer, parallel: Parallel, adapters: Adapters | None = None
 ) -> int:
     """Fill this rank's parts of the model from the files; return the number of bytes read.
 
@@ -336,12 +342,25 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
         write_durably(directory / CONFIG_FILE, _user_code_config(its), 0o666)
     if its.pretrained is None and (file := tokenizer_file(its.snapshot, its.store)):
         write_durably(directory / TOKENIZER_FILE, file, 0o666)
+    program = {}
+    if its.job.settings.export_program:
+        program = {"program": write_program(directory).model_dump()}
     url = join_url(its.job.checkpoint_url, its.job.job_id, "export")
     for path in sorted(directory.iterdir()):
         its.store.upload_file(path, join_url(url, path.name))
     digest = weights_digest(directory)
     shutil.rmtree(directory, ignore_errors=True)
-    return {"export_url": url, "weights_digest": digest}
+    return {"export_url": url, "weights_digest": digest, **program}
+
+
+def _require_exportable(its: RankContext) -> None:
+    """Raise InvalidInput where the job asks for a program that its model does not have."""
+    if its.job.settings.export_program:
+        if its.pretrained is not None:
+            exported(its.pretrained.build(), its.pretrained.longest_context)
+        elif its.config is not None:
+            with torch.device("meta"):
+                exported(Transformer(its.config), its.config.context)
 
 
 def _user_code_config(its: RankContext) -> bytes:
