@@ -90,6 +90,12 @@ class Resources(Record):
     within: Literal["host", "domain", "rack", "zone", "fleet"] = (
         "fleet"  # of which it may not leave
     )
+    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue ("": the team's,
+    # else the profile's), and after how long the nodes are taken back (0: the profile's).
+    queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
+        default="", exclude_if=lambda value: not value
+    )
+    time_limit_s: int = Field(default=0, ge=0, le=366 * 86_400, exclude_if=lambda value: not value)
 
 
 class SubmitJob(Record):
@@ -222,6 +228,15 @@ class JobPlacement(Record):
     score: float = 0.0
 
 
+class JobAllocation(Record):
+    """What Slurm or Kubernetes holds for a job: one Slurm job, or one group of pods."""
+
+    engine: Literal["slurm", "kubernetes"]
+    id: Text = Field(max_length=253)  # Slurm's job id, or the group's name
+    state: Text = Field(max_length=100)  # in the engine's words, such as PENDING
+    reason: Text = Field(default="", max_length=500)  # in the engine's words, such as Priority
+
+
 class JobUsage(Record):
     """What one attempt of a job held, from its admission to its end."""
 
@@ -261,6 +276,8 @@ class TrainingJob(Record):
     adopted: bool = False  # its flow was started by someone else, and waits for admission itself
     flow_run_id: str | None = None
     placement: JobPlacement | None = None
+    # the last one; None: the installation's own admission, or none is requested
+    allocation: JobAllocation | None = Field(default=None, exclude_if=lambda value: value is None)
     kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
     report: JobReport | None = None  # the last one that was stored
     history: tuple[JobChange, ...] = ()
