@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 POLL_S = 3.0
 IDLE_POLL_S = 60.0  # with nothing requested and nothing held
 COMMAND_S = 10.0  # of one of Slurm's commands: the scheduler's thread waits for it
-RETRY_S = 30.0  # after a job that Slurm did not take
+RETRY_S = 30.0  # between two submissions for one training job
 # An agent that is alive right after the start may be of the node's last job, killed meanwhile: the
 # coordinator takes it for lost after 15 s.
 SETTLE_S = 16.0
@@ -101,7 +101,6 @@ class SlurmEngine:
         except TemporaryError as error:
             self._reasons[job.job_id] = error.one_line()
             return
-        del self._retry_s[job.job_id]
         log.info("%s requests %s nodes as Slurm job %s", job.job_id, nodes_of(request), slurm_id)
         self._jobs[job.job_id] = SlurmJob(job_id=slurm_id, name=job.job_id, state="PENDING")
 
@@ -116,6 +115,7 @@ class SlurmEngine:
         wanted = {each.job.job_id for each in waiting} | {each.gang.job_id for each in running}
         self._read(is_idle=not wanted and all(each.is_over for each in self._jobs.values()))
         self._reasons = {key: why for key, why in self._reasons.items() if key in wanted}
+        self._retry_s = {key: at for key, at in self._retry_s.items() if key in wanted}
         if not self._is_known:
             return {}
         alive = {each.name: each for each in hosts}
