@@ -99,7 +99,7 @@ def test_a_cancelled_job_and_one_whose_flow_died_keep_no_nodes(fleet: Trainers) 
     control.run("paceline", "jobs", "cancel", behind, env=fleet.env).ok()
     assert becomes(fleet, behind, "cancelled")["attempt"] == 0
     until(lambda: len(queue(control)) == 1, "the one that waited has left Slurm's queue", 60)
-    control.run("pkill", "-KILL", "-f", "prefect.*flow_runs|prefect.engine|prefect flow-run").ok()
+    control.run("pkill", "-KILL", "-f", "prefect.engine|prefect.flow_engine").ok()
     becomes(fleet, long, "recovering", "admitted", timeout_s=120)
     again = becomes(fleet, long, "running")
     assert (again["allocation"]["id"], again["losses"]) == (slurm_id, 1), "in the same allocation"

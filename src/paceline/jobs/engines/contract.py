@@ -6,16 +6,21 @@ states of jobs, the same for every engine. An engine knows neither flows nor the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from paceline.config import Runtime
-from paceline.errors import InvalidInput
+from paceline.errors import InvalidInput, PacelineError
 from paceline.jobs.admission import why_never
 from paceline.jobs.placement import Demand, Gang, Host, Placement
 from paceline.jobs.preemption import Reservation
 from paceline.schemas import JobAllocation, TrainingJob
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +83,82 @@ class Engine(Protocol):
         ...
 
 
+class ForeignEngine:
+    """What the engines have in common that keep a queue of their own."""
+
+    has_own_queue = True
+    name: str
+    instead: Mapping[str, str]  # by field: what to use in place of what cannot be asked for
+    poll_s = 3.0
+
+    def __init__(self, runtime: Runtime, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._runtime, self._monotonic = runtime, monotonic
+        self._is_known = False  # it has answered
+        self._problem = ""  # why its last answer is missing
+        self._read_s = -math.inf
+        self._reasons: dict[str, str] = {}
+
+    def why_never(self, request: Request, hosts: Sequence[Host]) -> str:  # noqa: ARG002
+        """Return the engine's refusal, or "" where it would take the request, or is away."""
+        try:
+            self._require_supported(request)
+            self._test(request)
+        except InvalidInput as error:
+            return error.one_line()
+        except PacelineError as error:
+            log.warning("%s is not asked whether it takes a job: %s", self.name, error)
+        return ""
+
+    def reasons(self) -> Mapping[str, str]:
+        """Return the engine's reason for each job that waits, or why the engine is not reached."""
+        return self._reasons
+
+    def _test(self, request: Request) -> None:
+        """Ask the engine whether it would take ``request``; raises its refusal."""
+
+    def _fetch(self) -> None:
+        """Read what the engine has; raises PacelineError where it does not answer."""
+        raise NotImplementedError
+
+    def _read(self, every_s: float | None = None) -> bool:
+        """Read what the engine has, at most every ``every_s``; return whether that is known."""
+        now_s = self._monotonic()
+        if now_s - self._read_s >= (every_s or self.poll_s):
+            self._read_s = now_s
+            try:
+                self._fetch()
+                self._is_known = True
+            except PacelineError as error:
+                log.warning("what %s has is unknown: %s", self.name, error)
+                self._problem = error.one_line()
+        return self._is_known
+
+    def _keep_reasons(self, waiting: Sequence[Request]) -> None:
+        """Forget the reasons of jobs that wait no longer."""
+        jobs = {each.job.job_id for each in waiting}
+        self._reasons = {key: why for key, why in self._reasons.items() if key in jobs}
+        if not self._is_known:
+            self._reasons |= dict.fromkeys(jobs, self._problem)
+
+    def _require_supported(self, request: Request) -> None:
+        """Raise InvalidInput for what a job asks for and this engine cannot be asked for."""
+        asked, is_one = request.job.spec.resources, nodes_of(request) == 1
+        given = {
+            "resources.memory_bytes": asked.memory_bytes,
+            "resources.capacity": asked.capacity,
+            "resources.within": asked.within != "fleet" and not (asked.within == "host" and is_one),
+            "priority": request.gang.priority > 0,
+        }
+        for field, value in given.items():
+            if value:
+                raise InvalidInput(
+                    f"{self.name} decides where and when jobs run here",
+                    got=field,
+                    wanted=self.instead[field],
+                    where=field,
+                )
+
+
 def engine_of(runtime: Runtime) -> Engine:
     """Return the engine that the profile names."""
     from paceline.jobs.engines import KubernetesEngine, OwnAdmission, SlurmEngine
@@ -91,27 +172,6 @@ def engine_of(runtime: Runtime) -> Engine:
 def nodes_of(request: Request) -> int:
     """Return how many whole nodes the gang needs."""
     return -(-request.gang.ranks // (request.ranks_per_node or 1))
-
-
-def require_supported(request: Request, engine: str, instead: Mapping[str, str]) -> None:
-    """Raise InvalidInput for what a job asks for and ``engine`` cannot be asked for: ``instead``
-    says what to use in its place, by field."""
-    asked, gang = request.job.spec.resources, request.gang
-    given = {
-        "resources.memory_bytes": asked.memory_bytes,
-        "resources.capacity": asked.capacity,
-        "resources.within": asked.within != "fleet"
-        and (asked.within, nodes_of(request)) != ("host", 1),
-        "priority": gang.priority > 0,
-    }
-    for field, value in given.items():
-        if value:
-            raise InvalidInput(
-                f"{engine} decides where and when jobs run here",
-                got=field,
-                wanted=instead.get(field, "a job without it"),
-                where=field,
-            )
 
 
 def placed_on(names: Sequence[str], request: Request, hosts: Mapping[str, Host]) -> Placement | str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +16,13 @@ from typing import Any
 
 from paceline.cluster import pod_group, run_command
 from paceline.config import Runtime
-from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
+from paceline.errors import InvalidInput, ServiceUnavailable
 from paceline.jobs.engines.contract import (
+    ForeignEngine,
     Request,
     Standing,
     nodes_of,
     placed_on,
-    require_supported,
 )
 from paceline.jobs.placement import Host
 from paceline.jobs.preemption import Reservation
@@ -32,7 +31,6 @@ from paceline.text import printable
 
 log = logging.getLogger(__name__)
 
-POLL_S = 3.0
 COMMAND_S = 10.0
 JOB_LABEL = "paceline.dev/job"
 REFUSED = ("invalid", "Invalid", "forbidden", "Forbidden", "denied")  # in kubectl's errors
@@ -45,33 +43,20 @@ INSTEAD = {
 Pods = Sequence[Mapping[str, Any]]
 
 
-class KubernetesEngine:
+class KubernetesEngine(ForeignEngine):
     """Applies, reads and deletes one group of pods for each training job."""
 
-    has_own_queue = True
+    name, instead = "Kubernetes", INSTEAD
 
     def __init__(self, runtime: Runtime, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._runtime, self._monotonic = runtime, monotonic
-        self._settings = runtime.profile.cluster.kubernetes
+        super().__init__(runtime, monotonic)
         self._pods: dict[str, Pods] = {}  # by training job
         self._waits: dict[str, str] = {}  # group → why Kueue has not admitted it
-        self._read_s = -math.inf
-        self._is_known = False
-        self._reasons: dict[str, str] = {}
-
-    def why_never(self, request: Request, hosts: Sequence[Host]) -> str:  # noqa: ARG002
-        """Return what the job asks for and Kubernetes cannot be asked for, or ""."""
-        try:
-            self._require_supported(request)
-        except InvalidInput as error:
-            return error.one_line()
-        return ""
 
     def submit(self, request: Request) -> None:
         """Apply the group of pods of a training job that has none."""
         job_id = request.job.job_id
-        self._read()
-        if not self._is_known or self._pods.get(job_id):
+        if not self._read() or self._pods.get(job_id):
             return
         self._require_supported(request)
         made = rendered(request, self._runtime)
@@ -93,9 +78,9 @@ class KubernetesEngine:
     ) -> Mapping[str, Standing]:
         """Return where each job stands, by the last answer; {} before the first one."""
         self._read()
+        self._keep_reasons(waiting)
         requests = {each.job.job_id: each for each in waiting}
         held = {each.gang.job_id: each for each in running}
-        self._reasons = {key: why for key, why in self._reasons.items() if key in requests}
         if not self._is_known:
             return {}
         alive, found = {each.name: each for each in hosts}, {}
@@ -112,10 +97,6 @@ class KubernetesEngine:
         gone = Standing(phase="taken", reason="its pods are gone")
         return dict.fromkeys(held.keys() - self._pods.keys(), gone) | found
 
-    def reasons(self) -> Mapping[str, str]:
-        """Return Kueue's or Kubernetes' reason for each job that waits."""
-        return self._reasons
-
     def cancel(self, job_id: str) -> None:
         """Delete the pods of a training job."""
         label = f"--selector={JOB_LABEL}={job_id}"
@@ -124,25 +105,12 @@ class KubernetesEngine:
         except (InvalidInput, ServiceUnavailable) as error:
             log.warning("the pods of %s are not deleted yet: %s", job_id, error)
 
-    def _require_supported(self, request: Request) -> None:
-        require_supported(request, "Kubernetes", INSTEAD)
-
-    def _read(self) -> None:
-        """Read the pods of jobs, and Kueue's workloads, at most every POLL_S."""
-        now_s = self._monotonic()
-        if now_s - self._read_s < POLL_S:
-            return
-        self._read_s = now_s
-        try:
-            items = self._items("pods", f"--selector={JOB_LABEL}")
-            workloads = self._items("workloads.kueue.x-k8s.io")
-        except PacelineError as error:
-            log.warning("the pods of jobs are unknown: %s", error)
-            return
+    def _fetch(self) -> None:
         pods = defaultdict(list)
-        for each in items:
+        for each in self._items("pods", f"--selector={JOB_LABEL}"):
             pods[each["metadata"]["labels"][JOB_LABEL]].append(each)
-        self._pods, self._waits, self._is_known = dict(pods), waits_of(workloads), True
+        self._waits = waits_of(self._items("workloads.kueue.x-k8s.io"))
+        self._pods = dict(pods)
 
     def _items(self, *words: str) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self._kubectl("get", *words, "--output=json"))[
@@ -151,7 +119,7 @@ class KubernetesEngine:
         return found
 
     def _kubectl(self, *words: str, sent: str = "") -> str:
-        namespace = f"--namespace={self._settings.namespace}"
+        namespace = f"--namespace={self._runtime.profile.cluster.kubernetes.namespace}"
         argv = ("kubectl", namespace, *words)
         code, out, err = run_command(
             *argv, sent=sent, timeout_s=COMMAND_S, environment="Kubernetes"

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from paceline.cluster import SlurmJob, batch_argv, run_command, sbatch, slurm_prefix, squeue
 from paceline.config import Runtime
-from paceline.errors import InvalidInput, PacelineError, TemporaryError
+from paceline.errors import TemporaryError
 from paceline.jobs.engines.contract import (
+    ForeignEngine,
     Request,
     Standing,
     nodes_of,
     placed_on,
-    require_supported,
 )
 from paceline.jobs.placement import Host
 from paceline.jobs.preemption import Reservation
@@ -29,7 +29,6 @@ from paceline.schemas import JobAllocation
 
 log = logging.getLogger(__name__)
 
-POLL_S = 3.0
 IDLE_POLL_S = 60.0  # with nothing requested and nothing held
 COMMAND_S = 10.0  # of one of Slurm's commands: the scheduler's thread waits for it
 RETRY_S = 30.0  # between two submissions for one training job
@@ -55,45 +54,30 @@ INSTEAD = {
 }
 
 
-class SlurmEngine:
+class SlurmEngine(ForeignEngine):
     """Requests, reads and cancels one Slurm job for each training job."""
 
-    has_own_queue = True
+    name, instead = "Slurm", INSTEAD
 
     def __init__(self, runtime: Runtime, monotonic: Callable[[], float] = time.monotonic) -> None:
-        self._runtime, self._monotonic = runtime, monotonic
+        super().__init__(runtime, monotonic)
         self._prefix = slurm_prefix(runtime)
         self._jobs: dict[str, SlurmJob] = {}  # by training job: the newest of its name
-        self._read_s = -math.inf
-        self._is_known = False  # Slurm has answered
-        self._problem = ""  # why its last answer is missing
         self._ran_s: dict[str, float] = {}  # Slurm job → since when it runs
         self._retry_s: dict[str, float] = {}  # training job → when it may be submitted again
-        self._reasons: dict[str, str] = {}
 
-    def why_never(self, request: Request, hosts: Sequence[Host]) -> str:  # noqa: ARG002
-        """Return Slurm's refusal of the request, or "" where it would take it, or is away."""
-        try:
-            require_supported(request, "Slurm", INSTEAD)
-            sbatch(self._argv(request, is_test=True), "resources", COMMAND_S)
-        except InvalidInput as error:
-            return error.one_line()
-        except PacelineError as error:
-            log.warning("Slurm is not asked whether it takes a job: %s", error)
-        return ""
+    def _test(self, request: Request) -> None:
+        sbatch(self._argv(request, is_test=True), "resources", COMMAND_S)
 
     def submit(self, request: Request) -> None:
         """Submit the Slurm job of a training job that has none."""
         job, now_s = request.job, self._monotonic()
-        self._read()
-        before = self._jobs.get(job.job_id)
-        if not self._is_known:
-            self._reasons[job.job_id] = self._problem
-        if not self._is_known or self._retry_s.get(job.job_id, 0.0) > now_s:
+        if not self._read() or self._retry_s.get(job.job_id, 0.0) > now_s:
             return
+        before = self._jobs.get(job.job_id)
         if before is not None and not needs_another(before, job.allocation):
             return
-        require_supported(request, "Slurm", INSTEAD)
+        self._require_supported(request)
         argv = self._argv(request)
         self._retry_s[job.job_id] = now_s + RETRY_S
         try:
@@ -113,8 +97,9 @@ class SlurmEngine:
     ) -> Mapping[str, Standing]:
         """Return where each job stands, by Slurm's last answer; {} before the first one."""
         wanted = {each.job.job_id for each in waiting} | {each.gang.job_id for each in running}
-        self._read(is_idle=not wanted and all(each.is_over for each in self._jobs.values()))
-        self._reasons = {key: why for key, why in self._reasons.items() if key in wanted}
+        idle = not wanted and all(each.is_over for each in self._jobs.values())
+        self._read(IDLE_POLL_S if idle else None)
+        self._keep_reasons(waiting)
         self._retry_s = {key: at for key, at in self._retry_s.items() if key in wanted}
         if not self._is_known:
             return {}
@@ -138,10 +123,6 @@ class SlurmEngine:
             self._reasons[job_id] = found[job_id].reason
         return found
 
-    def reasons(self) -> Mapping[str, str]:
-        """Return Slurm's reason for each job that waits, or why Slurm cannot be asked."""
-        return self._reasons
-
     def cancel(self, job_id: str) -> None:
         """Cancel the Slurm job of a training job."""
         if (job := self._jobs.get(job_id)) is None or job.is_over:
@@ -153,22 +134,10 @@ class SlurmEngine:
         log.info("%s releases Slurm job %s", job_id, job.job_id)
         self._jobs[job_id] = SlurmJob(job_id=job.job_id, name=job.name, state="COMPLETING")
 
-    def _read(self, *, is_idle: bool = False) -> None:
-        """Read this installation's jobs of Slurm, at most every POLL_S."""
-        now_s = self._monotonic()
-        if now_s - self._read_s < (IDLE_POLL_S if is_idle else POLL_S):
-            return
-        self._read_s = now_s
-        try:
-            jobs = squeue(timeout_s=COMMAND_S)
-        except PacelineError as error:
-            log.warning("the jobs in Slurm are unknown: %s", error)
-            self._problem = error.one_line()
-            return
-        self._is_known = True
-        self._jobs = newest(jobs, self._prefix)
+    def _fetch(self) -> None:
+        self._jobs = newest(squeue(timeout_s=COMMAND_S), self._prefix)
         runs = {each.job_id for each in self._jobs.values() if each.state == "RUNNING"}
-        self._ran_s = {each: self._ran_s.get(each, now_s) for each in runs}
+        self._ran_s = {each: self._ran_s.get(each, self._monotonic()) for each in runs}
 
     def _argv(self, request: Request, *, is_test: bool = False) -> list[str]:
         name = f"{self._prefix}{request.job.job_id}"
