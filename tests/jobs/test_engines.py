@@ -16,6 +16,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from paceline.client import job_spec
 from paceline.cluster import SlurmJob
 from paceline.config import Endpoints, Runtime, Secrets, load_profile, with_job_settings
 from paceline.errors import InvalidInput, InvalidProfile
@@ -33,6 +34,7 @@ from paceline.jobs import (
 )
 from paceline.jobs.engines import kubernetes, slurm  # their pure decisions
 from paceline.schemas import JobAllocation, JobState, SubmitJob, TrainingJob, digest_of
+from paceline.units import seconds
 from tests.jobs.test_scheduler import SNAPSHOT, Queue, worker
 
 S = JobState
@@ -192,6 +194,14 @@ def test_a_job_asks_for_its_gang_by_its_own_words_its_teams_or_the_profiles(
     assert words <= {*argv}
     assert {"--job-name=name", "--exclusive", "--requeue", "--export=NONE"} <= {*argv}
     assert sum(each.startswith("--partition") for each in argv) == 1
+
+
+def test_a_time_limit_is_typed_with_its_unit(runtime: Runtime) -> None:
+    """As `paceline jobs submit --time-limit 90m` makes the record."""
+    given = {"model_id": "tiny", "version": "1", "data_snapshot": SNAPSHOT}
+    spec = job_spec(given | {"resources": {"time_limit_s": seconds("90m")}})
+    asked = request(runtime, resources=spec.resources.model_dump())
+    assert "--time=90" in slurm.argv_of(asked, "name", runtime)
 
 
 @pytest.mark.parametrize(

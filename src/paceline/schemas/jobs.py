@@ -95,7 +95,9 @@ class Resources(Record):
     queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
         default="", exclude_if=lambda value: not value
     )
-    time_limit_s: int = Field(default=0, ge=0, le=366 * 86_400, exclude_if=lambda value: not value)
+    time_limit_s: float = Field(
+        default=0, ge=0, le=366 * 86_400, exclude_if=lambda value: not value
+    )
 
 
 class SubmitJob(Record):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -140,7 +141,7 @@ def rendered(request: Request, runtime: Runtime) -> list[dict[str, Any]]:
     group = f"{job.job_id}-{job.attempt + 1}"
     pods = pod_group(runtime, group, labels, nodes_of(request), queue)
     for each in pods if asked.time_limit_s else ():
-        each["spec"]["activeDeadlineSeconds"] = asked.time_limit_s
+        each["spec"]["activeDeadlineSeconds"] = math.ceil(asked.time_limit_s)
     if asked.accelerator:  # nodes say their GPU's kind by this label of NVIDIA's GPU operator
         for each in pods:
             each["spec"]["nodeSelector"] |= {"nvidia.com/gpu.product": asked.accelerator}
