@@ -90,7 +90,8 @@ def train_model(
     last checkpoint instead, with its settings but for what is given here.
 
     The queue of jobs starts it with its ``job_id``: then the nodes of its gang get the version
-    first. Started otherwise, it waits until the queue admits it.
+    first. Started otherwise, it waits until the queue admits it; where Slurm or Kubernetes admits
+    each job, its nodes get the version then.
 
     ``settings`` are settings of the profile for this training alone, such as
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
@@ -127,6 +128,8 @@ def train_model(
         if evaluate_on:
             require_judgeable(run, profile_of(run, given, continue_from, code_ref), snapshot_url)
         nest(run, link.sweep)
+        if run.runtime.profile.cluster.per_job:
+            link.admitted()  # no node is here before
         if link.hosts:
             here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
             distribute_model(model_id, version, target_workers=link.hosts, activate=False, **here)

@@ -60,6 +60,18 @@ def link_mbit(text: str | float) -> float:
     return float(match[1]) * (_PREFIX[bits[1]] / 1e6 if unit else 1.0)
 
 
+_TIMES = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+
+def seconds(text: str) -> float:
+    """Return a time such as 90s, 15m, 12h or 30d in seconds."""
+    try:
+        return float(text[:-1]) * _TIMES[text[-1:]]
+    except (KeyError, ValueError) as error:
+        wanted = "a number and s, m, h or d"
+        raise InvalidInput("not a duration", got=repr(text), wanted=wanted) from error
+
+
 def size(count: float) -> str:
     """Return a count of bytes with a decimal unit, such as 1.5 GB."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

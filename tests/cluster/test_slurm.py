@@ -55,7 +55,7 @@ def test_one_job_asks_for_all_nodes_and_a_cancelled_one_ends_the_command(
     runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = commands(
-        tmp_path, monkeypatch, sbatch="echo '7;site'", squeue="echo 'CANCELLED|None|n[1-2]'"
+        tmp_path, monkeypatch, sbatch="echo '7;site'", squeue="echo '7|CANCELLED|None|n[1-2]|x'"
     )
     with pytest.raises(Cancelled, match="job 7"):
         serve(runtime)

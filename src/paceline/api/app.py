@@ -36,7 +36,7 @@ from paceline.coordinator.stores import (
     open_coordination,
     open_progress,
 )
-from paceline.jobs import JobScheduler, JobTable
+from paceline.jobs import JobScheduler, JobTable, engine_of
 from paceline.registry import resolve_source
 
 REPLICA_ID = "coordinator"  # id of the only (or first) replica, and name of its log file
@@ -76,7 +76,9 @@ def create_app(
         duties=[
             lambda term: OutboxShipper(coordination, audit, term, keep_events=keep_events),
             *_flow_duties(runtime, coordinator),
-            lambda _term: JobScheduler(coordinator, jobs, flows, runtime.profile),
+            lambda _term: JobScheduler(
+                coordinator, jobs, flows, runtime.profile, engine_of(runtime)
+            ),
         ],
     )
     authenticator = Authenticator(runtime.secrets, lambda: coordinator.tokens)

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Header, Path as PathParameter, Query
 
 from paceline.api.flow_starter import ENDED, PrefectStarter
 from paceline.api.routes import COSTS, JOBS
-from paceline.config import PriceSettings, Profile, Runtime, with_job_settings
+from paceline.config import PriceSettings, Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
 from paceline.errors import (
     AccessDenied,
@@ -30,18 +30,18 @@ from paceline.errors import (
 )
 from paceline.jobs import (
     JobTable,
+    Request,
     budget_reason,
     changed,
+    engine_of,
     estimate_like,
     estimate_submitted,
     gang_of,
     hosts_of,
-    quotas_of,
     require_open,
     require_permitted,
     spent,
     training_costs,
-    why_never,
 )
 from paceline.registry import Registry
 from paceline.relay import allowed_source, fetch_allowed_manifest
@@ -307,7 +307,7 @@ def _add_changing(
                     do=f"`paceline jobs resume {job_id} --budget AMOUNT`, 0 for none.",
                 )
             if job.kind:  # it goes on with the kind of accelerator that it began on
-                _require_room(job, runtime.profile, coordinator)
+                _require_room(job, runtime, coordinator)
             return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
 
         return shown(change(job_id, make))
@@ -475,25 +475,37 @@ def _require_possible(job: TrainingJob, runtime: Runtime, coordinator: Coordinat
             got=spec.priority,
             wanted=f"at most {quota.max_priority}, jobs.quotas.{spec.team}.max_priority",
         )
-    _require_room(job, profile, coordinator)
+    _require_room(job, runtime, coordinator)
     continued = spec.continue_from
     if continued and not continued.startswith("job-"):
         raise InvalidInput("not a training's id", got=continued, wanted="job-…")
 
 
-def _require_room(job: TrainingJob, profile: Profile, coordinator: Coordinator) -> None:
-    """Raise InvalidInput for a job whose gang no state of this fleet could hold."""
+def _require_room(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) -> None:
+    """Raise InvalidInput for a job whose gang would never get nodes: of this fleet, or of Slurm."""
+    asked, profile = job.spec.resources, runtime.profile
+    if (asked.queue or asked.time_limit_s) and not profile.cluster.per_job:
+        raise InvalidInput(
+            "the installation's own queue has no partitions and no time limits",
+            got=f"queue {asked.queue!r}, time limit {asked.time_limit_s} s",
+            wanted="neither of them",
+            where="resources",
+            do="They are for jobs that Slurm or Kubernetes admits (cluster.slurm.per_job).",
+        )
     workers = coordinator.read(lambda state: state.fleet.workers())
     hosts = hosts_of(workers, profile.training)
     settings = with_job_settings(profile, job.spec.settings).training
     gang = gang_of(job, settings, hosts)
-    if never := why_never(hosts, gang, quotas_of(profile)):
+    request = Request(job=job, gang=gang, ranks_per_node=settings.ranks_per_node)
+    if never := engine_of(runtime).why_never(request, hosts):
         raise InvalidInput(
-            "no state of this fleet can hold this gang",
+            "this gang would never get its nodes",
             got=f"{gang.ranks} ranks",
             wanted=never,
             where="resources",
-            do="`paceline workers` shows what the nodes have.",
+            do="`paceline workers` shows what the nodes have, `sinfo` what Slurm has."
+            if profile.cluster.per_job
+            else "`paceline workers` shows what the nodes have.",
         )
 
 

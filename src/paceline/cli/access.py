@@ -57,22 +57,11 @@ from paceline.schemas import (
     TokenView,
 )
 from paceline.system import Endpoint, ensure_own_directory, write_private
+from paceline.units import seconds
 
 SCOPES = ("read", "deploy", "train", "approve", "ledger", "admin", "worker")
 Call = TypeVar("Call", bound=BaseModel)
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-
-
-def _seconds(text: str) -> float:
-    """Return a time such as 90s, 15m, 12h or 30d in seconds."""
-    try:
-        return float(text[:-1]) * UNITS[text[-1:]]
-    except (KeyError, ValueError) as error:
-        wanted = "a number and s, m, h or d"
-        raise InvalidInput("not a duration", got=repr(text), wanted=wanted) from error
-
-
-DURATION: dict[str, Any] = {"metavar": "DURATION", "callback": parsed(_seconds)}
+DURATION: dict[str, Any] = {"metavar": "DURATION", "callback": parsed(seconds)}
 
 
 @click.group()

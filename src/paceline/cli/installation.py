@@ -363,8 +363,9 @@ def cluster(state: Path | None, parts: tuple[str, ...]) -> int:
     """Run Dask's scheduler and the workers of [cluster] kind = "ssh" or "slurm", until SIGTERM.
 
     ssh: a worker on each host, which needs Paceline and a login without a password. slurm: a worker
-    on each node of one allocation, which is cancelled at the end. The TLS files and a join token
-    are copied to each node, and the worker starts its agent. A worker that ends is started again.
+    on each node of one allocation, which is cancelled at the end, or with per_job on those of each
+    allocation that the coordinator requests for a training job. The TLS files and a join token are
+    copied to each node, and the worker starts its agent. A worker that ends is started again.
 
     kubernetes: nothing is started here; --render prints what Kubernetes and the Dask operator run.
     """

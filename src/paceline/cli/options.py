@@ -35,7 +35,7 @@ from paceline.config import (
 from paceline.errors import InvalidInput, NotFound
 from paceline.schemas import Inventory, Resources
 from paceline.text import OneLine, shortened
-from paceline.units import link_mbit, size, size_bytes
+from paceline.units import link_mbit, seconds, size, size_bytes
 
 if TYPE_CHECKING:
     from paceline.storage import ObjectStore
@@ -86,6 +86,9 @@ def gang_options(command: F) -> F:
     @click.option("--within", type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
                   default="fleet", show_default=True,
                   help="What the gang must lie within.")  # fmt: skip
+    @click.option("--queue", help="Slurm's partition, or Kueue's LocalQueue, where these decide.")
+    @click.option("--time-limit", "time_limit_s", callback=parsed(seconds), metavar="TIME",
+                  help="After which Slurm or Kubernetes takes the nodes back: 12h.")  # fmt: skip
     @functools.wraps(command)
     def wrapped(**given: Any) -> Any:
         resources = {key: given.pop(key) for key in Resources.model_fields}

@@ -30,8 +30,16 @@ from .installation import start as start, status as status, stop as stop
 from .pinned_calls import Crew as Crew, Member as Member, call as call
 from .remote import (
     PARTS as PARTS,
+    SlurmJob as SlurmJob,
+    batch_argv as batch_argv,
+    pod_group as pod_group,
     render as render,
+    run_command as run_command,
+    sbatch as sbatch,
     serve_allocation as serve_allocation,
+    serve_job_allocations as serve_job_allocations,
+    slurm_prefix as slurm_prefix,
+    squeue as squeue,
 )
 from .service import Ready as Ready, ServiceSpec as ServiceSpec, StopReport as StopReport
 from .supervisor import LOCK_FILE as LOCK_FILE

@@ -27,7 +27,7 @@ from typing import Any
 from paceline.cluster.addresses import CONTROL_THREADS, labels_of, node_names
 from paceline.cluster.agents import WANTED_FILE
 from paceline.cluster.embedded import CLUSTER_FILE, TLS_DIRECTORY, port_of
-from paceline.cluster.remote import serve_allocation, serve_hosts
+from paceline.cluster.remote import serve_allocation, serve_hosts, serve_job_allocations
 from paceline.config import Runtime, ThisNode, load_runtime, read_certificate
 from paceline.errors import NotReady, ServiceUnavailable
 from paceline.system import write_private
@@ -118,8 +118,11 @@ async def serve(runtime: Runtime) -> None:
             await _serve_local(runtime)
         else:
             log.info("scheduler ready address=%s", scheduler.address)
-            is_slurm = runtime.profile.cluster.kind == "slurm"
-            await (serve_allocation if is_slurm else serve_hosts)(runtime, stop_event())
+            serving = serve_hosts
+            if runtime.profile.cluster.kind == "slurm":
+                per_job = runtime.profile.cluster.slurm.per_job
+                serving = serve_job_allocations if per_job else serve_allocation
+            await serving(runtime, stop_event())
     finally:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_DEADLINE_S):

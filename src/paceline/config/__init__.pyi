@@ -13,6 +13,7 @@ from .cluster import (
     ClusterSettings as ClusterSettings,
     HostSettings as HostSettings,
     KubernetesSettings as KubernetesSettings,
+    SlurmSettings as SlurmSettings,
 )
 from .loading import (
     load_profile as load_profile,

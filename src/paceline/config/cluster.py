@@ -25,9 +25,21 @@ class HostSettings(Settings):
     program: str = "paceline"  # where its PATH does not have it: the path
 
 
-class SlurmSettings(Settings):
-    """The allocation that `paceline cluster` asks Slurm for; "" leaves a choice to Slurm."""
+class SlurmTeam(Settings):
+    """What a team's training jobs ask Slurm for; "": as the profile says."""
 
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+
+
+class SlurmSettings(Settings):
+    """The allocations that are requested of Slurm; "" leaves a choice to Slurm."""
+
+    # false: `paceline cluster` requests one of cluster.nodes nodes, and training jobs share it;
+    # true: the coordinator requests one for each training job, and Slurm's queue is theirs.
+    per_job: bool = False
+    teams: dict[str, SlurmTeam] = {}  # of training jobs, with per_job
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -68,6 +80,10 @@ class KubernetesSettings(Settings):
     """What `paceline cluster --render` fills into the manifests of deployments/kubernetes."""
 
     namespace: DnsLabel = "paceline"
+    # Kueue's LocalQueue: each training job is a pod group of its own there; "": all share the
+    # workers of the DaskCluster.
+    queue: DnsName | Literal[""] = ""
+    queues: dict[str, DnsName] = {}  # of teams
     image: Image = ""  # of workers, scheduler, Prefect worker; required by kind = "kubernetes"
     agent_image: Image = ""  # "": image
     coordinator_image: Image = ""  # "": image
@@ -99,6 +115,7 @@ class ClusterSettings(Settings):
     # starts that scheduler and a worker on each of ``hosts``; slurm: it does so on each node of one
     # allocation of ``nodes`` whole nodes; kubernetes: Dask's operator starts the scheduler and a
     # worker on each of ``nodes`` nodes, by what `paceline cluster --render` prints.
+    # With slurm.per_job or kubernetes.queue each training job gets nodes of its own there.
     kind: Literal["local", "address", "ssh", "slurm", "kubernetes"] = "local"
     scheduler: Annotated[str, StringConstraints(pattern=r"^(tls://[^/]+:[0-9]+)?$")] = ""
     hosts: tuple[HostSettings, ...] = ()
@@ -112,3 +129,10 @@ class ClusterSettings(Settings):
     external_mbit: float | None = Field(default=None, gt=0)  # the origin's link; None: link_mbit
     oversubscription: float = Field(default=1.0, ge=1)  # of each rack's uplink
     node_memory_mb: int = Field(default=0, ge=0)  # 0: no limit
+
+    @property
+    def per_job(self) -> bool:
+        """Return whether each training job gets its nodes from Slurm or Kubernetes by itself."""
+        return bool(
+            {"slurm": self.slurm.per_job, "kubernetes": self.kubernetes.queue}.get(self.kind)
+        )

@@ -80,6 +80,13 @@ def load_profile(name_or_path: str, overrides: Mapping[str, object] | None = Non
             wanted="an image such as registry.example/paceline:0.1.0",
             where=path,
         )
+    if profile.cluster.per_job and not profile.training.ranks_per_node:
+        raise InvalidProfile(
+            "how many nodes a job needs is not known before it has them",
+            got="training.ranks_per_node = 0 where each job requests nodes of its own",
+            wanted="the ranks that each node runs, such as its number of accelerators",
+            where=path,
+        )
     for section, key in (("model", "base"), ("evaluation", "tasks")):
         its = getattr(profile, section)
         if (named := getattr(its, key)).startswith(("./", "../")):

@@ -156,7 +156,7 @@ def score_on_ranks(
     InvalidInput for more documents than a rank reports.
     """
     runtime = load_runtime(spec.state_dir)
-    store, cache_dir = ObjectStore.from_runtime(runtime), runtime.state_dir / "cache"
+    store, cache_dir = open_store(runtime), runtime.state_dir / "cache"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     tokenizer = tokenizer_of(snapshot, store)
     budget = spec.settings.held_out_bytes

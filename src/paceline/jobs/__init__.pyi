@@ -21,6 +21,15 @@ from .cost import (
     price_of as price_of,
 )
 from .data_purposes import require_permitted as require_permitted
+from .engines import (
+    Engine as Engine,
+    KubernetesEngine as KubernetesEngine,
+    OwnAdmission as OwnAdmission,
+    Request as Request,
+    SlurmEngine as SlurmEngine,
+    Standing as Standing,
+    engine_of as engine_of,
+)
 from .mesh_estimate import (
     DescribedModel as DescribedModel,
     accelerator_of as accelerator_of,
@@ -42,7 +51,6 @@ from .scheduler import (
     gang_of as gang_of,
     hosts_of as hosts_of,
     parameters_of as parameters_of,
-    quotas_of as quotas_of,
 )
 from .service_levels import JobTotals as JobTotals
 from .states import NEXT as NEXT, changed as changed, require_open as require_open

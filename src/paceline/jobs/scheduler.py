@@ -1,11 +1,11 @@
 """The scheduler of training jobs: a duty of the leader, on a thread of its own for one term.
 
-Every second it reads what flows reported and what Prefect says of them, admits gangs
-(``admission``), starts their flows, and ends those that are to pause, to yield or to be cancelled.
-A reservation is stored before its flow is started, and the next leader reads it: two gangs get the
-same host only where a coordinator of another installation lends it out, and then the nodes' own
-claims keep the second waiting. Prefect is a port (``FlowPort``): a server that is away delays
-starts and endings and changes nothing else.
+Every second it reads what flows reported and what Prefect says of them, has an engine (our own
+admission, Slurm or Kubernetes) admit gangs, starts their flows, and ends those that are to pause,
+to yield or to be cancelled. A reservation is stored before its flow is started, and the next leader
+reads it: two gangs get the same host only where a coordinator of another installation lends it out,
+and then the nodes' own claims keep the second waiting. Prefect is a port (``FlowPort``): a server
+that is away delays starts and endings and changes nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.errors import (
     TemporaryError,
     WorkerLost,
 )
-from paceline.jobs.admission import Quota, decide
+from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
 from paceline.jobs.placement import Gang, Host
 from paceline.jobs.preemption import Reservation
 from paceline.jobs.states import changed
@@ -81,16 +81,17 @@ class JobScheduler(RepeatedTask):
         table: JobTable,
         flows: FlowPort | None,
         profile: Profile,
+        engine: Engine | None = None,
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
         """``flows`` is None where the installation has no Prefect server: then only flows that
-        others start are admitted.
+        others start are admitted. ``engine`` is our own admission by default.
         """
         super().__init__("job-scheduler", LOOK_S, LAST_CALL_S)
         self._coordinator, self._table, self._flows = coordinator, table, flows
         self._profile, self._wall = profile, wall
-        self._quotas = quotas_of(profile)
+        self._engine = engine or OwnAdmission(profile)
         self._began_s = wall()
         self._settings: dict[str, TrainingSettings] = {}  # of each open job
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
@@ -98,7 +99,7 @@ class JobScheduler(RepeatedTask):
     def look(self) -> None:
         """Make one round: follow, admit, start, end."""
         jobs = self._table.open_jobs()
-        if not jobs:
+        if not jobs and not self._engine.has_own_queue:
             return
         self._follow([each for each in jobs if each.state.holds_hosts or each.adopted])
         self._for_each([each for each in jobs if each.spec.budget], self._keep_budget)
@@ -239,38 +240,80 @@ class JobScheduler(RepeatedTask):
                     waiting.append(job)
                 else:  # its result will be this job's, too
                     self._table.note(job.job_id, f"waiting for {other}, which trains the same")
-        if not waiting:
+        if not waiting and not self._engine.has_own_queue:
             return
         workers = self._coordinator.read(lambda state: state.fleet.workers())
         hosts = hosts_of(workers, self._profile.training)
         kept = {each.job_id for each in jobs if not each.state.is_final}
         self._settings = {key: value for key, value in self._settings.items() if key in kept}
-        gangs = [gang for each in waiting if (gang := self._gang_of(each, hosts)) is not None]
+        requests = [made for each in waiting if (made := self._request(each, hosts)) is not None]
         running = [
             self._reservation(each, gang)
             for each in jobs
             if each.state.holds_hosts and each.placement is not None
             if (gang := self._gang_of(each, hosts)) is not None
         ]
-        made = decide(hosts, gangs, running, self._quotas, self._wall())
+        standings = self._engine.status(hosts, requests, running, self._wall())
+        reasons = self._engine.reasons()
+        by_name = {each.name: each for each in hosts}
         for job in jobs:
-            if (placed := made.admitted.get(job.job_id)) is not None:
-                held = [each for each in hosts if each.name in placed.hosts]
-                placement = JobPlacement(
-                    hosts=dict(placed.hosts),
-                    slots={each.name: each.slots for each in held},
-                    level=placed.level,
-                    score=round(placed.score, 4),
-                )
-                usage, kind = begun(job, held, placed.hosts, self._wall()), held[0].kind
-                self._change(
-                    job, JobState.ADMITTED, "", placement=placement, usage=usage, kind=kind
-                )
-            elif (why := made.preempted.get(job.job_id)) is not None:
-                self._change(job, JobState.PAUSING, why, wanted="yield")
-            elif (why := made.reasons.get(job.job_id, "")) and why[:500] != job.reason:
+            if (found := standings.get(job.job_id)) is not None:
+                if found.allocation is not None and found.allocation != job.allocation:
+                    self._table.note(job.job_id, None, allocation=found.allocation)
+                self._stand(job, found, by_name)
+            now = self._table.job(job.job_id)
+            if now.state.waits and (why := reasons.get(job.job_id, "")[:500]) not in (
+                "",
+                now.reason,
+            ):
                 # The reason changes more often than the state: it is kept without an event.
-                self._table.note(job.job_id, why[:500])
+                self._table.note(job.job_id, why)
+        needed = {e.job_id for e in self._table.open_jobs() if e.state.waits or e.state.holds_hosts}
+        for job_id in standings.keys() - needed:
+            self._engine.cancel(job_id)
+
+    def _request(self, job: TrainingJob, hosts: Sequence[Host]) -> Request | None:
+        """Ask the engine for the gang of a waiting job; None for one that can have none."""
+        if (gang := self._gang_of(job, hosts)) is None:
+            return None
+        per_node = self._settings[job.job_id].ranks_per_node
+        request = Request(job=job, gang=gang, ranks_per_node=per_node)
+        try:
+            self._engine.submit(request)
+        except InvalidInput as error:
+            self._change(job, JobState.FAILED, error.one_line())
+            return None
+        return request
+
+    def _stand(self, job: TrainingJob, found: Standing, hosts: Mapping[str, Host]) -> None:
+        """Have a job become what its standing with the engine makes of it."""
+        holds = job.state in (JobState.ADMITTED, JobState.STARTING, JobState.RUNNING)
+        if job.state.waits and found.placement is not None:
+            placed = found.placement
+            held = [hosts[each] for each in placed.hosts]
+            # What an engine grants are whole nodes; of ours a small gang takes a share.
+            shared = not self._engine.has_own_queue
+            placement = JobPlacement(
+                hosts=dict(placed.hosts),
+                slots={each.name: each.slots for each in held} if shared else {},
+                level=placed.level,
+                score=round(placed.score, 4),
+            )
+            usage, kind = begun(job, held, placed.hosts, self._wall()), held[0].kind
+            self._change(job, JobState.ADMITTED, "", placement=placement, usage=usage, kind=kind)
+        elif job.state.waits and found.phase == "failed":
+            self._change(job, JobState.FAILED, found.reason)
+        elif found.phase == "cancelled" and (job.state.waits or holds):
+            running = holds and job.flow_run_id
+            state = JobState.CANCELLING if running else JobState.CANCELLED
+            self._change(job, state, found.reason, wanted="cancel")
+        elif found.phase == "taken" and holds and job.adopted:
+            self._lose(job, found.reason)
+        elif found.phase == "taken" and holds:
+            if job.flow_run_id:
+                self._change(job, JobState.PAUSING, found.reason, wanted="yield")
+            else:
+                self._change(job, JobState.PREEMPTED, found.reason, cause="preempted")
 
     def _gang_of(self, job: TrainingJob, hosts: Sequence[Host]) -> Gang | None:
         """Return what the job asks admission for. A waiting job whose settings the profile no
@@ -423,12 +466,6 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
     if spec.evaluate_on:
         given["evaluate_on"] = spec.evaluate_on
     return given
-
-
-def quotas_of(profile: Profile) -> dict[str, Quota]:
-    """Return the quotas of ``profile``'s teams."""
-    quotas = profile.jobs.quotas
-    return {team: Quota(slots=each.slots, borrow=each.borrow) for team, each in quotas.items()}
 
 
 def _is_passing(message: str) -> bool:

@@ -66,6 +66,8 @@ def changed(
         update["wanted"] = "run"
         if not job.state.waits:  # its flow run has ended; an adopted one that waits goes on
             update |= {"flow_run_id": None, "adopted": False}
+    if state is JobState.PAUSED:
+        update["allocation"] = None  # it is released: a later end of it says nothing of the job
     if state.is_final or state is JobState.NEEDS_REVIEW:
         update["ended_at"] = at
     return job.model_copy(update=update | fields)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from paceline.coordinator import Coordinator
 from paceline.errors import Conflict, NotFound
@@ -79,12 +80,14 @@ class JobTable:
             after = make(before)
             return before if after == before else self._save(after)
 
-    def note(self, job_id: str, reason: str) -> None:
-        """Show why a job still waits; not stored, because it changes from second to second."""
+    def note(self, job_id: str, reason: str | None, **fields: Any) -> None:
+        """Show why a job still waits; stored with its next change only, because it changes from
+        second to second. None: as it is."""
         with self._lock:
             job = self._known().get(job_id)
             if job is not None and not job.state.is_final:
-                self._jobs[job_id] = job.model_copy(update={"reason": reason})
+                made = fields if reason is None else {"reason": reason[:500], **fields}
+                self._jobs[job_id] = job.model_copy(update=made)
 
     def report(self, job_id: str, report: JobReport) -> TrainingJob:
         """Take a flow's report in; one of an earlier flow run of the job is left out.

@@ -153,6 +153,7 @@ from .jobs import (
     QUEUED_JOB_ID as QUEUED_JOB_ID,
     SWEEP as SWEEP,
     AdoptJob as AdoptJob,
+    JobAllocation as JobAllocation,
     JobChange as JobChange,
     JobCheckpoint as JobCheckpoint,
     JobList as JobList,

@@ -87,6 +87,14 @@ class Resources(Record):
     memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
     capacity: Literal["", "on-demand", "spot"] = ""  # "": any
     within: Literal["host", "domain", "rack", "zone", "fleet"] = "fleet"  # which it may not leave
+    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue ("": the team's,
+    # else the profile's), and after how long the nodes are taken back (0: the profile's).
+    queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
+        default="", exclude_if=is_empty
+    )
+    time_limit_s: float = Field(
+        default=0, ge=0, le=366 * 86_400, exclude_if=is_empty
+    )
 
 
 class SubmitJob(Record):
@@ -208,7 +216,7 @@ class JobReport(Record):
     error: Text = Field(default="", max_length=2000)
     review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
     # its ranks have saved and left the hosts; it waits to be admitted again
-    waits: bool = Field(default=False, exclude_if=lambda value: not value)
+    waits: bool = Field(default=False, exclude_if=is_empty)
 
 
 class JobPlacement(Record):
@@ -218,6 +226,15 @@ class JobPlacement(Record):
     slots: dict[Name, int] = {}  # host → slots that it has; a gang of few ranks shares them
     level: Text  # host, domain, rack, zone or fleet: the smallest that holds the gang
     score: float = 0.0
+
+
+class JobAllocation(Record):
+    """What Slurm or Kubernetes holds for a job: one Slurm job, or one group of pods."""
+
+    engine: Literal["slurm", "kubernetes"]
+    id: Text = Field(max_length=253)  # Slurm's job id, or the group's name
+    state: Text = Field(max_length=100)  # in the engine's words, such as PENDING
+    reason: Text = Field(default="", max_length=500)  # in the engine's words, such as Priority
 
 
 class JobUsage(Record):
@@ -258,9 +275,11 @@ class TrainingJob(Record):
     preemptions: int = Field(default=0, ge=0)
     adopted: bool = False  # its flow was started by someone else, and waits for admission itself
     # the adopted flow saves and waits again where it is preempted; one of an older release cannot
-    yields: bool = Field(default=False, exclude_if=lambda value: not value)
+    yields: bool = Field(default=False, exclude_if=is_empty)
     flow_run_id: str | None = None
     placement: JobPlacement | None = None
+    # the last one; None: the installation's own admission, or none is requested
+    allocation: JobAllocation | None = Field(default=None, exclude_if=is_none)
     kind: Text = Field(default="", max_length=100)  # of its accelerators: it resumes on the same
     report: JobReport | None = None  # the last one that was stored
     history: tuple[JobChange, ...] = ()

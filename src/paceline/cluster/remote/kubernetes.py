@@ -2,11 +2,13 @@
 
 The files of deployments/kubernetes are complete and hold defaults; ``render`` puts what the profile
 and the installation's addresses say in their place. It calls no cluster: the output is for
-``kubectl apply``. The Dask operator then starts the scheduler and the workers.
+``kubectl apply``. The Dask operator then starts the scheduler and the workers. ``pod_group`` are
+the same workers as pods of one training job, which Kueue admits together.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,44 @@ def render(runtime: Runtime, parts: Sequence[str]) -> str:
     return text
 
 
+def pod_group(
+    runtime: Runtime, group: str, labels: Mapping[str, str], nodes: int, queue: str
+) -> list[dict[str, Any]]:
+    """Return the pods of one group: a worker on each of ``nodes`` nodes, all or none, once Kueue's
+    LocalQueue ``queue`` admits them. They have ``labels``."""
+    import yaml
+
+    (cluster,) = yaml.safe_load_all((_directory() / "dask.yaml").read_text())
+    worker = _filled_in(runtime, cluster)["spec"]["worker"]
+    own = {"app.kubernetes.io/name": "paceline", **worker["metadata"]["labels"], **labels}
+    spec = worker["spec"]
+    # The DaskCluster's labels are the operator's; these pods keep off each other by their own.
+    apart = spec["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    apart[0]["labelSelector"]["matchLabels"] = dict(worker["metadata"]["labels"])
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": f"{group}-{number}",
+                "namespace": runtime.profile.cluster.kubernetes.namespace,
+                "labels": {
+                    **own,
+                    "kueue.x-k8s.io/queue-name": queue,
+                    "kueue.x-k8s.io/pod-group-name": group,
+                },
+                "annotations": {
+                    "kueue.x-k8s.io/pod-group-total-count": str(nodes),
+                    # a lost pod ends the group: the job asks for another one
+                    "kueue.x-k8s.io/retriable-in-group": "false",
+                },
+            },
+            "spec": copy.deepcopy(spec),
+        }
+        for number in range(nodes)
+    ]
+
+
 def _directory() -> Path:
     """Return where the manifests are: in the source tree, or in the wheel."""
     package = Path(__file__).resolve().parents[2]
@@ -64,7 +104,7 @@ def _filled_in(runtime: Runtime, document: dict[str, Any]) -> dict[str, Any]:
     made["metadata"]["namespace"] = settings.namespace
     spec = made["spec"]
     if made["kind"] == "DaskCluster":
-        spec["worker"]["replicas"] = cluster.nodes
+        spec["worker"]["replicas"] = 0 if cluster.per_job else cluster.nodes
         pod = spec["worker"]["spec"]
         pod["nodeSelector"] = dict(settings.node_selector)
         (container,) = pod["containers"]

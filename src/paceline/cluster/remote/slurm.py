@@ -1,10 +1,11 @@
-"""Workers on the nodes of one Slurm allocation: `[cluster] kind = "slurm"`.
+"""Workers on the nodes of Slurm allocations: `[cluster] kind = "slurm"`.
 
-Slurm decides when and where: one batch job holds all nodes together, and this only attaches a step
-for each node's worker to it. A job that Slurm requeues (a node failed, it was preempted) gets its
-workers again where it runs next; one whose time is up is followed by another. Needs ``sbatch``,
-``squeue``, ``sinfo``, ``scontrol``, ``srun`` and ``scancel`` of this machine, and no file that
-nodes share.
+Slurm decides when and where: a batch job holds its nodes together, and this only attaches a step
+for each node's worker to it. The job is one that this requests for all training jobs, or, with
+``per_job``, each of those that the coordinator requests for one training job. A job that Slurm
+requeues (a node failed, it was preempted) gets its workers again where it runs next. Needs
+``sbatch``, ``squeue``, ``sinfo``, ``scontrol``, ``srun`` and ``scancel`` of this machine, and no
+file that nodes share.
 """
 
 from __future__ import annotations
@@ -14,30 +15,27 @@ import contextlib
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from paceline.cluster.remote.commands import (
+    SlurmJob,
+    run_command,
+    sbatch,
+    slurm_prefix,
+    squeue,
+)
 from paceline.cluster.remote.workers import RemoteHost, keep_worker
-from paceline.config import Runtime
-from paceline.errors import Cancelled, InvalidInput, MissingTool, ServiceUnavailable
+from paceline.config import Runtime, SlurmSettings
+from paceline.errors import Cancelled, ServiceUnavailable
 from paceline.text import printable
 
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
-COMMAND_S = 60.0
 RETRY_S = 30.0  # between two tries to reach Slurm's controller
 HOLD = "exec sleep infinity"  # the batch script: it keeps the nodes until the job is cancelled
-OVER = {"BOOT_FAIL", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "PREEMPTED", "TIMEOUT", "GONE"}
-
-
-@dataclass(frozen=True)
-class JobView:
-    """What Slurm says of a job: state and reason in its words, and the nodes that it runs on."""
-
-    state: str  # "GONE": Slurm no longer has it
-    reason: str = ""
-    nodes: tuple[str, ...] = ()
+GONE = SlurmJob(state="GONE")  # Slurm no longer has it
+_Workers = dict[tuple[str, str], asyncio.Task[None]]  # by Slurm job and node
 
 
 async def serve_allocation(runtime: Runtime, stop: asyncio.Event) -> None:
@@ -47,34 +45,63 @@ async def serve_allocation(runtime: Runtime, stop: asyncio.Event) -> None:
     installed, ServiceUnavailable where it does not answer at the start, and Cancelled where
     a person cancels the job.
     """
-    name = job_name(runtime)
-    await _call("scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}")  # of a killed one
-    job = await _submit(runtime, name)
-    workers: dict[str, asyncio.Task[None]] = {}
+    name, run = job_name(runtime), asyncio.to_thread
+    # of a killed one
+    await run(run_command, "scancel", "--quiet", f"--name={name}", f"--user={os.getuid()}")
+    argv = submission(runtime, name)
+    where = "[cluster] nodes and [cluster.slurm] of the profile"
+    job = await run(sbatch, argv, where)
+    workers: _Workers = {}
     try:
-        seen = JobView("")
+        seen = SlurmJob()
         while not stop.is_set():
-            view = await _view(job, seen)
+            view = seen
+            with contextlib.suppress(ServiceUnavailable):
+                view = next(iter(await run(squeue, f"--jobs={job}")), GONE)
             if view.state == "CANCELLED":
                 raise Cancelled(
                     "the Slurm job was cancelled",
                     where=f"job {job}",
                     do="Start `paceline cluster` again when the nodes may be used.",
                 )
+            is_over = view.is_over or view is GONE
             if view != seen:
-                _report(job, view, "" if view.state == "RUNNING" else await _not_usable())
-                _attach(runtime, job, view.nodes, workers)
+                _report(job, view, "" if view.nodes else await run(_not_usable))
+                _attach(runtime, dict.fromkeys(view.nodes, job), workers)
                 seen = view
-            if view.state in OVER:
+            if is_over:
                 with contextlib.suppress(ServiceUnavailable):
-                    job = await _submit(runtime, name)
+                    job = await run(sbatch, argv, where)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), RETRY_S if view.state in OVER else POLL_S)
+                await asyncio.wait_for(stop.wait(), RETRY_S if is_over else POLL_S)
     finally:
-        for task in workers.values():
-            task.cancel()
-        await asyncio.gather(*workers.values(), return_exceptions=True)
-        await _call("scancel", "--quiet", job)
+        await _end(workers)
+        await run(run_command, "scancel", "--quiet", job)
+
+
+async def serve_job_allocations(runtime: Runtime, stop: asyncio.Event) -> None:
+    """Run a worker on each node of each allocation that the coordinator has requested for a
+    training job, until ``stop``. Allocations are the coordinator's: none is cancelled here.
+
+    Raises MissingTool where Slurm's commands are not installed.
+    """
+    prefix, workers = slurm_prefix(runtime), _Workers()
+    log.info("attaching workers to Slurm jobs named %s*", prefix)
+    try:
+        while not stop.is_set():
+            with contextlib.suppress(ServiceUnavailable):
+                jobs = await asyncio.to_thread(squeue)
+                wanted = {
+                    node: job.job_id
+                    for job in jobs
+                    if job.name.startswith(prefix)
+                    for node in job.nodes
+                }
+                _attach(runtime, wanted, workers)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), POLL_S)
+    finally:
+        await _end(workers)
 
 
 def job_name(runtime: Runtime) -> str:
@@ -85,7 +112,17 @@ def job_name(runtime: Runtime) -> str:
 
 def submission(runtime: Runtime, name: str) -> list[str]:
     """Return the argv that submits the job; it prints the job's id."""
-    cluster, slurm = runtime.profile.cluster, runtime.profile.cluster.slurm
+    slurm = runtime.profile.cluster.slurm
+    return batch_argv(name, runtime.profile.cluster.nodes, slurm, script=HOLD)
+
+
+def batch_argv(
+    name: str, nodes: int, slurm: SlurmSettings, *more: str, script: str, is_test: bool = False
+) -> list[str]:
+    """Return the argv that submits a job which holds ``nodes`` whole nodes while ``script`` runs.
+
+    ``more`` are options that go before those of the profile; with ``is_test`` Slurm only checks.
+    """
     chosen = {
         "partition": slurm.partition,
         "account": slurm.account,
@@ -93,12 +130,14 @@ def submission(runtime: Runtime, name: str) -> list[str]:
         "time": slurm.time_limit,
     }
     return [
-        *("sbatch", "--parsable", f"--job-name={name}", f"--nodes={cluster.nodes}"),
+        *("sbatch", "--parsable", f"--job-name={name}", f"--nodes={nodes}"),
         *("--ntasks-per-node=1", "--exclusive", "--requeue", "--output=/dev/null"),
         *("--export=NONE", "--chdir=/"),
         *(f"--{option}={value}" for option, value in chosen.items() if value),
+        *more,
         *slurm.options,
-        f"--wrap={HOLD}",
+        *(["--test-only"] if is_test else []),
+        f"--wrap={script}",
     ]
 
 
@@ -115,15 +154,17 @@ def shell_on(job: str, node: str) -> tuple[str, ...]:
     )
 
 
-def _attach(
-    runtime: Runtime, job: str, nodes: Sequence[str], workers: dict[str, asyncio.Task[None]]
-) -> None:
-    """Start workers on new nodes, and end those of nodes that the job no longer has."""
+def _attach(runtime: Runtime, wanted: Mapping[str, str], workers: _Workers) -> None:
+    """Start workers on new nodes, and end those of nodes that a job no longer has.
+
+    ``wanted`` is the Slurm job of each node.
+    """
     slurm = runtime.profile.cluster.slurm
-    for node in workers.keys() - set(nodes):
-        workers.pop(node).cancel()
-    for node in nodes:
-        if node not in workers:
+    for job, node in list(workers):
+        if wanted.get(node) != job:
+            workers.pop((job, node)).cancel()
+    for node, job in wanted.items():
+        if (job, node) not in workers:
             host = RemoteHost(
                 name=node,
                 shell=shell_on(job, node),
@@ -131,10 +172,16 @@ def _attach(
                 state=slurm.state,
                 program=slurm.program,
             )
-            workers[node] = asyncio.create_task(keep_worker(runtime, host))
+            workers[job, node] = asyncio.create_task(keep_worker(runtime, host))
 
 
-def _report(job: str, view: JobView, not_usable: str) -> None:
+async def _end(workers: _Workers) -> None:
+    for task in workers.values():
+        task.cancel()
+    await asyncio.gather(*workers.values(), return_exceptions=True)
+
+
+def _report(job: str, view: SlurmJob, not_usable: str) -> None:
     if view.state == "RUNNING":
         log.info("allocation job=%s nodes=%s", job, ",".join(view.nodes))
     elif view.state == "PENDING":
@@ -148,70 +195,8 @@ def _report(job: str, view: JobView, not_usable: str) -> None:
         )
 
 
-async def _not_usable() -> str:
+def _not_usable() -> str:
     """Return `` not_usable=NODE: REASON; …`` with the nodes that are down or drained, or ""."""
-    _, out, _ = await _call("sinfo", "--noheader", "--states=down,drain,fail", "--format=%N: %E")
+    _, out, _ = run_command("sinfo", "--noheader", "--states=down,drain,fail", "--format=%N: %E")
     lines = sorted(set(out.strip().splitlines()))
     return f" not_usable={printable('; '.join(lines), 300)}" if lines else ""
-
-
-async def _submit(runtime: Runtime, name: str) -> str:
-    """Submit the job and return its id; raises InvalidInput or ServiceUnavailable."""
-    argv = submission(runtime, name)
-    code, out, err = await _call(*argv)
-    if code == 0:
-        return out.strip().partition(";")[0]  # ID;CLUSTER
-    why = printable(err.strip().replace("sbatch: error: ", "").replace("\n", "; "), 300)
-    if "ontact" in why or "timed out" in why:  # slurmctld is away
-        raise ServiceUnavailable("Slurm does not answer", got=why, where="sbatch", do="`sinfo`?")
-    raise InvalidInput(
-        "Slurm refuses the allocation",
-        got=why,
-        wanted=" ".join(argv[3:-1]),
-        where="[cluster] nodes and [cluster.slurm] of the profile",
-        do="Compare them with `sinfo` and `sacctmgr show associations`.",
-    )
-
-
-async def _view(job: str, seen: JobView) -> JobView:
-    """Return the job's state; ``seen`` while Slurm does not answer."""
-    code, out, err = await _call(
-        "squeue", "--noheader", "--states=all", f"--jobs={job}", "-o%T|%r|%N"
-    )
-    if code:
-        return JobView("GONE", printable(err.strip(), 200)) if "Invalid job id" in err else seen
-    if not out.strip():
-        return JobView("GONE")
-    state, reason, nodes = out.strip().splitlines()[0].split("|")
-    if state != "RUNNING":
-        return JobView(state, reason)
-    if seen.state == state and seen.reason == nodes:
-        return seen
-    code, out, _ = await _call("scontrol", "show", "hostnames", nodes)
-    return JobView(state, nodes, tuple(out.split())) if code == 0 else seen
-
-
-async def _call(*argv: str) -> tuple[int, str, str]:
-    """Return exit code, output and errors of one of Slurm's commands; raises MissingTool."""
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-    except FileNotFoundError as error:
-        raise MissingTool(
-            "Slurm's commands are not on this machine",
-            got=argv[0],
-            wanted="sbatch, squeue, sinfo, scontrol, srun and scancel on the PATH",
-            do="Run `paceline cluster` on a login node, or install Slurm's client here.",
-        ) from error
-    try:
-        out, err = await asyncio.wait_for(process.communicate(), COMMAND_S)
-    except TimeoutError:
-        process.kill()
-        await process.wait()
-        return 1, "", f"{argv[0]} timed out"
-    assert process.returncode is not None
-    return process.returncode, out.decode(errors="replace"), err.decode(errors="replace")

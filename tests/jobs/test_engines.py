@@ -1,0 +1,673 @@
+"""Slurm and Kubernetes as engines: what is asked of them, and what their answers make of jobs.
+
+Their commands are scripts that answer as the real ones do. With a real slurmctld:
+tests/journeys/test_slurm_admits_each_job.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from paceline.client import job_spec
+from paceline.cluster import SlurmJob
+from paceline.config import Endpoints, Runtime, Secrets, load_profile, with_job_settings
+from paceline.errors import InvalidInput, InvalidProfile
+from paceline.jobs import (
+    Engine,
+    Host,
+    JobScheduler,
+    KubernetesEngine,
+    OwnAdmission,
+    Request,
+    SlurmEngine,
+    changed,
+    engine_of,
+    gang_of,
+)
+from paceline.jobs.engines import kubernetes, slurm  # their pure decisions
+from paceline.schemas import JobAllocation, JobState, SubmitJob, TrainingJob, digest_of
+from paceline.units import seconds
+from tests.jobs.test_scheduler import SNAPSHOT, Queue, worker
+
+S = JobState
+GOLDEN = Path(__file__).with_name("golden")
+SCHEDULER = "tls://control:8786"
+OVERRIDES = {
+    "slurm": {"cluster.slurm.per_job": "true"},
+    "kubernetes": {
+        "cluster.kubernetes.queue": "training",
+        "cluster.kubernetes.image": "registry.example/all:1",
+        "training.ranks_per_node": "2",
+    },
+}
+
+
+def runtime_of(kind: str, directory: Path, **more: str) -> Runtime:
+    profile = load_profile(kind, OVERRIDES[kind] | more)
+    return Runtime(
+        profile=profile,
+        state_dir=directory,
+        endpoints=Endpoints(scheduler_address=SCHEDULER),
+        secrets=Secrets(),
+    )
+
+
+def job(**spec: Any) -> TrainingJob:
+    made = SubmitJob.model_validate(
+        {"model_id": "acme/tiny", "version": "1", "data_snapshot": SNAPSHOT, **spec}
+    )
+    return TrainingJob(
+        job_id="tj-0123456789ab",
+        submission_id=digest_of(made.model_dump(mode="json")),
+        spec=made,
+        run_id="run-20261127-210000-000001",
+        state=S.QUEUED,
+        created_at=1.0,
+        updated_at=1.0,
+    )
+
+
+def request(runtime: Runtime, **spec: Any) -> Request:
+    asked = job(**spec)
+    settings = with_job_settings(runtime.profile, asked.spec.settings).training
+    gang = gang_of(asked, settings, [])
+    return Request(job=asked, gang=gang, ranks_per_node=settings.ranks_per_node)
+
+
+class Site:
+    """Commands of a cluster on the PATH: each adds its arguments to ``called``."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.directory = directory
+        (directory / "bin").mkdir()
+        monkeypatch.setenv("PATH", f"{directory / 'bin'}:/usr/bin:/bin")
+        for name in ("sbatch", "squeue", "scancel", "scontrol"):
+            self.says(name, "")
+
+    def says(self, name: str, script: str) -> None:
+        path = self.directory / "bin" / name
+        path.write_text(f'#!/bin/sh\necho {name} "$@" >> {self.directory}/called\n{script}\n')
+        path.chmod(0o755)
+
+    def called(self, name: str) -> list[str]:
+        path = self.directory / "called"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [each for each in lines if each.split()[0] == name]
+
+    def queue(self, *lines: str) -> None:
+        """What squeue prints; ``NAME`` stands for what comes before a job's id in names."""
+        text = "\n".join(lines).replace("NAME", f"paceline-slurm-{digest()}-")
+        (self.directory / "queue").write_text(text + "\n" if lines else "")
+        self.says("squeue", f"cat {self.directory}/queue")
+
+
+def digest() -> str:
+    import hashlib
+
+    return hashlib.sha256(SCHEDULER.encode()).hexdigest()[:8]
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    made = Site(tmp_path, monkeypatch)
+    made.says("sbatch", "echo 12")
+    made.queue()
+    return made
+
+
+@pytest.fixture
+def runtime(tmp_path: Path) -> Runtime:
+    return runtime_of("slurm", tmp_path)
+
+
+class SlurmQueue(Queue):
+    """Jobs that Slurm admits, on two CPU nodes of two ranks."""
+
+    def __init__(self, runtime: Runtime, site: Site) -> None:
+        self.site, self.runtime = site, runtime
+        self.clock = 0.0
+        super().__init__(worker("n1"), worker("n2"), profile=runtime.profile)
+
+    def lead(self) -> None:
+        super().lead()
+        self.scheduler = JobScheduler(
+            self.store,  # type: ignore[arg-type]
+            self.table,
+            self.flows,
+            self.profile,
+            SlurmEngine(self.runtime, lambda: self.clock),
+            wall=lambda: self.now,
+        )
+
+    def look(self, rounds: int = 1, seconds: float = 4.0) -> None:
+        for _ in range(rounds):
+            self.clock += seconds
+            super().look(1, seconds)
+
+    def slurm(self, job_id: str, state: str, reason: str = "None", nodes: str = "") -> None:
+        self.site.queue(f"12|{state}|{reason}|{nodes}|NAME{job_id}")
+
+    def runs(self, job_id: str) -> None:
+        self.slurm(job_id, "RUNNING", nodes="n1,n2")
+        self.look(6)
+        assert self.state(job_id) is S.STARTING
+
+
+@pytest.fixture
+def queue(runtime: Runtime, site: Site) -> SlurmQueue:
+    return SlurmQueue(runtime, site)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ({}, {"--nodes=2"}),
+        ({"resources": {"ranks": 5}}, {"--nodes=3"}),
+        ({"resources": {"ranks": 8, "ranks_per_node": 8}}, {"--nodes=1"}),
+        (
+            {"resources": {"accelerator": "a100", "queue": "gpu", "time_limit_s": 5400}},
+            {"--gres=gpu:a100:2", "--partition=gpu", "--time=90"},
+        ),
+        ({"team": "nlp"}, {"--partition=nlp", "--account=lab", "--qos=high"}),
+        ({"team": "nlp", "resources": {"queue": "gpu"}}, {"--partition=gpu", "--account=lab"}),
+        ({"priority": -7}, {"--nice=7"}),
+    ],
+)
+def test_a_job_asks_for_its_gang_by_its_own_words_its_teams_or_the_profiles(
+    tmp_path: Path, spec: dict[str, Any], words: set[str]
+) -> None:
+    teams = '{nlp = {partition = "nlp", account = "lab", qos = "high"}}'
+    runtime = runtime_of(
+        "slurm",
+        tmp_path,
+        **{"cluster.slurm.teams": teams, "cluster.slurm.partition": "train"},
+    )
+    argv = slurm.argv_of(request(runtime, **spec), "name", runtime)
+    assert words <= {*argv}
+    assert {"--job-name=name", "--exclusive", "--requeue", "--export=NONE"} <= {*argv}
+    assert sum(each.startswith("--partition") for each in argv) == 1
+
+
+def test_a_time_limit_is_typed_with_its_unit(runtime: Runtime) -> None:
+    """As `paceline jobs submit --time-limit 90m` makes the record."""
+    given = {"model_id": "tiny", "version": "1", "data_snapshot": SNAPSHOT}
+    spec = job_spec(given | {"resources": {"time_limit_s": seconds("90m")}})
+    asked = request(runtime, resources=spec.resources.model_dump())
+    assert "--time=90" in slurm.argv_of(asked, "name", runtime)
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        ({"priority": 1}, "priority"),
+        ({"resources": {"within": "rack"}}, "resources.within"),
+        ({"resources": {"within": "host"}}, "resources.within"),
+        ({"resources": {"memory_bytes": 8}}, "resources.memory_bytes"),
+        ({"resources": {"capacity": "spot"}}, "resources.capacity"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_what_an_engine_cannot_be_asked_for_is_refused(
+    tmp_path: Path, site: Site, kind: str, spec: dict[str, Any], field: str
+) -> None:
+    engine = engine_of(runtime_of(kind, tmp_path))
+    wide = {"ranks": 4} | spec.get("resources", {})
+    asked = request(runtime_of(kind, tmp_path), **(spec | {"resources": wide}))
+    assert f"got {field}" in engine.why_never(asked, [])
+    if kind == "slurm":
+        with pytest.raises(InvalidInput, match=field):
+            engine.submit(asked)
+    assert not site.called("sbatch")
+
+
+def test_one_host_can_be_asked_for_where_the_gang_fits_on_one(runtime: Runtime, site: Site) -> None:
+    asked = request(runtime, resources={"ranks": 2, "within": "host"})
+    assert SlurmEngine(runtime).why_never(asked, []) == ""
+    assert "--test-only" in site.called("sbatch")[0]
+
+
+def test_slurms_refusal_is_known_before_anything_is_queued(runtime: Runtime, site: Site) -> None:
+    said = "allocation failure: Requested node configuration is not available"
+    site.says("sbatch", f'echo "{said}" >&2; exit 1')
+    never = SlurmEngine(runtime).why_never(request(runtime), [])
+    assert "Requested node configuration is not available" in never
+    site.says("sbatch", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert SlurmEngine(runtime).why_never(request(runtime), []) == ""
+
+
+def test_a_profile_must_say_how_many_ranks_a_node_runs(tmp_path: Path) -> None:
+    with pytest.raises(InvalidProfile, match="ranks_per_node"):
+        runtime_of("slurm", tmp_path, **{"training.ranks_per_node": "0"})
+
+
+def test_the_engine_is_the_profiles(tmp_path: Path) -> None:
+    def kind(name: str, **more: str) -> type[Engine]:
+        return type(engine_of(runtime_of(name, tmp_path, **more)))
+
+    assert kind("slurm") is SlurmEngine
+    assert kind("kubernetes") is KubernetesEngine
+    assert kind("slurm", **{"cluster.slurm.per_job": "false"}) is OwnAdmission
+
+
+def test_a_job_waits_with_slurms_reason_runs_on_its_nodes_and_gives_them_back(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    assert len(site.called("sbatch")) == 1
+    for reason in ("Priority", "QOSMaxCpuPerUserLimit"):
+        queue.slurm(job_id, "PENDING", reason)
+        queue.look(2)
+        waits = queue.job(job_id)
+        assert (waits.state, waits.reason) == (S.QUEUED, f"Slurm job 12 is PENDING: {reason}")
+        assert waits.allocation == JobAllocation(
+            engine="slurm", id="12", state="PENDING", reason=reason
+        )
+    queue.runs(job_id)
+    placed = queue.job(job_id).placement
+    assert placed is not None and placed.hosts == {"n1": 2, "n2": 2}
+    queue.report(job_id, step=3, steps=10)
+    queue.look()
+    assert not site.called("scancel")
+    queue.ends(job_id, "COMPLETED")
+    queue.look(2)
+    assert queue.state(job_id) is S.SUCCEEDED
+    assert {*site.called("scancel")} == {"scancel --quiet 12"}
+    assert len(site.called("sbatch")) == 1
+
+
+def test_a_job_starts_once_every_node_has_a_worker(queue: SlurmQueue) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.store.workers = [worker("n1"), worker("n2").model_copy(update={"alive": False})]
+    queue.slurm(job_id, "RUNNING", nodes="n1,n2")
+    queue.look(10)
+    assert queue.state(job_id) is S.QUEUED
+    assert "waiting for the workers of n2" in queue.job(job_id).reason
+    queue.store.workers = [worker("n1"), worker("n2")]
+    queue.look()
+    assert queue.state(job_id) is S.STARTING
+
+
+def test_a_coordinator_that_died_after_sbatch_is_followed_without_a_second_allocation(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.slurm(job_id, "PENDING", "Resources")
+    queue.lead()
+    queue.look(2)
+    assert len(site.called("sbatch")) == 1
+    assert queue.job(job_id).allocation is not None
+
+
+def test_nothing_is_submitted_while_slurm_does_not_say_what_it_has(
+    queue: SlurmQueue, site: Site
+) -> None:
+    site.says("squeue", "echo 'slurm_load_jobs error' >&2; exit 1")
+    job_id = queue.submit(4)
+    queue.look(3)
+    assert not site.called("sbatch")
+    assert "Slurm does not answer" in queue.job(job_id).reason
+    site.queue()
+    queue.look(2)
+    assert len(site.called("sbatch")) == 1
+
+
+@pytest.mark.parametrize(
+    ("said", "state", "calls"),
+    [
+        ("Batch job submission failed: Invalid qos specification", S.FAILED, 1),
+        ("Unable to contact slurm controller (connect failure)", S.QUEUED, 2),
+        ("Job violates accounting/QOS policy (job submit limit, user's limits)", S.QUEUED, 2),
+    ],
+)
+def test_a_refusal_for_good_fails_the_job_and_another_is_tried_again(
+    queue: SlurmQueue, site: Site, said: str, state: JobState, calls: int
+) -> None:
+    site.says("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    job_id = queue.submit(4)
+    queue.look(2, seconds=20)
+    queue.look(1, seconds=20)
+    assert queue.state(job_id) is state
+    assert said in queue.job(job_id).reason
+    assert len(site.called("sbatch")) == calls
+
+
+def test_a_job_that_slurm_preempts_saves_waits_and_goes_on_in_the_same_slurm_job(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.runs(job_id)
+    queue.report(job_id, step=3, steps=10)
+    first = queue.flow_of(job_id)
+    queue.slurm(job_id, "COMPLETING", nodes="n1,n2")
+    queue.look()
+    assert queue.state(job_id) is S.RUNNING, "what it becomes is not said yet"
+    queue.slurm(job_id, "PENDING", "BeginTime")
+    queue.look()
+    assert queue.state(job_id) is S.PAUSING
+    assert queue.flows.runs[first] == "CANCELLING"
+    queue.ends(job_id, "CANCELLED")
+    queue.look(2)
+    waits = queue.job(job_id)
+    assert (waits.state, waits.preemptions, waits.losses) == (S.PREEMPTED, 1, 0)
+    assert waits.reason == "Slurm job 12 is PENDING: BeginTime"
+    queue.runs(job_id)
+    assert queue.flow_of(job_id) != first
+    assert (len(site.called("sbatch")), site.called("scancel")) == (1, [])
+
+
+@pytest.mark.parametrize("ended", ["TIMEOUT", "NODE_FAIL", "PREEMPTED"])
+def test_an_allocation_that_ended_without_the_jobs_doing_is_followed_by_another(
+    queue: SlurmQueue, site: Site, ended: str
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.runs(job_id)
+    queue.report(job_id, step=3, steps=10)
+    queue.slurm(job_id, ended)
+    queue.look()
+    assert queue.state(job_id) is S.PAUSING
+    queue.ends(job_id, "CANCELLED")
+    queue.look(2)
+    assert queue.state(job_id) is S.PREEMPTED
+    assert len(site.called("sbatch")) == 2
+
+
+@pytest.mark.parametrize("state", ["OUT_OF_MEMORY", "FAILED", "DEADLINE", "COMPLETED"])
+def test_an_allocation_that_slurm_ended_while_the_job_waited_fails_it(
+    queue: SlurmQueue, site: Site, state: str
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.slurm(job_id, state, "NonZeroExitCode")
+    queue.look(2)
+    assert queue.state(job_id) is S.FAILED
+    assert f"Slurm job 12 is {state}: NonZeroExitCode" in queue.job(job_id).reason
+    assert ("paceline cluster" in queue.job(job_id).reason) == (state == "COMPLETED")
+    assert len(site.called("sbatch")) == 1
+
+
+def test_scancel_cancels_the_job_and_a_pause_does_not_look_like_it(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.runs(job_id)
+    queue.report(job_id, step=3, steps=10)
+    queue.look()
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.look()
+    queue.ends(job_id, "CANCELLED")
+    queue.look()
+    assert (queue.state(job_id), site.called("scancel")) == (S.PAUSED, ["scancel --quiet 12"])
+    queue.table.change(job_id, lambda now: changed(now, S.QUEUED, queue.now, "resumed"))
+    queue.slurm(job_id, "COMPLETING")
+    queue.look()
+    queue.slurm(job_id, "CANCELLED")
+    site.says("sbatch", "echo 13")
+    queue.look(2)
+    assert (queue.state(job_id), len(site.called("sbatch"))) == (S.QUEUED, 2)
+    old = f"12|CANCELLED|None||NAME{job_id}"
+    site.queue(old, f"13|PENDING|Priority||NAME{job_id}")
+    queue.look(2)
+    assert queue.job(job_id).reason == "Slurm job 13 is PENDING: Priority"
+    site.queue(old, f"13|CANCELLED|None||NAME{job_id}")
+    queue.look(2)
+    assert (queue.state(job_id), len(site.called("sbatch"))) == (S.CANCELLED, 2)
+
+
+def test_a_lost_flow_starts_again_in_the_allocation_and_a_cancel_frees_it(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.runs(job_id)
+    queue.ends(job_id, "CRASHED", "its process was killed")
+    queue.look(2)
+    assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 1)
+    assert (len(site.called("sbatch")), site.called("scancel")) == (1, [])
+    queue.ask(job_id, "cancel", S.CANCELLING)
+    queue.look()
+    queue.ends(job_id, "CANCELLED")
+    site.says("scancel", "exit 1")
+    queue.look(2)
+    site.says("scancel", "")
+    queue.look(1)
+    assert len(site.called("scancel")) >= 2, "again until Slurm has done it"
+    assert queue.state(job_id) is S.CANCELLED
+
+
+def test_an_allocation_without_a_job_is_released_and_other_peoples_are_left_alone(
+    queue: SlurmQueue, site: Site
+) -> None:
+    site.queue(
+        "3|RUNNING|None|n1|NAMEtj-ffffffffffff",
+        "4|RUNNING|None|n2|paceline-slurm-00000000-tj-ffffffffffff",
+        "5|RUNNING|None|n2|train.sh",
+    )
+    queue.look(1, seconds=61)
+    queue.look(1, seconds=61)
+    assert {*site.called("scancel")} == {"scancel --quiet 3"}
+
+
+def test_nodes_that_cannot_hold_the_gang_fail_the_job_and_go_back(
+    queue: SlurmQueue, site: Site
+) -> None:
+    queue.store.workers = [worker("n1", gpus=1), worker("n2", gpus=1)]
+    job_id = queue.submit(4)
+    queue.look()
+    queue.slurm(job_id, "RUNNING", nodes="n1,n2")
+    queue.look(7)
+    assert queue.state(job_id) is S.FAILED
+    assert "n1, n2 cannot hold it" in queue.job(job_id).reason
+    assert {*site.called("scancel")} == {"scancel --quiet 12"}
+
+
+def test_a_person_s_training_fails_when_slurm_takes_its_nodes(queue: SlurmQueue) -> None:
+    """Its flow was started outside of the queue; it is started again there."""
+    spec = SubmitJob(model_id="acme/tiny", version="1", data_snapshot=SNAPSHOT)
+    made = queue.add(spec, adopted=True, flow_run_id="mine", attempt=1)
+    queue.flows.runs["mine"] = "RUNNING"
+    queue.look()
+    queue.slurm(made.job_id, "RUNNING", nodes="n1,n2")
+    for _ in range(8):
+        queue.report(made.job_id, step=1, steps=9)
+        queue.look()
+    assert queue.state(made.job_id) is S.RUNNING
+    queue.slurm(made.job_id, "PENDING", "Priority")
+    queue.look()
+    assert queue.state(made.job_id) is S.FAILED
+    assert "start it again" in queue.job(made.job_id).reason
+
+
+@pytest.mark.parametrize(
+    ("state", "waits", "phase"),
+    [
+        ("PENDING", True, "waiting"), ("CONFIGURING", True, "waiting"),
+        ("REQUEUE_HOLD", True, "waiting"), ("SUSPENDED", True, "waiting"),
+        ("RUNNING", True, "granted"), ("CANCELLED", True, "cancelled"), ("FAILED", True, "failed"),
+        ("RUNNING", False, "granted"), ("COMPLETING", False, "granted"),
+        ("SUSPENDED", False, "taken"), ("REQUEUED", False, "taken"), ("TIMEOUT", False, "taken"),
+        ("OUT_OF_MEMORY", False, "taken"), ("CANCELLED", False, "cancelled"),
+    ],
+)  # fmt: skip
+def test_each_state_of_slurm_means_one_thing(
+    runtime: Runtime, state: str, waits: bool, phase: str
+) -> None:
+    nodes = ("n1", "n2") if state in ("RUNNING", "COMPLETING") else ()
+    view = SlurmJob(job_id="7", name="x", state=state, nodes=nodes)
+    hosts = {each: Host(name=each, slots=1) for each in ("n1", "n2")}
+    if waits:
+        found = slurm.standing(view, request(runtime), hosts, has_settled=True)
+    else:
+        found = slurm.held_standing(view, {"n1": 2, "n2": 2})
+    assert found.phase == phase
+
+
+def test_a_job_that_moved_to_other_nodes_between_two_looks_was_taken() -> None:
+    moved = SlurmJob(job_id="7", state="RUNNING", nodes=("n2", "n3"))
+    assert slurm.held_standing(moved, {"n1": 2, "n2": 2}).phase == "taken"
+
+
+@pytest.mark.parametrize(
+    ("steps", "minutes"),
+    [
+        (["1.0"] * 3 + [""] * 99, 13),  # steps for three minutes, then none for ten
+        ([""] * 99, 10),
+        (["1.batch"] * 99, 10),
+        (["fail"] * 30 + [""] * 99, 40),  # Slurm's silence says nothing of steps
+    ],
+)
+def test_an_allocation_without_workers_ends_by_itself(
+    tmp_path: Path, steps: list[str], minutes: int
+) -> None:
+    (tmp_path / "steps").write_text("\n".join(steps) + "\n")
+    scripts = {
+        "sleep": "echo x >> slept",
+        "squeue": 'l=$(head -1 steps); sed -i 1d steps; [ "$l" = fail ] && exit 1; echo "$l"',
+    }
+    for name, script in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "1"}
+    subprocess.run(["sh", "-c", slurm.HOLD], check=True, cwd=tmp_path, env=env, timeout=60)
+    assert len((tmp_path / "slept").read_text().splitlines()) == minutes
+
+
+# -- Kubernetes: not run on a cluster
+
+
+def pods(runtime: Runtime, asked: Request, phase: str, *nodes: str) -> list[dict[str, Any]]:
+    made = kubernetes.rendered(asked, runtime)
+    for each, node in zip(made, nodes or [""] * len(made), strict=True):
+        each["status"] = {"phase": phase}
+        if node:
+            each["spec"]["nodeName"] = node
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("pod-group", {}),
+        (
+            "pod-group-of-a-team",
+            {
+                "team": "nlp",
+                "resources": {
+                    "ranks": 2,
+                    "accelerator": "NVIDIA-H100-80GB-HBM3",
+                    "time_limit_s": 3600,
+                },
+            },
+        ),
+    ],
+)
+def test_a_job_is_one_group_of_pods(tmp_path: Path, name: str, spec: dict[str, Any]) -> None:
+    queues = {"cluster.kubernetes.queues": '{nlp = "of-nlp"}'}
+    runtime = runtime_of("kubernetes", tmp_path, **queues)
+    asked = request(runtime, **({"resources": {"ranks": 4}} | spec))
+    made = kubernetes.rendered(asked, runtime)
+    text = json.dumps(made, indent=1, sort_keys=True) + "\n"
+    golden = GOLDEN / f"{name}.json"
+    if "PACELINE_WRITE_GOLDEN" in os.environ:
+        golden.write_text(text)
+    assert text == golden.read_text()
+    for version in ("1.29", "1.37"):
+        for each in made:
+            kubernetes_validate.validate(each, version, strict=True)
+    for each in made:
+        group = each["metadata"]["labels"]["kueue.x-k8s.io/pod-group-name"]
+        assert group == f"{asked.job.job_id}-1"
+        count = each["metadata"]["annotations"]["kueue.x-k8s.io/pod-group-total-count"]
+        assert count == str(len(made))
+        (apart, _) = each["spec"]["affinity"]["podAntiAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]
+        assert (
+            apart["labelSelector"]["matchLabels"].items() <= each["metadata"]["labels"].items()
+        ), "no two on one node"
+
+
+def test_a_group_waits_with_kueues_reason_runs_and_is_evicted(tmp_path: Path) -> None:
+    runtime = runtime_of("kubernetes", tmp_path)
+    asked = request(runtime, resources={"ranks": 4})
+    group = f"{asked.job.job_id}-1"
+    hosts = {each: Host(name=each, slots=1) for each in ("n1", "n2")}
+    said = "insufficient unused quota for nvidia.com/gpu in flavor h100"
+    conditions = [{"type": "QuotaReserved", "status": "False", "message": said}]
+    waits = kubernetes.waits_of(
+        [{"metadata": {"name": group}, "status": {"conditions": conditions}}]
+    )
+    found = kubernetes.standing(pods(runtime, asked, "Pending"), asked, hosts, waits)
+    assert (found.phase, found.reason) == ("waiting", f"pod group {group} is Pending: {said}")
+    assert found.allocation is not None and found.allocation.reason == said
+    running = pods(runtime, asked, "Running", "n1", "n2")
+    granted = kubernetes.standing(running, asked, hosts, {})
+    assert granted.placement is not None and granted.placement.hosts == {"n1": 2, "n2": 2}
+    away = kubernetes.standing(running, asked, {"n1": hosts["n1"]}, {})
+    assert (away.phase, away.placement) == ("waiting", None)
+    assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "granted"
+    running[0]["metadata"]["deletionTimestamp"] = "2026-11-27T21:00:00Z"
+    assert kubernetes.held_standing(running, {"n1": 2, "n2": 2}).phase == "taken"
+
+
+KUBECTL = """#!/usr/bin/env python3
+import json, pathlib, sys
+here = pathlib.Path(__file__).parents[1]
+with (here / "called").open("a") as file: print("kubectl", *sys.argv[1:], file=file)
+kept, words = here / "pods.json", sys.argv[2:]
+items = json.loads(kept.read_text()) if kept.exists() else []
+if words[0] == "apply":
+    kept.write_text(json.dumps(items + json.load(sys.stdin)["items"]))
+elif words[0] == "delete":
+    kept.write_text("[]")
+else:
+    print(json.dumps({"items": items if words[1] == "pods" else []}))
+"""
+
+
+def test_the_port_applies_reads_and_deletes_a_group_once(tmp_path: Path, site: Site) -> None:
+    site.says("kubectl", "")
+    (tmp_path / "bin" / "kubectl").write_text(KUBECTL)
+    runtime, clock = runtime_of("kubernetes", tmp_path), [0.0]
+
+    def tick() -> float:
+        clock[0] += 4.0
+        return clock[0]
+
+    engine: Engine = KubernetesEngine(runtime, tick)
+    asked = request(runtime, resources={"ranks": 4})
+    job_id = asked.job.job_id
+    for _ in range(3):
+        engine.submit(asked)
+        assert engine.status([], [asked], [], 0.0)[job_id].phase == "waiting"
+    assert "Pending" in engine.reasons()[job_id]
+    assert sum(" apply " in each for each in site.called("kubectl")) == 1
+    assert engine.status([], [], [], 0.0).keys() == {job_id}, "no job needs it: to be cancelled"
+    engine.cancel(job_id)
+    assert engine.status([], [], [], 0.0) == {}
+
+
+def test_our_own_admission_is_the_same_port(tmp_path: Path) -> None:
+    engine: Engine = OwnAdmission(load_profile("ci"))
+    asked = request(runtime_of("slurm", tmp_path), resources={"ranks": 4})
+    large = [Host(name=each, slots=2) for each in ("n1", "n2")]
+    small = large[:1]
+    assert "at most 2 are there" in engine.why_never(asked, small)
+    engine.submit(asked)
+    assert engine.status(small, [asked], [], 0.0) == {}
+    assert "4" in engine.reasons()[asked.job.job_id]
+    found: Callable[..., Any] = engine.status
+    assert found(large, [asked], [], 0.0)[asked.job.job_id].phase == "granted"
