@@ -33,7 +33,7 @@ from paceline.config import (
     toml_value,
 )
 from paceline.errors import InvalidInput, NotFound
-from paceline.schemas import Inventory, Resources
+from paceline.schemas import JOB_ID, Inventory, Resources, is_run_id
 from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, size, size_bytes
 
@@ -120,6 +120,23 @@ def whole_deployment_id(client: CoordinatorClient, given: str) -> str:
     if DEPLOYMENT_ID.fullmatch(given):
         return given
     return one_of("deployment", given, [each.deployment_id for each in client.deployments()])
+
+
+def whole_job_id(client: CoordinatorClient, given: str) -> str:
+    """Return the job id that ``given`` is or begins."""
+    if re.fullmatch(JOB_ID, given):
+        return given
+    return one_of("job", given, [each.job_id for each in client.jobs(limit=500).jobs])
+
+
+def whole_run_id(runtime: Runtime, given: str) -> str:
+    """Return the run id that ``given`` is or begins; with a login, which reaches no list of runs,
+    ``given`` itself."""
+    if is_run_id(given) or runtime.is_login:
+        return given
+    from paceline.registry import Registry
+
+    return one_of("run", given, Registry.from_runtime(runtime).pages_of_runs(given))
 
 
 def again(run_id: str) -> str:
@@ -327,5 +344,12 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
     return callback
 
 
+def _kibibyte_at_least(text: str) -> int:
+    if (found := size_bytes(text)) < 1024:
+        raise InvalidInput("too small", got=repr(text), wanted="1KiB at least")
+    return found
+
+
 SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(size_bytes)}
+DATA_SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(_kibibyte_at_least)}
 LINK: dict[str, Any] = {"metavar": "SPEED", "callback": parsed(link_mbit)}
