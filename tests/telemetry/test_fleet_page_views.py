@@ -419,7 +419,8 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
 
 def end(client: CoordinatorClient, job: TrainingJob, state: JobState, **fields: Any) -> None:
     """Report that the flow of ``job`` has ended, until the job is in ``state``."""
-    report = JobReport(flow_run_id=FLOW, at=0, training_id="job-1", step=1, steps=3, **fields)
+    told = {"flow_run_id": FLOW, "at": 0, "training_id": "job-1", "step": 1, "steps": 300} | fields
+    report = JobReport.model_validate(told)
 
     def ended() -> bool:
         client.report_job(job.job_id, report)

@@ -23,8 +23,6 @@ import click
 from click.core import ParameterSource
 from pydantic import BaseModel
 
-from paceline.client import CoordinatorClient
-from paceline.cluster import Ready, ServiceSpec
 from paceline.config import (
     Profile,
     Runtime,
@@ -38,6 +36,8 @@ from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, size, size_bytes
 
 if TYPE_CHECKING:
+    from paceline.client import CoordinatorClient
+    from paceline.cluster import ServiceSpec
     from paceline.storage import ObjectStore
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -298,6 +298,8 @@ def say_only_defects() -> None:
 
 def extra_services(state_dir: Path) -> list[ServiceSpec]:
     """Return the one-shot service that registers prefect.yaml; readiness does not wait for it."""
+    from paceline.cluster import Ready, ServiceSpec
+
     return [
         ServiceSpec(
             name="prefect-deployments",

@@ -17,7 +17,7 @@ function resolve(schema, all, depth) {
   const name = schema.$ref?.split("/").pop();
   if (name) return depth > 2 ? name : resolve(all[name], all, depth + 1);
   if (schema.items) return [resolve(schema.items, all, depth + 1)];
-  if (schema.anyOf) return schema.anyOf.map(each => resolve(each, all, 9)).join(" | ");
+  if (schema.anyOf) return [...new Set(schema.anyOf.map(each => resolve(each, all, 9)))].join(" | ");
   if (schema.properties && depth < 4) {
     const shown = {};
     for (const [name, value] of Object.entries(schema.properties)) {
