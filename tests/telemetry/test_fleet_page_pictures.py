@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,21 @@ import pytest
 
 from paceline.client import CoordinatorClient
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
-from paceline.errors import TemporaryError
 from paceline.manifest import build_manifest, write_manifest
-from paceline.schemas import JobReport, JobState
+from paceline.schemas import JobState
 from tests.api.conftest import PATIENT, Served
 from tests.support.browser import chromium, click, keep, resize, see
 from tests.support.stack import environment, wait_until
 from tests.support.web import serving
-from tests.telemetry.test_fleet_page_views import FLOW, Services, adopt, creation, end, run
+from tests.telemetry.test_fleet_page_views import (
+    FLOW,
+    Services,
+    adopt,
+    creation,
+    end,
+    reporting,
+    run,
+)
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 
@@ -103,28 +109,6 @@ def site(tmp_path: Path) -> Iterator[tuple[Served, str]]:
         stack.enter_context(reporting(client, late.job_id, job.job_id))
         deploy(client, tmp_path, "2")
         yield server, job.job_id
-
-
-@contextmanager
-def reporting(client: CoordinatorClient, *job_ids: str) -> Iterator[None]:
-    """Repeat the newest report of jobs within the ``with``: a silent flow counts as lost."""
-    over = threading.Event()
-
-    def report() -> None:
-        while not over.wait(3):
-            for job_id in job_ids:
-                with suppress(TemporaryError):  # as a flow does, which reports again
-                    job = client.job(job_id).job
-                    first = JobReport(flow_run_id=job.flow_run_id or "", at=0)
-                    client.report_job(job_id, job.report or first)
-
-    thread = threading.Thread(target=report)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def deploy(client: CoordinatorClient, below: Path, version: str) -> str:

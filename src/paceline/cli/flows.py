@@ -340,7 +340,7 @@ def evaluate(call: FlowCall, model_id: str, base_version: str, trained: str, sna
 
     The training is found by its digest in what the installation recorded.
     """
-    digest = _digest_of(call, trained, "training_digest", "train")
+    digest = _digest_of(trained, "training_digest", "train", call.state)
     return call.run(
         "evaluate.evaluate_model",
         model_id=model_id,
@@ -372,8 +372,10 @@ def promote(
     The report is found by its digest in what the installation's evaluations recorded: of a file
     nothing is read but the digest that it names.
     """
-    digest = _digest_of(call, report, "report_digest", "evaluate")
-    training = None if trained is None else _digest_of(call, trained, "training_digest", "train")
+    digest = _digest_of(report, "report_digest", "evaluate", call.state)
+    training = (
+        None if trained is None else _digest_of(trained, "training_digest", "train", call.state)
+    )
     return call.run(
         "promote.promote_model",
         model_id=model_id,
@@ -505,16 +507,16 @@ def _roll_back(call: FlowCall, model_id: str) -> int:
     return call.run("rollback.rollback_model", model_id=model_id)
 
 
-def _digest_of(call: FlowCall, given: str, field: str, command: str) -> str:
+def _digest_of(given: str, field: str, command: str, state: Path | None = None) -> str:
     """Return ``given`` where it is a digest, or the id of the run or job that it begins; else
     ``field`` of the JSON file with that name."""
     if not Path(given).exists():
         if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", given):
             return given
         if given.startswith("run-"):
-            return whole_run_id(find_installation(call.state), given)
+            return whole_run_id(find_installation(state), given)
         if given.startswith("tj-"):
-            return whole_job_id(CoordinatorClient.of(find_installation(call.state)), given)
+            return whole_job_id(CoordinatorClient.of(find_installation(state)), given)
     try:
         with click.open_file(given) as file:
             value = json.load(file)
