@@ -274,9 +274,9 @@ def test_a_token_that_lost_its_scope_is_refused_in_the_dialog(platform: Served) 
     access = AccessClient(platform.url, platform.runtime.secrets.coordinator_token)
     given = access.create_token(CreateToken(name="ann", scopes=(Scope.DEPLOY,)))
     with beating(agents, manifest), opened(platform, token=given.token) as browser:
-        see(browser, "//main//button[text()='Activate']", 60)
-        access.revoke_token(given.token_id)
-        confirm(browser, "Activate")
+        see(browser, "//main//button[text()='Activate']", 60).send_keys(Keys.ENTER)
+        access.revoke_token(given.record.token_id)
+        click(browser, "//button[@id='sure-yes']")
         see(browser, "//*[@id='sure-error' and contains(., 'token')]")
         with pytest.raises(NotFound):  # nothing was switched
             client.switch(made)
