@@ -12,7 +12,7 @@ UV := $(shell command -v uv || echo $(BIN)/uv)
 # Imports without bytecode are two to three times slower; some environments switch it off.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup setup-services demo test test-nightly journeys gpu check format bench bench-links peers chaos schemas docs lock wheel release clean distclean
+.PHONY: help setup setup-services demo test test-nightly journeys gpu check format bench bench-links peers chaos schemas docs lock screenshots wheel release clean distclean
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 18
@@ -80,6 +80,10 @@ schemas: setup ## write docs/schemas anew from the records
 
 docs: setup ## the documentation's site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+screenshots: setup ## take the fleet page's pictures in docs/screenshots anew (Chromium)
+	PACELINE_REQUIRE=services PACELINE_SCREENSHOTS=docs/screenshots $(BIN)/python -m pytest -m "" -n 0 tests/telemetry/test_fleet_page_pictures.py
+	$(BIN)/python -c 'import sys; from PIL import Image; [Image.open(p).convert("RGB").quantize(64).save(p, optimize=True) for p in sys.argv[1:]]' docs/screenshots/fleet-*.png
 
 lock: setup ## write requirements/*.lock anew: today's versions, or the newest with ARGS=--upgrade
 	UV=$(UV) $(BIN)/python requirements/write_locks.py $(ARGS)

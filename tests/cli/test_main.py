@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import start_up
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from tests.support.command import paceline
 from tests.support.rclone import RcloneS3
@@ -47,6 +48,14 @@ def test_a_mistyped_command_names_the_right_one() -> None:
         (("lifecycle",), 75, ("nothing runs here", "paceline up")),
         (("distribute", "m", "1"), 75, ("paceline up",)),
         (("status",), 75, ()),
+        (("snapshot", "--max-bytes", "300000"), 2, ("300000", "--max-bytes", "64MiB")),
+        (("snapshot", "--shard-bytes", "9B"), 2, ("'9B'", "--shard-bytes", "1KiB")),
+        (("promote", "m", "--report", "run-2026"), 75, ("nothing runs here",)),
+        (
+            ("evaluate", "m", "--base", "1", "--trained", "tj-4f", "--snapshot", "s3://b/d"),
+            75,
+            ("nothing runs here",),
+        ),
     ],
     ids=lambda each: " ".join(each) if isinstance(each, tuple) else None,
 )
@@ -60,6 +69,15 @@ def test_bad_input_is_one_line_and_an_exit_code(
     for needle in needles:
         assert needle in lines[0]
     assert "Traceback" not in done.stderr
+
+
+def test_the_benchmark_of_start_up_runs_and_speaks_json(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start_up.main(["--no-progress", "--repeats", "1", "--only", "jobs show", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["ends"] == "75"
+    assert row["cpu_s"] > 0
 
 
 def test_json_carries_the_error_too(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_a_cancel_while_a_candidate_is_judged_ends_the_judge(
     trained: Recorded, stack: Runtime
 ) -> None:
     # On other data than the lifecycle's: that judgement is recorded and would be answered at once.
-    made = paceline("snapshot", str(DATA), "--max-bytes", "300000", "--json", state=stack.state_dir)
+    made = paceline("snapshot", str(DATA), "--max-bytes", "300kB", "--json", state=stack.state_dir)
     assert made.code == 0, made.err
     flow_run_id, run_id = begin(
         stack, "evaluate-model", model_id=trained.job.model_id,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import PublishBars, RelayBars, distribution as publishing
+from paceline.cli import PublishBars, RelayBars
 from paceline.errors import SourceChanged
 from paceline.manifest import ProgressCounter, PublishProgress, progress as account, publish_model
 from paceline.storage import ObjectStore, uploads
@@ -96,7 +96,6 @@ def test_without_a_terminal_stderr_gets_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(publishing, "time", clock)
     monkeypatch.setattr("paceline.cli.progress.time", clock)
     with PublishBars() as bars:
         for second in range(21):
@@ -114,7 +113,6 @@ def test_a_relay_without_a_terminal_reports_the_time_left(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = Clock()
-    monkeypatch.setattr(publishing, "time", clock)
     monkeypatch.setattr("paceline.cli.progress.time", clock)
     with RelayBars() as bars:
         bars.show(0, 0)  # nobody has opened anything yet

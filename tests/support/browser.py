@@ -15,7 +15,7 @@ import pytest
 QUIET = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--window-size=1500,1050",
+    "--hide-scrollbars", "--window-size=1500,1050",
 )  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def send_credentials(browser: Any, user_and_password: str) -> None:
 
 
 def keep(browser: Any, name: str) -> None:
-    """Save a screenshot where ``PACELINE_SCREENSHOTS`` says (docs/screenshots, by hand)."""
+    """Save a screenshot where ``PACELINE_SCREENSHOTS`` says (`make screenshots`)."""
     if directory := os.environ.get("PACELINE_SCREENSHOTS"):
         Path(directory).mkdir(parents=True, exist_ok=True)
         browser.save_screenshot(str(Path(directory) / f"{name}.png"))

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.schemas import Accelerator, Inventory, RegisterWorker
 from tests.api.conftest import FakeAgent, creation, make_model, served  # noqa: F401
-from tests.support.browser import chromium, keep, see
+from tests.support.browser import chromium, see
 from tests.support.stack import wait_until
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(180)]
@@ -67,7 +67,6 @@ def test_the_page_shows_holdings_and_failures_and_finds_the_leader_again(
         rows = [painted(browser, row) for row in range(4)]
         assert sum(row[0] == rows[0][0] for row in rows) == 3, "one has nothing, three have it"
         wait_until(lambda: "worker.lost node-2" in text(browser, "#events"), 20, "it is told")
-        keep(browser, "fleet")
         client.activate(made.deployment_id)
 
         def switching() -> bool:
@@ -117,4 +116,3 @@ def test_the_page_shows_machines_and_findings_with_what_mends_them(
         assert "ens1 25 Gbit/s, disk 2.0 GB/s" in shown
         assert browser.title != "run"
         assert browser.execute_script("return document.querySelectorAll('#map img').length") == 0
-        keep(browser, "findings")

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from selenium.webdriver.common.keys import Keys
 
 from paceline.client import AccessClient, CoordinatorClient
 from paceline.config import Endpoints
+from paceline.errors import AccessDenied, NotFound, TemporaryError
 from paceline.schemas import (
     Accelerator,
     AdoptJob,
@@ -24,13 +25,14 @@ from paceline.schemas import (
     JobReport,
     JobState,
     RegisterWorker,
+    ReviewJob,
     Scope,
     SubmitJob,
     TrainingJob,
     new_run_id,
 )
 from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
-from tests.support.browser import chromium, click, keep, resize, see
+from tests.support.browser import chromium, click, resize, see
 from tests.support.stack import wait_until
 from tests.support.web import Call, serving
 from tests.telemetry.test_fleet_page import text
@@ -99,7 +101,7 @@ def beating(agents: list[FakeAgent], manifest: Any) -> Iterator[Callable[[], Non
     def beat() -> None:
         while not over.wait(0.2):
             for each in agents:
-                each.beat(manifest)
+                each.beat(manifest[-1] if isinstance(manifest, list) else manifest)
 
     def stop() -> None:
         over.set()
@@ -129,12 +131,11 @@ def opened(served: Served, view: str = "", token: str = "") -> Iterator[Any]:
 
 
 def fits(browser: Any, name: str) -> None:
-    """Require that the page is as wide as the window on a desk and on a phone; keep pictures."""
+    """Require that the page is as wide as the window on a desk and on a phone."""
     for width in (390, 1280):
         resize(browser, width)
         wide = browser.execute_script("return document.documentElement.scrollWidth")
         assert wide <= width, name
-        keep(browser, name if width > 500 else f"{name}-phone")
 
 
 def token_of(served: Served, *scopes: Any, team: str | None = None) -> str:
@@ -178,7 +179,6 @@ def test_a_deployment_is_found_drawn_activated_and_rolled_back(platform: Served)
         assert "m v1" in text(browser, "#events summary"), "events are those of a run"
         confirm(browser, "Roll back")
         see(browser, "//*[@id='sure-error' and contains(text(), 'before')]")
-        keep(browser, "fleet-refused")
         click(browser, "//button[@id='sure-no']")
 
         box = see(browser, "//input[@id='deployment-filter']")
@@ -201,6 +201,85 @@ def test_who_may_only_read_gets_no_actions_and_can_log_out(platform: Served) -> 
         click(browser, "//button[text()='Log out']")
         see(browser, "//input[@id='token']")
         assert browser.execute_script("return sessionStorage.length") == 0
+
+
+def test_a_deployment_is_cancelled_and_the_version_before_comes_back(platform: Served) -> None:
+    client, agents = platform.client(), fleet_of(platform, 3)
+    names = [each.worker_id for each in agents]
+    deployments: list[str] = []
+    manifests: list[Any] = [None]
+    with beating(agents, manifests):
+        for version in ("v1", "v2"):
+            url, manifest = make_model(platform.runtime.state_dir, version)
+            manifests.append(manifest)
+            made = client.create(creation(url, names, version=version), version).deployment_id
+            wait_until(lambda: client.deployment(made).status == "complete", 30, version)  # noqa: B023
+            client.activate(made)
+            client.await_switch(made, 30)
+            deployments.append(made)
+        for each in agents:
+            each.per_beat = 0
+        url, manifest = make_model(platform.runtime.state_dir, "v3")
+        manifests.append(manifest)
+        third = client.create(creation(url, names, version="v3"), "v3").deployment_id
+        with opened(platform) as browser:
+            see(browser, "//*[@id='map']//a[text()='node-2']")
+            confirm(browser, "Cancel")
+            see(browser, "//*[@id='deployments']//*[text()='cancelled']", 60)
+            assert client.deployment(third).status == "cancelled"
+            see(browser, "//*[@id='deployments']//button[.//*[text()='m v2']]").click()
+            confirm(browser, "Roll back")
+            see(browser, "//button[.//*[text()='m v1']]//*[text()='active']", 60)
+            active = {each.version for each in client.switch(deployments[1]).workers}
+            assert active == {"v1"}
+
+
+@pytest.mark.parametrize("scope", [Scope.READ, Scope.TRAIN])
+def test_a_change_is_refused_without_its_scope_by_page_and_rest(
+    platform: Served, scope: Scope
+) -> None:
+    url, manifest = make_model(platform.runtime.state_dir)
+    agents, client = fleet_of(platform, 1), platform.client()
+    made = client.create(creation(url, ["node-0"]), "key-1").deployment_id
+    job = adopt(client, name="chat-sft", team="vision", resources={"ranks": 1})
+    token = token_of(platform, scope, team="nlp" if scope is Scope.TRAIN else None)
+    theirs = CoordinatorClient(platform.url, token)
+    with beating(agents, manifest):
+        wait_until(lambda: client.deployment(made).status == "complete", 30, "it arrives")
+        with opened(platform, token=token) as browser:
+            see(browser, "//*[@id='deployments']//*[text()='complete']", 60)
+            assert not browser.find_elements("css selector", "main button.act")
+            browser.get(f"{platform.url}/fleet#job={job.job_id}")
+            see(browser, "//*[@id='job-head' and contains(., 'vision')]")
+            assert not browser.find_elements("css selector", "main button.act")
+        for change in (
+            lambda: theirs.cancel(made),
+            lambda: theirs.activate(made),
+            lambda: theirs.rollback(made),
+            lambda: theirs.change_job(job.job_id, "pause"),
+            lambda: theirs.change_job(job.job_id, "resume"),
+            lambda: theirs.change_job(job.job_id, "cancel"),
+            lambda: theirs.review_job(job.job_id, ReviewJob(accepted=True)),
+        ):
+            with pytest.raises(AccessDenied):
+                change()
+    assert client.deployment(made).status == "complete"
+    assert {each.by for each in client.job(job.job_id).job.history} <= {"installation", ""}
+
+
+def test_a_token_that_lost_its_scope_is_refused_in_the_dialog(platform: Served) -> None:
+    url, manifest = make_model(platform.runtime.state_dir)
+    agents, client = fleet_of(platform, 1), platform.client()
+    made = client.create(creation(url, ["node-0"]), "key-1").deployment_id
+    access = AccessClient(platform.url, platform.runtime.secrets.coordinator_token)
+    given = access.create_token(CreateToken(name="ann", scopes=(Scope.DEPLOY,)))
+    with beating(agents, manifest), opened(platform, token=given.token) as browser:
+        see(browser, "//main//button[text()='Activate']", 60).send_keys(Keys.ENTER)
+        access.revoke_token(given.record.token_id)
+        click(browser, "//button[@id='sure-yes']")
+        see(browser, "//*[@id='sure-error' and contains(., 'token')]")
+        with pytest.raises(NotFound):  # nothing was switched
+            client.switch(made)
 
 
 # -- workers
@@ -286,6 +365,28 @@ def run(client: CoordinatorClient, job: TrainingJob, step: int, *notes: str) -> 
     wait_until(runs, 30, "the job runs")
 
 
+@contextmanager
+def reporting(client: CoordinatorClient, *job_ids: str) -> Iterator[None]:
+    """Repeat the newest report of jobs within the ``with``: a silent flow counts as lost."""
+    over = threading.Event()
+
+    def report() -> None:
+        while not over.wait(3):
+            for job_id in job_ids:
+                with suppress(TemporaryError):  # as a flow does, which reports again
+                    job = client.job(job_id).job
+                    first = JobReport(flow_run_id=job.flow_run_id or "", at=0)
+                    client.report_job(job_id, job.report or first)
+
+    thread = threading.Thread(target=report)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Services) -> None:
     _, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 2), platform.client()
@@ -295,7 +396,8 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
         run(client, job, 142)
         big = adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
         token = token_of(platform, Scope.TRAIN, team="nlp")
-        with opened(platform, "view=jobs", token) as browser:
+        both = reporting(client, job.job_id, big.job_id)
+        with both, opened(platform, "view=jobs", token) as browser:
             see(browser, "//*[@id='job-list']//*[contains(text(), 'step 142 of 300, loss 2.12')]")
             see(browser, "//*[@id='job-list'][contains(., 'ahead') or contains(., 'wait')]")
             fits(browser, "fleet-jobs")
@@ -329,3 +431,42 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             see(browser, "//*[@id='job-head']//*[text()='pausing']")
             assert client.job(job.job_id).job.wanted == "pause"
             assert "ann" in client.job(job.job_id).job.history[-1].by
+            end(client, job, JobState.PAUSED, outcome="cancelled")
+            confirm(browser, "Resume")
+            see(browser, "//*[@id='job-head']//*[text()='queued' or text()='admitted']")
+            assert client.job(job.job_id).job.history[-1].by == "ann"
+            confirm(browser, "Cancel")
+            see(browser, "//*[@id='job-head']//*[text()='cancelled']")
+            assert client.job(job.job_id).job.state is JobState.CANCELLED
+
+
+def end(client: CoordinatorClient, job: TrainingJob, state: JobState, **fields: Any) -> None:
+    """Report that the flow of ``job`` has ended, until the job is in ``state``."""
+    told = {"flow_run_id": FLOW, "at": 0, "training_id": "job-1", "step": 1, "steps": 300} | fields
+    report = JobReport.model_validate(told)
+
+    def ended() -> bool:
+        client.report_job(job.job_id, report)
+        return client.job(job.job_id).job.state is state
+
+    wait_until(ended, 30, f"the job is {state}")
+
+
+@pytest.mark.parametrize(("label", "state"), [("Accept", "succeeded"), ("Reject", "failed")])
+def test_a_job_that_passed_bad_data_over_is_reviewed_in_its_page(
+    platform: Served, label: str, state: str
+) -> None:
+    _, manifest = make_model(platform.runtime.state_dir)
+    agents, client = fleet_of(platform, 1), platform.client()
+    with beating(agents, manifest):
+        job = adopt(client, FLOW, name="dialogues", resources={"ranks": 1})
+        run(client, job, 300)
+        end(client, job, JobState.NEEDS_REVIEW, outcome="succeeded", review="2 shards")
+        with opened(platform, f"job={job.job_id}", token_of(platform, Scope.TRAIN)) as browser:
+            see(browser, "//*[@id='job-head' and contains(., '2 shards')]")
+            assert not browser.find_elements("css selector", "main button.act"), "no approver"
+        with opened(platform, f"job={job.job_id}", token_of(platform, Scope.APPROVE)) as browser:
+            confirm(browser, label)
+            see(browser, f"//*[@id='job-head']//*[text()='{state}']")
+            assert client.job(job.job_id).job.state == state
+            assert client.job(job.job_id).job.history[-1].by == "ann"

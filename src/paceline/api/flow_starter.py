@@ -15,11 +15,11 @@ import logging
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from paceline.config import Runtime
-from paceline.coordinator import Coordinator, RepeatedTask
+from paceline.coordinator import RepeatedTask
 from paceline.coordinator.state import Cancel, FlowReported
 from paceline.errors import (
     AccessDenied,
@@ -40,6 +40,9 @@ from paceline.schemas import (
     new_run_id,
 )
 from paceline.system import Endpoint, HttpServer, basic_authorization
+
+if TYPE_CHECKING:
+    from paceline.coordinator import Coordinator
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,6 @@ from .board import (
     render as render,
 )
 from .commands import COMMANDS as COMMANDS
-from .distribution import PublishBars as PublishBars, RelayBars as RelayBars
 from .forecast import simulating as simulating
 from .main import cli as cli, run as run
+from .progress import PublishBars as PublishBars, RelayBars as RelayBars

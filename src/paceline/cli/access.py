@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.cli.options import (
     json_option,
+    one_of,
     parsed,
     print_table,
     profile_options,
@@ -26,6 +27,7 @@ from paceline.cli.options import (
     show,
     state_directory,
     state_option,
+    whole_deployment_id,
 )
 from paceline.client import AccessClient
 from paceline.cluster import SECRETS_FILE, make_dask_tls
@@ -194,8 +196,9 @@ def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_j
         ended = client.revoke_worker(worker_id)
     else:
         assert token_id is not None
-        client.revoke_token(token_id)
-        ended = [token_id]
+        whole = one_of("token", token_id, [each.token_id for each in client.tokens()])
+        client.revoke_token(whole)
+        ended = [whole]
     for each in ended:
         show(TokenRevoked(token_id=each), as_json, f"{each} opens nothing any more")
     return 0
@@ -219,8 +222,9 @@ def audit(
     as_json: bool,
 ) -> int:
     """Show the newest of what happened: who changed what, from where, and what was refused."""
-    rows = _client(state).audit(
-        deployment_id=deployment,
+    client = _client(state)
+    rows = client.audit(
+        deployment_id=deployment and whole_deployment_id(client, deployment),
         worker_id=worker_id,
         names=names,
         since=None if since is None else max(0.0, time.time() - since),

@@ -7,7 +7,6 @@ Paceline server; without one it runs as a flow of the running installation.
 from __future__ import annotations
 
 import time
-from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +29,8 @@ from paceline.cli.options import (
     state_option,
     to_option,
 )
-from paceline.cli.progress import StageBars
 from paceline.config import Runtime, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
-from paceline.manifest import ProgressFormatter, PublishProgress
-from paceline.tasks._support.run import StageUpdate
 
 if TYPE_CHECKING:
     from paceline.schemas import Distribution, PieceHash
@@ -164,6 +160,8 @@ def publish(
     began = time.monotonic()
     if discard_unfinished:
         discard(url, store)
+    from paceline.cli.progress import PublishBars
+
     with ends_in_order(), PublishBars() as bars:
         common: dict[str, Any] = {
             "store": store,
@@ -340,6 +338,8 @@ def distribute(
     else:
         settings, objects = read_profile(profile, overrides), None
     say_only_defects()
+    from paceline.cli.progress import RelayBars
+
     with ends_in_order(), RelayBars() as bars:
         done = bring(
             model_id,
@@ -393,43 +393,3 @@ def _there(done: Distribution) -> int:
         done.origin_bytes - done.origin_before_bytes + done.received_bytes - done.refetched_bytes
     )
     return max(0, done.workers_complete * done.total_bytes - moved)
-
-
-# Progress of `publish` and `distribute --into`: bars on a terminal, else a line every few seconds.
-# On standard error only, so that standard output holds nothing but the result.
-
-RATE_OVER_S = 10.0
-
-
-class PublishBars(StageBars):
-    """Progress of ``publish_model``; pass ``show`` to it."""
-
-    def __init__(self) -> None:
-        super().__init__(patient=True)
-        self._pace = ProgressFormatter()
-
-    def show(self, moved: PublishProgress) -> None:
-        """Show the progress."""
-        said = self._pace.said(moved, time.monotonic())
-        self(StageUpdate(stage=moved.stage, fraction=moved.share, message=said, done=moved.is_over))
-
-
-class RelayBars(StageBars):
-    """Progress of ``distribute``, in pieces on all workers; pass ``show`` to it."""
-
-    def __init__(self) -> None:
-        super().__init__(patient=True)
-        self._past: deque[tuple[float, int]] = deque()  # (time, pieces held), last RATE_OVER_S
-
-    def show(self, held: int, wanted: int) -> None:
-        """Show the progress and the remaining time."""
-        now_s = time.monotonic()
-        self._past.append((now_s, held))
-        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
-            self._past.popleft()
-        (then_s, then), left = self._past[0], wanted - held
-        rate = (held - then) / (now_s - then_s) if now_s > then_s else 0.0
-        eta = f", {left / rate:.0f} s left" if left > 0 and rate > 0 else ""
-        said = f"{held:,} of {wanted:,} pieces on all workers{eta}"
-        share, done = held / wanted if wanted else 0.0, 0 < wanted <= held
-        self(StageUpdate(stage="relay", fraction=share, message=said, done=done))

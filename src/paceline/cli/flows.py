@@ -15,6 +15,7 @@ import click
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    DATA_SIZE,
     DEPLOYMENT_ID,
     again,
     deadline_option,
@@ -25,6 +26,8 @@ from paceline.cli.options import (
     point_prefect_at,
     show,
     state_option,
+    whole_job_id,
+    whole_run_id,
 )
 from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
@@ -37,10 +40,7 @@ from paceline.errors import (
     SourceMissing,
     TemporaryError,
 )
-from paceline.evaluation import judgement_lines
 from paceline.extras import require_extras
-from paceline.registry import Registry, published_reference
-from paceline.relay import fetch_allowed_manifest
 from paceline.schemas import (
     JOB_ID,
     MODEL_ID,
@@ -52,7 +52,6 @@ from paceline.schemas import (
     new_run_id,
     require_run_id,
 )
-from paceline.storage import ObjectStore, is_remote
 from paceline.text import printable
 from paceline.units import moment
 
@@ -75,8 +74,6 @@ class FlowCall:
         It runs in this process, or with a login where the installation has its Prefect worker. When
         interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
         """
-        from paceline.cli.progress import StageBars
-
         runtime = find_installation(self.state)
         if runtime.is_login:
             from paceline.cli.login import run_flow
@@ -94,6 +91,7 @@ class FlowCall:
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         require_inputs(runtime, self.run_id, parameters)
         point_prefect_at(runtime)  # before Prefect is imported
+        from paceline.cli.progress import StageBars
         from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
@@ -190,6 +188,10 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
     The flow checks them again, and more. Raises InvalidInput, SourceMissing and the errors of the
     object store.
     """
+    from paceline.registry import published_reference
+    from paceline.relay import fetch_allowed_manifest
+    from paceline.storage import ObjectStore, is_remote
+
     require_run_id(run_id)
     directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
     for path in (directory, data):
@@ -301,8 +303,8 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
 )
 @click.option("--purpose", help="What the data may be used for.")
 @click.option("--project", help="Which project the data belong to.")
-@click.option("--max-bytes", type=click.IntRange(min=1024))
-@click.option("--shard-bytes", type=click.IntRange(min=1024))
+@click.option("--max-bytes", **DATA_SIZE, help="Take no more of DATA than this: 16MiB.")
+@click.option("--shard-bytes", **DATA_SIZE, help="Of a shard, at most: 1MiB.")
 @flow_options
 def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: Any) -> int:
     """Make a snapshot of the samples at DATA: a directory, a file, or s3://bucket/prefix.
@@ -350,7 +352,7 @@ def evaluate(
 
     The training is found by its digest in what the installation recorded.
     """
-    digest = _digest_of(trained, "training_digest", "train")
+    digest = _digest_of(trained, "training_digest", "train", call.state)
     return call.run(
         "evaluate.evaluate_model",
         model_id=model_id,
@@ -383,8 +385,10 @@ def promote(
     The report is found by its digest in what the installation's evaluations recorded: of a file
     nothing is read but the digest that it names.
     """
-    digest = _digest_of(report, "report_digest", "evaluate")
-    training = None if trained is None else _digest_of(trained, "training_digest", "train")
+    digest = _digest_of(report, "report_digest", "evaluate", call.state)
+    training = (
+        None if trained is None else _digest_of(trained, "training_digest", "train", call.state)
+    )
     return call.run(
         "promote.promote_model",
         model_id=model_id,
@@ -450,6 +454,8 @@ def approve(
 
 
 def _approval_lines(shown: ApprovalShown) -> list[str]:
+    from paceline.evaluation import judgement_lines
+
     request, approval, found = shown.request, shown.approval, shown.evidence
     facts = {"asked by": ", ".join(shown.submitters) or "the installation"}
     if found is None:
@@ -508,15 +514,22 @@ def _roll_back(call: FlowCall, model_id: str) -> int:
         raise InvalidInput("not a model's id", got=repr(model_id[:100]), wanted="org/name")
     runtime = find_installation(call.state)
     if not runtime.is_login:
+        from paceline.registry import Registry
+
         Registry.from_runtime(runtime).require_champion(model_id)
     return call.run("rollback.rollback_model", model_id=model_id)
 
 
-def _digest_of(given: str, field: str, command: str) -> str:
-    """Return ``given`` where it is a digest or the id of a run or a job, else ``field`` of the JSON
-    file with that name."""
-    if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", given) and not Path(given).exists():
-        return given
+def _digest_of(given: str, field: str, command: str, state: Path | None = None) -> str:
+    """Return ``given`` where it is a digest, or the id of the run or job that it begins; else
+    ``field`` of the JSON file with that name."""
+    if not Path(given).exists():
+        if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", given):
+            return given
+        if given.startswith("run-"):
+            return whole_run_id(find_installation(state), given)
+        if given.startswith("tj-"):
+            return whole_job_id(CoordinatorClient.of(find_installation(state)), given)
     try:
         with click.open_file(given) as file:
             value = json.load(file)

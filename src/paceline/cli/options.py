@@ -23,8 +23,6 @@ import click
 from click.core import ParameterSource
 from pydantic import BaseModel
 
-from paceline.client import CoordinatorClient
-from paceline.cluster import Ready, ServiceSpec
 from paceline.config import (
     Profile,
     Runtime,
@@ -33,11 +31,13 @@ from paceline.config import (
     toml_value,
 )
 from paceline.errors import InvalidInput, NotFound
-from paceline.schemas import Inventory, Resources
+from paceline.schemas import JOB_ID, Inventory, Resources, is_run_id
 from paceline.text import OneLine, shortened
 from paceline.units import link_mbit, seconds, size, size_bytes
 
 if TYPE_CHECKING:
+    from paceline.client import CoordinatorClient
+    from paceline.cluster import ServiceSpec
     from paceline.storage import ObjectStore
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -126,6 +126,23 @@ def whole_deployment_id(client: CoordinatorClient, given: str) -> str:
     if DEPLOYMENT_ID.fullmatch(given):
         return given
     return one_of("deployment", given, [each.deployment_id for each in client.deployments()])
+
+
+def whole_job_id(client: CoordinatorClient, given: str) -> str:
+    """Return the job id that ``given`` is or begins."""
+    if re.fullmatch(JOB_ID, given):
+        return given
+    return one_of("job", given, [each.job_id for each in client.jobs(limit=500).jobs])
+
+
+def whole_run_id(runtime: Runtime, given: str) -> str:
+    """Return the run id that ``given`` is or begins; with a login, which reaches no list of runs,
+    ``given`` itself."""
+    if is_run_id(given) or runtime.is_login:
+        return given
+    from paceline.registry import Registry
+
+    return one_of("run", given, Registry.from_runtime(runtime).pages_of_runs(given))
 
 
 def again(run_id: str) -> str:
@@ -287,6 +304,8 @@ def say_only_defects() -> None:
 
 def extra_services(state_dir: Path) -> list[ServiceSpec]:
     """Return the one-shot service that registers prefect.yaml; readiness does not wait for it."""
+    from paceline.cluster import Ready, ServiceSpec
+
     return [
         ServiceSpec(
             name="prefect-deployments",
@@ -333,5 +352,12 @@ def parsed(parse: Callable[[str], T]) -> Callable[[click.Context, click.Paramete
     return callback
 
 
+def _kibibyte_at_least(text: str) -> int:
+    if (found := size_bytes(text)) < 1024:
+        raise InvalidInput("too small", got=repr(text), wanted="1KiB at least")
+    return found
+
+
 SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(size_bytes)}
+DATA_SIZE: dict[str, Any] = {"metavar": "SIZE", "callback": parsed(_kibibyte_at_least)}
 LINK: dict[str, Any] = {"metavar": "SPEED", "callback": parsed(link_mbit)}

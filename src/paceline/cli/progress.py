@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -11,10 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from paceline.manifest import ProgressFormatter
+from paceline.tasks._support.run import StageUpdate
+
 if TYPE_CHECKING:
-    from paceline.tasks._support.run import StageUpdate
+    from paceline.manifest import PublishProgress
 
 LINE_EVERY_S = 5.0
+RATE_OVER_S = 10.0
 WIDE = 100  # columns; a narrower terminal has a shorter bar
 
 
@@ -109,3 +114,37 @@ class StageBars:
             state = f"{update.fraction:4.0%}"
         sys.stderr.write(f"{update.stage:<16} {state:>12}  {update.message}\n")
         sys.stderr.flush()
+
+
+class PublishBars(StageBars):
+    """Progress of ``publish_model``; pass ``show`` to it."""
+
+    def __init__(self) -> None:
+        super().__init__(patient=True)
+        self._pace = ProgressFormatter()
+
+    def show(self, moved: PublishProgress) -> None:
+        """Show the progress."""
+        said = self._pace.said(moved, time.monotonic())
+        self(StageUpdate(stage=moved.stage, fraction=moved.share, message=said, done=moved.is_over))
+
+
+class RelayBars(StageBars):
+    """Progress of ``distribute``, in pieces on all workers; pass ``show`` to it."""
+
+    def __init__(self) -> None:
+        super().__init__(patient=True)
+        self._past: deque[tuple[float, int]] = deque()  # (time, pieces held), last RATE_OVER_S
+
+    def show(self, held: int, wanted: int) -> None:
+        """Show the progress and the remaining time."""
+        now_s = time.monotonic()
+        self._past.append((now_s, held))
+        while len(self._past) > 2 and now_s - self._past[0][0] > RATE_OVER_S:
+            self._past.popleft()
+        (then_s, then), left = self._past[0], wanted - held
+        rate = (held - then) / (now_s - then_s) if now_s > then_s else 0.0
+        eta = f", {left / rate:.0f} s left" if left > 0 and rate > 0 else ""
+        said = f"{held:,} of {wanted:,} pieces on all workers{eta}"
+        share, done = held / wanted if wanted else 0.0, 0 < wanted <= held
+        self(StageUpdate(stage="relay", fraction=share, message=said, done=done))

@@ -15,13 +15,15 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from paceline.coordinator.coordinator import Coordinator
-from paceline.coordinator.state import CoordinatorState, TargetProgress
-from paceline.coordinator.stores import Candidate, Coordination, Progress, Term
 from paceline.errors import PacelineError
 from paceline.schemas import WorkerProgress
+
+if TYPE_CHECKING:  # `paceline where` imports this module, without the stores and their SQLAlchemy
+    from paceline.coordinator.coordinator import Coordinator
+    from paceline.coordinator.state import CoordinatorState, TargetProgress
+    from paceline.coordinator.stores import Candidate, Coordination, Progress, Term
 
 log = logging.getLogger(__name__)
 

@@ -12,16 +12,17 @@ from typing import Any
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
     gang_options,
     job_settings,
     json_option,
     notice,
-    one_of,
     print_table,
     purpose_option,
     show,
     state_option,
+    whole_job_id,
 )
 from paceline.client import (
     AWAY_S,
@@ -48,7 +49,15 @@ def jobs() -> None:
     """Training jobs: they wait in a queue until their whole gang can start."""
 
 
-@jobs.command()
+@jobs.command(
+    cls=Sections,
+    sections={
+        "Training": "snapshot code_ref continue_from steps seed overrides",
+        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
+        "Queue": "name team project purpose priority budget idempotency_key",
+        "Afterwards": "evaluate evaluate_on follow",
+    },
+)
 @click.argument("model_id")
 @click.argument("version")
 @click.option("--snapshot", required=True, help="The data snapshot's URL.")
@@ -164,7 +173,7 @@ def list_jobs(states: tuple[str, ...], state: Path | None, as_json: bool, **want
 def show_job(job: str, state: Path | None, as_json: bool) -> int:
     """Show JOB: its state and why, progress, checkpoints, ranks, and what happened."""
     client = _client(state)
-    view = client.job(_whole(client, job))
+    view = client.job(whole_job_id(client, job))
     show(view, as_json, *_lines(view))
     return 0
 
@@ -176,7 +185,7 @@ def show_job(job: str, state: Path | None, as_json: bool) -> int:
 def logs(job: str, follow: bool, state: Path | None) -> int:
     """Print the log of JOB's flow."""
     client = _client(state)
-    job_id = _whole(client, job)
+    job_id = whole_job_id(client, job)
     if follow:
         return _followed(client, job_id, as_json=False)
     after = 0
@@ -189,7 +198,7 @@ def logs(job: str, follow: bool, state: Path | None) -> int:
 def _changing(what: Any, text: str, *options: Callable[..., Any]) -> None:
     def change(job: str, state: Path | None, as_json: bool, budget: float | None = None) -> int:
         client = _client(state)
-        made = client.change_job(_whole(client, job), what, budget=budget)
+        made = client.change_job(whole_job_id(client, job), what, budget=budget)
         show(made, as_json, f"{made.job.job_id}: {made.job.state}")
         return 0
 
@@ -217,20 +226,15 @@ _changing("cancel", "End JOB for good; its checkpoints stay.")
 def review(job: str, reject: bool, reason: str, state: Path | None, as_json: bool) -> int:
     """Accept (or reject) JOB, which passed bad data over; needs a token of scope approve."""
     client = _client(state)
-    made = client.review_job(_whole(client, job), ReviewJob(accepted=not reject, reason=reason))
+    made = client.review_job(
+        whole_job_id(client, job), ReviewJob(accepted=not reject, reason=reason)
+    )
     show(made, as_json, f"{made.job.job_id}: {made.job.state}")
     return 0
 
 
 def _client(state: Path | None) -> CoordinatorClient:
     return CoordinatorClient.of(find_installation(state))
-
-
-def _whole(client: CoordinatorClient, given: str) -> str:
-    """Return the id that ``given`` is or begins."""
-    if len(given) == len("tj-") + 12:
-        return given
-    return one_of("job", given, [each.job_id for each in client.jobs(limit=500).jobs])
 
 
 def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:

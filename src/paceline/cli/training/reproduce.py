@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from paceline.cli.options import json_option, state_option
+from paceline.cli.options import json_option, state_option, whole_run_id
 from paceline.cli.training.output import JOB_FILE, METRICS_FILE, figures_in
 from paceline.config import Runtime, find_installation, load_runtime, require_here
 from paceline.errors import CorruptData, InvalidInput, NotFound, NotReady, NotReproducible
@@ -48,7 +48,7 @@ def reproduce(run_id: str, check: bool, anyway: bool, state: Path | None, as_jso
         runtime, recorded = recorded_here(Path(run_id))
     else:
         runtime = _installation(state)
-        recorded = recorded_run(runtime, run_id)
+        recorded = recorded_run(runtime, whole_run_id(runtime, run_id))
     store = open_store(runtime)
     if check:
         found = Reproduction(

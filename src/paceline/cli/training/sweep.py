@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
     ends_in_order,
     gang_options,
@@ -65,7 +66,15 @@ def sweep() -> None:
     """Search a training's settings; `paceline sweep NAME …` is `paceline sweep run NAME …`."""
 
 
-@sweep.command()
+@sweep.command(
+    cls=Sections,
+    sections={
+        "Search": "space trials parallel sampler pruner seed metric maximize storage",
+        "Each training": "snapshot_url steps overrides",
+        "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
+        "Queue": "team project priority cancel_jobs detach",
+    },
+)
 @click.argument("name")
 @click.argument("model_id")
 @click.argument("version")

@@ -39,7 +39,7 @@ function entry(d) {
   }
   if (d.activation !== "none") marks.append(pill(d.activation), " ");
   marks.append(pill(d.status));
-  row.append(name, marks, el("span", "facts number", told.join("  ·  ")), el("span"),
+  row.append(name, marks, el("span", "facts number", told.map(each => each.replaceAll(" ", "\u00a0")).join("  ·  ")), el("span"),
     bar(d.progress, d.model_id + " " + d.version));
   if (d.failure) row.append(el("div", "reason", d.failure.code + ": " + d.failure.message));
   return is ? el("div", "", row, actions(d)) : row;
@@ -108,7 +108,7 @@ function drawMap(deployment) {
     each.setAttribute("aria-pressed", String(each.value === shape));
     each.onclick = () => { shape = each.value; drawMap(fleet.deployments.get(chosen)); };
   }
-  $("maptitle").replaceChildren(shape === "chunks" ? "Workers × chunks of " : "Who takes from whom of ",
+  $("maptitle").replaceChildren(shape === "chunks" ? "Workers × chunks of " : "Topology of ",
     el("span", "as-is", deployment.model_id + " " + deployment.version));
   const every = [...fleet.parts.get(deployment.deployment_id).values()], colour = colours();
   if (shape === "tree") { drawTopology($("map"), every, colour); return; }

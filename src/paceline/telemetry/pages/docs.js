@@ -13,14 +13,15 @@ function el(tag, text) {
   return made;
 }
 function resolve(schema, all, depth) {
-  if (!schema || depth > 3) return schema;
-  if (schema.$ref) return resolve(all[schema.$ref.split("/").pop()], all, depth + 1);
-  if (schema.properties) {
+  if (!schema) return schema;
+  const name = schema.$ref?.split("/").pop();
+  if (name) return depth > 2 ? name : resolve(all[name], all, depth + 1);
+  if (schema.items) return [resolve(schema.items, all, depth + 1)];
+  if (schema.anyOf) return [...new Set(schema.anyOf.map(each => resolve(each, all, 9)))].join(" | ");
+  if (schema.properties && depth < 4) {
     const shown = {};
     for (const [name, value] of Object.entries(schema.properties)) {
-      const kind = value.$ref ? resolve(value, all, depth + 1)
-        : value.type || (value.anyOf || []).map(each => each.type || (each.$ref || "").split("/").pop()).join(" | ");
-      shown[name + ((schema.required || []).includes(name) ? "" : "?")] = kind;
+      shown[name + ((schema.required || []).includes(name) ? "" : "?")] = resolve(value, all, depth + 1);
     }
     return shown;
   }
@@ -41,7 +42,7 @@ async function show() {
     $("calls").append(el("h2", group));
     for (const [method, path, call] of calls) {
       const box = el("details"), line = el("summary");
-      line.append(el("b", method), el("code", path), el("span", call.description || ""));
+      line.append(el("b", method), el("code", path), el("span", (call.description || "").replaceAll("`", "")));
       box.append(line);
       const content = part => part && part.content && Object.values(part.content)[0].schema;
       const body = content(call.requestBody), good = Object.entries(call.responses).find(([code]) => code < "300");

@@ -29,7 +29,7 @@ function line(event, key) {
     el("span", BAD.test(event.name + target) ? "bad" : "", text.replaceAll("_", " ") + change.replaceAll("_", " ")));
   if (job_id) made.append(" ", jobLink(job_id));
   const detail = Object.entries(rest).filter(([, value]) => value !== "" && value !== null)
-    .map(([name, value]) => (name.replace(/_?(seconds|bytes)$/, "").replaceAll("_", " ") + " " + humane(name, value)).trim());
+    .map(([name, value]) => (name.replace(/_(seconds|bytes|bytes_s|bytes_per_second|s)$|^(seconds|bytes)$/, "").replaceAll("_", " ") + " " + humane(name, value)).trim());
   if (run_id && run_id !== key) detail.push("run " + run_id);
   if (detail.length) made.append(el("small", "", detail.join(", ")));
   return made;

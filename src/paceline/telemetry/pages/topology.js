@@ -2,6 +2,7 @@
 import {el, fill, rate} from "./common.js";
 
 const SHAPES = ["● has it", "◐ receives", "✕ lost or failed"];
+const ABOVE = 8; // pixels of the first row's names
 let pointed = null; // the worker under the pointer
 
 function placed(parts) {
@@ -44,13 +45,13 @@ export function drawTopology(target, parts, colour) {
   canvas.id = "tree";
   under.id = "under";
   fill(target, canvas, under, el("p", "legend", ...SHAPES.map(each => el("span", "", each))));
-  const ratio = window.devicePixelRatio || 1, height = Math.min(640, Math.max(60, rows * 24));
+  const ratio = window.devicePixelRatio || 1, height = Math.min(640, Math.max(60, rows * 24 + ABOVE));
   const width = canvas.clientWidth || 400;
   canvas.style.height = height + "px";
   canvas.width = Math.round(width * ratio);
   canvas.height = Math.round(height * ratio);
-  const pen = canvas.getContext("2d"), across = (width - 40) / Math.max(1, depth + .7), down = height / rows;
-  const x = node => 20 + node.depth * across, y = node => (node.row + .5) * down;
+  const pen = canvas.getContext("2d"), across = (width - 40) / Math.max(1, depth + .7), down = (height - ABOVE) / rows;
+  const x = node => 20 + node.depth * across, y = node => ABOVE + (node.row + .5) * down;
   const radius = Math.max(1.5, Math.min(6, down / 3, across / 3)), named = down > 13 && across > 60;
   pen.scale(ratio, ratio);
   pen.strokeStyle = colour.soft;

@@ -65,7 +65,7 @@ export function drawWorker(id) {
   const alive = fleet.workers.get(id)?.alive ?? w.alive, labels = Object.entries(w.labels.others || {});
   const held = [...fleet.deployments.values()].map(d => [d, fleet.parts.get(d.deployment_id).get(id)]).filter(([, part]) => part);
   const versions = held.reverse().map(([d, part]) => el("tr", "", el("td", "", d.model_id + " " + d.version),
-    el("td", "rate", bytes(part.bytes_held)),
+    el("td", "rate", bytes(part.verified || part.activated ? d.total_bytes : part.bytes_held)),
     el("td", "", pill(part.activated ? "active" : part.status), part.failure ? el("small", "", part.failure.message) : "")));
   const canvas = el("canvas");
   canvas.id = "rates";
