@@ -327,12 +327,8 @@ def run(made: Lab, plan: Plan, seed: int = 7) -> None:
             made.kill_leader()
         elif ready and preemptions and hit >= len(plan.faults) // (preemptions + 1):
             preemptions -= 1
-            # refused while a node is away: no fleet of three can hold a gang of four
-            wait_until(
-                lambda: sum(each.alive for each in made.client.workers()) == NODES,
-                PATIENCE_S, "all nodes",
-            )  # fmt: skip
-            jobs.append(made.submit(f"urgent-{preemptions}", "nlp", NODES, 50))
+            # within its team's quota: it takes slots from its team's other jobs, or from borrowers
+            jobs.append(made.submit(f"urgent-{preemptions}", "nlp", QUOTAS["nlp"][0], 50))
             made.faults.append(Fault("preemption", jobs[-1], time.time(), None, 0.0, "submitted"))
         elif ready and not cancelled and hit >= 2:
             cancelled = True

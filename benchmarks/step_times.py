@@ -6,8 +6,9 @@ machine's cores with gloo.
 
 1. Collectives of 2 and 4 ranks at several sizes: latency and bandwidth are fitted to some sizes,
    the others are predicted.
-2. Steps of the training loop: rate, overhead of a block and memory bandwidth are fitted to one rank
-   and two sizes of model; overlap to two replicas. Other meshes and another size are predicted.
+2. Steps of the training loop: rate and overhead of a block are fitted to one rank and three sizes
+   of model (memory bandwidth is assumed: at one batch it looks like the rate); overlap to two
+   replicas. Other meshes are predicted.
 
 Rounds are interleaved; of each case the shortest time counts, because other programs of a busy
 machine only add to it. Four ranks on two cores share them: each has half a core's rate. Prints the
@@ -61,9 +62,8 @@ def config(width: int, layers: int) -> ModelConfig:
 
 
 MODELS = {"small": config(64, 4), "middle": config(128, 4), "large": config(256, 6)}
-FITTED = (("small", ""), ("middle", ""), ("middle", "dp2"))
+FITTED = (*((model, "") for model in MODELS), ("middle", "dp2"))
 PREDICTED = (
-    ("large", ""),
     *itertools.product(("small", "large"), ("dp2",)),
     *itertools.product(("small", "large"), ("shard2", "tp2", "pp2", "dp2xtp2")),
 )
@@ -226,7 +226,14 @@ def step_of(model: str, mesh: str, cpu: AcceleratorSettings) -> StepModel:
 
 def cpu_of(link: LinkSettings, **values: float) -> AcceleratorSettings:
     """Return one core of this machine; the products' rate is the peak, all of it achieved."""
-    rest = {"memory_gb": 4.0, "copy_gb_s": 6.0, "per_host": 64, "achieved": 1.0, "overlap": 0.0}
+    rest = {
+        "memory_gb_s": 8.0,
+        "memory_gb": 4.0,
+        "copy_gb_s": 6.0,
+        "per_host": 64,
+        "achieved": 1.0,
+        "overlap": 0.0,
+    }
     tflops = {"float32": values.pop("tflops")}
     return AcceleratorSettings(tflops=tflops, inside=link, between=link, **(rest | values))
 
@@ -249,11 +256,23 @@ def calibrate(
         return deviation((step_of(*case, cpu).step_s, steps[case]) for case in cases)
 
     single = [case for case in FITTED if ranks_of(case[1]) == 1]
-    wanted = {"tflops": (1e-3, 1.0), "block_us": (1.0, 1e5), "memory_gb_s": (1.0, 20.0)}
-    alone = fit(wanted, lambda values: error(single, values))
+    alone = fit_one_rank({case: steps[case] for case in single}, link)
     both = [case for case in FITTED if case not in single]
     overlap = fit({"overlap": (0.0, 1.0)}, lambda value: error(both, alone | value))
     return cpu_of(link, **alone, **overlap)
+
+
+def fit_one_rank(steps: dict[tuple[str, str], float], link: LinkSettings) -> dict[str, float]:
+    """Return rate and overhead of a block: least squares of the relative errors, both linear."""
+    rows = []
+    for case, seconds in steps.items():
+        bare = step_of(*case, cpu_of(link, tflops=1.0, block_us=0.0))
+        block_s = step_of(*case, cpu_of(link, tflops=1.0, block_us=1.0)).step_s - bare.step_s
+        products = bare.seconds["products"]
+        rows.append((products / seconds, block_s / seconds, 1 - bare.update_s / seconds))
+    table = np.array(rows)
+    inverse, block_us = np.linalg.lstsq(table[:, :2], table[:, 2], rcond=None)[0]
+    return {"tflops": 1 / max(inverse, 1e-3), "block_us": max(0.0, float(block_us))}
 
 
 def measure(

@@ -38,9 +38,7 @@ def test_the_sweep_benchmark_runs_tiny(capsys: pytest.CaptureFixture[str], tmp_p
 
 def test_the_fit_finds_an_accelerator_again_by_its_times() -> None:
     link = LinkSettings(latency_us=40.0, gb_s=1.5)
-    planted = step_times.cpu_of(
-        link, tflops=0.05, block_us=800.0, memory_gb_s=6.0, overlap=0.3
-    )  # fmt: skip
+    planted = step_times.cpu_of(link, tflops=0.05, block_us=800.0, overlap=0.3)
     collectives = {
         (kind, size, ranks): step_times.predicted_s(kind, size, ranks, link)
         for kind in step_times.KINDS

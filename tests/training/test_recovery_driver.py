@@ -271,6 +271,22 @@ def test_lost_steps_are_counted_once(tmp_path: Path) -> None:
     assert [each.lost_steps for each in found.restarts] == [10, 2]
 
 
+def test_an_attempt_that_ends_before_it_resumes_hides_no_lost_step_and_adds_none(
+    tmp_path: Path,
+) -> None:
+    def at(step: int, event: str = "step") -> RankEvent:
+        return RankEvent(event=event, rank=0, attempt=1, step=step)  # type: ignore[arg-type]
+
+    job = job_in(tmp_path)
+    first, second = [at(40)], [at(40, "resumed"), at(133)]
+    result, events = finished(job)
+    last = (result, [at(120, "resumed"), *events])
+    script = Script((failed(), first), (failed(), second), (failed(), []), last)
+    found = run_on_nodes(job, NODES, script, DiskStore())
+    assert [each.lost_steps for each in found.restarts] == [0, 0, 13]
+    assert [each.resumed_step for each in found.restarts] == [40, 133, 120]
+
+
 def test_spares_that_die_are_not_made_again_at_every_step(tmp_path: Path) -> None:
     job = job_in(tmp_path, spares=1)
     result, events = finished(job)

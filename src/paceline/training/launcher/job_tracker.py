@@ -162,6 +162,7 @@ class JobTracker:
         self._started = now
         self._attempt = self._ranks = 0
         self._step = self._reached = self._resumed = 0
+        self._has_resumed = False
         self._first_resumed: int | None = None
         self._restarts: list[Restart] = []
         # Index and end time of the last restart, until the next attempt completes a step.
@@ -182,7 +183,7 @@ class JobTracker:
     def begin(self, attempt: int, ranks: int) -> None:
         """Record the start of an attempt with ``ranks`` ranks."""
         self._attempt, self._ranks = attempt, ranks
-        self._reached = 0
+        self._reached, self._has_resumed = 0, False
         self._said = {}
         self._result = None
         self._asked = None
@@ -212,7 +213,7 @@ class JobTracker:
 
     def _on_rank0_event(self, event: RankEvent, now: float) -> None:
         if event.event == "resumed":
-            self._resumed = event.step
+            self._resumed, self._has_resumed = event.step, True
             self._ledger.resumed(event.step)
             if self._first_resumed is None:
                 self._first_resumed = event.step
@@ -394,12 +395,15 @@ class JobTracker:
             return
         (number, found_at), self._open = self._open, None
         reached = self._restarts[number].resumed_step
+        resumed = self._resumed if self._has_resumed else reached
+        if not self._has_resumed:  # it ended before; the next restart shows what was lost
+            self._reached = reached
         self._restarts[number] = self._restarts[number].model_copy(
             update={
                 "attempt": self._attempt,
                 "ranks": self._ranks,
-                "resumed_step": self._resumed,
-                "lost_steps": max(0, reached - self._resumed),
+                "resumed_step": resumed,
+                "lost_steps": max(0, reached - resumed),
                 "seconds": now - found_at,
             }
         )
