@@ -92,9 +92,7 @@ class Resources(Record):
     queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
         default="", exclude_if=is_empty
     )
-    time_limit_s: float = Field(
-        default=0, ge=0, le=366 * 86_400, exclude_if=is_empty
-    )
+    time_limit_s: float = Field(default=0, ge=0, le=366 * 86_400, exclude_if=is_empty)
 
 
 class SubmitJob(Record):
