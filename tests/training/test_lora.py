@@ -183,9 +183,9 @@ def test_what_cannot_be_adapted_is_one_line_before_any_data_are_read(
 
 def test_adapters_of_our_transformer_are_not_cut() -> None:
     settings = TrainingSettings.model_validate({"lora": {"r": 2}})
-    require_layout(MeshSpec(shard=2), settings, config_for(20_000, 16))
+    require_layout(MeshSpec(shard=2), settings, config_for(60_000, 24))
     with pytest.raises(InvalidInput, match="adapters are trained by replicas or shards"):
-        require_layout(MeshSpec(tp=2), settings, config_for(20_000, 16, parts=2))
+        require_layout(MeshSpec(tp=2), settings, config_for(60_000, 24, parts=2))
 
 
 @pytest.mark.parametrize(
