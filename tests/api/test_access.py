@@ -2,17 +2,19 @@
 
 import itertools
 import re
+from typing import get_args
 
 import pytest
 
 from paceline.api import ROUTES, require_declared, routes, routes_of
 from paceline.coordinator import INCLUDES
 from paceline.errors import InvalidInput
-from paceline.schemas import Problem, Scope
+from paceline.schemas import GrantedScope, Problem, Scope
 from tests.api.conftest import BASE, call
 
-GRANTED = (Scope.READ, Scope.DEPLOY, Scope.ADMIN, Scope.WORKER, Scope.LEDGER)
-GRANTS = [frozenset(each) for size in (1, 2) for each in itertools.combinations(GRANTED, size)]
+GRANTED = [Scope(each) for each in get_args(GrantedScope)]
+PAIRS = itertools.combinations((Scope.DEPLOY, Scope.LEDGER, Scope.APPROVE, Scope.WORKER), 2)
+GRANTS = [frozenset(each) for each in (*((one,) for one in GRANTED), *PAIRS)]
 
 
 def make(rest, *scopes, **more):

@@ -123,7 +123,10 @@ def test_a_node_is_taken_out_and_comes_back(fleet: Fleet) -> None:
     type_on(fleet.control, block("Take a node out, and back", 1, NODE=name_of(out)))
     until(lambda: fleet.alive(token) == NODES - 1, "the coordinator counts it no more")
     for each in stay:
-        until(lambda on=each: f"served no more: {name_of(out)}" in fleet.log(name_of(on)), "peers")
+        until(
+            lambda on=each: f"refused from now on: {name_of(out)}" in fleet.log(name_of(on)),
+            "peers",
+        )
     bring("2", fleet, ci, token, stay)
     assert out.run("ls", f"state/nodes/{name_of(out)}/store/models/{MODEL}").ok().out == "1\n"
     out.run("pkill", "-TERM", "-f", "paceline agent").ok()

@@ -221,11 +221,11 @@ class AccessMiddleware:
         if caller.scopes.isdisjoint(route.scopes):
             wanted = " or ".join(route.scopes)
             denied = AccessDenied(
-                "the token does not open this",
+                "the token lacks the scope of this route",
                 got=f"scope {', '.join(sorted(caller.scopes))}",
                 wanted=f"scope {wanted}",
                 where=f"{scope['method']} {found.path}",
-                do="Ask an admin for a token that has it too: `paceline tokens create"
+                do="Ask an admin for a token with that scope: `paceline tokens create"
                 f" --scope {route.scopes[0]}`.",
             )
             return caller, _rate_limited(self._take(caller, "calls", now_s)) or _Refusal(

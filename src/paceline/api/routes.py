@@ -77,7 +77,7 @@ ROUTES: dict[tuple[str, str], Route] = {
     ("POST", "/tokens/join"): ADMIN_CHANGE,
     ("DELETE", "/tokens/{token_id}"): ADMIN_CHANGE,
     ("GET", "/installation"): READ,
-    # ``train`` opens the flow sweep only
+    # with ``train`` the flow sweep only: flow_runs.py checks it
     ("POST", "/flows"): TRAIN,
     ("GET", "/flows/{flow_run_id}"): READ,
     ("DELETE", "/flows/{flow_run_id}"): TRAIN,

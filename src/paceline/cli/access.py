@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 from urllib.parse import urlsplit
 
 import click
@@ -53,6 +53,7 @@ from paceline.schemas import (
     CreateToken,
     Event,
     FleetInitialised,
+    GrantedScope,
     TokenMade,
     TokenRevoked,
     TokensShown,
@@ -61,7 +62,7 @@ from paceline.schemas import (
 from paceline.system import Endpoint, ensure_own_directory, write_private
 from paceline.units import seconds
 
-SCOPES = ("read", "deploy", "train", "approve", "ledger", "admin", "worker")
+SCOPES = tuple(str(each) for each in get_args(GrantedScope))
 Call = TypeVar("Call", bound=BaseModel)
 DURATION: dict[str, Any] = {"metavar": "DURATION", "callback": parsed(seconds)}
 
@@ -79,10 +80,10 @@ def tokens() -> None:
     type=click.Choice(SCOPES),
     multiple=True,
     required=True,
-    help="What it opens (repeatable); deploy, train and approve include read, admin all.",
+    help="What it allows (repeatable); deploy, train and approve include read, admin all.",
 )
-@click.option("--ttl", **DURATION, default=None, help="Its life, e.g. 30d; default: no end.")
-@click.option("--worker-id", default=None, help="It speaks for this worker only (scope worker).")
+@click.option("--ttl", **DURATION, default=None, help="When it expires, e.g. 30d; default: never.")
+@click.option("--worker-id", default=None, help="The worker that it identifies (scope worker).")
 @click.option(
     "--team", default=None, help="Its jobs are this team's, and no other's (scope train)."
 )

@@ -1,9 +1,11 @@
 """The cost model: what a plan takes, from the loads on its links; for plans, tables and estimates.
 
 seconds = the most loaded resource (each link in and out, the origin's, each rack's uplink in and
-out, each disk) x the cost of sharing links + the longest path, one piece per hop. B is goodput (on
-paced loopback agents the link rate itself; on shaped hosts rate x 1448 / 1514). S/B is the lower
-bound. Topologies are compared by these seconds + what the expected deaths add.
+out, each disk) x the cost of sharing links + the longest path, one piece per hop without the
+slowest hop, whose time the load covers. A chain of N equal workers takes S/B + (N-1) p/B (S model
+bytes, p piece bytes). B is goodput (on paced loopback agents the link rate itself; on shaped hosts
+rate x 1448 / 1514). S/B is the lower bound. Topologies are compared by these seconds + what the
+expected deaths add.
 """
 
 from __future__ import annotations
@@ -28,9 +30,9 @@ SLACK_BYTES = 64 * MIB  # or this much for a small one
 SHARING_OVERHEAD = {Topology.TREE_OF_CHAINS: 0.035, Topology.MESH: 0.05}
 
 # ``DEATH_SHARE`` is the fraction of workers assumed to die in a deployment (decision 2: one to five
-# in a hundred). The cost of a death for every worker behind it: on those hosts a reset
-# connection was replaced within 0.2 s (``RECONNECT_S``); a host that disappears silently (the
-# fraction ``SILENT_DEATH_SHARE``) is detected after a piece's deadline.
+# in a hundred). Each death costs every worker behind it RECONNECT_S, the time to replace a reset
+# connection (measured on the 8 hosts above). In the fraction SILENT_DEATH_SHARE of the deaths the
+# host disappears silently, which costs one piece deadline more.
 DEATH_SHARE, SILENT_DEATH_SHARE = 0.01, 0.2
 RECONNECT_S = 0.2
 PIECE_TIMES = 20  # a source that is this many piece times late counts as lost,
@@ -121,7 +123,7 @@ def plan_cost(
             by_leaf = max(by_leaf, sent[place] / rate)
     crossing, by_uplink = _uplinks(line, transfers, network)
     shared = max(by_line, origin / external, by_uplink)
-    even = by_line / shared if shared else 1.0  # links wait for the resource that limits all
+    even = by_line / shared if shared else 1.0  # other links idle for the most loaded one
     carries = [_hop_rate(transfer, speed, sources, readers) for transfer in transfers]
     from_origin = external / max(1, origin_readers)
     shares = [

@@ -81,7 +81,7 @@ class Spares:
         else:
             add(self._roots, MAX_SPARES - len(self._last_resort))
             chosen += [place for place in self._last_resort if place not in taken]
-        if self._returned:  # places below have pieces of their own only here
+        if self._returned:  # only after a return may workers behind this one hold pieces it lacks
             add(place for place in around if self._line.workers[place].held_pieces)
         return chosen
 

@@ -1,6 +1,7 @@
 """Predicts every topology for a described fleet, beside reference formulas of simpler schemes.
 
-The reference rows are closed formulas, never chosen: ``naive`` = N S / B_external, a pipelined
+The reference rows are closed formulas of other schemes, never chosen (cost.py prices Paceline's
+own, such as ``chain``): ``naive`` = N S / B_external, a pipelined
 ``binary-tree`` of whole chunks = 2 S/B + ceil(log2 N) 2 c/B, a ``chunk-chain`` = S/B + (N-1) c/B (N
 workers, S model bytes, c chunk bytes, B link rate).
 """

@@ -7,6 +7,7 @@ from .access import (
     CreateJoinToken as CreateJoinToken,
     CreateToken as CreateToken,
     FleetInitialised as FleetInitialised,
+    GrantedScope as GrantedScope,
     JoinWorker as JoinWorker,
     PurposeList as PurposeList,
     PurposeRule as PurposeRule,

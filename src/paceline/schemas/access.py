@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from ipaddress import ip_network
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, StringConstraints, model_validator
 
@@ -66,7 +66,7 @@ class TokenRecord(Record):
     token_id: Name
     kind: Literal["access", "join"] = "access"
     name: str = Field(max_length=128)
-    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=8)
+    scopes: tuple[Scope, ...] = Field(min_length=1, max_length=len(Scope))
     sha256: Sha256
     worker_id: Name | None = None  # bound to this worker
     team: str | None = Field(default=None, exclude_if=is_none)  # its jobs are this team's
@@ -126,7 +126,7 @@ class CreateToken(Record):
     """Create a bearer token; ``worker_id`` requires the scope worker and no other."""
 
     name: str = Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@-]*$")
-    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=7)
+    scopes: tuple[GrantedScope, ...] = Field(min_length=1, max_length=len(get_args(GrantedScope)))
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
     worker_id: Name | None = None
     # Whose jobs it submits and controls, with the scope train; None: any team's.

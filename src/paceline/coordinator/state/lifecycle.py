@@ -65,7 +65,9 @@ def derive_status(
 
 
 def ready_to_plan(state: DeploymentState, tally: TargetGroups, now_s: float) -> bool:
-    """Return whether to plan: all targets are here, or enough and the rest had its grace."""
+    """Return whether to make the first plan: no dead target is within its time to return, and
+    the dead and the failed together are at most ``max_failed``.
+    """
     if any(not _expired(state, each, now_s) for each in tally.dead):
         return False
     return len(tally.dead) + len(tally.failed) <= state.allowed_dead()
@@ -133,7 +135,7 @@ def _stall(state: DeploymentState, tally: TargetGroups, now_s: float) -> Failure
     fuse = origin_cap_bytes(state.deployment.total_bytes) + state.memo.extra_bytes
     read = state.origin_bytes
     if state.has_origin_budget and read > fuse:
-        message = f"the origin fuse: got {read} bytes read, wanted at most {fuse}"
+        message = f"the origin budget is exceeded: {read} bytes read, {fuse} are allowed"
         return Failure(code=OUT_OF_BUDGET, message=message)
     since_s = state.out_of_budget_since_s
     stalls = since_s is not None and now_s - since_s > 2 * state.settings.lost_s

@@ -159,7 +159,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class ReportSourceLost:
-    """Report in the next heartbeat that this worker abandoned a source."""
+    """Log that this worker abandoned a source; heartbeats read it from ``SessionProgress``."""
 
     source_key: str
     reason: str
@@ -167,7 +167,9 @@ class ReportSourceLost:
 
 @dataclass(frozen=True, slots=True)
 class ReportCorrupt:
-    """Report in the next heartbeat which source sent corrupt pieces; once per run of pieces."""
+    """Log which source sent corrupt pieces, once per run of pieces; heartbeats read the counts
+    from ``SessionProgress``.
+    """
 
     source_key: str
     piece: int  # the first of the run

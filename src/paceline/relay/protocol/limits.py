@@ -19,9 +19,9 @@ class SessionLimits:
     window_bytes: int = 32 * MIB  # in flight per source, at most
     window_pieces: int = 256
     away_pieces: int = 256  # in flight from a spare, at most; failback probes start beyond them
-    window_s: float = 1.0  # a window holds at most what the expected rate sends in this time,
-    origin_window_s: float = 4.0  # or in this time for the origin, which is read in long ranges,
-    least_window_pieces: int = 4  # but always several pieces, so that the pipe never runs empty
+    window_s: float = 1.0  # a window holds at most what arrives in this time at the planned rate
+    origin_window_s: float = 4.0  # the same for the origin, which is read in long ranges
+    least_window_pieces: int = 4  # the smallest window, so that the pipe never runs empty
     piece_attempts: int = 3  # corrupt arrivals of one piece from each worker that holds it
     # The same from the origin, which has no substitute: with one transfer in a hundred corrupt,
     # three in a row occur once in eight models of 500 GB, five once in 80,000.

@@ -295,7 +295,7 @@ class RelaySession:
         self._pull.check_deadlines(now_s, actions)
         if now_s >= self._give_up_s():
             error = self._pull.choice.stalled or self._pull.last_error
-            do = "Check the other workers and the source; a new plan revives this worker."
+            do = "Check the other workers and the source; with a new plan this worker goes on."
             nobody = PeerLost("no source is left to pull from", where=self.worker_id, do=do)
             self._fail(error or nobody, actions)
         elif self._durable.count == self.pieces.count:

@@ -226,9 +226,9 @@ class SourceSelector:
         """Record in ``stalled`` why nothing is requested from the origin."""
         if self.unconfirmed:
             self.stalled = ServiceUnavailable(
-                "this node stood still or was cut off: another may read the origin in its place",
-                wanted="an answer of the coordinator since",
-                do="Wait: the next answered heartbeat confirms the lanes, or brings others.",
+                "this node was suspended or cut off, so it may not read the source now",
+                wanted="an answer to a heartbeat after that",
+                do="Wait: the coordinator's next answer confirms or replaces this node's lanes.",
             )
         else:
             self.stalled = OriginBudgetExceeded(
@@ -258,8 +258,9 @@ class SourceSelector:
     def failures(self, source: Source, work: PullTask) -> int:
         """Return the recent failures of a source, its rank in ``best``: untried sources come first.
 
-        A planned origin ranks before the spares all the same: they get the pieces from this worker.
-        As a spare it ranks first once a few others had nothing: then this worker is ahead of them.
+        If the plan names the origin as the source, it is tried before any spare, because the spares
+        receive these pieces from this worker. If it is only a spare, it is tried first once
+        ``spares_first`` other candidates have failed: then this worker is probably ahead of them.
         """
         if source.kind != "origin":
             rests = (self._health.get(source.key), work.behind.get(source.key))

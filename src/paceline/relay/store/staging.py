@@ -28,8 +28,9 @@ from paceline.system import sync_directories, sync_directory
 
 READ_ONLY = 0o444  # what is published never changes; a link to it is never written to
 # A disk allocates any size at once. Memory (tmpfs) writes zeros, 2 s for 144 MB on a busy machine,
-# and so does the C library where a filesystem cannot allocate: what this time does not suffice for
-# is allocated as it arrives, or the node and all behind it would begin that much later.
+# and so does the C library where a filesystem cannot allocate. Allocation stops after this time,
+# and the rest is allocated as pieces arrive: waiting for all of it would delay this node and every
+# node that reads from it.
 ALLOCATE_S = 0.1
 FIRST_ALLOCATION = 16 * 1024 * 1024  # doubled each time
 CLAIM_S = 5.0  # how long a stream waits for another one that writes the same piece

@@ -140,7 +140,7 @@ class RevokedWorkers:
         """Set the revoked workers."""
         found = frozenset(workers)
         if found != self._workers:
-            log.warning("served no more: %s", ", ".join(sorted(found)) or "none")
+            log.warning("refused from now on: %s", ", ".join(sorted(found)) or "none")
             self._workers = found
 
     def require(self, worker_id: str, admission: str = "") -> None:

@@ -35,7 +35,7 @@ SEND_RUN_PIECES = 16  # sent between two reads of the peer's messages
 READ_INTERVAL_S = 0.02  # the longest that a peer's message waits while pieces are sent
 # A session has at most 256 pieces in flight and requests them in runs. These bounds keep a peer
 # that sends tiny requests below a tenth of a core, and its queue below a megabyte.
-MAX_FRAMES_PER_READ = 256  # of a peer, read every HEAR_S
+MAX_FRAMES_PER_READ = 256  # of one peer; while pieces are sent, each READ_INTERVAL_S
 MOST_RUNS = 4096  # separate requested runs of pieces that a peer may wait for
 COUNT_INTERVAL_S = 0.2  # the longest between two updates of an edge's byte count in a run
 

@@ -58,9 +58,10 @@ def run_job(
 ) -> TrainResult:
     """Run ``job`` on ``workers`` (placement.py assigns ranks to them); return its stored result.
 
-    ``state_dir`` is this process's own, where the job leaves its to each node. ``accelerators``
-    are those of ``workers`` by kind, for the result. ``slots`` are how many slots of how many a
-    queue has reserved on each of ``workers``, one a rank; without, they are held whole.
+    ``state_dir`` is used in this process where ``job.state_dir`` is empty, which lets each node
+    use its own. ``accelerators`` are those of ``workers`` by kind, for the result. ``slots`` are
+    how many slots of how many a queue has reserved on each of ``workers``, one a rank; without,
+    they are held whole.
 
     Raises TrainingFailed where the restarts are used up or the job cannot succeed, Conflict where
     the job id has other settings or other gangs hold the nodes, InvalidSnapshot where the data are

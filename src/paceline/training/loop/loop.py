@@ -4,9 +4,9 @@ It does not depend on a layout, model or file format: ``Parallel`` distributes t
 ``Workload`` defines the task, a ``Checkpointer`` stores states. Randomness is a pure function of
 (seed, step, data rank), so no generator state is saved.
 
-A due state is saved only after the next batch has a sane loss under it, and before the optimiser
-changes it: a corrupted state never becomes a checkpoint. Each held-out evaluation reads the same
-sequences under the same layout, so that two results of one job differ only in the weights.
+A due state is saved only after its loss on the next batch is finite and no spike, and before the
+optimiser changes it: a corrupted state never becomes a checkpoint. Each held-out evaluation reads
+the same sequences under the same layout, so that two results of one job differ only in the weights.
 """
 
 from __future__ import annotations

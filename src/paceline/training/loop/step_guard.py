@@ -36,7 +36,7 @@ class BadStep(TrainingFailed):
         self.step, self.batch, self.reason = step, batch, reason
         self.loss, self.norm = loss, norm
         super().__init__(
-            "step went bad",
+            "the step has no usable loss or gradient",
             got=f"{reason}: loss {loss:.6g}, gradient norm {norm:.6g}",
             where=f"step {step}, batch {batch}",
             do="The job goes back to its last healthy checkpoint and passes over the batch.",
