@@ -137,6 +137,8 @@ def _train_on_hosts(
     preempted: then its state is saved, and the hosts are free.
     """
     placement = None if run.job is None else run.job.admitted()
+    if placement is not None:  # workers come and go while a job waits
+        known = run.trainers(list(placement.hosts))
     placed, held = place_ranks(settings, known, placement)
     stops = () if run.job is None else (run.job.superseded, run.job.preempted)
     try:

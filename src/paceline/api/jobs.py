@@ -283,6 +283,11 @@ def _add_changing(
         budget counts for a job that waits or runs, too."""
         budget = None if call is None else call.budget
         _require_prices(budget, prices)
+        paused = table.job(job_id)
+        if paused.kind and paused.state is JobState.PAUSED:
+            # It goes on with the kind of accelerator that it began on. This may ask Slurm, so it
+            # is done before the table is locked.
+            _require_room(paused, runtime, coordinator)
 
         def make(job: TrainingJob) -> TrainingJob:
             job = job if budget is None else _with_budget(job, budget)
@@ -306,8 +311,6 @@ def _add_changing(
                     where=job_id,
                     do=f"`paceline jobs resume {job_id} --budget AMOUNT`, 0 for none.",
                 )
-            if job.kind:  # it goes on with the kind of accelerator that it began on
-                _require_room(job, runtime, coordinator)
             return changed(job, JobState.QUEUED, time.time(), "resumed", current_caller().name)
 
         return shown(change(job_id, make))

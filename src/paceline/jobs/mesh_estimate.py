@@ -66,7 +66,7 @@ KNOWN = {
 }
 MEASURED = "H100"
 CONTEXT = 4096  # of models that could read more
-MESH = re.compile(r"(dp|shard|tp|pp)([1-9][0-9]{0,4})")
+MESH = re.compile(r"(dp|shard|tp|pp)([1-9][0-9]{0,6})")
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", re.IGNORECASE)
 
 

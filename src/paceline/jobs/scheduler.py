@@ -307,7 +307,7 @@ class JobScheduler(RepeatedTask):
             running = holds and job.flow_run_id
             state = JobState.CANCELLING if running else JobState.CANCELLED
             self._change(job, state, found.reason, wanted="cancel")
-        elif found.phase == "taken" and holds and job.adopted:
+        elif found.phase == "taken" and holds and job.adopted and not job.yields:
             self._lose(job, found.reason)
         elif found.phase == "taken" and holds:
             if job.flow_run_id:
@@ -335,11 +335,13 @@ class JobScheduler(RepeatedTask):
         assert job.placement is not None
         saved = [each.created_at for each in job.report.checkpoints] if job.report else []
         since = max(saved, default=job.started_at or self._wall())
+        trained = job.report is not None and job.report.training_digest is not None
         return Reservation(
             gang=gang,
             hosts=job.placement.hosts,
             lost_work_s=max(0.0, self._wall() - since),
-            preemptible=(job.yields or not job.adopted)
+            # a flow that yields does so while its ranks run, and no more once they have trained
+            preemptible=(not trained if job.yields else not job.adopted)
             and job.state in (JobState.STARTING, JobState.RUNNING),
             ending=job.state in (JobState.PAUSING, JobState.CANCELLING),
         )

@@ -291,12 +291,15 @@ class StepModel:
         }
 
     def _gathered(self, blocks: int, block: float, rest: float) -> float:
-        """Whole parameters in the products' precision, and one block's gradient before it is
-        scattered."""
+        """Whole parameters in the products' precision, and gradients before they are scattered: one
+        block's, or all where microbatches accumulate them."""
         if not self.is_sharded:  # autocast keeps a copy of each weight until the step ends
             return (blocks * block + rest) * self.item if self.item < self.master else 0.0
+        whole = blocks * block + rest
+        if self.spec.pp == 1 and self.settings.accumulation > 1:  # all stays whole until the last
+            return whole * (self.item + self.master)
         if self.spec.pp > 1 or self.spec.shard == 1:
-            return (blocks * block + rest) * self.item + block * self.master
+            return whole * self.item + block * self.master
         return (2 * block + rest) * self.item + block * self.master  # the next one is prefetched
 
     def _block_activations(self) -> float:
