@@ -79,7 +79,6 @@ def judge(
         base=base,
         training_digest=training_digest,
         trained_on=data,
-        job_id=result.job_id,
         ranks=ranks,
     )
     sealed.refer(run, "evaluation", evaluated.report_digest, result.job_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import threading
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
-from paceline.config import MeshSettings, Profile, TrainingSettings
+from paceline.config import EvaluationSettings, MeshSettings, Profile, TrainingSettings
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import as_markdown, plot_report, read_tasks
@@ -45,7 +44,6 @@ from paceline.tasks._support.scores import (
 from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import published_url
 from paceline.tasks.train import place_ranks, slots_of
-from paceline.training import earlier_job
 from paceline.training.user_code import Task, check, parse, require_allowed
 
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
@@ -181,14 +179,13 @@ def judging_gang(
     run: Run,
     nodes: Sequence[Node],
     base: Manifest,
-    job_id: str,
     ranks: int | None,
     *,
     with_tasks: bool,
 ) -> Gang | None:
     """Return the ranks that score each model together: ``ranks`` of them, or those of the profile;
-    else as the training's gang shared the model, or as many as there are where its float32 weights
-    do not fit one node. None: one process scores. A note says where part of it stays with one.
+    else as many as there are where its float32 weights do not fit one node. None: one process
+    scores. A note says where part of it stays with one.
 
     Raises InvalidInput for more ranks than were asked for and the nodes, or the job, have.
     """
@@ -201,11 +198,11 @@ def judging_gang(
             where="evaluation.tp",
             do="Change one of them.",
         )
-    mesh = MeshSettings(dp=1, shard=asked // settings.tp, tp=settings.tp) if asked > 1 else None
-    if not asked and (found := _needed_ranks(run, nodes, base, job_id)):
-        asked, mesh = found
-    if mesh is None:
+    tp = settings.tp if asked else 1
+    asked = asked or _needed_ranks(run, nodes, base)
+    if asked == 1:
         return None
+    mesh = MeshSettings(dp=1, shard=asked // tp, tp=tp)
     try:
         gang = _placed(run, nodes, asked, mesh)
     except InvalidInput as error:
@@ -218,20 +215,13 @@ def judging_gang(
     return gang
 
 
-def _needed_ranks(
-    run: Run, nodes: Sequence[Node], base: Manifest, job_id: str
-) -> tuple[int, MeshSettings] | None:
-    """Return the ranks and the mesh of a model that its training shared, or that no node holds."""
-    with contextlib.suppress(SourceMissing):  # of a job that an older version trained
-        trained = earlier_job(run.runtime.checkpoints_url, job_id, run.store).settings
-        shard, tp = trained.mesh.shard * trained.mesh.pp, trained.mesh.tp
-        if shard * tp > 1:
-            return trained.ranks, MeshSettings(shard=shard, tp=tp)
+def _needed_ranks(run: Run, nodes: Sequence[Node], base: Manifest) -> int:
+    """Return how many ranks score ``base``: one where a node holds it, else all of ``nodes``."""
     least = min(max(1, node.accelerator_count) for node in nodes)
     count = (run.runtime.profile.training.ranks_per_node or least) * len(nodes)
-    if count == 1 or _fits(run, base, nodes[-1]):
-        return None
-    return count, MeshSettings(dp=1, shard=count)
+    if run.job is not None and run.job.placement is not None:
+        count = sum(run.job.placement.hosts.values())
+    return 1 if count == 1 or _fits(run, base, nodes[-1]) else count
 
 
 def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> Gang:
@@ -257,9 +247,12 @@ def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> 
 
 def _fits(run: Run, base: Manifest, node: Node) -> bool:
     """Return whether an accelerator of ``node``, or one without any, holds the weights of ``base``
-    in float32, beside what it runs; True where its memory is not known."""
+    in float32, beside what it runs; True where that is not known."""
     url = f"{published_url(run, base.model_id, base.version)}/{CONFIG_FILE}"
-    config = json_object(run.store.get_bytes(url), url)
+    try:
+        config = json_object(run.store.get_bytes(url), url)
+    except PermanentError:  # it cannot be scored at all: the report says why
+        return True
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
     needed_bytes = weights * (2 if dtype.endswith("float16") else 1)
@@ -278,14 +271,13 @@ def evaluate(
     base: Manifest,
     training_digest: str,
     trained_on: tuple[TrainingData, ...],
-    job_id: str,
     ranks: int | None = None,
 ) -> Evaluated:
     """Score every one of ``models`` (name → {url, digest}), an n-gram model and compressors, and
     look for the held-out documents in what the candidate was ``trained_on``, on the last of
-    ``nodes``; of many documents each node scores a part, and ranks score together what the training
-    ``job_id`` shared or no node holds (``ranks`` of them: see ``judging_gang``). The report is
-    recorded (see ``sealed``); its ``report_digest`` is what a promotion asks for.
+    ``nodes``; of many documents each node scores a part. ``ranks`` score each model together, or
+    those that ``judging_gang`` names. The report is recorded (see ``sealed``); its
+    ``report_digest`` is what a promotion asks for.
 
     Raises WorkerLost when the evaluating process dies, Cancelled once it is gone because the flow
     run was cancelled; the same call is safe to repeat.
@@ -312,7 +304,9 @@ def evaluate(
 
     def judged(page: artifacts.Progress) -> dict[str, Any]:
         answer: dict[str, Any] = {}
-        known = recorded_scores(run, spec, models)
+        gang = judging_gang(run, nodes, base, ranks, with_tasks=bool(spec.tasks_url))
+        asked = _scored_by(gang, spec)
+        known = recorded_scores(run, asked, models) | recorded_scores(run, spec, {})
 
         def on_event(line: dict[str, Any]) -> None:
             if line.get("event") == "result":
@@ -325,11 +319,10 @@ def evaluate(
                 page.show(float(data.get("fraction", 0)))
 
         longest_s = _deadline_s(run, spec, base)
-        gang = judging_gang(run, nodes, base, job_id, ranks, with_tasks=bool(spec.tasks_url))
         with run.fleet() as fleet, cancelling.noticed() as cancel:
             process = _on_a_node(fleet, longest_s, cancel)
             missing = {name: url for name, url in spec.models.items() if name not in known}
-            part = spec.model_copy(update={"models": missing})
+            part = asked.model_copy(update={"models": missing})
             scores, failures = [*known.values()], dict[str, str]()
             if missing and gang is not None:
                 limits: dict[str, Any] = {"deadline_s": longest_s, "cancel": cancel}
@@ -372,9 +365,9 @@ def evaluate(
             "snapshot": snapshot["digest"],
             "training": training_digest,
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
-            # however many ranks score, the figures are the same
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
+            **_together(profile.evaluation, ranks),
         },
         work,
         # a model that could not be scored (a node had lost its copy) is tried again
@@ -385,6 +378,19 @@ def evaluate(
     page = as_markdown(report) + f"\nReport digest, for a promotion: `{report.report_digest}`\n"
     artifacts.markdown("evaluation", page, "Scores on held-out files")
     return report
+
+
+def _scored_by(gang: Gang | None, spec: EvaluationSpec) -> EvaluationSpec:
+    """Return ``spec`` for scores by ``gang``, whose latency and memory are not one process's."""
+    if gang is None:
+        return spec
+    by = f"{spec.scorer}, {gang.settings.ranks} ranks, tp {gang.settings.mesh.tp}"
+    return spec.model_copy(update={"scorer": by})
+
+
+def _together(settings: EvaluationSettings, ranks: int | None) -> dict[str, list[int]]:
+    asked = settings.ranks if ranks is None else ranks
+    return {"ranks": [asked, settings.tp]} if asked > 1 else {}
 
 
 def _on_a_node(fleet: Fleet, deadline_s: float, cancel: threading.Event) -> Process:

@@ -437,10 +437,10 @@ def lineage_of(
         "training_snapshot_digest": trained.snapshot_digest,
         "weights_digest": trained.weights_digest,
         "config_digest": trained.config_digest,
-        "program_digest": trained.program.sha256 if trained.program else None,
         "job_id": trained.job_id,
         "code_version": code_version(),
         "run_id": run.run_id,
+        **({} if trained.program is None else {"program_digest": trained.program.sha256}),
     }
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import sys
 from typing import Any
 
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.config import TrainingSettings, load_runtime
+from paceline.config import TrainingSettings
 from paceline.errors import PacelineError, from_record, to_record
 from paceline.evaluation import score_on_ranks
 from paceline.models import Pretrained, SavedTransformer
@@ -127,12 +126,7 @@ def _judge(place: RankIdentity, events: EventWriter, _stop: StopFlag) -> int:
     return_freed_memory()
     spec = EvaluationSpec.model_validate_json(sys.stdin.readline())
     events.emit("started", worker_id=place.worker_id, pid=os.getpid())
-    work_dir = load_runtime(spec.state_dir).state_dir / "work"
-    downloads = work_dir / f"judging-{spec.run_id}-{place.worker_id}"
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    if is_first:
-        shutil.rmtree(downloads, ignore_errors=True)  # of an attempt that was killed
-        downloads.mkdir(parents=True)
     done = 0
 
     def emit(kind: str, data: dict[str, Any]) -> None:
@@ -149,10 +143,7 @@ def _judge(place: RankIdentity, events: EventWriter, _stop: StopFlag) -> int:
         mesh = open_mesh(MeshSpec.of(spec.mesh, place.world_size), device.type)
         events.enter("scoring")
         ranks = GangRanks(group, mesh, device)
-        score_on_ranks(spec, ranks, downloads, is_first=is_first, emit=emit)
-        ranks.everyone([0.0])  # all have read the files
-    if is_first:
-        shutil.rmtree(downloads)
+        score_on_ranks(spec, ranks, place.worker_id, is_first=is_first, emit=emit)
     peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     events.emit("result", done, peak_memory_bytes=1024 * peak_kib)
     return 0

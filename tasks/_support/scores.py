@@ -164,9 +164,12 @@ def scored_on_ranks(
     found: list[RecordedScore] = []
     failures: dict[str, str] = {}
     failed: dict[str, Any] = {}
+    attempt = 0
 
     def on_line(line: dict[str, Any]) -> None:
         kind, data = line.get("event"), line.get("data", {})
+        if line.get("attempt", attempt) != attempt:  # a late line of ranks that were ended
+            return
         if kind == "score":
             found.append(RecordedScore.model_validate(data))
             sealed.keep_score(run, found[-1])
@@ -194,7 +197,8 @@ def scored_on_ranks(
         gangs = GangSupervisor(nodes, deadlines, cancel=cancel, grace_s=CANCEL_GRACE_S)
         for attempt in range(1, guard.max_restarts + 2):
             failed.clear()
-            todo = spec.model_copy(update={"known": tuple(found), "failures": dict(failures)})
+            done = {"known": tuple(found), "failures": dict(failures)}
+            todo = spec.model_copy(update={"mesh": settings.mesh} | done)
             result = gangs.run_gang(members, todo.model_dump_json(), attempt, on_line)
             if result.ok:
                 return found, failures

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 
 from paceline.cluster import Machine, Node
-from paceline.config import EvaluationSettings, MeshSettings, TrainingSettings
+from paceline.config import EvaluationSettings, MeshSettings
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
-from paceline.schemas import Accelerator, JobPlacement, Labels, TrainJob, canonical_json
+from paceline.schemas import Accelerator, JobPlacement, Labels
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import Gang
 from paceline.tasks.evaluate import judging_gang
@@ -38,12 +38,11 @@ NODES = [node("node-0"), node("node-1")]
 
 
 def run_with(
-    trained: dict[str, Any] | None = None,
     *,
     dtype: str = "bfloat16",
     **evaluation: Any,
 ) -> Run:
-    """A run whose bucket has the record of job-1, and the config of the base."""
+    """A run whose bucket has the config of the base."""
     run = run_of(bucket := Store())
     profile = run.runtime.profile.model_copy(
         update={"evaluation": EvaluationSettings(**evaluation)}
@@ -53,15 +52,6 @@ def run_with(
     bucket.objects[f"{run.runtime.models_url}/acme/7b/1/config.json"] = (
         f'{{"dtype": "{dtype}"}}'.encode()
     )
-    if trained is not None:
-        job = TrainJob(
-            job_id="job-1", run_id="run-1", model_id="acme/7b", version="1",
-            manifest_digest="a" * 64, snapshot_url="s3://b/s", snapshot_digest="5" * 64,
-            purpose="research", checkpoint_url=run.runtime.checkpoints_url,
-            settings=TrainingSettings.model_validate(trained),
-        )  # fmt: skip
-        url = f"{run.runtime.checkpoints_url}/job-1/job.json"
-        bucket.objects[url] = canonical_json(job)
     return run
 
 
@@ -74,13 +64,12 @@ def gang_of(
 ) -> Gang | None:
     files = [SimpleNamespace(path="model.safetensors", size=weights_bytes)]
     base = cast("Manifest", SimpleNamespace(model_id="acme/7b", version="1", files=files))
-    return judging_gang(run, nodes, base, "job-1", ranks, with_tasks=tasks)
+    return judging_gang(run, nodes, base, ranks, with_tasks=tasks)
 
 
 def test_a_small_model_of_one_rank_is_judged_by_one_process() -> None:
-    assert gang_of(run_with({"ranks": 2})) is None
-    assert gang_of(run_with({"ranks": 2, "mesh": {"shard": 2}}), ranks=1) is None
-    assert gang_of(run_with()) is None, "also where an older version trained it"
+    assert gang_of(run_with()) is None
+    assert gang_of(run_with(), ranks=1, weights_bytes=40 * GIB) is None
 
 
 def test_ranks_that_are_asked_for_share_it() -> None:
@@ -93,19 +82,11 @@ def test_ranks_that_are_asked_for_share_it() -> None:
     assert cut.settings.mesh == MeshSettings(dp=1, shard=1, tp=2)
 
 
-def test_a_shared_model_is_judged_as_its_training_shared_it() -> None:
-    run = run_with({"ranks": 8, "mesh": {"shard": 2, "pp": 2}})
-    found = gang_of(run, nodes=[node("node-0", gpus=4), node("node-1", gpus=4)])
-    assert found is not None
-    assert (found.settings.ranks, found.settings.ranks_per_node) == (8, 4)
-    assert found.settings.mesh == MeshSettings(shard=4)
-
-
 def test_a_job_judges_on_the_slots_that_it_holds() -> None:
-    run = run_with({"ranks": 2, "mesh": {"shard": 2}})
+    run = run_with()
     placement = JobPlacement(hosts={"node-0": 2}, slots={"node-0": 8}, level="rack")
     run.job = cast("Any", SimpleNamespace(placement=placement))
-    found = gang_of(run, nodes=[node("node-0", gpus=8)])
+    found = gang_of(run, nodes=[node("node-0", gpus=8)], weights_bytes=40 * GIB)
     assert found is not None
     assert (found.nodes, found.slots) == (("node-0",), {"node-0": (2, 8)})
     with pytest.raises(InvalidInput, match=r"more ranks than the job holds.*at most 2"):
@@ -113,10 +94,10 @@ def test_a_job_judges_on_the_slots_that_it_holds() -> None:
 
 
 def test_a_model_that_no_node_holds_is_shared_by_all_ranks() -> None:
-    found = gang_of(run_with({"ranks": 2}), weights_bytes=14 * GIB)  # 28 in float32, of 32
+    found = gang_of(run_with(), weights_bytes=14 * GIB)  # 28 in float32, of 32
     assert found is not None
     assert found.settings.mesh == MeshSettings(dp=1, shard=2)
-    assert gang_of(run_with({"ranks": 2}, dtype="float32"), weights_bytes=14 * GIB) is None
+    assert gang_of(run_with(dtype="float32"), weights_bytes=14 * GIB) is None
     assert gang_of(run_with(), nodes=[node("node-0")], weights_bytes=14 * GIB) is None
     found = gang_of(run_with(), nodes=[node("node-0", gpus=4)], weights_bytes=40 * GIB)
     assert found is not None
@@ -128,8 +109,10 @@ def test_too_few_nodes_are_an_error_only_for_who_asks() -> None:
         gang_of(run_with(), ranks=3)
     with pytest.raises(InvalidInput, match=r"does not divide.*3 ranks, tp 2.*evaluation\.tp"):
         gang_of(run_with(tp=2), ranks=3)
-    run = run_with({"ranks": 8, "mesh": {"shard": 8}})
-    assert gang_of(run) is None
+    run = run_with()
+    elsewhere = JobPlacement(hosts={"node-9": 2}, level="rack")
+    run.job = cast("Any", SimpleNamespace(placement=elsewhere))
+    assert gang_of(run, weights_bytes=14 * GIB) is None
     assert "one process scores: not enough nodes" in run.summary.notes[-1]
 
 

@@ -101,7 +101,6 @@ def spec_of(root: Path, *models: str, mesh: MeshSettings) -> EvaluationSpec:
         models={name: str(root / name) for name in models},
         settings=SETTINGS,
         scorer="paceline 1",
-        mesh=mesh,
     )
 
 

@@ -275,7 +275,10 @@ class Policy(Settings):
     min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     # What the export must have: "torch.export" is the program of training.export_program.
-    formats: tuple[Literal["safetensors", "torch.export"], ...] = ("safetensors",)
+    formats: tuple[Literal["safetensors", "torch.export"], ...] = Field(
+        default=("safetensors",),
+        exclude_if=lambda formats: formats == ("safetensors",),  # policies keep their digest
+    )
     # Who must approve, by a token of scope approve: no one; any; one who did not submit it.
     approval: Literal["none", "anyone", "four-eyes"] = "none"
     approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off

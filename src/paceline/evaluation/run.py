@@ -16,7 +16,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,12 +23,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from paceline.config import EvaluationSettings, load_runtime, this_node
+from paceline.config import EvaluationSettings, Runtime, load_runtime, this_node
 from paceline.data import Snapshot, Tokenizer, documents, load_snapshot, tokenizer_of
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
@@ -58,7 +58,7 @@ TRAIN_BYTES = 16 * 1024 * 1024  # of training text for the n-gram model: about 4
 MOST_RECORDED = 150_000  # documents, in a line of 4 MiB
 MOST_ON_RANKS = 40_000  # documents, in a rank's line of 1 MiB
 HELD_OUT_READ_FACTOR = 64  # times the budget: maximum text read to cut prefixes from
-SCRATCH = "evaluation-"  # prefix of the directories for downloaded models
+SCRATCH = "scores-"  # prefix of the directories for downloaded models, which their users lock
 _writing = threading.Lock()
 
 
@@ -71,7 +71,6 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     allowed = AllowedCode(sources, runtime.state_dir / "code")
     cache_dir = runtime.state_dir / "cache"
     scratch_dir = runtime.state_dir / "work"
-    scratch_dir.mkdir(parents=True, exist_ok=True)
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     budget = spec.settings.held_out_bytes
     tokenizer = tokenizer_of(snapshot, store)
@@ -121,29 +120,40 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
 
 
 @contextlib.contextmanager
-def _scratch_below(parent: Path) -> Iterator[Path]:
-    """Yield a directory for the models; those of evaluations that were killed are removed first."""
+def _scratch_below(parent: Path, name: str = "") -> Iterator[Path]:
+    """Yield a directory for models, named so or new; those of killed evaluations are removed."""
+    scratch = parent / f"{SCRATCH}{name or uuid4().hex}"
+    parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         with (parent / "evaluation.lock").open("a") as one_at_a_time:
-            fcntl.flock(one_at_a_time, fcntl.LOCK_EX)
+            _lock(one_at_a_time.fileno(), fcntl.LOCK_EX)
             for each in parent.glob(f"{SCRATCH}*"):
-                left = os.open(each, os.O_RDONLY)
-                with contextlib.suppress(BlockingIOError):  # its evaluation is running
-                    fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(each, ignore_errors=True)
-                os.close(left)
-            its = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=parent)
-            scratch = stack.enter_context(its)
+                with contextlib.suppress(FileNotFoundError):  # its evaluation ends just now
+                    left = os.open(each, os.O_RDONLY)
+                    if _lock(left, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                        shutil.rmtree(each, ignore_errors=True)
+                    os.close(left)
+            scratch.mkdir(exist_ok=True)
             mine = os.open(scratch, os.O_RDONLY)
             stack.callback(os.close, mine)
-            fcntl.flock(mine, fcntl.LOCK_EX)
-        yield Path(scratch)
+            stack.callback(shutil.rmtree, scratch, ignore_errors=True)
+            _lock(mine, fcntl.LOCK_EX)
+        yield scratch
+
+
+def _lock(descriptor: int, how: int) -> bool:
+    """Return whether the file is locked; a file system without such locks has none to remove."""
+    try:
+        fcntl.flock(descriptor, how)
+    except OSError:  # another evaluation has it, or NFS
+        return False
+    return True
 
 
 def score_on_ranks(
     spec: EvaluationSpec,
     ranks: Ranks,
-    directory: Path,
+    node: str,
     *,
     is_first: bool,
     emit: Callable[[str, dict[str, Any]], None],
@@ -151,11 +161,26 @@ def score_on_ranks(
     """Score ``spec``'s models on all held-out documents, as one of ``ranks``; ``emit`` gets
     ("score", RecordedScore), ("unscored", model and reason) and ("step", progress).
 
-    Models are downloaded into ``directory``, by the first rank of a node (``is_first``). A model of
-    user code is left to the evaluation's own process. Raises what reading the data raises, and
-    InvalidInput for more documents than a rank reports.
+    The first rank of ``node`` (``is_first``) downloads models. A model of user code is left to the
+    evaluation's own process. Raises what reading the data raises, and InvalidInput for more
+    documents than a rank reports.
     """
     runtime = load_runtime(spec.state_dir)
+    work_dir, name = runtime.state_dir / "work", f"{spec.run_id}-{node}"
+    at = work_dir / f"{SCRATCH}{name}"
+    with _scratch_below(work_dir, name) if is_first else contextlib.nullcontext(at) as directory:
+        _score_on_ranks(spec, runtime, ranks, directory, is_first, emit)
+        ranks.everyone([0.0])  # all have read the files
+
+
+def _score_on_ranks(
+    spec: EvaluationSpec,
+    runtime: Runtime,
+    ranks: Ranks,
+    directory: Path,
+    is_first: bool,
+    emit: Callable[[str, dict[str, Any]], None],
+) -> None:
     store, cache_dir = open_store(runtime), runtime.state_dir / "cache"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     tokenizer = tokenizer_of(snapshot, store)

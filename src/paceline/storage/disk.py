@@ -227,9 +227,11 @@ class DiskStore(ObjectStore):
         """Delete the object for good; one that does not exist is no error."""
         path = self.path_of(url)
         with _translated(url):
-            if path.exists():
-                path.unlink(missing_ok=True)
-                sync_directory(path.parent)
+            try:
+                path.unlink()
+            except FileNotFoundError:
+                return
+            sync_directory(path.parent)
 
     def delete_prefix(self, url: str) -> int:
         """Delete every object below ``url``, and the directory, and return how many."""
