@@ -95,6 +95,7 @@ def test_a_program_of_each_family_has_the_models_logits(family: str, tmp_path: P
         assert got == pytest.approx(wanted, rel=1e-4, abs=1e-3)
 
 
+@pytest.mark.nightly
 def test_a_model_in_halves_is_a_program_in_halves(tmp_path: Path) -> None:
     config = config_for(30_000, 32).model_copy(update={"torch_dtype": "bfloat16"})
     save_model(new_model(config, 1).bfloat16(), config, tmp_path)

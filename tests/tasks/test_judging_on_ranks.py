@@ -208,6 +208,7 @@ def peaks(watched: Watched) -> list[int]:
     return [each["data"]["peak_memory_bytes"] for each in results]
 
 
+@pytest.mark.nightly
 def test_no_rank_holds_a_whole_model(watched: Watched, root: Path) -> None:
     save_model(new_model(LARGE, 3), LARGE, root / "large")
     whole = sum(each.stat().st_size for each in (root / "large").glob("*.safetensors"))
@@ -252,6 +253,7 @@ def test_a_rank_that_is_killed_is_started_again_and_nothing_is_recorded_half(
     assert mine.bits_per_byte.value == pytest.approx(wanted.bits_per_byte.value, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_ranks_that_die_again_and_again_are_an_error_and_leave_no_record(
     watched: Watched, root: Path
 ) -> None:

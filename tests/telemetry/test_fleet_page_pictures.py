@@ -136,6 +136,7 @@ def look(browser: Any, name: str, at: str = "") -> None:
         keep(browser, f"fleet-{name}{suffix}")
 
 
+@pytest.mark.nightly
 def test_every_page_fits_a_desk_and_a_phone(site: tuple[Served, str]) -> None:
     server, job = site
     with chromium() as browser:

@@ -214,7 +214,9 @@ def test_its_state_goes_on_from_two_shards_on_one_rank(
         assert by_step[each["step"]]["loss"] == pytest.approx(each["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("model", ["transformers", "user code"])
+@pytest.mark.parametrize(
+    "model", ["transformers", pytest.param("user code", marks=pytest.mark.nightly)]
+)
 def test_other_models_are_trained_with_it(
     text: Path, code: Path, tmp_path: Path, model: str
 ) -> None:

@@ -380,6 +380,7 @@ def make(task):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)  # four processes
 def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
