@@ -266,8 +266,8 @@ class JobScheduler(RepeatedTask):
             if (found := standings.get(job.job_id)) is not None:
                 if (held := found.allocation) is not None and held != job.allocation:
                     # Another one is stored: the next leader must know a cancelled one as the job's.
-                    other = job.allocation is None or job.allocation.id != held.id
-                    self._table.note(job.job_id, None, stored=other, allocation=held)
+                    is_new = job.allocation is None or job.allocation.id != held.id
+                    self._table.note(job.job_id, None, stored=is_new, allocation=held)
                 self._stand(job, found, by_name)
             now = self._table.job(job.job_id)
             if now.state.waits and (why := reasons.get(job.job_id, "")[:500]) not in (
