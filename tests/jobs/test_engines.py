@@ -19,7 +19,7 @@ import pytest
 from paceline.client import job_spec
 from paceline.cluster import SlurmJob
 from paceline.config import Endpoints, Runtime, Secrets, load_profile, with_job_settings
-from paceline.errors import InvalidInput, InvalidProfile
+from paceline.errors import AccessDenied, InvalidInput, InvalidProfile
 from paceline.jobs import (
     Engine,
     Host,
@@ -28,6 +28,7 @@ from paceline.jobs import (
     OwnAdmission,
     Request,
     SlurmEngine,
+    Standing,
     changed,
     engine_of,
     gang_of,
@@ -545,6 +546,249 @@ def test_an_allocation_without_workers_ends_by_itself(
     assert len((tmp_path / "slept").read_text().splitlines()) == minutes
 
 
+def test_other_peoples_arrays_and_heterogeneous_jobs_are_left_out(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    site.queue(
+        "9_[1-10]|PENDING|Priority||sweep",
+        "9_3|RUNNING|None|n7|sweep",
+        "8+0|RUNNING|None|n8|mpi",
+        f"12|PENDING|Priority||NAME{job_id}",
+    )
+    queue.look(2)
+    assert queue.job(job_id).reason == "Slurm job 12 is PENDING: Priority"
+    assert not site.called("sbatch")
+
+
+def test_an_sbatch_that_slurm_took_though_it_was_killed_is_not_repeated(
+    queue: SlurmQueue, site: Site
+) -> None:
+    queue.look()
+    site.says("sbatch", "echo 'sbatch: error: Socket timed out' >&2; exit 1")
+    job_id = queue.submit(4)
+    queue.look()
+    site.says("squeue", "echo 'slurm_load_jobs error' >&2; exit 1")
+    queue.look(5, seconds=40)
+    assert len(site.called("sbatch")) == 1
+    assert "Slurm does not answer" in queue.job(job_id).reason
+    queue.slurm(job_id, "PENDING", "Priority")
+    queue.look(2, seconds=40)
+    assert len(site.called("sbatch")) == 1
+    assert queue.job(job_id).reason == "Slurm job 12 is PENDING: Priority"
+
+
+def test_of_two_slurm_jobs_of_one_name_the_second_is_cancelled(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.runs(job_id)
+    site.queue(
+        f"11|CANCELLED|None||NAME{job_id}",
+        f"12|RUNNING|None|n1,n2|NAME{job_id}",
+        f"13|RUNNING|None|n3,n4|NAME{job_id}",
+        f"14|PENDING|Priority||NAME{job_id}",
+    )
+    queue.look()
+    assert queue.state(job_id) is S.STARTING
+    assert site.called("scancel") == ["scancel --quiet 13", "scancel --quiet 14"]
+
+
+class Clock:
+    """Seconds that commands of a site add to."""
+
+    def __init__(self, site: Site) -> None:
+        self.path = site.directory / "clock"
+        self.path.write_text("0\n")
+
+    def __call__(self) -> float:
+        return float(sum(map(int, self.path.read_text().split())))
+
+    def passes(self, seconds: int) -> str:
+        return f"echo {seconds} >> {self.path}"
+
+
+@pytest.mark.parametrize(
+    ("name", "reads", "tries"),
+    [("squeue", 1, 0), ("sbatch", 1, 1)],
+)
+def test_a_round_waits_for_a_silent_slurm_once(
+    runtime: Runtime, site: Site, name: str, reads: int, tries: int
+) -> None:
+    """Whatever waits: the scheduler's thread has other jobs, too."""
+    clock = Clock(site)
+    asked = [
+        Request(
+            job=each.job.model_copy(update={"job_id": f"tj-{number:012}"}),
+            gang=each.gang,
+            ranks_per_node=2,
+        )
+        for number, each in enumerate([request(runtime)] * 5)
+    ]
+    site.says(name, f"{clock.passes(10)}; echo 'Unable to contact slurm controller' >&2; exit 1")
+    engine = SlurmEngine(runtime, clock)
+    for each in asked:
+        engine.submit(each)
+    engine.status([], asked, [], 0.0)
+    assert (len(site.called("squeue")), len(site.called("sbatch"))) == (reads, tries)
+    assert all("contact" in why for why in engine.reasons().values())
+    assert len(engine.reasons()) == 5
+
+
+def test_a_limit_of_one_job_holds_no_other_up(runtime: Runtime, site: Site) -> None:
+    site.says("sbatch", "echo 'Job violates accounting/QOS policy' >&2; exit 1")
+    engine = SlurmEngine(runtime, lambda: 0.0)
+    for number in range(3):
+        one = job().model_copy(update={"job_id": f"tj-{number:012}"})
+        engine.submit(Request(job=one, gang=request(runtime).gang, ranks_per_node=2))
+    assert len(site.called("sbatch")) == 3
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Batch job submission failed: Protocol authentication error",
+        "Munge encode failed: Failed to access /run/munge/munge.socket.2",
+        "Batch job submission failed: Zero Bytes were transmitted or received",
+        "Batch job submission failed: Slurm backup controller in standby mode",
+        "Batch job submission failed: Required partition not available (inactive or drain)",
+    ],
+)
+def test_a_fault_of_slurm_refuses_and_fails_no_job(
+    queue: SlurmQueue, site: Site, said: str
+) -> None:
+    site.says("sbatch", f'echo "sbatch: error: {said}" >&2; exit 1')
+    assert SlurmEngine(queue.runtime).why_never(request(queue.runtime), []) == ""
+    job_id = queue.submit(4)
+    queue.look(2)
+    assert queue.state(job_id) is S.QUEUED
+    assert said in queue.job(job_id).reason
+
+
+def test_what_slurm_has_taken_in_a_test_waits_with_a_reason_that_is_not_known(
+    queue: SlurmQueue, site: Site
+) -> None:
+    site.says("sbatch", "echo 'sbatch: error: the site is closed on Fridays' >&2; exit 1")
+    never = SlurmEngine(queue.runtime).why_never(request(queue.runtime), [])
+    assert "closed on Fridays" in never
+    job_id = queue.submit(4)
+    queue.look(2)
+    assert queue.state(job_id) is S.QUEUED
+    assert "closed on Fridays" in queue.job(job_id).reason
+
+
+def test_a_leader_that_stops_submits_nothing(queue: SlurmQueue, site: Site) -> None:
+    queue.submit(4)
+    queue.scheduler._stop.set()
+    queue.look(2)
+    assert not site.called("sbatch")
+
+
+def test_nodes_of_another_kind_than_the_job_began_on_go_back_and_others_are_requested(
+    queue: SlurmQueue, site: Site
+) -> None:
+    queue.store.workers = [worker("n1", 2, "NVIDIA L4"), worker("n2", 2)]
+    job_id = queue.submit(4)
+    queue.table.change(job_id, lambda now: now.model_copy(update={"kind": "NVIDIA A100"}))
+    queue.look()
+    queue.slurm(job_id, "PENDING", "Priority")
+    queue.look()
+    queue.slurm(job_id, "RUNNING", nodes="n1,n2")
+    queue.look(6)
+    waits = queue.job(job_id)
+    assert waits.state is S.QUEUED
+    assert waits.allocation is not None
+    assert "n1 not of NVIDIA A100" in waits.allocation.reason
+    assert {*site.called("scancel")} == {"scancel --quiet 12"}
+    queue.slurm(job_id, "CANCELLED")
+    site.says("sbatch", "echo 13")
+    queue.look(6, seconds=10)
+    assert queue.state(job_id) is S.QUEUED, "it is not a person's scancel"
+    assert "--exclude=n1" in site.called("sbatch")[1].split()
+    queue.store.workers += [worker("n3", 2)]
+    site.queue(f"13|RUNNING|None|n2,n3|NAME{job_id}")
+    queue.look(6)
+    assert queue.state(job_id) is S.STARTING
+
+
+def test_nodes_of_two_kinds_go_back(runtime: Runtime) -> None:
+    kinds = {"n1": "NVIDIA L4", "n2": "NVIDIA A100", "n3": "NVIDIA L4"}
+    hosts = {name: Host(name=name, slots=2, kind=kind) for name, kind in kinds.items()}
+    view = SlurmJob(job_id="7", state="RUNNING", nodes=tuple(hosts))
+    for accelerator, avoid in (("", ("n2",)), ("a100", ("n1", "n3"))):
+        asked = request(runtime, resources={"ranks": 6, "accelerator": accelerator})
+        found = slurm.standing(view, asked, hosts, has_settled=True)
+        assert (found.phase, found.avoid) == ("waiting", avoid)
+
+
+def test_a_part_of_a_kinds_name_that_several_nodes_have_is_the_granted_nodes_kind(
+    runtime: Runtime,
+) -> None:
+    hosts = [
+        Host(name=name, slots=2, kind=kind)
+        for name, kind in (("n1", "NVIDIA A100-SXM4-40GB"), ("n2", "NVIDIA A100-SXM4-80GB"))
+    ]
+    asked = job(resources={"ranks": 2, "accelerator": "a100"})
+    settings = with_job_settings(runtime.profile, asked.spec.settings).training
+    given = Request(job=asked, gang=gang_of(asked, settings, hosts), ranks_per_node=2)
+    view = SlurmJob(job_id="7", state="RUNNING", nodes=("n2",))
+    found = slurm.standing(view, given, {each.name: each for each in hosts}, has_settled=True)
+    assert found.phase == "granted"
+
+
+@pytest.mark.parametrize("kind", ["slurm", "kubernetes"])
+def test_a_team_may_not_name_the_queue_of_another(tmp_path: Path, site: Site, kind: str) -> None:
+    settings = {
+        "slurm": {
+            "cluster.slurm.teams": '{nlp = {partition = "nlp,big"}, vision = {partition = "big"}}',
+            "cluster.slurm.partition": "train",
+        },
+        "kubernetes": {"cluster.kubernetes.queues": '{nlp = "nlp", vision = "big"}'},
+    }
+    runtime = runtime_of(kind, tmp_path, **settings[kind])
+    engine = engine_of(runtime)
+    with pytest.raises(AccessDenied, match="not of nlp alone"):
+        engine.why_never(request(runtime, team="vision", resources={"queue": "nlp"}), [])
+    common = "train" if kind == "slurm" else "training"
+    for team, named in (("nlp", "nlp"), ("vision", "big"), ("vision", common), ("vision", "open")):
+        asked = request(runtime, team=team, resources={"queue": named})
+        assert engine.why_never(asked, []) == ""
+
+
+def test_a_training_that_began_outside_of_the_queue_may_not_either(
+    tmp_path: Path, site: Site
+) -> None:
+    queue = SlurmQueue(
+        runtime_of("slurm", tmp_path, **{"cluster.slurm.teams": '{nlp = {partition = "nlp"}}'}),
+        site,
+    )
+    job_id = queue.submit(4, team="vision", resources={"queue": "nlp"})
+    queue.look()
+    assert queue.state(job_id) is S.FAILED
+    assert "another team's" in queue.job(job_id).reason
+    assert not site.called("sbatch")
+
+
+def test_an_accelerator_is_one_word_of_slurms_options(runtime: Runtime, site: Site) -> None:
+    asked = request(runtime, resources={"accelerator": "a100:1,license:9"})
+    assert "resources.accelerator" in SlurmEngine(runtime).why_never(asked, [])
+    assert not site.called("sbatch")
+
+
+def test_the_next_leader_knows_a_cancelled_slurm_job_as_the_jobs(
+    queue: SlurmQueue, site: Site
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    queue.slurm(job_id, "PENDING", "Priority")
+    queue.look(2)
+    queue.slurm(job_id, "CANCELLED")
+    queue.lead()
+    queue.look(3)
+    assert (queue.state(job_id), len(site.called("sbatch"))) == (S.CANCELLED, 1)
+
+
 # -- Kubernetes: not run on a cluster
 
 
@@ -638,26 +882,142 @@ else:
 """
 
 
-def test_the_port_applies_reads_and_deletes_a_group_once(tmp_path: Path, site: Site) -> None:
-    site.says("kubectl", "")
-    (tmp_path / "bin" / "kubectl").write_text(KUBECTL)
-    runtime, clock = runtime_of("kubernetes", tmp_path), [0.0]
+class Cluster:
+    """A stand-in for kubectl, and an engine whose every look is four seconds later."""
 
-    def tick() -> float:
-        clock[0] += 4.0
-        return clock[0]
+    def __init__(self, directory: Path, site: Site) -> None:
+        self.site, self.kept = site, directory / "pods.json"
+        site.says("kubectl", "")
+        self.says(KUBECTL)
+        self.runtime, self.clock = runtime_of("kubernetes", directory), 0.0
+        self.engine = KubernetesEngine(self.runtime, lambda: self.clock)
 
-    engine: Engine = KubernetesEngine(runtime, tick)
-    asked = request(runtime, resources={"ranks": 4})
+    def says(self, script: str) -> None:
+        (self.site.directory / "bin" / "kubectl").write_text(script)
+
+    def look(self, asked: Request, *hosts: Host, seconds: float = 4.0) -> Standing | None:
+        self.clock += seconds
+        self.engine.submit(asked)
+        found = self.engine.status(hosts, [asked], [], 0.0)
+        return found.get(asked.job.job_id)
+
+    def called(self, word: str) -> int:
+        return sum(f" {word} " in each for each in self.site.called("kubectl"))
+
+    def pods(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = json.loads(self.kept.read_text())
+        return found
+
+    def keep(self, pods: list[dict[str, Any]]) -> None:
+        self.kept.write_text(json.dumps(pods))
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, site: Site) -> Cluster:
+    return Cluster(tmp_path, site)
+
+
+def test_the_port_applies_reads_and_deletes_a_group_once(cluster: Cluster) -> None:
+    engine: Engine = cluster.engine
+    asked = request(cluster.runtime, resources={"ranks": 4})
     job_id = asked.job.job_id
     for _ in range(3):
-        engine.submit(asked)
-        assert engine.status([], [asked], [], 0.0)[job_id].phase == "waiting"
+        stands = cluster.look(asked)
+        assert stands is not None and stands.phase == "waiting"
     assert "Pending" in engine.reasons()[job_id]
-    assert sum(" apply " in each for each in site.called("kubectl")) == 1
-    assert engine.status([], [], [], 0.0).keys() == {job_id}, "no job needs it: to be cancelled"
-    engine.cancel(job_id)
+    assert cluster.called("apply") == 1
+    for _ in range(3):  # rounds before the next answer
+        assert engine.status([], [], [], 0.0).keys() == {job_id}, "no job needs it: to be cancelled"
+        engine.cancel(job_id)
+    assert cluster.called("delete") == 1
+    cluster.clock += 4.0
     assert engine.status([], [], [], 0.0) == {}
+
+
+def test_pods_that_are_being_deleted_are_not_deleted_again(cluster: Cluster) -> None:
+    asked = request(cluster.runtime, resources={"ranks": 4})
+    cluster.look(asked)
+    pods = cluster.pods()
+    for each in pods:
+        each["metadata"]["deletionTimestamp"] = "2026-11-27T21:00:00Z"
+    cluster.keep(pods)
+    stands = [cluster.look(asked) for _ in range(3)]
+    assert all(each is not None and each.phase == "waiting" for each in stands)
+    assert (cluster.called("delete"), cluster.called("apply")) == (0, 1)
+
+
+def test_a_group_that_was_applied_in_part_is_completed(cluster: Cluster) -> None:
+    asked = request(cluster.runtime, resources={"ranks": 6})
+    cluster.look(asked)
+    whole = cluster.pods()
+    cluster.keep(whole[:1])
+    stands = cluster.look(asked)
+    assert stands is not None and "1 of 3 pods are there" in stands.reason
+    running = whole[:1]
+    running[0] |= {"status": {"phase": "Running"}}
+    running[0]["spec"]["nodeName"] = "n1"
+    cluster.keep(running)
+    stands = cluster.look(asked, Host(name="n1", slots=1))
+    assert stands is not None and stands.phase == "waiting", "not failed on too few nodes"
+    cluster.look(asked, seconds=40.0)
+    names = [each["metadata"]["name"] for each in cluster.pods()]
+    assert names == [each["metadata"]["name"] for each in whole]
+    assert cluster.called("apply") == 2
+
+
+def test_a_used_quota_of_the_namespace_passes_and_another_refusal_does_not(
+    cluster: Cluster,
+) -> None:
+    asked = request(cluster.runtime, resources={"ranks": 4})
+    said = 'pods "x" is forbidden: exceeded quota: gpus, requested: 8, used: 8, limited: 8'
+    refusing = KUBECTL.replace(
+        'if words[0] == "apply":', 'if words[0] == "apply": sys.exit(SAID)\nif 0:'
+    )
+    cluster.says(refusing.replace("SAID", repr(said)))
+    assert cluster.look(asked) is None
+    assert "exceeded quota" in cluster.engine.reasons()[asked.job.job_id]
+    cluster.look(asked)
+    assert cluster.called("apply") == 1, "not each second"
+    cluster.says(refusing.replace("SAID", repr('pods "x" is forbidden: no such ServiceAccount')))
+    with pytest.raises(InvalidInput, match="no such ServiceAccount"):
+        cluster.look(asked, seconds=40.0)
+
+
+def test_a_label_of_a_node_and_nvidia_smi_name_one_kind(tmp_path: Path) -> None:
+    runtime = runtime_of("kubernetes", tmp_path)
+    hosts = [Host(name=name, slots=2, kind="NVIDIA H100 80GB HBM3") for name in ("n1", "n2")]
+    asked = job(resources={"ranks": 4, "accelerator": "NVIDIA-H100-80GB-HBM3"})
+    settings = with_job_settings(runtime.profile, asked.spec.settings).training
+    gang = gang_of(asked, settings, hosts)
+    assert gang.kind == "NVIDIA H100 80GB HBM3"
+    given = Request(job=asked, gang=gang, ranks_per_node=2)
+    running = pods(runtime, given, "Running", "n1", "n2")
+    found = kubernetes.standing(running, given, {each.name: each for each in hosts}, {})
+    assert found.phase == "granted"
+
+
+def test_pods_on_nodes_of_another_kind_go_back_and_avoid_them(cluster: Cluster) -> None:
+    asked = request(cluster.runtime, resources={"ranks": 4})
+    began = asked.job.model_copy(update={"kind": "NVIDIA A100"})
+    asked = Request(job=began, gang=asked.gang, ranks_per_node=2)
+    cluster.look(asked)
+    cluster.keep(pods(cluster.runtime, asked, "Running", "n1", "n2"))
+    hosts = [
+        Host(name="n1", slots=2, kind="NVIDIA L4"), Host(name="n2", slots=2, kind="NVIDIA A100")
+    ]  # fmt: skip
+    stands = cluster.look(asked, *hosts)
+    assert stands is not None and "n1 not of NVIDIA A100" in stands.reason
+    assert (stands.phase, cluster.called("delete")) == ("waiting", 1)
+    for _ in range(2):
+        cluster.look(asked, *hosts, seconds=40.0)
+    made = cluster.pods()
+    assert len(made) == 2
+    for each in made:
+        (term,) = each["spec"]["affinity"]["nodeAffinity"][
+            "requiredDuringSchedulingIgnoredDuringExecution"
+        ]["nodeSelectorTerms"]
+        assert term["matchExpressions"][0]["values"] == ["n1"]
+        kubernetes_validate.validate(each, "1.29", strict=True)
 
 
 def test_our_own_admission_is_the_same_port(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ on each. Which slots are free for a gang, and when, is decided in ``admission``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar, get_args
@@ -85,6 +86,16 @@ def describe(gang: Gang) -> str:
     inside = "" if gang.within == "fleet" else f" in one {gang.within}"
     per_host = f", {gang.ranks_per_host} per host" if gang.ranks_per_host else ""
     return f"{gang.ranks} x {gang.kind or 'any kind'}{memory}{pool}{inside}{per_host}"
+
+
+def is_kind(asked: str, kind: str) -> bool:
+    """Return whether accelerators of ``kind`` are what is asked for by their name, or a part of it.
+
+    A kind is what nvidia-smi says; labels of Kubernetes have hyphens in place of its spaces, and
+    Slurm's types underscores.
+    """
+    asked, kind = (re.sub(r"[\s_-]+", "-", each.lower()) for each in (asked, kind))
+    return asked in kind
 
 
 def check(valid: bool, what: str, got: object, wanted: str, where: str) -> None:

@@ -20,6 +20,7 @@ from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.coordinator import Coordinator, RepeatedTask
 from paceline.errors import (
+    AccessDenied,
     InvalidInput,
     InvalidProfile,
     PacelineError,
@@ -28,7 +29,7 @@ from paceline.errors import (
     WorkerLost,
 )
 from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
-from paceline.jobs.placement import Gang, Host
+from paceline.jobs.placement import Gang, Host, is_kind
 from paceline.jobs.preemption import Reservation
 from paceline.jobs.states import changed
 from paceline.jobs.table import JobTable
@@ -246,7 +247,12 @@ class JobScheduler(RepeatedTask):
         hosts = hosts_of(workers, self._profile.training)
         kept = {each.job_id for each in jobs if not each.state.is_final}
         self._settings = {key: value for key, value in self._settings.items() if key in kept}
-        requests = [made for each in waiting if (made := self._request(each, hosts)) is not None]
+        requests = [
+            made
+            for each in waiting
+            if not self._stop.is_set()  # another replica may lead, and requests it, too
+            if (made := self._request(each, hosts)) is not None
+        ]
         running = [
             self._reservation(each, gang)
             for each in jobs
@@ -258,8 +264,10 @@ class JobScheduler(RepeatedTask):
         by_name = {each.name: each for each in hosts}
         for job in jobs:
             if (found := standings.get(job.job_id)) is not None:
-                if found.allocation is not None and found.allocation != job.allocation:
-                    self._table.note(job.job_id, None, allocation=found.allocation)
+                if (held := found.allocation) is not None and held != job.allocation:
+                    # Another one is stored: the next leader must know a cancelled one as the job's.
+                    is_new = job.allocation is None or job.allocation.id != held.id
+                    self._table.note(job.job_id, None, stored=is_new, allocation=held)
                 self._stand(job, found, by_name)
             now = self._table.job(job.job_id)
             if now.state.waits and (why := reasons.get(job.job_id, "")[:500]) not in (
@@ -280,7 +288,7 @@ class JobScheduler(RepeatedTask):
         request = Request(job=job, gang=gang, ranks_per_node=per_node)
         try:
             self._engine.submit(request)
-        except InvalidInput as error:
+        except (InvalidInput, AccessDenied) as error:
             self._change(job, JobState.FAILED, error.one_line())
             return None
         return request
@@ -431,7 +439,7 @@ def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host])
     if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
         spares = 0
     if kind:
-        named = {host.kind for host in hosts if kind.lower() in host.kind.lower()}
+        named = {host.kind for host in hosts if is_kind(kind, host.kind)}
         # A part of one kind's name means that kind; of several, the reason names what was asked.
         kind = named.pop() if len(named) == 1 else kind
     return Gang(

@@ -80,14 +80,16 @@ class JobTable:
             after = make(before)
             return before if after == before else self._save(after)
 
-    def note(self, job_id: str, reason: str | None, **fields: Any) -> None:
+    def note(self, job_id: str, reason: str | None, *, stored: bool = False, **fields: Any) -> None:
         """Show why a job still waits; stored with its next change only, because it changes from
-        second to second. None: as it is."""
+        second to second, unless it is to be ``stored`` now. None: as it is."""
         with self._lock:
             job = self._known().get(job_id)
             if job is not None and not job.state.is_final:
                 made = fields if reason is None else {"reason": reason[:500], **fields}
                 self._jobs[job_id] = job.model_copy(update=made)
+                if stored:
+                    self._save(self._jobs[job_id])
 
     def report(self, job_id: str, report: JobReport) -> TrainingJob:
         """Take a flow's report in; one of an earlier flow run of the job is left out.

@@ -286,8 +286,8 @@ def _lines(view: JobView) -> list[str]:
         so_far = money(view.spent if job.usage else 0.0, "not known")
         lines.append(f"  cost        {so_far}{of} {view.currency}")
     if (held := job.allocation) is not None:
-        why = f", {held.reason}" if held.reason else ""
-        lines.append(f"  {held.engine:<11} {held.id}, {held.state}{why}")
+        said = ", ".join(filter(None, (held.id, held.state, held.reason)))
+        lines.append(f"  {held.engine:<11} {said}")
     if job.placement is not None:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
         level = job.placement.level

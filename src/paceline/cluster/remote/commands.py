@@ -18,7 +18,17 @@ from paceline.text import printable
 
 COMMAND_S = 60.0
 # In sbatch's refusals that pass: the controller is away, or a limit on what may be queued is used.
-PASSING = ("ontact", "timed out", "emporar", "submit limit", "Resource temporarily")
+PASSING = (
+    *("ontact", "timed out", "emporar", "submit limit", "authentication error", "Munge", "munge"),
+    *("Zero Bytes", "standby mode", "Required partition not available", "Required node not avail"),
+)
+# In those that do not pass, of a job that Slurm took in a test: its settings have changed since.
+REFUSED = (
+    *("nvalid partition", "Invalid account", "Invalid qos", "Invalid generic resource"),
+    *("Invalid feature", "Invalid node name", "Node count specification invalid"),
+    *("time limit is invalid", "node configuration is not available", "not permitted to use"),
+    *("ccess/permission denied", "nrecognized option"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,17 +89,22 @@ def slurm_prefix(runtime: Runtime) -> str:
     return f"paceline-{runtime.profile.name}-{where}-"
 
 
-def sbatch(argv: Sequence[str], where: str, timeout_s: float = COMMAND_S) -> str:
+def sbatch(
+    argv: Sequence[str], where: str, timeout_s: float = COMMAND_S, *, was_tested: bool = False
+) -> str:
     """Submit a job and return its id; with --test-only return "".
 
-    Raises InvalidInput where Slurm refuses it, ServiceUnavailable where it may take it later.
+    Raises InvalidInput where Slurm refuses it, ServiceUnavailable where it may take it later: by
+    the messages that are known to pass, and of a job that ``was_tested`` by all that are not known
+    to be refusals.
     """
     code, out, err = run_command(*argv, timeout_s=timeout_s)
     if code == 0:
         return out.strip().partition(";")[0]  # ID;CLUSTER
     why = err.strip().replace("sbatch: error: ", "").replace("allocation failure: ", "")
     why = printable(why.replace("\n", "; "), 300)
-    if any(each in why for each in PASSING):
+    is_refused = any(each in why for each in REFUSED)
+    if any(each in why for each in PASSING) or (was_tested and not is_refused):
         raise ServiceUnavailable("Slurm takes no job now", got=why, where="sbatch", do="`sinfo`?")
     raise InvalidInput(
         "Slurm refuses the allocation",

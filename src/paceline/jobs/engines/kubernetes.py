@@ -23,6 +23,7 @@ from paceline.jobs.engines.contract import (
     Request,
     Standing,
     nodes_of,
+    not_its_kind,
     placed_on,
 )
 from paceline.jobs.placement import Host
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 COMMAND_S = 10.0
 JOB_LABEL = "paceline.dev/job"
 REFUSED = ("invalid", "Invalid", "forbidden", "Forbidden", "denied")  # in kubectl's errors
+PASSING = "exceeded quota"  # in those that pass: others hold the namespace's ResourceQuota
 INSTEAD = {
     "priority": "another LocalQueue, or a priority class of Kueue",
     "resources.within": "a LocalQueue whose flavor has that topology",
@@ -55,20 +57,24 @@ class KubernetesEngine(ForeignEngine):
         self._waits: dict[str, str] = {}  # group → why Kueue has not admitted it
 
     def submit(self, request: Request) -> None:
-        """Apply the group of pods of a training job that has none."""
+        """Apply the group of pods of a training job that has none, or what its group lacks: a
+        command that was interrupted has applied a part."""
         job_id = request.job.job_id
-        if not self._read() or self._pods.get(job_id):
+        if not self._may_ask(job_id):
+            return
+        pods = self._pods.get(job_id, ())
+        if is_over(pods) or len(pods) >= nodes_of(request):
             return
         self._require_supported(request)
-        made = rendered(request, self._runtime)
+        group, there = _group(pods) if pods else "", {each["metadata"]["name"] for each in pods}
+        whole = rendered(request, self._runtime, group, self._avoid.get(job_id, ()))
+        made = [each for each in whole if each["metadata"]["name"] not in there]
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": made})
-        try:
-            self._kubectl("apply", "--filename=-", sent=text)
-        except ServiceUnavailable as error:
-            self._reasons[job_id] = error.one_line()
+        applied = self._ask(job_id, lambda: self._kubectl("apply", "--filename=-", sent=text))
+        if applied is None:
             return
         log.info("%s requests %d nodes as pods", job_id, len(made))
-        self._pods[job_id] = made
+        self._pods[job_id] = [*pods, *made]
 
     def status(
         self,
@@ -78,17 +84,15 @@ class KubernetesEngine(ForeignEngine):
         now: float,  # noqa: ARG002
     ) -> Mapping[str, Standing]:
         """Return where each job stands, by the last answer; {} before the first one."""
-        self._read()
-        self._keep_reasons(waiting)
         requests = {each.job.job_id: each for each in waiting}
         held = {each.gang.job_id: each for each in running}
-        if not self._is_known:
+        if not self._end_round(waiting):
             return {}
         alive, found = {each.name: each for each in hosts}, {}
         for job_id, pods in self._pods.items():
             if (request := requests.get(job_id)) is not None:
-                found[job_id] = standing(pods, request, alive, self._waits)
-                self._reasons[job_id] = found[job_id].reason
+                stands = standing(pods, request, alive, self._waits)
+                found[job_id] = self._stands(job_id, stands)
                 if is_over(pods):  # its remains go; then another group is applied
                     self.cancel(job_id)
             elif job_id in held:
@@ -99,12 +103,22 @@ class KubernetesEngine(ForeignEngine):
         return dict.fromkeys(held.keys() - self._pods.keys(), gone) | found
 
     def cancel(self, job_id: str) -> None:
-        """Delete the pods of a training job."""
+        """Delete the pods of a training job, once."""
+        pods = [each["metadata"] for each in self._pods.get(job_id, ())]
+        if all(each.get("deletionTimestamp") for each in pods):
+            return
         label = f"--selector={JOB_LABEL}={job_id}"
         try:
             self._kubectl("delete", "pods", label, "--wait=false")
         except (InvalidInput, ServiceUnavailable) as error:
             log.warning("the pods of %s are not deleted yet: %s", job_id, error)
+            return
+        for each in pods:  # until they are read again, and then their own
+            each["deletionTimestamp"] = "now"
+
+    def _queues(self) -> tuple[str, Mapping[str, str]]:
+        settings = self._runtime.profile.cluster.kubernetes
+        return settings.queue, settings.queues
 
     def _fetch(self) -> None:
         pods = defaultdict(list)
@@ -128,23 +142,36 @@ class KubernetesEngine(ForeignEngine):
         if code == 0:
             return out
         why = printable(err.strip().replace("\n", "; "), 300)
-        kind = InvalidInput if sent and any(e in err for e in REFUSED) else ServiceUnavailable
+        is_refused = sent and PASSING not in err and any(each in err for each in REFUSED)
+        kind = InvalidInput if is_refused else ServiceUnavailable
         raise kind("kubectl cannot do it", got=why, where=" ".join(argv))
 
 
-def rendered(request: Request, runtime: Runtime) -> list[dict[str, Any]]:
-    """Return the pods of a job: in the job's own queue, else its team's, else the profile's."""
+def rendered(
+    request: Request, runtime: Runtime, group: str = "", avoid: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the pods of a job: in the job's own queue, else its team's, else the profile's.
+
+    They are of ``group``, by default one for each attempt, and on no node of ``avoid``.
+    """
     settings, job = runtime.profile.cluster.kubernetes, request.job
     asked = job.spec.resources
     queue = asked.queue or settings.queues.get(job.spec.team) or settings.queue
     labels = {JOB_LABEL: job.job_id, "paceline.dev/team": job.spec.team}
-    group = f"{job.job_id}-{job.attempt + 1}"
+    group = group or f"{job.job_id}-{job.attempt + 1}"
     pods = pod_group(runtime, group, labels, nodes_of(request), queue)
     for each in pods if asked.time_limit_s else ():
         each["spec"]["activeDeadlineSeconds"] = math.ceil(asked.time_limit_s)
     if asked.accelerator:  # nodes say their GPU's kind by this label of NVIDIA's GPU operator
         for each in pods:
             each["spec"]["nodeSelector"] |= {"nvidia.com/gpu.product": asked.accelerator}
+    for each in pods if avoid else ():
+        apart = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(avoid)}
+        each["spec"]["affinity"]["nodeAffinity"] = {
+            "requiredDuringSchedulingIgnoredDuringExecution": {
+                "nodeSelectorTerms": [{"matchExpressions": [apart]}]
+            }
+        }
     return pods
 
 
@@ -169,6 +196,9 @@ def standing(
     )
     if is_over(pods):
         return Standing(phase="waiting", reason=f"{said}; its pods are being deleted")
+    if len(pods) < nodes_of(request):
+        why = f"{said}: {len(pods)} of {nodes_of(request)} pods are there; the others are applied"
+        return Standing(phase="waiting", reason=why, allocation=allocation)
     if states != ["Running"]:
         reason = f"{said}: {why}" if why else said
         return Standing(phase="waiting", reason=reason, allocation=allocation)
@@ -176,6 +206,10 @@ def standing(
     if away := [each for each in nodes if each not in alive]:
         why = f"{said}; waiting for the workers of {', '.join(away[:5])}"
         return Standing(phase="waiting", reason=why, allocation=allocation)
+    if avoid := not_its_kind(nodes, request, alive):
+        kind = request.job.kind or "one kind"
+        why = f"{said}, {', '.join(avoid[:5])} not of {kind}: it asks for other nodes"
+        return Standing(phase="waiting", reason=why, allocation=allocation, avoid=tuple(avoid))
     placed = placed_on(nodes, request, alive)
     if isinstance(placed, str):
         return Standing(phase="failed", reason=f"{said}: {placed}", allocation=allocation)

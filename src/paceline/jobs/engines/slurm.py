@@ -10,17 +10,18 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 from paceline.cluster import SlurmJob, batch_argv, run_command, sbatch, slurm_prefix, squeue
 from paceline.config import Runtime
-from paceline.errors import TemporaryError
 from paceline.jobs.engines.contract import (
     ForeignEngine,
     Request,
     Standing,
     nodes_of,
+    not_its_kind,
     placed_on,
 )
 from paceline.jobs.placement import Host
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 IDLE_POLL_S = 60.0  # with nothing requested and nothing held
 COMMAND_S = 10.0  # of one of Slurm's commands: the scheduler's thread waits for it
-RETRY_S = 30.0  # between two submissions for one training job
 # An agent that is alive right after the start may be of the node's last job, killed meanwhile: the
 # coordinator takes it for lost after 15 s.
 SETTLE_S = 16.0
@@ -62,28 +62,28 @@ class SlurmEngine(ForeignEngine):
     def __init__(self, runtime: Runtime, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__(runtime, monotonic)
         self._prefix = slurm_prefix(runtime)
-        self._jobs: dict[str, SlurmJob] = {}  # by training job: the newest of its name
+        self._jobs: dict[str, SlurmJob] = {}  # by training job: the one of its name that counts
+        self._second: list[SlurmJob] = []  # others of these names that have not ended
         self._ran_s: dict[str, float] = {}  # Slurm job → since when it runs
-        self._retry_s: dict[str, float] = {}  # training job → when it may be submitted again
 
     def _test(self, request: Request) -> None:
         sbatch(self._argv(request, is_test=True), "resources", COMMAND_S)
 
     def submit(self, request: Request) -> None:
         """Submit the Slurm job of a training job that has none."""
-        job, now_s = request.job, self._monotonic()
-        if not self._read() or self._retry_s.get(job.job_id, 0.0) > now_s:
+        job = request.job
+        if not self._may_ask(job.job_id):
             return
         before = self._jobs.get(job.job_id)
         if before is not None and not needs_another(before, job.allocation):
             return
         self._require_supported(request)
         argv = self._argv(request)
-        self._retry_s[job.job_id] = now_s + RETRY_S
-        try:
-            slurm_id = sbatch(argv, "[cluster.slurm] of the profile, and resources", COMMAND_S)
-        except TemporaryError as error:
-            self._reasons[job.job_id] = error.one_line()
+        where = "[cluster.slurm] of the profile, and resources"
+        slurm_id = self._ask(
+            job.job_id, lambda: sbatch(argv, where, COMMAND_S, was_tested=not job.adopted)
+        )
+        if slurm_id is None:
             return
         log.info("%s requests %s nodes as Slurm job %s", job.job_id, nodes_of(request), slurm_id)
         self._jobs[job.job_id] = SlurmJob(job_id=slurm_id, name=job.job_id, state="PENDING")
@@ -98,11 +98,10 @@ class SlurmEngine(ForeignEngine):
         """Return where each job stands, by Slurm's last answer; {} before the first one."""
         wanted = {each.job.job_id for each in waiting} | {each.gang.job_id for each in running}
         idle = not wanted and all(each.is_over for each in self._jobs.values())
-        self._read(IDLE_POLL_S if idle else None)
-        self._keep_reasons(waiting)
-        self._retry_s = {key: at for key, at in self._retry_s.items() if key in wanted}
-        if not self._is_known:
+        if not self._end_round(waiting, IDLE_POLL_S if idle else None):
             return {}
+        while self._second and self._scancel(self._second[0]):
+            del self._second[0]
         alive = {each.name: each for each in hosts}
         found = {
             job_id: Standing(phase="waiting")
@@ -119,34 +118,50 @@ class SlurmEngine(ForeignEngine):
             if needs_another(job, request.job.allocation):
                 continue
             has_settled = self._monotonic() - self._ran_s.get(job.job_id, math.inf) >= SETTLE_S
-            found[job_id] = standing(job, request, alive, has_settled=has_settled)
-            self._reasons[job_id] = found[job_id].reason
+            stands = standing(job, request, alive, has_settled=has_settled)
+            found[job_id] = self._stands(job_id, stands)
         return found
 
     def cancel(self, job_id: str) -> None:
         """Cancel the Slurm job of a training job."""
         if (job := self._jobs.get(job_id)) is None or job.is_over:
             return
+        if self._scancel(job):
+            self._jobs[job_id] = SlurmJob(job_id=job.job_id, name=job.name, state="COMPLETING")
+
+    def _scancel(self, job: SlurmJob) -> bool:
         code, _, err = run_command("scancel", "--quiet", job.job_id, timeout_s=COMMAND_S)
         if code:
             log.warning("Slurm job %s is not cancelled yet: %s", job.job_id, err.strip()[:300])
-            return
-        log.info("%s releases Slurm job %s", job_id, job.job_id)
-        self._jobs[job_id] = SlurmJob(job_id=job.job_id, name=job.name, state="COMPLETING")
+            return False
+        log.info("%s releases Slurm job %s", job.name, job.job_id)
+        return True
+
+    def _queues(self) -> tuple[str, Mapping[str, str]]:
+        slurm = self._runtime.profile.cluster.slurm
+        return slurm.partition, {team: each.partition for team, each in slurm.teams.items()}
 
     def _fetch(self) -> None:
-        self._jobs = newest(squeue(timeout_s=COMMAND_S), self._prefix)
+        self._jobs, self._second = chosen(squeue(timeout_s=COMMAND_S), self._prefix)
         runs = {each.job_id for each in self._jobs.values() if each.state == "RUNNING"}
         self._ran_s = {each: self._ran_s.get(each, self._monotonic()) for each in runs}
 
     def _argv(self, request: Request, *, is_test: bool = False) -> list[str]:
         name = f"{self._prefix}{request.job.job_id}"
-        return argv_of(request, name, self._runtime, is_test=is_test)
+        avoid = self._avoid.get(request.job.job_id, ())
+        return argv_of(request, name, self._runtime, is_test=is_test, avoid=avoid)
 
 
-def argv_of(request: Request, name: str, runtime: Runtime, *, is_test: bool = False) -> list[str]:
+def argv_of(
+    request: Request,
+    name: str,
+    runtime: Runtime,
+    *,
+    is_test: bool = False,
+    avoid: Sequence[str] = (),
+) -> list[str]:
     """Return the argv of sbatch for a job: the job's own words, else its team's, else the
-    profile's."""
+    profile's. The nodes of ``avoid`` are excluded."""
     slurm, spec = runtime.profile.cluster.slurm, request.job.spec
     asked, more = spec.resources, []
     chosen: dict[str, str] = {}
@@ -158,6 +173,8 @@ def argv_of(request: Request, name: str, runtime: Runtime, *, is_test: bool = Fa
         chosen["time_limit"] = str(math.ceil(asked.time_limit_s / 60))
     if asked.accelerator:
         more.append(f"--gres=gpu:{asked.accelerator}:{request.ranks_per_node or 1}")
+    if avoid:
+        more.append(f"--exclude={','.join(avoid)}")
     if spec.priority < 0:
         more.append(f"--nice={-spec.priority}")
     own = slurm.model_copy(update=chosen)
@@ -165,13 +182,27 @@ def argv_of(request: Request, name: str, runtime: Runtime, *, is_test: bool = Fa
     return batch_argv(name, nodes, own, *more, script=HOLD, is_test=is_test)
 
 
-def newest(jobs: Sequence[SlurmJob], prefix: str) -> dict[str, SlurmJob]:
-    """Return the Slurm job of each training job: one that is not over, else the last one."""
-    found: dict[str, SlurmJob] = {}
-    for job in sorted(jobs, key=lambda each: (not each.is_over, int(each.job_id))):
-        if job.name.startswith(prefix):
-            found[job.name.removeprefix(prefix)] = job
-    return found
+def chosen(jobs: Sequence[SlurmJob], prefix: str) -> tuple[dict[str, SlurmJob], list[SlurmJob]]:
+    """Return the Slurm job of each training job, and others of the same name that wait or run: of
+    an sbatch that Slurm took though the command failed.
+
+    One that runs, else the first that waits, else one that is ending, else the last that ended.
+    """
+    own = [each for each in jobs if each.name.startswith(prefix)]
+
+    def rank(job: SlurmJob) -> tuple[int, int]:
+        number = int(re.split(r"\D", job.job_id, maxsplit=1)[0])  # 12_3 and 12+0 are parts of 12
+        if job.is_over or job.state == "COMPLETING":
+            return not job.is_over, number
+        return 2 + (job.state == "RUNNING"), -number
+
+    found = {each.name.removeprefix(prefix): each for each in sorted(own, key=rank)}
+    second = [
+        each
+        for each in own
+        if rank(each)[0] >= 2 and each is not found[each.name.removeprefix(prefix)]
+    ]
+    return found, second
 
 
 def needs_another(job: SlurmJob, known: JobAllocation | None) -> bool:
@@ -197,10 +228,16 @@ def standing(
     if job.state != "RUNNING":
         return Standing(phase="waiting", reason=said, allocation=allocation)
     away = [each for each in job.nodes if each not in alive]
-    if away or not has_settled:
+    if away or not has_settled or not job.nodes:
         what = f"the workers of {', '.join(away[:5])}" if away else "its nodes to settle"
         why = f"{said} on {', '.join(job.nodes[:5])}; waiting for {what}"
         return Standing(phase="waiting", reason=why, allocation=allocation)
+    if avoid := not_its_kind(job.nodes, request, alive):
+        kind = request.job.kind or "one kind"
+        why = f"{said}, {', '.join(avoid[:5])} not of {kind}: it asks for other nodes"
+        # without an id: that Slurm job, cancelled then, is not the job's
+        given_back = JobAllocation(engine="slurm", id="", state="released", reason=why[:500])
+        return Standing(phase="waiting", reason=why, allocation=given_back, avoid=tuple(avoid))
     placed = placed_on(job.nodes, request, alive)
     if isinstance(placed, str):
         return Standing(phase="failed", reason=f"{said}: {placed}", allocation=allocation)
