@@ -17,7 +17,6 @@ from http import HTTPStatus
 from typing import Any, ParamSpec, TypeVar
 from uuid import UUID
 
-import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import StateType
 from prefect.runtime import deployment, flow_run
@@ -85,6 +84,8 @@ def prefect_away(error: Exception) -> ServiceUnavailable | None:
 
     Prefect's client has tried several times before it raises. A job of the queue then starts again.
     """
+    import httpx  # comes with Prefect, of which the imports above name the extra
+
     status = error.response.status_code if isinstance(error, httpx.HTTPStatusError) else 0
     if status < HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, httpx.TransportError):
         return None

@@ -101,7 +101,7 @@ def test_the_process_reports_on_models_from_disk_and_s3(
     assert candidate.weights_digest == weights_digest(tmp_path / "candidate")
     assert set(candidate.difference_to) == {"base", "ngram", "gzip", "xz"}
     assert report.documents >= 2
-    assert not list((tmp_path / "work").iterdir()), "scratch is gone"
+    assert [each.name for each in (tmp_path / "work").iterdir()] == ["evaluation.lock"]
 
 
 def test_a_wrong_snapshot_and_a_malformed_spec_are_one_clear_line(spec: EvaluationSpec) -> None:

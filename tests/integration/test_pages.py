@@ -227,6 +227,9 @@ def test_a_candidate_is_trained_judged_and_promoted(installed: Installed) -> Non
     words = {"MODEL": installed.model, "URL": url[1]}
     shown = installed.shell(block("how-to/evaluate-and-promote.md", "promote", words))
     assert f"made:     {installed.model} 3 is champion" in shown
+    words["--ranks 4"] = "--ranks 2"  # of the installation's two nodes
+    shown = installed.shell(block("how-to/evaluate-and-promote.md", "ranks", words))
+    assert "on 2 ranks" in shown
 
 
 @nightly

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from paceline.data import Batch
@@ -42,6 +43,8 @@ def test_the_example_of_a_model_of_ones_own_is_one(tmp_path: Path) -> None:
     assert not torch.equal(logits_BTV[0, 12:], logits_BTV[1, 12:])
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(320)
 def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
     page = (ROOT / "docs/how-to/train-your-own-model.md").read_text()
     (train,) = re.findall(r"^```sh optimizer\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -52,7 +55,7 @@ def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
     done = subprocess.run(
         ["bash", "-ec", train.replace("steps=200", "steps=12")],
         cwd=tmp_path, env=os.environ | {"PATH": bin_first}, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (metrics,) = (tmp_path / "lion").glob("checkpoints/*/metrics.jsonl")

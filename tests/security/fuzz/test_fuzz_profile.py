@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from paceline.config import Profile, load_profile
+from paceline.config import AcceleratorSettings, Profile, load_profile
 from paceline.errors import InvalidProfile
 
 SECTIONS = list(Profile.model_fields)
-KEYS = [f"{name}.{key}" for name in SECTIONS if name != "name"
+KEYS = [f"{name}.{key}" for name in SECTIONS if name not in ("name", "hardware")
         for key in Profile.model_fields[name].annotation.model_fields]  # fmt: skip
+KEYS += [f"hardware.a.{key}" for key in AcceleratorSettings.model_fields]
 TOKENS = [*"[]{}=.,\"'\\#\n 1", "[[", '"""', "\\u"]
 TOKENS += ["9" * 5000, "1e999", "nan", "inf", "true", "a", "\x00", "é", "\ud800", *SECTIONS]
 texts = st.text(max_size=60) | st.lists(st.sampled_from(TOKENS), max_size=40).map("".join)
