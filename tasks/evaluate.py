@@ -203,13 +203,7 @@ def judging_gang(
     if asked == 1:
         return None
     mesh = MeshSettings(dp=1, shard=asked // tp, tp=tp)
-    try:
-        gang = _placed(run, nodes, asked, mesh)
-    except InvalidInput as error:
-        if ranks or settings.ranks:
-            raise
-        run.warn(f"one process scores: {error.one_line()}")
-        return None
+    gang = _placed(run, nodes, asked, mesh)
     if with_tasks:
         run.warn("tasks of lm-eval are scored by one process, which holds each model whole")
     return gang
