@@ -188,8 +188,8 @@ class Lab:
         ids = {each.pid for each in found}
         return [each for each in found if each.ppid() not in ids]
 
-    def hit(self, kind: str, job: TrainingJob) -> None:
-        """Kill a process of the job's by SIGKILL."""
+    def hit(self, kind: str, job: TrainingJob) -> bool:
+        """Kill a process of the job's by SIGKILL; return False where it has none just now."""
         assert job.report is not None
         node = job.report.workers[-1].host
         if kind == "flow":
@@ -208,13 +208,15 @@ class Lab:
             elif kind == "rank":  # of a launcher's children it has computed the most
                 children = [child for each in found for child in each.children()]
                 found = sorted(children, key=lambda e: sum(e.cpu_times()[:2]))[-1:]
-        assert found, f"no process of {kind} on {node}"
+        if not found:
+            return False
         self.faults.append(Fault(kind, job.job_id, time.time(), job))
         for each in found:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         if kind == "agent":  # the ranks do not need it
             self.faults[-1].seconds, self.faults[-1].became = 0.0, "running"
+        return True
 
     def kill_leader(self) -> None:
         """Kill the leading coordinator, and wait until another one accepts a write."""
@@ -334,7 +336,8 @@ def run(made: Lab, plan: Plan, seed: int = 7) -> None:
             cancelled = True
             made.cli("jobs", "cancel", ready[0].job_id)
         elif ready and todo:
-            made.hit(todo.pop(), chance.choice(ready))
+            if made.hit(todo[-1], chance.choice(ready)):
+                todo.pop()
         state = str([(e.job_id, e.state, e.report and e.report.step) for e in seen.values()])
         if state != before:
             changed_s, before = time.monotonic(), state
