@@ -77,9 +77,9 @@ def test_the_model_of_a_step_is_calibrated_on_gloo(tmp_path: Path) -> None:
     assert "[hardware.cpu]" in done.stdout
 
 
-@pytest.mark.nightly
+@pytest.mark.chaos  # `make chaos`: an installation of its own, for many minutes
 @pytest.mark.slow
-@pytest.mark.xdist_group("installation")  # one at a time: two cores
+@pytest.mark.xdist_group("installation")
 @pytest.mark.timeout(1800)
 def test_jobs_that_are_killed_and_preempted_while_the_leader_changes_end_as_they_should(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
