@@ -91,6 +91,7 @@ def test_the_second_job_waits_with_slurms_own_reason_and_both_succeed(fleet: Tra
     nothing_is_left(fleet)
 
 
+@pytest.mark.chaos  # minutes each: see CONTRIBUTING.md
 def test_a_cancelled_job_and_one_whose_flow_died_keep_no_nodes(fleet: Trainers) -> None:
     control = fleet.control
     long = submit(fleet, "--steps", "100000", "--seed", "3")
@@ -100,7 +101,7 @@ def test_a_cancelled_job_and_one_whose_flow_died_keep_no_nodes(fleet: Trainers) 
     assert becomes(fleet, behind, "cancelled")["attempt"] == 0
     until(lambda: len(queue(control)) == 1, "the one that waited has left Slurm's queue", 60)
     control.run("pkill", "-KILL", "-f", "prefect.engine|prefect.flow_engine").ok()
-    becomes(fleet, long, "recovering", "admitted", timeout_s=120)
+    until(lambda: shown(fleet, long)["losses"] == 1, "the lost flow is noticed", 180)
     again = becomes(fleet, long, "running")
     assert (again["allocation"]["id"], again["losses"]) == (slurm_id, 1), "in the same allocation"
     control.run("paceline", "jobs", "cancel", long, env=fleet.env).ok()
@@ -108,6 +109,7 @@ def test_a_cancelled_job_and_one_whose_flow_died_keep_no_nodes(fleet: Trainers) 
     nothing_is_left(fleet)
 
 
+@pytest.mark.chaos  # minutes each: see CONTRIBUTING.md
 def test_a_requeued_job_goes_on_at_the_checkpoint_that_it_saved_when_it_was_taken(
     fleet: Trainers,
 ) -> None:
@@ -126,6 +128,7 @@ def test_a_requeued_job_goes_on_at_the_checkpoint_that_it_saved_when_it_was_take
     nothing_is_left(fleet)
 
 
+@pytest.mark.chaos  # minutes each: see CONTRIBUTING.md
 def test_what_slurm_would_refuse_is_refused_at_submission(fleet: Trainers) -> None:
     refused = {
         "--queue nope": "invalid partition specified: nope",
