@@ -335,9 +335,8 @@ def run(made: Lab, plan: Plan, seed: int = 7) -> None:
         elif ready and not cancelled and hit >= 2:
             cancelled = True
             made.cli("jobs", "cancel", ready[0].job_id)
-        elif ready and todo:
-            if made.hit(todo[-1], chance.choice(ready)):
-                todo.pop()
+        elif ready and todo and made.hit(todo[-1], chance.choice(ready)):
+            todo.pop()
         state = str([(e.job_id, e.state, e.report and e.report.step) for e in seen.values()])
         if state != before:
             changed_s, before = time.monotonic(), state
