@@ -418,7 +418,7 @@ def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
             assert select.select([child], [], [], 60)[0], "its child is busy, and ends"
         finally:
             os.close(child)
-        assert list(work.glob("evaluation-*")), "what a kill leaves"
+        assert list(work.glob("scores-*")), "what a kill leaves"
         hold.unlink()
         again = subprocess.run(
             command, input=spec, capture_output=True, text=True, timeout=300, check=False
@@ -426,7 +426,7 @@ def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
     assert again.returncode == 0, again.stderr
     report = EvaluationReport.model_validate(json.loads(again.stdout.splitlines()[-1])["data"])
     assert not report.failures and report.score("candidate") is not None
-    assert not list(work.glob("evaluation-*"))
+    assert not list(work.glob("scores-*"))
 
 
 def test_a_job_that_is_to_be_judged_finds_out_before_a_node_is_busy(
