@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissin
 from paceline.evaluation import as_markdown, plot_report, read_tasks
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
-from paceline.models import CONFIG_FILE, json_object, user_code_of
+from paceline.models import CONFIG_FILE, file_sha256, json_object, user_code_of
 from paceline.registry import lineage
 from paceline.schemas import (
     Evaluated,
@@ -111,7 +110,7 @@ def published_tasks(run: Run) -> tuple[str, str]:
     directory = Path(named)
     read_tasks(directory)  # before any node is busy
     files = sorted(each for each in directory.iterdir() if each.is_file())
-    content = digest_of([[each.name, _sha256(each)] for each in files])
+    content = digest_of([[each.name, file_sha256(each)] for each in files])
     url, profile = f"{run.runtime.data_url}/tasks/{content[:16]}", run.runtime.profile
     manifest = publish_model(
         directory,
@@ -156,11 +155,6 @@ def _require_buildable(run: Run, export_url: str) -> None:
         ) from error
     if config is not None:
         require_allowed(parse(config.code_ref), run.runtime.profile.security.code_sources)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
@@ -300,7 +294,7 @@ def evaluate(
         answer: dict[str, Any] = {}
         gang = judging_gang(run, nodes, base, ranks, with_tasks=bool(spec.tasks_url))
         asked = _scored_by(gang, spec)
-        known = recorded_scores(run, asked, models) | recorded_scores(run, spec, {})
+        known = recorded_scores(run, spec, models, asked.scorer)
 
         def on_event(line: dict[str, Any]) -> None:
             if line.get("event") == "result":

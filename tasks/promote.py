@@ -7,7 +7,6 @@ bytes (docs/decisions/0021-registry-and-gate.md).
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from paceline.manifest import (
     fetch_manifest,
     publish_model,
 )
-from paceline.models import PROGRAM_FILE, is_pretrained
+from paceline.models import PROGRAM_FILE, file_sha256, is_pretrained
 from paceline.registry import MLMODEL_FILE, gate_metrics, mlmodel, resolve_source
 from paceline.schemas import (
     Evaluation,
@@ -542,10 +541,7 @@ def _candidate_dir(run: Run, trained: TrainResult) -> Path:
 def _require_program(directory: Path, trained: TrainResult) -> None:
     """Raise CorruptData where ``directory`` has another program than the training recorded."""
     path = directory / PROGRAM_FILE
-    got = "none"
-    if path.is_file():
-        with path.open("rb") as file:
-            got = hashlib.file_digest(file, "sha256").hexdigest()
+    got = file_sha256(path) if path.is_file() else "none"
     wanted = trained.program.sha256 if trained.program else "none"
     if got != wanted:
         raise CorruptData(

@@ -52,10 +52,10 @@ def scorer_version() -> str:
 
 
 def recorded_scores(
-    run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
+    run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]], scorer: str = ""
 ) -> dict[str, RecordedScore]:
-    """Return what the installation recorded of ``models`` and baselines, by name, on ``spec``'s
-    documents.
+    """Return what the installation recorded of ``models`` (by ``scorer``, default: ``spec``'s)
+    and baselines (by ``spec``'s), by name, on ``spec``'s documents.
 
     A record that cannot be trusted is named, and its subject is scored again.
     """
@@ -66,9 +66,8 @@ def recorded_scores(
     for name in (*models, *named):
         try:
             subject = named.get(name) or _model_digest(run, name, **models[name])
-            key = score_key(
-                subject, spec.snapshot_digest, spec.settings.held_out_bytes, spec.scorer
-            )
+            by = (name in models and scorer) or spec.scorer
+            key = score_key(subject, spec.snapshot_digest, spec.settings.held_out_bytes, by)
             score = sealed.find_score(run, key)
         except PermanentError as error:
             run.warn(f"{name} is scored again: {error.one_line()}")

@@ -337,7 +337,7 @@ REPORT = "The evaluation: id of its run or job, JSON of `paceline evaluate --jso
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
-    help="Processes that hold and score each model together (default: as training shared it).",
+    help="Processes that hold and score each model together (default: as few as hold it).",
 )
 @flow_options
 def evaluate(

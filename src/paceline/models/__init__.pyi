@@ -23,6 +23,7 @@ from .files import (
     PROGRAM_FILE as PROGRAM_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
     config_of as config_of,
+    file_sha256 as file_sha256,
     is_pretrained as is_pretrained,
     json_object as json_object,
     lies_as_pretrained as lies_as_pretrained,

@@ -153,7 +153,7 @@ def read_index(directory: Path) -> dict[str, str]:
 
 def weights_digest(directory: Path) -> str:
     """Return one SHA-256 (hex) over names and bytes of the safetensors files in ``directory``."""
-    return digest_of({path.name: _sha256(path) for path in weight_files(directory)})
+    return digest_of({path.name: file_sha256(path) for path in weight_files(directory)})
 
 
 def model_digest(weights_digest: str, sha256: Mapping[str, str]) -> str:
@@ -167,10 +167,11 @@ def model_digest(weights_digest: str, sha256: Mapping[str, str]) -> str:
 def local_model_digest(directory: Path) -> str:
     """Return the ``model_digest`` of the files in ``directory``."""
     digest, paths = weights_digest(directory), [directory / name for name in DESCRIBING]
-    return model_digest(digest, {each.name: _sha256(each) for each in paths if each.is_file()})
+    return model_digest(digest, {each.name: file_sha256(each) for each in paths if each.is_file()})
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's bytes, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -7,7 +7,6 @@ archive of another origin may contain pickled objects. Ours contains none.
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from paceline.errors import InvalidInput
-from paceline.models.files import PROGRAM_FILE, is_pretrained
+from paceline.models.files import PROGRAM_FILE, file_sha256, is_pretrained
 from paceline.models.pretrained import Pretrained
 from paceline.models.weights import SavedTransformer
 from paceline.schemas import ProgramCheck
@@ -76,11 +75,9 @@ def write_program(directory: Path) -> ProgramCheck:
     program.example_inputs = None  # the one part of the archive that torch would pickle
     path = directory / PROGRAM_FILE
     torch.export.save(program, path)
-    with path.open("rb") as file:
-        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     return ProgramCheck(
         file=PROGRAM_FILE,
-        sha256=sha256,
+        sha256=file_sha256(path),
         bytes=path.stat().st_size,
         max_difference=apart,
         rows=shape[0],

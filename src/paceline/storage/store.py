@@ -396,9 +396,7 @@ class ObjectStore:
         """Return the names of the directories right below ``prefix_url``, sorted."""
         pages = self._pages(prefix_url, Delimiter="/")
         found = (each["Prefix"] for page in pages for each in page.get("CommonPrefixes", ()))
-        _, prefix = parse_url(prefix_url)
-        top = f"{prefix.rstrip('/')}/" if prefix else ""
-        return tuple(sorted(each.removeprefix(top).rstrip("/") for each in found))
+        return tuple(sorted(each[:-1].rpartition("/")[2] for each in found))
 
     def _pages(self, prefix_url: str, **options: str) -> Iterator[dict[str, Any]]:
         bucket, prefix = parse_url(prefix_url)

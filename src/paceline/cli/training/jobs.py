@@ -54,7 +54,7 @@ def jobs() -> None:
     sections={
         "Training": "snapshot code_ref continue_from steps seed overrides",
         "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
-        "Queue": "name team project purpose priority budget idempotency_key",
+        "Queue": "name team project purpose priority budget queue time_limit_s idempotency_key",
         "Afterwards": "evaluate evaluate_on follow",
     },
 )

@@ -72,7 +72,7 @@ def sweep() -> None:
         "Search": "space trials parallel sampler pruner seed metric maximize storage",
         "Each training": "snapshot_url steps overrides",
         "Gang": "ranks ranks_per_node accelerator memory_bytes capacity within",
-        "Queue": "team project priority cancel_jobs detach",
+        "Queue": "team project purpose priority queue time_limit_s cancel_jobs detach",
     },
 )
 @click.argument("name")

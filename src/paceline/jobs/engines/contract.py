@@ -10,6 +10,7 @@ import logging
 import math
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
@@ -91,7 +92,7 @@ class Engine(Protocol):
         ...
 
 
-class ForeignEngine:
+class ForeignEngine(ABC):
     """What the engines have in common that keep a queue of their own."""
 
     has_own_queue = True
@@ -129,20 +130,20 @@ class ForeignEngine:
         """Return the engine's reason for each job that waits, or why the engine is not reached."""
         return self._reasons
 
+    @abstractmethod
     def cancel(self, job_id: str) -> None:
         """Give back all that is held or requested for the job."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _queues(self) -> tuple[str, Mapping[str, str]]:
         """Return the queue of everyone, and of teams: their queues, with commas between."""
-        raise NotImplementedError
 
-    def _test(self, request: Request) -> None:
+    def _test(self, request: Request) -> None:  # noqa: B027  (some engines have no such question)
         """Ask the engine whether it would take ``request``; raises its refusal."""
 
+    @abstractmethod
     def _fetch(self) -> None:
         """Read what the engine has; raises PacelineError where it does not answer."""
-        raise NotImplementedError
 
     def _read(self, every_s: float | None = None) -> bool:
         """Read what the engine has, once a round and at most every ``every_s``; return whether the
@@ -257,6 +258,25 @@ def engine_of(runtime: Runtime) -> Engine:
 def nodes_of(request: Request) -> int:
     """Return how many whole nodes the gang needs."""
     return -(-request.gang.ranks // (request.ranks_per_node or 1))
+
+
+def on_nodes(
+    names: Sequence[str],
+    said: str,
+    request: Request,
+    hosts: Mapping[str, Host],
+    allocation: JobAllocation,
+) -> Standing:
+    """Return where a job stands that was given the nodes ``names``, all of them alive; ``said`` is
+    what the engine says of it."""
+    if avoid := not_its_kind(names, request, hosts):
+        kind = request.job.kind or "one kind"
+        why = f"{said}, {', '.join(avoid[:5])} not of {kind}: it asks for other nodes"
+        return Standing(phase="waiting", reason=why, allocation=allocation, avoid=tuple(avoid))
+    placed = placed_on(names, request, hosts)
+    if isinstance(placed, str):
+        return Standing(phase="failed", reason=f"{said}: {placed}", allocation=allocation)
+    return Standing(phase="granted", placement=placed, allocation=allocation)
 
 
 def placed_on(names: Sequence[str], request: Request, hosts: Mapping[str, Host]) -> Placement | str:

@@ -23,8 +23,7 @@ from paceline.jobs.engines.contract import (
     Request,
     Standing,
     nodes_of,
-    not_its_kind,
-    placed_on,
+    on_nodes,
 )
 from paceline.jobs.placement import Host
 from paceline.jobs.preemption import Reservation
@@ -206,14 +205,7 @@ def standing(
     if away := [each for each in nodes if each not in alive]:
         why = f"{said}; waiting for the workers of {', '.join(away[:5])}"
         return Standing(phase="waiting", reason=why, allocation=allocation)
-    if avoid := not_its_kind(nodes, request, alive):
-        kind = request.job.kind or "one kind"
-        why = f"{said}, {', '.join(avoid[:5])} not of {kind}: it asks for other nodes"
-        return Standing(phase="waiting", reason=why, allocation=allocation, avoid=tuple(avoid))
-    placed = placed_on(nodes, request, alive)
-    if isinstance(placed, str):
-        return Standing(phase="failed", reason=f"{said}: {placed}", allocation=allocation)
-    return Standing(phase="granted", placement=placed, allocation=allocation)
+    return on_nodes(nodes, said, request, alive, allocation)
 
 
 def held_standing(pods: Pods, hosts: Mapping[str, int]) -> Standing:

@@ -13,6 +13,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from paceline.cluster import SlurmJob, batch_argv, run_command, sbatch, slurm_prefix, squeue
 from paceline.config import Runtime
@@ -21,8 +22,7 @@ from paceline.jobs.engines.contract import (
     Request,
     Standing,
     nodes_of,
-    not_its_kind,
-    placed_on,
+    on_nodes,
 )
 from paceline.jobs.placement import Host
 from paceline.jobs.preemption import Reservation
@@ -232,16 +232,13 @@ def standing(
         what = f"the workers of {', '.join(away[:5])}" if away else "its nodes to settle"
         why = f"{said} on {', '.join(job.nodes[:5])}; waiting for {what}"
         return Standing(phase="waiting", reason=why, allocation=allocation)
-    if avoid := not_its_kind(job.nodes, request, alive):
-        kind = request.job.kind or "one kind"
-        why = f"{said}, {', '.join(avoid[:5])} not of {kind}: it asks for other nodes"
-        # without an id: that Slurm job, cancelled then, is not the job's
-        given_back = JobAllocation(engine="slurm", id="", state="released", reason=why[:500])
-        return Standing(phase="waiting", reason=why, allocation=given_back, avoid=tuple(avoid))
-    placed = placed_on(job.nodes, request, alive)
-    if isinstance(placed, str):
-        return Standing(phase="failed", reason=f"{said}: {placed}", allocation=allocation)
-    return Standing(phase="granted", placement=placed, allocation=allocation)
+    found = on_nodes(job.nodes, said, request, alive, allocation)
+    if not found.avoid:
+        return found
+    # without an id: that Slurm job, cancelled then, is not the job's
+    why = found.reason[:500]
+    given_back = JobAllocation(engine="slurm", id="", state="released", reason=why)
+    return replace(found, allocation=given_back)
 
 
 def held_standing(job: SlurmJob | None, hosts: Mapping[str, int]) -> Standing:
