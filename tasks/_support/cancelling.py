@@ -23,7 +23,13 @@ from prefect.runtime import deployment, flow_run
 from prefect.states import Cancelled as CancelledState
 
 from paceline.errors import AwaitingApproval, Cancelled, PacelineError, ServiceUnavailable
-from paceline.schemas import FLOW_PARAMETERS, FLOW_RESULT, StageRecord, flow_result_key
+from paceline.schemas import (
+    FLOW_PARAMETERS,
+    FLOW_RESULT,
+    INTERRUPTED,
+    StageRecord,
+    flow_result_key,
+)
 from paceline.tasks._support.artifacts import send_log
 from paceline.tasks._support.run import Run
 
@@ -70,7 +76,8 @@ def cancellable(body: Callable[P, R]) -> Callable[P, R]:
             except KeyboardInterrupt:
                 named = f" with --run-id {given['run_id']}" if given.get("run_id") else ""
                 message = f"interrupted by Ctrl-C; the same command{named} goes on"
-                return CancelledState(message=message, data=Interrupted(message))
+                # The name tells it from a person's cancel: its deployments go on.
+                return CancelledState(name=INTERRUPTED, message=message, data=Interrupted(message))
             record(result)
             return result
 

@@ -168,6 +168,17 @@ def test_a_cancel_in_prefect_ends_the_deployment(stage: Stage, state: str) -> No
     assert stage.prefect.cancels == []
 
 
+def test_a_deployment_goes_on_after_ctrl_c(stage: Stage) -> None:
+    d = stage.kept.world.create("node-0")
+    stage.look()
+    stage.prefect.runs[f"flow-of-{d}"] = "INTERRUPTED"
+    stage.look()
+    assert stage.kept.world.status(d) not in ("cancelled", "failed")
+    stage.kept.world.give(Cancel(deployment_id=d))
+    stage.look()
+    assert stage.prefect.cancels == [], "that flow run has ended"
+
+
 def test_cancelling_a_deployment_cancels_its_flow_run_exactly_once(stage: Stage) -> None:
     d, mine = stage.kept.world.create("node-0"), "mine"
     other = stage.kept.world.create("node-0", version="v2", flow_run_id=mine)
@@ -285,7 +296,7 @@ def test_a_refusal_by_prefect_raises_a_named_error(
 
 
 def test_an_invalid_flow_run_id_does_not_spoil_the_request(server: Web, rest: Rest) -> None:
-    rest.body = json.dumps([{"id": RUN, "state_type": "RUNNING"}]).encode()
+    rest.body = json.dumps([{"id": RUN, "state_type": "RUNNING", "state_name": "RUNNING"}]).encode()
     starter = PrefectStarter(server.url)
     assert starter.states(["mine", "../x", "\0", RUN]) == {RUN: "RUNNING"}
     (call,) = server.calls

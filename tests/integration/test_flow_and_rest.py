@@ -234,6 +234,8 @@ def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) 
         return
     assert f"paceline watch {d}" in ended.err
     assert f"paceline cancel {d}" in ended.err
+    time.sleep(6)  # the coordinator looks at the flow run's state meanwhile
+    assert site.record(d).status is not DeploymentStatus.CANCELLED, "it goes on"
     cancelled = paceline("cancel", d, "--json", state=stack.state_dir)
     assert cancelled.code == 0
     assert cancelled.answer["status"] == "cancelled"

@@ -54,8 +54,8 @@ def test_s3_was_read_once_however_many_nodes(lifecycle: Ended) -> None:
         # one copy from S3, the other three from neighbours
         moved = movement.origin_bytes + movement.received_bytes + movement.bytes_reused
         assert moved >= 4 * movement.total_bytes
-        # Late pieces are asked of a second source: of so small a model, all may be late.
-        assert movement.refetched_bytes <= movement.total_bytes
+        # Late pieces are asked of a second source: of so small a model, all may be late at each.
+        assert movement.refetched_bytes <= 3 * movement.total_bytes
         assert movement.epoch == 1
         assert movement.bound_seconds <= movement.predicted_seconds
         assert movement.cross_rack_bytes == movement.total_bytes  # two racks, one crossing

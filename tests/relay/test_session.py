@@ -487,7 +487,7 @@ def test_a_thawed_worker_reads_the_origin_only_once_lanes_are_confirmed() -> Non
     assert ORIGIN.key not in {key for key, *_ in fetches(actions)}
     held_up = relay.progress().failure
     assert held_up is not None
-    assert (held_up.code, "stood still" in held_up.message) == ("ServiceUnavailable", True)
+    assert (held_up.code, "was suspended" in held_up.message) == ("ServiceUnavailable", True)
     # Lanes that were under way before count for nothing: they may be as old.
     newer = striped("origin", "w2").model_copy(update={"epoch": 2})
     assert ORIGIN.key not in {k for k, *_ in fetches(relay.handle(LanesAssigned(newer), 8.1))}

@@ -99,7 +99,7 @@ def test_a_thawed_head_resumes_reading_once_answered_and_feeds_the_line(
 
     def waits() -> bool:
         failure = coordinator.beats[first].failure
-        return failure is not None and "stood still" in failure.message
+        return failure is not None and "was suspended" in failure.message
 
     until(waits, "it says why it reads no more")
     said = coordinator.said[first]

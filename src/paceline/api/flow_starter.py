@@ -32,6 +32,7 @@ from paceline.errors import (
 )
 from paceline.schemas import (
     FLOW_PARAMETERS,
+    INTERRUPTED,
     Deployment,
     DeploymentStatus,
     EventName,
@@ -60,7 +61,7 @@ CANCEL_WINDOW_S = 600.0  # after a deployment's cancel, in which its flow run is
 
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
 ENDED_BADLY = frozenset({"CRASHED", "FAILED"})
-ENDED = ENDED_BADLY | {"CANCELLED", "COMPLETED"}
+ENDED = ENDED_BADLY | {"CANCELLED", "COMPLETED", INTERRUPTED.upper()}
 
 
 class PrefectStarter:
@@ -211,7 +212,8 @@ class PrefectStarter:
         return self.view(flow_run_id)
 
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]:
-        """Return the states (Prefect's types) of those flow runs that exist."""
+        """Return the states of those flow runs that exist: Prefect's types, and INTERRUPTED for one
+        that Ctrl-C ended."""
         found: dict[str, str] = {}
         # Callers supply flow run ids, and Prefect refuses a request that contains an invalid one.
         every = sorted(filter(_is_id, flow_run_ids))
@@ -219,7 +221,9 @@ class PrefectStarter:
             some = every[begin : begin + AT_ONCE]
             body = {"flow_runs": {"id": {"any_": some}}, "limit": AT_ONCE}
             for each in self._call("POST", "/flow_runs/filter", body):
-                found[str(each["id"])] = str(each["state_type"])
+                interrupted = each["state_name"] == INTERRUPTED
+                state = INTERRUPTED.upper() if interrupted else str(each["state_type"])
+                found[str(each["id"])] = state
         return found
 
     def cancel(self, flow_run_id: str) -> None:
@@ -315,7 +319,8 @@ class FlowRunSupervisor(RepeatedTask):
     def _follow(self, deployment: Deployment, state: str) -> None:
         flow_run_id, identity = deployment.flow_run_id or "", deployment.deployment_id
         if state in ENDING:
-            # It was cancelled in Prefect: the deployment is cancelled with it.
+            # It was cancelled in Prefect: the deployment is cancelled with it. (After Ctrl-C it
+            # goes on, as the command says.)
             log.info("flow run %s was cancelled, and %s with it", flow_run_id, identity)
             self._coordinator.handle(Cancel(deployment_id=identity, at=self._coordinator.now()))
         elif state in ENDED_BADLY:

@@ -152,10 +152,10 @@ class JobScheduler(RepeatedTask):
             self._ended(job, report.outcome, report.error)
         elif state == "COMPLETED":
             self._ended(job, "succeeded", "")
-        elif state in ("FAILED", "CRASHED", "CANCELLED"):
+        elif state in ("FAILED", "CRASHED", "CANCELLED", "INTERRUPTED"):
             assert self._flows is not None
             message = self._flows.view(job.flow_run_id or "", 2**31).message
-            outcome = "cancelled" if state == "CANCELLED" else "failed"
+            outcome = "cancelled" if state in ("CANCELLED", "INTERRUPTED") else "failed"
             self._ended(job, outcome, message, lost=state == "CRASHED")
         elif job.adopted and job.wanted == "yield" and report is not None and report.waits:
             again = {"adopted": True, "flow_run_id": job.flow_run_id, "attempt": job.attempt + 1}

@@ -77,6 +77,7 @@ from .clients import (
     APPROVAL_REQUEST as APPROVAL_REQUEST,
     FLOW_PARAMETERS as FLOW_PARAMETERS,
     FLOW_RESULT as FLOW_RESULT,
+    INTERRUPTED as INTERRUPTED,
     SUBMITTERS as SUBMITTERS,
     ApprovalList as ApprovalList,
     ApprovalRequest as ApprovalRequest,

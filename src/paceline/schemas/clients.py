@@ -15,6 +15,7 @@ from paceline.schemas.records import Deployment, Worker
 from paceline.schemas.training import Approval, Evidence
 
 FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
+INTERRUPTED = "Interrupted"  # the name of the CANCELLED state of a flow run that Ctrl-C ended
 
 # The Prefect deployments that a token of scope deploy may start, and their parameters that such a
 # caller may give. Paths are left out: they would be read on the flow's machine.
