@@ -8,7 +8,8 @@ Everything is real: an installation of `paceline up` with four nodes, three coor
 Prefect, Dask and MLflow. It is driven by `paceline` and REST alone; ranks, launchers, Dask workers,
 agents, flows and the leading coordinator are killed by SIGKILL. Checked at the end: each job's
 state and steps, the work that each loss cost (jobs' usage and notes), quotas (usage), the audit,
-orphans.
+orphans. Ranks that run get the lowest CPU priority: on real nodes an accelerator makes the steps,
+here it would be the CPU on which everything else recovers.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ LAUNCHER, AGENT = "paceline.training.launcher.forkserver", "paceline.cli.main ag
 RANK_FAULTS = ("rank", "launcher", "worker")  # the gang goes on in the same flow run
 MOST_FAULTS = 4  # of one job
 LOOK_S = 0.2
+NICE_S = 2.0
 PATIENCE_S = 1800.0  # without any change of any job: then the run is given up
 
 
@@ -106,6 +108,7 @@ class Lab:
     faults: list[Fault] = field(default_factory=list)
     seen: dict[str, TrainingJob] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    nice_s: float = 0.0  # when ranks are looked for again
 
     def __post_init__(self) -> None:
         self.client = CoordinatorClient.of(self.stack, patience_s=120.0)
@@ -134,6 +137,7 @@ class Lab:
 
     def look(self) -> dict[str, TrainingJob]:
         """Read every open job; note resumed steps, quotas that are exceeded, and recoveries."""
+        self.leave_cpu()
         held: Counter[str] = Counter()
         hosts: Counter[str] = Counter()
         listed = self.client.jobs(limit=500).jobs
@@ -187,6 +191,16 @@ class Lab:
         found = [e for e in self.processes(LAUNCHER, node) if e.cmdline()[1:3] == ["-m", LAUNCHER]]
         ids = {each.pid for each in found}
         return [each for each in found if each.ppid() not in ids]
+
+    def leave_cpu(self) -> None:
+        """Give the ranks that there are the lowest CPU priority; at most once in NICE_S."""
+        if time.monotonic() < self.nice_s:
+            return
+        for each in self.launchers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for rank in each.children():
+                    rank.nice(19)
+        self.nice_s = time.monotonic() + NICE_S
 
     def hit(self, kind: str, job: TrainingJob) -> bool:
         """Kill a process of the job's by SIGKILL; return False where it has none just now."""

@@ -328,6 +328,9 @@ def _follow(run: Run, steps: int, figures: Figures) -> Callable[[RankEvent], Non
                 run.warn(f"training ends at step {event.step}: {early}")
         elif event.event == "resumed" and event.step > 0 and event.rank == 0:
             run.warn(f"training resumed at step {event.step} (attempt {event.attempt})")
+        elif event.event == "lost":
+            on = f" on {event.data['worker_id']}" if event.data["worker_id"] else ""
+            run.warn(f"attempt {event.attempt} ended early{on}: {event.data['reason']}")
         elif event.event == "failed" and event.data.get("code") != "Stopped":
             run.warn(f"rank {event.rank} failed at step {event.step}: {event.data.get('message')}")
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +43,7 @@ WAIT_S = 2.0
 RESERVED_S = 60.0  # for the queue to record which flow run it started
 SHOWN_RANKS = 4096
 KEPT_NOTES = 50
+NO_FAILURE = ("returned", "preempted")  # kinds of a gang's end for which no host is to blame
 _RANK_STATES = {"started": "starting", "resumed": "running", "step": "running"}
 
 
@@ -98,6 +100,7 @@ class JobLink:
         self._facts: dict[str, Any] = {}
         self._times = StepTimes()
         self._ranks: dict[int, JobRank] = {}
+        self._failures: dict[str, Counter[str]] = defaultdict(Counter)  # host → kind → times
         self._checkpoints: list[JobCheckpoint] = []
         self._over, self._news = threading.Event(), threading.Event()
         self.superseded = threading.Event()  # the job goes on in another flow run, or has ended
@@ -183,6 +186,9 @@ class JobLink:
     def take(self, event: RankEvent, steps: int) -> None:
         """Take in an event of the ranks; never waits for a server."""
         now = time.time()
+        if event.event == "lost":
+            self._take_loss(str(event.data["worker_id"]), str(event.data["kind"]))
+            return
         with self._lock:
             known = self._ranks.get(event.rank)
             host = event.data.get("worker_id") or (known.host if known else "")
@@ -213,6 +219,16 @@ class JobLink:
                     step=event.step, object_ref=str(event.data["url"]), metrics=loss, created_at=now
                 )
                 self._checkpoints = [*self._checkpoints, made][-8:]
+
+    def _take_loss(self, host: str, kind: str) -> None:
+        """Count the gang's end; its ranks have ended, until they start again."""
+        with self._lock:
+            if host and kind not in NO_FAILURE:
+                self._failures[host][kind] += 1
+            for number, each in self._ranks.items():
+                if each.state in ("starting", "running"):
+                    self._ranks[number] = each.model_copy(update={"state": "ended"})
+        self._news.set()
 
     def finished(self, result: Trained) -> None:
         """Take in the training's result, found or made."""
@@ -283,6 +299,7 @@ class JobLink:
                     "workers": tuple(
                         self._ranks[each] for each in sorted(self._ranks)[:SHOWN_RANKS]
                     ),
+                    "failures": self._failures,
                     "notes": tuple(each[:1000] for each in self._run.summary.notes[-KEPT_NOTES:]),
                     "outcome": outcome,
                     "error": error[:2000],

@@ -93,7 +93,10 @@ class Fleet:
 
         def report(step: int) -> JobState:
             seconds = {"useful": step * 0.5}
-            sent = JobReport(flow_run_id=flow, at=0.0, step=step, seconds=seconds)
+            failures = {"gpu-0": {"failed": step}} if step else {}
+            sent = JobReport(
+                flow_run_id=flow, at=0.0, step=step, seconds=seconds, failures=failures
+            )
             return self.client.report_job(job_id, sent).state
 
         wait_until(lambda: report(0) is JobState.STARTING, lambda: str(self.job(job_id)))

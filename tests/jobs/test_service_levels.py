@@ -132,3 +132,13 @@ def test_a_new_leader_counts_from_its_own_beginning(queue: Queue) -> None:
     assert found["job_held_slot_seconds_total nlp"] == pytest.approx(40)
     assert "job_queue_wait_seconds_count normal nlp" not in found
     assert queue.state(job_id) is S.STARTING
+
+
+def test_failures_of_gangs_by_host(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    for times in (1, 3):  # each report has all of its flow run
+        queue.report(job_id, failures={"node-1": {"lost": times, "hung": 1}})
+    found = metrics_of(queue)
+    assert found["job_host_failures_total node-1 lost"] == 3
+    assert found["job_host_failures_total node-1 hung"] == 1

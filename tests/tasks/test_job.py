@@ -215,6 +215,20 @@ def test_a_rank_that_starts_again_is_reported_at_once(monkeypatch: pytest.Monkey
             wait_until(lambda each=(attempt, state): each in seen(), 10, f"{event} is reported")
 
 
+def test_failures_are_reported_by_host_and_kind() -> None:
+    coordinator = Coordinator("mine")
+    with linked(run_of(coordinator), SPEC, JOB_ID) as link:
+        link.take(
+            RankEvent(event="resumed", rank=1, attempt=1, data={"worker_id": "node-1"}), steps=9
+        )
+        for kind, host in [("lost", "node-1"), ("lost", "node-1"), ("preempted", "node-0")]:
+            why: dict[str, object] = {"kind": kind, "worker_id": host, "reason": "gone"}
+            link.take(RankEvent(event="lost", rank=1, attempt=1, data=why), steps=9)
+    last = coordinator.reports[-1]
+    assert last.failures == {"node-1": {"lost": 2}}
+    assert [each.state for each in last.workers] == ["ended"]
+
+
 def away(status: int) -> httpx.HTTPStatusError:
     request = httpx.Request("POST", "http://127.0.0.1:4200/api/task_runs/")
     return httpx.HTTPStatusError(

@@ -120,6 +120,16 @@ def bad_step(batch: int) -> tuple[GangResult, list[RankEvent]]:
     return failed("a", 0, 1), [STEPPED, said]
 
 
+def test_each_early_end_is_an_event_that_names_the_node(tmp_path: Path) -> None:
+    job, seen = job_in(tmp_path), list[RankEvent]()
+    script = Script((failed(), [STEPPED]), bad_step(7), finished(job))
+    run_on_nodes(job, NODES, script, DiskStore(), on_event=seen.append)
+    lost = [
+        (e.attempt, e.rank, e.data["kind"], e.data["worker_id"]) for e in seen if e.event == "lost"
+    ]
+    assert lost == [(1, 1, "failed", "b"), (2, 0, "bad-step", "a")]
+
+
 def test_a_driver_that_is_run_again_keeps_its_earlier_failures(tmp_path: Path) -> None:
     job = job_in(tmp_path, max_restarts=1)
     first = Script(bad_step(7), (failed(), [STEPPED]), (failed(), [STEPPED]))

@@ -16,6 +16,7 @@ from paceline.schemas import JobReport, JobState, LossCause, TrainingJob
 from paceline.telemetry import Histogram, JobValues
 
 MOST_TEAMS = 100  # with series of their own; the teams after them are "other"
+MOST_HOSTS = 1000  # the same of hosts whose ranks failed
 Labels = tuple[str, ...]
 
 
@@ -51,8 +52,16 @@ class JobTotals:
             self._counts["jobs_ended"][team, after.state.value] += 1
 
     def report(self, job: TrainingJob, before: JobReport | None, after: JobReport) -> None:
-        """Count the useful time between two reports of one flow run."""
-        if before is not None and before.flow_run_id == after.flow_run_id and is_held(job):
+        """Count the useful time between two reports of one flow run, and failures by host."""
+        same = before is not None and before.flow_run_id == after.flow_run_id
+        counts = self._counts["job_host_failures"]
+        known = {host for host, _ in counts}
+        for host, kinds in after.failures.items():
+            earlier = before.failures.get(host, {}) if same and before is not None else {}
+            label = host if host in known or len(known) < MOST_HOSTS else "other"
+            for kind, times in kinds.items():
+                counts[label, kind] += max(0, times - earlier.get(kind, 0))
+        if same and before is not None and is_held(job):
             more = after.seconds.get("useful", 0.0) - before.seconds.get("useful", 0.0)
             useful = self._counts["job_useful_slot_seconds"]
             useful[self._team(job),] += max(0.0, more) * job.usage[-1].slots

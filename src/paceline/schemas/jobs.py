@@ -208,6 +208,8 @@ class JobReport(Record):
     metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
     checkpoints: tuple[JobCheckpoint, ...] = Field(default=(), max_length=32)  # newest last
     workers: tuple[JobRank, ...] = Field(default=(), max_length=4096)
+    # host → kind of failure → how often its ranks or the host ended this flow run's gang
+    failures: dict[Name, dict[Text, int]] = Field(default={}, max_length=4096, exclude_if=is_empty)
     notes: tuple[Text, ...] = Field(default=(), max_length=50)
     # how the flow ended; None while it goes on
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None

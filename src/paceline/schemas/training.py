@@ -59,8 +59,10 @@ class RankEvent(Record):
 
     event: Literal[
         "started", "resumed", "step", "checkpoint", "trace", "said", "result", "failed",
-        "score", "unscored",
-    ]  # fmt: skip # "said": a line that user code printed; "score", "unscored": of judging
+        "score", "unscored", "lost",
+    ]  # fmt: skip
+    # "said": a line that user code printed; "score", "unscored": of judging; "lost": from the
+    # driver, the gang ended early: why (a Restart's kind and reason), and on which worker_id
     rank: int = Field(ge=0)
     attempt: int = Field(ge=1)
     step: int = Field(default=0, ge=0)

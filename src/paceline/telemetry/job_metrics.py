@@ -1,6 +1,7 @@
 """Prometheus metrics of training jobs: what teams wait for, and what they lose.
 
-Labels are bounded (teams, three classes of priority, states, causes, kinds): no series is a job's.
+Labels are bounded (teams, hosts, three classes of priority, states, causes, kinds): no series is a
+job's.
 """
 
 from __future__ import annotations
@@ -55,6 +56,9 @@ METRICS: dict[str, tuple[type[Metric], tuple[str, ...], str]] = {
     "job_lost_slot_seconds": (_COUNTER, ("team",),
         "Of these in steps that no checkpoint had when the job was lost."),
     "job_losses": (_COUNTER, ("team", "cause"), "Attempts of jobs that ended early, by cause."),
+    "job_host_failures": (_COUNTER, ("host", "kind"),
+        "Ends of gangs by a rank of the host, or by the loss of the host: failed, hung, lost, "
+        "bad-step."),
     "jobs_ended": (_COUNTER, ("team", "state"), "Jobs that ended."),
     "job_checkpoint_age_seconds": (_GAUGE, ("team",),
         "Age of the newest checkpoint, or of the start, of the running job where it is highest."),

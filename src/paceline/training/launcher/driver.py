@@ -289,6 +289,8 @@ class _JobRun:
             self._blame(outcome, now, counts=counts)
         finally:
             self._notes.keep_history(self._account.history(now, self._roster))
+        if self._on_event is not None:
+            self._on_event(self._account.loss())
         if self._account.recent > self._job.settings.guard.max_restarts:
             raise TrainingFailed(
                 "training used up its restarts",

@@ -338,6 +338,22 @@ class JobTracker:
         """Return the job's failures, including those under earlier drivers."""
         return self._before.failures + self.counted
 
+    def loss(self) -> RankEvent:
+        """Return the event of the attempt that ``failed`` recorded last."""
+        last = self._restarts[-1]
+        why: dict[str, object] = {
+            "kind": last.kind,
+            "worker_id": last.worker_id or "",
+            "reason": last.reason[:500],
+        }
+        return RankEvent(
+            event="lost",
+            rank=last.failed_rank or 0,
+            attempt=self._attempt,
+            step=self._step,
+            data=why,
+        )
+
     def running_s(self, now: float) -> float:
         """Return the job's running time in seconds, including earlier drivers."""
         return self._before.running_s + now - self._started
