@@ -11,7 +11,15 @@ from paceline.flows.promote import promote_model
 from paceline.flows.publish import prepare_inputs
 from paceline.flows.train import train_model
 from paceline.schemas import RunSummary
-from paceline.tasks._support.declaring import Approver, Base, Data, JobSettings, declared
+from paceline.tasks._support.declaring import (
+    Approver,
+    Base,
+    Data,
+    JobSettings,
+    Project,
+    Team,
+    declared,
+)
 from paceline.tasks._support.lineage import recorded
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.summary import summarise
@@ -25,6 +33,8 @@ def run_lifecycle(
     model: Base = None,
     approver: Approver = None,
     settings: JobSettings = None,
+    team: Team = "",
+    project: Project = "",
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> RunSummary:
@@ -33,20 +43,24 @@ def run_lifecycle(
     Every stage is idempotent: run again, it goes on from where it was, and a finished run finds
     everything done and says so. ``data`` is a directory of text files (default: the profile's);
     ``model`` is the base (default: the profile's): MODEL_ID/VERSION as published, hf://…, oci://…,
-    or a directory. ``settings`` are the training's own, as of ``train_model``.
+    or a directory. ``settings`` are the training's own, as of ``train_model``; ``team`` and
+    ``project`` are whose job it is.
     """
     run = Run.open(state_dir, run_id)
     here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
+    owner: dict[str, Any] = {"team": team, "project": project}
     with recorded(run, "lifecycle"):
         published_tasks(run)  # refused, where they are, before any node is busy
         profile = with_job_settings(run.runtime.profile, settings or {})  # this too
-        inputs = prepare_inputs(data, model, **here)
+        inputs = prepare_inputs(data, model, **owner, **here)
         require_judgeable(run, profile, inputs.snapshot_url)
         # Where there is a champion the nodes go on running it until it is replaced.
         first = not has_champion(run, inputs.model_id)
         relayed = distribute_model(inputs.model_id, inputs.version, activate=first, **here)
         model_id, version = relayed.model_id, relayed.version
-        trained = train_model(model_id, version, inputs.snapshot_url, settings=settings, **here)
+        trained = train_model(
+            model_id, version, inputs.snapshot_url, settings=settings, **owner, **here
+        )
         report = evaluate_model(
             model_id, version, str(trained.training_digest), inputs.snapshot_url, **here
         )

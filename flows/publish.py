@@ -10,7 +10,9 @@ from paceline.tasks._support.declaring import (
     AnyVersion,
     Base,
     Data,
+    Project,
     Reading,
+    Team,
     about,
     declared,
 )
@@ -66,20 +68,23 @@ def build_snapshot(
 def prepare_inputs(
     data: Data = None,
     model: Base = None,
+    team: Team = "",
+    project: Project = "",
     state_dir: str | None = None,
     run_id: str | None = None,
 ) -> Inputs:
     """Publish the base ``model`` and build the data snapshot from ``data`` with its tokenizer; or,
     where the profile names no base either, train a new one on the snapshot and publish it.
 
-    Raises AccessDenied or InvalidSnapshot where the snapshot may not be used for the profile's
-    purpose."""
+    Raises AccessDenied or InvalidSnapshot where ``team`` and ``project`` may not use the snapshot
+    for the profile's purpose."""
     run = Run.open(state_dir, run_id)
     with recorded(run, "prepare-inputs"):
         named = model or run.runtime.profile.model.base
         base = publish_given_base(run, named).output if named else None
         snapshot = build_data_snapshot(run, data, base and reading_for(run, base)).output
-        permitted_snapshot(run, snapshot["url"])  # before a node is busy
+        users = [(team or "default", project)]
+        permitted_snapshot(run, snapshot["url"], users=users)  # before a node is busy
         base = base or publish_base_model(run, snapshot).output
         return Inputs(
             snapshot=Snapshot(**snapshot),

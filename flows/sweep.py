@@ -11,8 +11,10 @@ from paceline.schemas import Resources, SweepShown
 from paceline.tasks._support.declaring import (
     JobSettings,
     ModelId,
+    Project,
     Purpose,
     SnapshotUrl,
+    Team,
     Version,
     about,
     declared,
@@ -46,8 +48,8 @@ def sweep(
         about("Resources", "What each trial's gang needs.", {"ranks": 2, "accelerator": "a100"}),
     ] = None,
     settings: JobSettings = None,
-    team: Annotated[str, about("Team", "Whose quota the jobs count against.", "nlp")] = "",
-    project: Annotated[str, about("Project", "Of the jobs; default: sweep-NAME.", "lr-study")] = "",
+    team: Team = "",
+    project: Project = "",
     purpose: Purpose = "",
     priority: Annotated[
         Annotated[int, Field(ge=-100, le=100)], about("Priority", "Higher goes first.", 10)

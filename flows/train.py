@@ -17,8 +17,10 @@ from paceline.tasks._support.declaring import (
     JobSettings,
     Mesh,
     ModelId,
+    Project,
     Purpose,
     SnapshotUrl,
+    Team,
     Version,
     about,
     declared,
@@ -70,6 +72,8 @@ def train_model(
             "git+https://host/repository.git@COMMIT#task:make",
         ),
     ] = "",
+    team: Team = "",
+    project: Project = "",
     purpose: Purpose = "",
     evaluate_on: Annotated[
         str,
@@ -117,6 +121,8 @@ def train_model(
         parameters=given,
         labels=labels,
         continue_from=continue_from or "",
+        team=team,
+        project=project,
         purpose=purpose,
         evaluate_on=evaluate_on,
     )

@@ -58,6 +58,8 @@ SnapshotUrl = Annotated[
         "s3://paceline/data/snapshots/5c1f…",
     ),
 ]
+Team = Annotated[_Name | Literal[""], about("Team", "Whose quota and data purposes apply.", "nlp")]
+Project = Annotated[_Name | Literal[""], about("Project", "Of the jobs.", "lr-study")]
 Purpose = Annotated[
     _Name | Literal[""],
     about("Purpose", "What the data are used for; default: the profile's.", "research"),

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from paceline.cli import cli
 from paceline.config import Profile, load_profile, save_runtime
-from paceline.errors import Conflict, InvalidInput, NotFound, RunElsewhere
+from paceline.errors import AccessDenied, Conflict, InvalidInput, NotFound, RunElsewhere
 from paceline.jobs import (
     Sweep,
     page_of,
@@ -230,6 +230,22 @@ def test_a_setting_that_no_training_has_is_refused_before_any_job(
         run(replace(sweep, space=read_space(path)), queue)
     assert key in str(refused.value) and refused.value.where and refused.value.do
     assert not queue.jobs
+
+
+def test_a_sweep_that_was_refused_does_not_keep_its_name(
+    sweep: Sweep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Queue, "submit", refused_purpose)
+        with pytest.raises(AccessDenied):
+            run(replace(sweep, purpose="speach"), Queue())
+    queue = Queue()
+    run(replace(sweep, purpose="speech", trials=2), queue)
+    assert len(queue.jobs) == 2
+
+
+def refused_purpose(*_: Any, **__: Any) -> None:
+    raise AccessDenied("the table of purposes does not allow this use of the data")
 
 
 def test_a_name_is_one_sweeps(sweep: Sweep) -> None:

@@ -99,9 +99,13 @@ def test_it_starts_and_cancels_no_other_flow(
     assert rest.call("DELETE", f"/flows/{FLOW_RUN}", deploys).status_code == 200
 
 
-def test_a_deploy_token_of_a_team_still_cancels_other_flows(rest: Rest) -> None:
+def test_a_deploy_token_of_a_team_trains_for_it_and_cancels_other_flows(
+    rest: Rest, prefect: Prefect
+) -> None:
     both = token(rest, "nlp", "train", "deploy")
+    assert start(rest, both, "lifecycle", team="vision").status_code == 403
     assert start(rest, both, "lifecycle").status_code == 201
+    assert prefect.started[0]["parameters"]["team"] == "nlp"
     assert rest.call("DELETE", f"/flows/{FLOW_RUN}", both).status_code == 200
 
 

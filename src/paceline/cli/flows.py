@@ -24,8 +24,10 @@ from paceline.cli.options import (
     notice,
     one_of,
     point_prefect_at,
+    project_option,
     show,
     state_option,
+    team_option,
     whole_job_id,
     whole_run_id,
 )
@@ -248,6 +250,8 @@ version_argument = click.argument("version")
 )
 @click.option("--approver", default=None, help="Who stands for the promotion; kept as evidence.")
 @set_option
+@team_option
+@project_option
 @flow_options
 def lifecycle(
     call: FlowCall,
@@ -255,6 +259,8 @@ def lifecycle(
     model: str | None,
     approver: str | None,
     overrides: tuple[str, ...],
+    team: str,
+    project: str,
 ) -> int:
     """Run the whole lifecycle on the installation that is up.
 
@@ -263,12 +269,15 @@ def lifecycle(
     source = None if data is None else _placed(data)
     if model and Path(model).is_dir():
         model = str(Path(model).absolute())
+    named = {"team": team, "project": project}
+    owner: dict[str, Any] = {name: value for name, value in named.items() if value}
     return call.run(
         "lifecycle.run_lifecycle",
         data=source,
         model=model,
         approver=approver,
         settings=job_settings(overrides) or None,
+        **owner,
     )
 
 

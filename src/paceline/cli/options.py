@@ -67,6 +67,8 @@ deadline_option = click.option(
     help="Seconds that the fleet may take to switch.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+team_option = click.option("--team", default="", help="Whose quota it counts against.")
+project_option = click.option("--project", default="", help="Of the job.")
 purpose_option = click.option(
     "--purpose", default="", help="What the data are used for (default: the profile's)."
 )

@@ -20,7 +20,7 @@ INTERRUPTED = "Interrupted"  # the name of the CANCELLED state of a flow run tha
 # The Prefect deployments that a token of scope deploy may start, and their parameters that such a
 # caller may give. Paths are left out: they would be read on the flow's machine.
 FLOW_PARAMETERS: dict[str, frozenset[str]] = {
-    "lifecycle": frozenset({"data", "model", "approver", "settings"}),
+    "lifecycle": frozenset({"data", "model", "approver", "settings", "team", "project"}),
     "build-snapshot": frozenset({"data", "reading"}),
     "verify-model": frozenset({"model_id", "version", "full"}),
     "train-model": frozenset(
@@ -35,6 +35,8 @@ FLOW_PARAMETERS: dict[str, frozenset[str]] = {
             "learning_rate",
             "mesh",
             "settings",
+            "team",
+            "project",
             "purpose",
         ]
     ),

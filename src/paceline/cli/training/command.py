@@ -26,9 +26,11 @@ from paceline.cli.options import (
     json_option,
     narrowed,
     profile_options,
+    project_option,
     purpose_option,
     read_profile,
     state_option,
+    team_option,
 )
 from paceline.cli.training.mlflow_logging import TrainingLog, location
 from paceline.cli.training.output import (
@@ -54,7 +56,7 @@ HERE = "text model output checkpoints mlflow profile"
 SECTIONS = {
     "Training": "snapshot labels steps ranks continue_from run_id overrides",
     "On this machine": HERE,
-    "On an installation": "purpose state",
+    "On an installation": "team project purpose state",
 }
 
 
@@ -127,6 +129,8 @@ SECTIONS = {
     help="Log to this MLflow, too (http://…, sqlite:///…); '' for none.",
 )
 @functools.partial(profile_options, default="local")
+@team_option
+@project_option
 @purpose_option
 @state_option
 @json_option
@@ -148,6 +152,8 @@ def train(
     mlflow: str | None,
     profile: str,
     overrides: tuple[str, ...],
+    team: str,
+    project: str,
     purpose: str,
     state: Path | None,
     as_json: bool,
@@ -166,6 +172,8 @@ def train(
         for name in ("output", "checkpoints", "mlflow", "profile", "state")
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
+    named = {"team": team, "project": project, "purpose": purpose}
+    owner: dict[str, Any] = {name: value for name, value in named.items() if value}
     if model_id is None:
         if "state" in given:
             raise InvalidInput(
@@ -174,11 +182,13 @@ def train(
                 wanted="MODEL_ID VERSION --snapshot URL, or no --state",
                 do="Training on this machine alone keeps everything below --output.",
             )
-        if purpose:
+        if owner:
             raise InvalidInput(
-                "--purpose is for an installation's table of purposes",
-                got=f"--purpose {purpose} without MODEL_ID",
-                wanted="MODEL_ID VERSION --snapshot URL, or no --purpose",
+                "--team, --project and --purpose are for an installation's queue and table of "
+                "purposes",
+                got=f"{', '.join(f'--{name} {value}' for name, value in owner.items())} without "
+                "MODEL_ID",
+                wanted="MODEL_ID VERSION --snapshot URL, or none of them",
                 do="Training on this machine alone uses the profile's: --set data.purpose=…",
             )
         if str(output).startswith(("s3:/", "file:/")):
@@ -210,7 +220,6 @@ def train(
         )
     from paceline.cli.flows import FlowCall
 
-    named: dict[str, Any] = {"purpose": purpose} if purpose else {}
     return FlowCall(state=state, run_id=run_id, as_json=as_json).run(
         "train.train_model",
         model_id=model_id,
@@ -221,7 +230,7 @@ def train(
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,
-        **named,
+        **owner,
     )
 
 
@@ -234,6 +243,8 @@ train_local = narrowed(
     """,
     model_id=None,
     version=None,
+    team="",
+    project="",
     purpose="",
     state=None,
 )

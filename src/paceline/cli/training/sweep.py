@@ -25,6 +25,7 @@ from paceline.cli.options import (
     purpose_option,
     show,
     state_option,
+    team_option,
 )
 from paceline.client import Client
 from paceline.config import Runtime, find_installation
@@ -95,7 +96,7 @@ def sweep() -> None:
 @gang_options
 @click.option("--steps", type=click.IntRange(min=1), help="Of each training.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="In each trial.")
-@click.option("--team", default="", help="Whose quota it counts against.")
+@team_option
 @click.option("--project", default="", help="Of the jobs.  [default: sweep-NAME]")
 @purpose_option
 @click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)

@@ -10,6 +10,7 @@ import shlex
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,9 +92,14 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
             yield optuna.load_study(study_name=name, storage=rows)
             return
         direction = "maximize" if identity["maximize"] else "minimize"
-        study = optuna.create_study(
-            study_name=name, storage=rows, load_if_exists=True, direction=direction
-        )
+        create = partial(
+            optuna.create_study,
+            study_name=name, storage=rows, load_if_exists=True, direction=direction,
+        )  # fmt: skip
+        study = create()
+        if study.user_attrs.get("sweep", identity) != identity and not _has_begun(study):
+            optuna.delete_study(study_name=name, storage=rows)
+            study = create()
         before = study.user_attrs.get("sweep", identity)
         for key in identity | before:
             if before.get(key) != identity.get(key):
@@ -111,6 +117,12 @@ def opened(storage: str, name: str, identity: dict[str, Any] | None) -> Iterator
     finally:
         rows.remove_session()
         rows.engine.dispose()
+
+
+def _has_begun(study: Study) -> bool:
+    """Return False where the first job was refused: its name is free for another sweep."""
+    trials = study.get_trials(deepcopy=False)
+    return bool(study.user_attrs.get("holder")) or any("job_id" in e.user_attrs for e in trials)
 
 
 def _rows(storage: str) -> RDBStorage:
