@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ class Coordinator:
     def __init__(self) -> None:
         self.kept: dict[str, TrainingJob] = {}
         self.kind = "NVIDIA A100"
+        self.heard_at: float | None = None  # of its node, where that is silent
 
     def jobs(self) -> list[TrainingJob]:
         return list(self.kept.values())
@@ -58,6 +60,8 @@ class Coordinator:
             available_storage=1,
             link_mbit=1000,
             incarnation=1,
+            alive=self.heard_at is None,
+            last_heartbeat=self.heard_at or 0.0,
             inventory=Inventory(
                 cores=8, memory_bytes=1, shared_memory_bytes=1, accelerators=(cards,)
             ),
@@ -118,6 +122,19 @@ def test_a_priority_above_the_teams_is_refused(
     routes.of["submit_job"](urgent.model_copy(update={"priority": 5}))
     routes.of["submit_job"](urgent.model_copy(update={"team": "another"}))
     assert len(routes.coordinator.kept) == 2
+
+
+def test_a_gang_that_needs_a_node_which_restarts_waits_for_it(
+    routes: Routes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.api.jobs._require_snapshot", lambda *_: None)
+    monkeypatch.setattr("paceline.api.jobs.allowed_source", lambda *_: None)
+    monkeypatch.setattr("paceline.api.jobs.fetch_allowed_manifest", lambda *_: None)
+    routes.coordinator.heard_at = time.time() - 60
+    assert routes.of["submit_job"](SPEC).job.state is S.QUEUED
+    routes.coordinator.heard_at = time.time() - 3600
+    with pytest.raises(InvalidInput, match="would never get its nodes"):
+        routes.of["submit_job"](SPEC)
 
 
 def test_a_job_is_not_resumed_where_its_kind_of_accelerator_is_gone(routes: Routes) -> None:

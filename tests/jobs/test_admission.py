@@ -83,7 +83,7 @@ def test_a_gang_never_mixes_kinds() -> None:
     fleet = [*rack_of_hosts("a", 1, kind="a100"), *rack_of_hosts("b", 1, kind="h100")]
     waits = decide(fleet, [gang("j", 16)], [], {}, 0.0)
     assert waits.reasons == {
-        "j": "it can never start: it needs 16 x any kind; at most 8 are there",
+        "j": "it cannot start on these nodes: it needs 16 x any kind; at most 8 are there",
     }
 
 

@@ -69,6 +69,7 @@ Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=200)]
 LONGEST_PAGE = 500
 MLFLOW_S = 3  # seconds of a call of MLflow
 MLFLOW_RETRY_S = 10.0
+RESTARTS_S = 900.0  # a silent node counts as one that restarts, where a gang needs every node
 
 
 def make_job_router(
@@ -496,7 +497,7 @@ def _require_room(job: TrainingJob, runtime: Runtime, coordinator: Coordinator) 
             do="They are for jobs that Slurm or Kubernetes admits (cluster.slurm.per_job).",
         )
     workers = coordinator.read(lambda state: state.fleet.workers())
-    hosts = hosts_of(workers, profile.training)
+    hosts = hosts_of(workers, profile.training, heard_since=time.time() - RESTARTS_S)
     settings = with_job_settings(profile, job.spec.settings).training
     gang = gang_of(job, settings, hosts)
     request = Request(job=job, gang=gang, ranks_per_node=settings.ranks_per_node)

@@ -206,7 +206,7 @@ class _Round:
             reason = "its earlier run still holds slots"
         else:
             never = why_never(self.hosts, gang, self.quotas, self._demand(gang))
-            reason = never and f"it can never start: {never}"
+            reason = never and f"it cannot start on these nodes: {never}"
         if reason:
             self.reasons[gang.job_id] = reason
         return not reason

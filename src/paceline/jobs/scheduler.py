@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -404,14 +405,17 @@ class JobScheduler(RepeatedTask):
         self._table.change(job.job_id, make)
 
 
-def hosts_of(workers: Sequence[Worker], settings: TrainingSettings) -> list[Host]:
-    """Return the hosts that living ``workers`` are, by their labels and inventory.
+def hosts_of(
+    workers: Sequence[Worker], settings: TrainingSettings, heard_since: float = math.inf
+) -> list[Host]:
+    """Return the hosts that ``workers`` are which live, or were heard ``heard_since`` (seconds
+    since the epoch), by their labels and inventory.
 
     The labels ``domain`` (of a fast interconnect) and ``capacity`` (spot) are the operator's.
     """
     found = []
     for worker in workers:
-        if not worker.alive:
+        if not worker.alive and worker.last_heartbeat < heard_since:
             continue
         accelerators = worker.inventory.accelerators if worker.inventory is not None else ()
         count = sum(each.count for each in accelerators)
