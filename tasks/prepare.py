@@ -40,6 +40,7 @@ BASE_DEADLINE_S = 1800.0
 CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is in a snapshot
 NOTED_DRIFT = 0.1  # of a column
 MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
+MOST_RECORDED = 50  # shards in quarantine, of the same record
 MAX_EXPECTATIONS_BYTES = 64 * 1024
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
 
@@ -118,9 +119,10 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         return {
             "documents": report.documents,
             "checks": len(report.checks),
-            "quarantined": report.quarantined,
+            "quarantined_count": len(report.quarantined),
+            "quarantined": report.quarantined[:MOST_RECORDED],  # all are in the report
             "needs_review": report.needs_review,
-            "columns": report.columns,
+            "columns": report.columns[:MOST_COMPARED],
             "drift": drift,
             "report": str(run.work_dir / "validation.json"),
         }
@@ -132,7 +134,7 @@ def validate_data(run: Run, snapshot: dict[str, Any]) -> dict[str, Any]:
         work,
         describe=lambda o: (
             f"{o['checks']} expectations on {o['documents']} samples, "
-            f"{len(o['quarantined'])} shards quarantined"
+            f"{o.get('quarantined_count', len(o['quarantined']))} shards quarantined"
         ),
     )
     return snapshot
