@@ -94,7 +94,7 @@ def prefect_server(prefect: Prefect) -> Iterator[Web]:
 def served(
     tmp_path_factory: pytest.TempPathFactory, prefect_server: Web, s3: RcloneS3
 ) -> Iterator[Served]:
-    runtime = make_runtime(tmp_path_factory.mktemp("login") / "state")
+    runtime = make_runtime(tmp_path_factory.mktemp("login") / "state", beat_s=20)
     profile = with_overrides(runtime.profile, {"objects.endpoint_url": s3.endpoint_url})
     runtime = runtime.model_copy(update={"profile": profile})
     known = Endpoints(prefect_api_url=f"{prefect_server.url}/api", prefect_ui_url="http://prefect")
@@ -389,6 +389,7 @@ def test_a_flow_is_started_there_and_followed_to_its_result(
         "snapshot_url": "s3://paceline/data/x",
         "labels": "true",
         "run_id": "run-20260101-000000-abcdef",
+        "team": "default",
     }
     end_s = time.monotonic() + 20  # rows reach the audit store in time
     while not any(row.data["on"].get("flow") == "train-model" for row in accepted(admin)):

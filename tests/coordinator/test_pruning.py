@@ -88,15 +88,18 @@ def test_what_is_kept_does_not_grow_with_beats(world):
                 world.state.handle(event, world.now_s)
 
     beats(200, 1)
+    grown = []
     tracemalloc.start()
     try:
         beats(50, 1_000)
-        before, _ = tracemalloc.get_traced_memory()
-        beats(1_000, 2_000)
-        after, _ = tracemalloc.get_traced_memory()
+        for begin in (2_000, 3_000, 4_000):
+            before, _ = tracemalloc.get_traced_memory()
+            beats(1_000, begin)
+            grown.append(tracemalloc.get_traced_memory()[0] - before)
     finally:
         tracemalloc.stop()
-    assert after - before < 20_000, "20 bytes a beat would be 86 MB a day for 50 workers"
+    # Other threads of this process allocate, too: the least of three counts.
+    assert min(grown) < 20_000, "20 bytes a beat would be 86 MB a day for 50 workers"
 
 
 def workers(world) -> set[str]:

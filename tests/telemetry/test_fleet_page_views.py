@@ -82,7 +82,7 @@ def services() -> Services:
 def platform(tmp_path: Any, services: Services) -> Iterator[Served]:
     """A coordinator with a Prefect and an MLflow server, and two nodes that beat."""
     with serving(services) as web:
-        runtime = make_runtime(tmp_path / "state")
+        runtime = make_runtime(tmp_path / "state", beat_s=5)
         known = Endpoints(prefect_api_url=f"{web.url}/api", mlflow_url=web.url)
         server = Served(runtime.model_copy(update={"endpoints": known}))
         server.runtime.state_dir.mkdir()

@@ -221,7 +221,7 @@ class PrefectStarter:
             some = every[begin : begin + AT_ONCE]
             body = {"flow_runs": {"id": {"any_": some}}, "limit": AT_ONCE}
             for each in self._call("POST", "/flow_runs/filter", body):
-                interrupted = each["state_name"] == INTERRUPTED
+                interrupted = each.get("state_name") == INTERRUPTED
                 state = INTERRUPTED.upper() if interrupted else str(each["state_type"])
                 found[str(each["id"])] = state
         return found
