@@ -139,6 +139,7 @@ class Reading(Chosen):
     format: Literal["text", "jsonl", "parquet", "tar"] | None = some("Of the files.")
     text_field: str | None = some("JSONL, Parquet: the column; tar: the member's extension.")
     key_field: str | None = some("What names a sample.", examples=["key"])
+    slice_field: str | None = some("Whose values are slices of the evaluation.", examples=["lang"])
     features: list[str] | None = some("Parquet files to join by the key field.")
     token_features: list[str] | None = some("Those with one value per token.")
     missing_features: Literal["refuse", "skip"] | None = some("A sample without features.")

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings as hypothesis, strategies as st
+from pydantic import ValidationError
 
 from paceline.config import DataSettings
 from paceline.data import (
@@ -396,6 +397,25 @@ def test_tokens_made_before_must_be_the_tokenizers(source: Path, tmp_path: Path)
     )
     with pytest.raises(InvalidInput, match="tokens of another tokenizer"):
         built(source, tmp_path / "store", **settings)
+
+
+@pytest.mark.parametrize("format_", ["jsonl", "parquet"])
+def test_a_columns_values_are_slices(source: Path, tmp_path: Path, format_: str) -> None:
+    langs = ["en", "en/US", None, "", 7]
+    rows = [{"key": str(n), "text": f"text {n}", "lang": each} for n, each in enumerate(langs)]
+    if format_ == "jsonl":
+        (source / "all.jsonl").write_text("\n".join(json.dumps(each) for each in rows))
+    else:
+        texts = [{**each, "lang": each["lang"] and str(each["lang"])} for each in rows]
+        pq.write_table(pa.Table.from_pylist(texts), source / "all.parquet")
+    made = built(source, tmp_path / "store", format=format_, slice_field="lang")
+    empty = "(empty)" if format_ == "jsonl" else "(none)"
+    names = ["en/0", "en_US/1", "(none)/2", f"{empty}/3", "7/4"]
+    found = read(made, tmp_path / "cache")
+    assert sorted(found) == sorted(names)
+    assert not any(features for _, features in found.values()), "a number is a slice, too"
+    with pytest.raises(ValidationError, match="a column of JSONL or Parquet"):
+        built(source, tmp_path / "store", slice_field="lang")
 
 
 def test_samples_may_be_frames_alone(source: Path, tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ import sys
 from pathlib import Path
 from paceline.data.formats import UnusableSample, parquet
 parquet.limit_memory(160 << 20)
-for each in parquet.read_parquet(Path(sys.argv[1]), "all", "text", "key"):
+for each in parquet.read_parquet(Path(sys.argv[1]), "all", parquet.Fields()):
     print(each.key, "left out" if isinstance(each, UnusableSample) else "read")
 """
 

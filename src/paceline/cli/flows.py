@@ -294,7 +294,8 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
 @click.command(
     cls=Sections,
     sections={
-        "Reading": "format_ text_field key_field features missing_features tokenizer max_tokens",
+        "Reading": "format_ text_field key_field slice_field features missing_features tokenizer "
+        "max_tokens",
         "Record": "purpose project max_bytes shard_bytes",
     },
 )
@@ -302,6 +303,9 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
 @click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]))
 @click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
 @click.option("--key-field", help="What names a sample, in DATA and in feature files.")
+@click.option(
+    "--slice-field", help="JSONL, Parquet: a column whose values the evaluation compares."
+)
 @click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
 @click.option("--missing-features", type=click.Choice(["refuse", "skip"]))
 @click.option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")

@@ -21,6 +21,9 @@ class DataSettings(Settings):
     text_field: str = "text"  # JSONL and Parquet: the column; tar: the member's extension
     features: tuple[str, ...] = ()  # Parquet files of precomputed features, joined by ``key_field``
     key_field: str = "key"
+    # JSONL and Parquet: the column whose values are slices, for which an evaluation has figures and
+    # a gate has limits: a sample's name is VALUE/KEY then, its slice "directory: VALUE"
+    slice_field: str = ""
     # the features with one value per token of their sample; cut together with it
     token_features: tuple[str, ...] = ()
     missing_features: Literal["refuse", "skip"] = "refuse"  # how to treat a sample without features
@@ -55,6 +58,15 @@ class DataSettings(Settings):
     prefetch_batches: int = Field(default=4, ge=1, le=1024)
     prefetch_shards: int = Field(default=4, ge=1, le=256)  # fetched at once
     max_bad_share: float = Field(default=0.5, ge=0, lt=1)  # of shards in quarantine
+
+    @model_validator(mode="after")
+    def _slices_have_a_column(self) -> DataSettings:
+        if self.slice_field and (self.features or self.format not in ("jsonl", "parquet")):
+            raise ValueError(
+                "slice_field is a column of JSONL or Parquet, and changes the names by which "
+                f"features are joined; got format {self.format}, {len(self.features)} features"
+            )
+        return self
 
 
 class MeshSettings(Settings):

@@ -29,6 +29,7 @@ from paceline.data.formats.sample import (
     MAX_EXPANSION,
     PAIR_FIELDS,
     Array,
+    Fields,
     Sample,
     UnusableSample,
     check_sample,
@@ -82,10 +83,10 @@ def limit_memory(more_bytes: int) -> None:
 
 
 def _reading(
-    path: str, name: str, text_field: str, key_field: str, features: bool
+    path: str, name: str, fields: list[str], features: bool
 ) -> Iterator[Sample | UnusableSample]:
     try:
-        yield from read_parquet(Path(path), name, text_field, key_field, features=features)
+        yield from read_parquet(Path(path), name, Fields(*fields), features=features)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise _unreadable(name, str(error)[:300]) from error
     except MemoryError as error:
@@ -94,7 +95,7 @@ def _reading(
 
 
 def read_parquet(
-    path: Path, name: str, text_field: str, key_field: str, *, features: bool = False
+    path: Path, name: str, fields: Fields, *, features: bool = False
 ) -> Iterator[Sample | UnusableSample]:
     """Yield the file's samples. Raises pyarrow's exceptions and MemoryError.
 
@@ -106,9 +107,9 @@ def read_parquet(
             cells = {each: values[row] for each, values in columns.items()}
             where = f"{name}:{number}"
             if features:
-                yield _features(cells, where, key_field)
+                yield _features(cells, where, fields.key)
             else:
-                yield _sample(cells, where, text_field, key_field)
+                yield _sample(cells, where, fields)
             number += 1
 
 
@@ -194,25 +195,25 @@ def _unreadable(name: str, got: str) -> InvalidInput:
     return InvalidInput("Parquet file cannot be read", got=got, where=name, do="Write it again.")
 
 
-def _sample(
-    cells: dict[str, _Cell], where: str, text_field: str, key_field: str
-) -> Sample | UnusableSample:
-    key = _name(cells.pop(key_field, None)) or where
+def _sample(cells: dict[str, _Cell], where: str, fields: Fields) -> Sample | UnusableSample:
+    key = _name(cells.pop(fields.key, None)) or where
+    if fields.slice:
+        key = fields.name(key, _name(cells.pop(fields.slice, None)))
     for name, cell in cells.items():
         if isinstance(cell, UnusableSample):
             return UnusableSample(key, f"{name[:100]!r}: {cell.reason}" if name else cell.reason)
     text: bytes | None = None
     tokens: Array | None = None
     row = {name: cells[name] for name in CHAT_FIELDS if isinstance(cells.get(name), bytes)}
-    if cells.get(text_field) is None and is_conversation(row):
+    if cells.get(fields.text) is None and is_conversation(row):
         return _conversation(key, row)
-    content = cells.pop(text_field, None)
+    content = cells.pop(fields.text, None)
     if isinstance(content, bytes):
         text = content
     elif isinstance(content, np.ndarray) and content.ndim == 1 and content.dtype.kind in "iu":
         tokens = content
     elif content is not None:
-        return UnusableSample(key, f"its {text_field!r} is neither text nor a list of tokens")
+        return UnusableSample(key, f"its {fields.text!r} is neither text nor a list of tokens")
     features = {each: cell for each, cell in cells.items() if isinstance(cell, np.ndarray)}
     return check_sample(Sample(key, text, tokens, features))
 

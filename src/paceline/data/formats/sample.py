@@ -21,6 +21,7 @@ TOO_LARGE = f"too large: a text has at most {MAX_DOCUMENT_BYTES >> 20} MiB, cut 
 MAX_SAMPLE_BYTES = 64 * 1024 * 1024  # of one sample with all arrays
 MAX_AXES = 8
 MAX_KEY_BYTES = 4096
+MAX_SLICE_CHARS = 100
 MAX_COLUMNS = 1000  # the limit of a snapshot's record
 MAX_COLUMN_NAME = 128
 MAX_JSON_BYTES = 3 * MAX_DOCUMENT_BYTES  # the longest text with each character escaped
@@ -58,6 +59,15 @@ class Fields:
 
     text: str = "text"
     key: str = "key"
+    slice: str = ""  # whose value is the directory of the sample's name; "": none
+
+    def name(self, key: str, value: object) -> str:
+        """Return a sample's name: ``key``, below its ``value`` of ``slice`` as a directory."""
+        if not self.slice:
+            return key
+        text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+        shown = "".join(each for each in text[:MAX_SLICE_CHARS] if each.isprintable())
+        return f"{'(none)' if value is None else shown.replace('/', '_') or '(empty)'}/{key}"
 
 
 @dataclass(frozen=True)

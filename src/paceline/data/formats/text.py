@@ -80,7 +80,8 @@ def _sample(line: bytes, where: str, fields: Fields) -> Sample | UnusableSample:
     key = value.pop(fields.key, None)
     if key is not None and not isinstance(key, str | int):
         return UnusableSample(where, f"its {fields.key!r} is no name")
-    return sample_of(where if key is None else str(key), value, fields.text)
+    key = fields.name(where if key is None else str(key), value.pop(fields.slice, None))
+    return sample_of(key, value, fields.text)
 
 
 def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample | UnusableSample:
