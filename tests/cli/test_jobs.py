@@ -113,3 +113,21 @@ def test_a_program_pauses_resumes_and_cancels(served: Served) -> None:
         with pytest.raises(NotFound, match="no such training job"):
             client.cancel_job("tj-" + "0" * 12)
     assert said(served, "job", "cancel", job_id)["job"]["state"] == "cancelled", "a repeat"
+
+
+def test_a_log_is_json_for_a_program(served: Served) -> None:
+    job_id = adopt(served, name="logged", resources={"ranks": 1}, seed=7)
+    said(served, "job", "cancel", job_id)
+    shown = said(served, "job-log", "logs", job_id[:-3])
+    assert shown == {"status": "complete", "job_id": job_id, "lines": []}
+    done = paceline(
+        "jobs", "logs", job_id, "--follow", "--json", "--state", served.runtime.state_dir
+    )
+    items = [json.loads(line) for line in done.stdout.splitlines()]
+    for item in items:
+        jsonschema.validate(item, json.loads(schema_text("job-log-line")))
+    assert [(each["kind"], each["state"]) for each in items] == [
+        ("state", "cancelled"),
+        ("outcome", "cancelled"),
+    ]
+    assert done.returncode == items[-1]["exit_code"] == 130
