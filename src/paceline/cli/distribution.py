@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.commands import Sections
-from paceline.cli.flows import FlowCall, run_id_option
+from paceline.cli.flows import FlowCall
 from paceline.cli.options import (
     LINK,
     SIZE,
@@ -23,11 +23,13 @@ from paceline.cli.options import (
     objects_of,
     profile_options,
     read_profile,
+    run_id_option,
     say_only_defects,
     show,
     state_directory,
     state_option,
     to_option,
+    whole_run_id,
 )
 from paceline.config import Runtime, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
@@ -301,7 +303,7 @@ def distribute(
                 selector,
                 activate=not stage_only,
                 cancels=cancel_on_interrupt,
-                run_id=run_id,
+                run_id=run_id and whole_run_id(runtime, run_id),
                 as_json=as_json,
             )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)

@@ -22,12 +22,13 @@ from paceline.cli.options import (
     job_settings,
     json_option,
     notice,
-    one_of,
     point_prefect_at,
+    run_id_option,
     show,
     state_option,
     whole_job_id,
     whole_run_id,
+    whole_training_id,
 )
 from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
@@ -42,20 +43,19 @@ from paceline.errors import (
 )
 from paceline.extras import require_extras
 from paceline.schemas import (
-    JOB_ID,
     MODEL_ID,
     RUN_ID,
     SHA256_HEX,
+    TRAINING_ID,
     ApprovalShown,
     DecidePromotion,
     is_run_id,
     new_run_id,
-    require_run_id,
+    one_of,
 )
 from paceline.text import printable
 from paceline.units import moment
 
-run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
 SHORTEST_DIGEST = 12  # as it is shown
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -75,10 +75,11 @@ class FlowCall:
         interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
         """
         runtime = find_installation(self.state)
+        run_id = self.run_id and whole_run_id(runtime, self.run_id)
         if runtime.is_login:
             from paceline.cli.login import run_flow
 
-            return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
+            return run_flow(runtime, name, run_id, parameters, as_json=self.as_json)
         if not runtime.runs_flows_here:
             raise NotFound(
                 "this installation has no Prefect server to run flows",
@@ -89,14 +90,14 @@ class FlowCall:
             )
         require_extras("flows")  # before anything is read
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
-        require_inputs(runtime, self.run_id, parameters)
+        require_inputs(runtime, parameters)
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.cli.progress import StageBars
         from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
-        run = Run.open(runtime.state_dir, self.run_id or new_run_id())  # the flow opens the same
+        run = Run.open(runtime.state_dir, run_id or new_run_id())  # the flow opens the same
         with StageBars() as bars, listening(bars):
             try:
                 result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
@@ -182,7 +183,7 @@ def flow_options(command: F) -> F:
     return cast(F, wrapped)
 
 
-def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any]) -> None:
+def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
     """Refuse inputs that are not there before Prefect, whose import takes seconds.
 
     The flow checks them again, and more. Raises InvalidInput, SourceMissing and the errors of the
@@ -192,7 +193,6 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
     from paceline.relay import fetch_allowed_manifest
     from paceline.storage import ObjectStore, is_remote
 
-    require_run_id(run_id)
     directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
     for path in (directory, data):
         if not path or path == "stdlib" or path.startswith("s3://") or is_remote(path):
@@ -210,6 +210,10 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
         from paceline.data import load_snapshot
 
         load_snapshot(snapshot_url, ObjectStore.from_runtime(runtime))
+    if continued := given.get("continue_from"):
+        from paceline.training import whole_job_id as whole
+
+        whole(continued, runtime.checkpoints_url, ObjectStore.from_runtime(runtime))
 
 
 def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
@@ -524,10 +528,12 @@ def _digest_of(given: str, field: str, command: str, state: Path | None = None) 
     """Return ``given`` where it is a digest, or the id of the run or job that it begins; else
     ``field`` of the JSON file with that name."""
     if not Path(given).exists():
-        if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", given):
+        if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{TRAINING_ID}", given):
             return given
         if given.startswith("run-"):
             return whole_run_id(find_installation(state), given)
+        if given.startswith("job-"):
+            return whole_training_id(CoordinatorClient.of(find_installation(state)), given)
         if given.startswith("tj-"):
             return whole_job_id(CoordinatorClient.of(find_installation(state)), given)
     try:

@@ -22,7 +22,6 @@ from paceline.cli.commands import Sections
 from paceline.cli.options import (
     json_option,
     notice,
-    one_of,
     profile_options,
     read_profile,
     show,
@@ -39,6 +38,7 @@ from paceline.config import (
 )
 from paceline.errors import InvalidInput, PacelineError
 from paceline.extras import require_extras
+from paceline.schemas import one_of
 
 
 @click.command()

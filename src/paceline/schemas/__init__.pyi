@@ -32,6 +32,7 @@ from .base import (
     NAME as NAME,
     RUN_ID as RUN_ID,
     SHA256_HEX as SHA256_HEX,
+    TRAINING_ID as TRAINING_ID,
     Count as Count,
     ModelId as ModelId,
     Name as Name,
@@ -43,6 +44,7 @@ from .base import (
     digest_of as digest_of,
     is_run_id as is_run_id,
     new_run_id as new_run_id,
+    one_of as one_of,
     parse_json as parse_json,
     require_run_id as require_run_id,
 )

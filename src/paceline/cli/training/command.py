@@ -28,6 +28,7 @@ from paceline.cli.options import (
     profile_options,
     purpose_option,
     read_profile,
+    run_id_option,
     state_option,
 )
 from paceline.cli.training.mlflow_logging import TrainingLog, location
@@ -42,6 +43,7 @@ from paceline.cli.training.output import (
 )
 from paceline.errors import Cancelled, InvalidInput
 from paceline.relay import SignalEvent
+from paceline.schemas import is_run_id, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -81,10 +83,10 @@ SECTIONS = {
     "--continue-from",
     metavar="JOB",
     default="",
-    help="Go on from the last checkpoint of this finished job (job-…), with more --steps in all or "
-    "another learning rate.",
+    help="Go on from the last checkpoint of this finished job (job-…, or its beginning), with more "
+    "--steps in all or another learning rate.",
 )
-@click.option("--run-id", default=None, help="Go on with this run (default: new).")
+@run_id_option
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -292,6 +294,8 @@ def train_here(
         labels="shuffled" if labels == "shuffled" else "true",
         continue_from=continue_from,
     )
+    if run_id and run_id.startswith("run-") and not is_run_id(run_id):
+        run_id = one_of("run", run_id, single.run_ids(output))
     if mlflow is not None:
         location(mlflow)  # raises before any data are read
     cancel = SignalEvent()

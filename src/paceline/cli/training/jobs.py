@@ -24,6 +24,7 @@ from paceline.cli.options import (
     show,
     state_option,
     whole_job_id,
+    whole_training_id,
 )
 from paceline.client import (
     AWAY_S,
@@ -69,7 +70,8 @@ def jobs() -> None:
 @click.option("--snapshot", required=True, help="The data snapshot's URL.")
 @gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
-@click.option("--continue-from", default="", metavar="TRAINING", help="A finished job-….")
+@click.option("--continue-from", default="", metavar="TRAINING",
+              help="A finished job-…, or its beginning.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1))
 @click.option("--seed", type=click.IntRange(min=0))
 @click.option("--name", default="")
@@ -108,6 +110,8 @@ def submit(
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
+    client = _client(state)
+    fields["continue_from"] = whole_training_id(client, fields["continue_from"])
     spec = job_spec(
         {
             "model_id": model_id,
@@ -118,7 +122,6 @@ def submit(
             **fields,
         }
     )
-    client = _client(state)
     made = client.submit_job(spec, idempotency_key)
     if made.estimate is not None and made.estimate.price is not None:
         price = made.estimate.price
