@@ -145,8 +145,9 @@ def whole_run_id(runtime: Runtime, given: str) -> str:
     from paceline.client import CoordinatorClient
 
     client = CoordinatorClient.of(runtime)
-    known = [*client.deployments(), *client.jobs(limit=500).jobs]
-    return one_of("run", given, {each.run_id for each in known if each.run_id})
+    known = {each.run_id or "" for each in client.deployments()}
+    known |= {each.run_id for each in client.jobs(limit=500).jobs}
+    return one_of("run", given, known - {""})
 
 
 def whole_training_id(client: CoordinatorClient, given: str) -> str:
@@ -159,9 +160,11 @@ def whole_training_id(client: CoordinatorClient, given: str) -> str:
 
 def again(run_id: str) -> str:
     """Return the command that was typed, as it goes on with the run ``run_id``."""
-    words = sys.argv[1:]
-    same = any(each.split("=")[0] == "--run-id" for each in words)
-    return shlex.join(["paceline", *words, *([] if same else ["--run-id", run_id])])
+    words, whole = sys.argv[1:], []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--run-id" and word.split("=")[0] != "--run-id":  # maybe a beginning
+            whole.append(word)
+    return shlex.join(["paceline", *whole, "--run-id", run_id])
 
 
 def narrowed(command: click.Command, name: str, text: str, /, **fixed: Any) -> click.Command:

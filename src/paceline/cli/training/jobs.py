@@ -199,7 +199,8 @@ def logs(job: str, follow: bool, state: Path | None, as_json: bool) -> int:
     job_id = whole_job_id(client, job)
     if follow:
         return _followed_by_program(client, job_id) if as_json else _followed(client, job_id)
-    after, lines = 0, []
+    after = 0
+    lines: list[str] = []
     while (found := client.job_log(job_id, after)).lines:
         after = found.after
         if as_json:
