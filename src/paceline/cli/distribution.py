@@ -193,6 +193,7 @@ def publish(
             err=True,
         )
     done = published_record(manifest, url, store, time.monotonic() - began)
+    there = done.url if runtime is None else f"{done.model_id} {done.version}"
     show(
         done,
         as_json,
@@ -201,7 +202,7 @@ def publish(
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
-        f"next:     paceline distribute {done.url}",
+        f"next:     paceline distribute {there}",
     )
     return 0
 

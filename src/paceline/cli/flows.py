@@ -16,7 +16,6 @@ import click
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
     DATA_SIZE,
-    DEPLOYMENT_ID,
     again,
     deadline_option,
     job_settings,
@@ -91,13 +90,16 @@ class FlowCall:
         require_extras("flows")  # before anything is read
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
         require_inputs(runtime, parameters)
+        run_id = run_id or new_run_id()
+        # at once: Prefect's import and the flow's start take seconds
+        notice(f"run {run_id}: starting {flow_name(name)} in {runtime.state_dir} …", mark="")
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.cli.progress import StageBars
         from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
-        run = Run.open(runtime.state_dir, run_id or new_run_id())  # the flow opens the same
+        run = Run.open(runtime.state_dir, run_id)  # the flow opens the same
         with StageBars() as bars, listening(bars):
             try:
                 result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
@@ -120,6 +122,12 @@ class FlowCall:
             *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
         )
         return 0
+
+
+def flow_name(name: str) -> str:
+    """Return the name in Prefect of the flow ``module.function``."""
+    function = name.rpartition(".")[2]
+    return "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
 
 
 def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
@@ -495,10 +503,10 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
 def rollback(call: FlowCall, what: str, deadline: float) -> int:
     """Go back to what was before, without a transfer.
 
-    MODEL_ID: as `paceline model rollback`. The whole id of a deployment: as `paceline deployment
-    rollback`, on the fleet alone; the registry stays.
+    MODEL_ID: as `paceline model rollback`. The id of a deployment, or its beginning with the first
+    hyphen: as `paceline deployment rollback`, on the fleet alone; the registry stays.
     """
-    if DEPLOYMENT_ID.fullmatch(what):
+    if re.match(r"[0-9a-f]{8}-[0-9a-f-]*$", what):
         from paceline.cli.watching import roll_back
 
         return roll_back(what, deadline, call.state, call.as_json)
@@ -517,7 +525,7 @@ def _roll_back(call: FlowCall, model_id: str) -> int:
     if not re.fullmatch(MODEL_ID, model_id):
         raise InvalidInput("not a model's id", got=repr(model_id[:100]), wanted="org/name")
     runtime = find_installation(call.state)
-    if not runtime.is_login:
+    if runtime.runs_flows_here:  # else ``run`` names what is missing
         from paceline.registry import Registry
 
         Registry.from_runtime(runtime).require_champion(model_id)
