@@ -276,14 +276,16 @@ def train_here(
     continue_from: str = "",
 ) -> int:
     """Train on this machine and print the result."""
-    from paceline.training import checkpoints_url, single
-
     if text is not None and snapshot is not None:
         raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
     if not profile.training.steps:
         raise InvalidInput(
             "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
         )
+    steps, ranks = profile.training.steps, profile.training.ranks
+    say(f"starting a training below {output}: {steps} steps, ranks: {ranks}")  # torch takes seconds
+    from paceline.training import checkpoints_url, single
+
     asked = single.TrainingRequest(
         output=output,
         profile=profile,
