@@ -2,11 +2,14 @@
 
     python -m benchmarks.start_up                        # one table; what needs no installation
     python -m benchmarks.start_up --state .paceline      # also against an installation that is up
+    python -m benchmarks.start_up --state .paceline --train MODEL_ID VERSION SNAPSHOT_URL
     python -m benchmarks.start_up --no-progress --repeats 1 --json
 
 Each command runs in a process of its own, in an empty directory with an empty HOME; the figures are
-the wall time and the CPU time of the process until its end, or until its first line where it would
-go on (it is interrupted then). Medians; the first of several --repeats is not counted.
+the wall time and the CPU time of the process until its end, or until the first visible line where
+it would go on. Such a command has a terminal for standard output and error, as a person's has, and
+is interrupted then; where no line comes within DEADLINE_S it is ended, and the row says so.
+Medians; the first of several --repeats is not counted.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pty
+import re
 import resource
+import select
 import signal
 import statistics
 import subprocess
@@ -28,6 +34,9 @@ from typing import Any
 from benchmarks.admission import cpu_model
 
 REFUSAL_S, FIRST_LINE_S = 1.0, 3.0  # goals
+DEADLINE_S = 120.0  # of a first line, and of the end after an interrupt
+NO_LINE = "no line"
+CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[()][A-Z0-9]|[\x00-\x09\x0b-\x1f]")
 PACELINE = (sys.executable, "-m", "paceline.cli.main")
 DIGEST = "5f" * 32
 SHOWN = ("--version", "--help", "training start --help")
@@ -43,6 +52,12 @@ REFUSED = (
     "deployment plan --size 500 --workers 3",
     "fleet workers",
     "service agent --state ./none --worker-id node-1 --link-mbit none",
+)
+# work begins, without an installation
+BEGUN = (
+    "train --text texts --steps 1000 --ranks 1",
+    "distribute texts --into nodes --model m --as-version 1",
+    "demo",
 )
 # an installation is up, and the input is bad
 REFUSED_THERE = (
@@ -73,34 +88,87 @@ class Measured:
 
 
 def started(words: list[str], below: Path, first_line: bool) -> tuple[float, float, int, str]:
-    """Run a command; return wall and CPU seconds, exit code, and its first or last line."""
+    """Run a command; return wall and CPU seconds, exit code, and its first or last line.
+
+    The CPU seconds of a command with a first line are those until that line.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith("PACELINE")}
     env |= {"HOME": str(below), "XDG_CONFIG_HOME": str(below), "COLUMNS": "100"}
+    if first_line:
+        return _interrupted_at_first_line(words, below, env)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.perf_counter()
-    process = subprocess.Popen(
-        words, cwd=below, env=env, text=True, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    done = subprocess.run(
+        words, cwd=below, env=env, text=True, stdin=subprocess.DEVNULL, timeout=DEADLINE_S,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
     )  # fmt: skip
-    assert process.stdout is not None
-    if first_line:
-        line = process.stdout.readline()
-        wall_s = time.perf_counter() - began
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=300)
-    else:
-        lines = process.communicate(timeout=300)[0].splitlines()
-        wall_s, line = time.perf_counter() - began, (lines or [""])[-1]
+    wall_s, lines = time.perf_counter() - began, done.stdout.splitlines()
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_s = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    return wall_s, cpu_s, process.returncode, line.strip()
+    return wall_s, cpu_s, done.returncode, (lines or [""])[-1].strip()
+
+
+def _interrupted_at_first_line(
+    words: list[str], below: Path, env: dict[str, str]
+) -> tuple[float, float, int, str]:
+    terminal, inner = pty.openpty()
+    began = time.perf_counter()
+    process = subprocess.Popen(
+        words, cwd=below, env=env | {"TERM": "xterm"}, stdin=subprocess.DEVNULL,
+        stdout=inner, stderr=inner, start_new_session=True,
+    )  # fmt: skip
+    os.close(inner)
+    try:
+        line = _first_line(terminal, began + DEADLINE_S)
+        wall_s, cpu_s = time.perf_counter() - began, _cpu_s(process.pid)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                _drain(terminal, process, time.perf_counter() + DEADLINE_S)
+    finally:
+        os.close(terminal)
+    return wall_s, cpu_s, process.wait(), line
+
+
+def _first_line(terminal: int, until: float) -> str:
+    """Return the first line with a visible character; NO_LINE where none comes in time."""
+    seen = b""
+    while (left := until - time.perf_counter()) > 0 and select.select([terminal], [], [], left)[0]:
+        try:
+            seen += os.read(terminal, 65536)
+        except OSError:  # EIO: every writer has closed it
+            break
+        # A bar is drawn without a line's end.
+        shown = CONTROL.sub("", seen.decode(errors="replace")).strip()
+        if shown:
+            return shown.splitlines()[0].strip()
+    return NO_LINE
+
+
+def _drain(terminal: int, process: subprocess.Popen[bytes], until: float) -> None:
+    """Read what the process still prints until it ends."""
+    while process.poll() is None and time.perf_counter() < until:
+        if select.select([terminal], [], [], 0.1)[0]:
+            try:
+                os.read(terminal, 65536)
+            except OSError:
+                time.sleep(0.1)
+
+
+def _cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process so far, as the kernel counts them."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(label: str, words: list[str], goal_s: float, repeats: int, kind: str) -> Measured:
     """Return the medians of a command; ``kind`` is how it must end.
 
     "shows": well; "refuses": with a code, and one line that says why; "begins": it is interrupted
-    after its first line.
+    after its first line, or has no line in time.
     """
     with tempfile.TemporaryDirectory() as below:
         (Path(below) / "texts").mkdir()
@@ -140,6 +208,12 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--state", type=Path, help="An installation that is up.")
     parser.add_argument("--only", default="", help="A part of the command.")
     parser.add_argument("--no-progress", action="store_true", help="Start no training and no demo.")
+    parser.add_argument(
+        "--train",
+        nargs=3,
+        metavar=("MODEL_ID", "VERSION", "SNAPSHOT_URL"),
+        help="What train and distribute of the installation begin with.",
+    )
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args(arguments)
     rows = []
@@ -158,11 +232,16 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     for command in REFUSED_THERE if there else ():
         label = f"paceline {command} (installation)"
         row(label, [*PACELINE, *command.split(), *there], REFUSAL_S, "refuses")
-    begun = [] if asked.no_progress else ["train --text texts --steps 1 --ranks 1", "demo"]
-    begun += ["lifecycle"] if there and begun else []
-    for command in begun:
-        words = [*PACELINE, *command.split(), *(there if command == "lifecycle" else [])]
-        row(f"paceline {command}: first line", words, FIRST_LINE_S, "begins")
+    model, version, snapshot = asked.train or ("", "", "")
+    begun_there = ["lifecycle", "snapshot texts", "publish texts --model started --version 1"]
+    if model:
+        begun_there.append(f"train {model} {version} --snapshot {snapshot} --steps 10000")
+        begun_there.append(f"distribute {model} {version}")
+    begun: list[tuple[str, str, list[str]]] = [(command, "", []) for command in BEGUN]
+    begun += [(command, " (installation)", there) for command in begun_there if there]
+    for command, place, more in () if asked.no_progress else begun:
+        words = [*PACELINE, *command.split(), *more]
+        row(f"paceline {command}{place}: first line", words, FIRST_LINE_S, "begins")
     result = {
         "benchmark": "start_up",
         "cpu": cpu_model(),

@@ -201,7 +201,9 @@ def _form(signature: inspect.Signature) -> inspect.Signature:
     for each in signature.parameters.values():
         if each.name in INTERNAL:
             continue
-        described = next((a for a in get_args(each.annotation) if isinstance(a, FieldInfo)), None)
+        # beside the one with its limits
+        fields = (a for a in get_args(each.annotation) if isinstance(a, FieldInfo))
+        described = next((field for field in fields if field.title), None)
         if described is not None:
             default = ... if each.default is each.empty else each.default
             extra: dict[str, Any] = {"title": described.title or each.name}

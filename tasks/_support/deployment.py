@@ -23,7 +23,7 @@ from paceline.errors import (
     SourceChanged,
     TemporaryError,
 )
-from paceline.manifest import Manifest
+from paceline.manifest import Manifest, format_bytes
 from paceline.schemas import (
     CreateDeployment,
     Deployment,
@@ -200,7 +200,8 @@ def _show_plan(run: Run, view: DeploymentView, stage: str) -> None:
     artifacts.markdown(
         f"plan {view.deployment.model_id}",
         f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n{seconds}, "
-        f"{plan.cross_rack_bytes} bytes cross racks, {plan.origin_bytes} bytes from the source",
+        f"{format_bytes(plan.cross_rack_bytes)} cross racks, "
+        f"{format_bytes(plan.origin_bytes)} from the source",
         "Who feeds whom",
     )
 

@@ -208,8 +208,9 @@ def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
 def test_the_command_that_goes_on_names_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["x", "lifecycle", "--data", "my texts"])
     assert again("run-1") == "paceline lifecycle --data 'my texts' --run-id run-1"
-    monkeypatch.setattr(sys, "argv", ["x", "lifecycle", "--run-id=run-1"])
-    assert again("run-1") == "paceline lifecycle --run-id=run-1"
+    for typed in (["--run-id=run-"], ["--run-id", "run-"]):  # a beginning, which may become two
+        monkeypatch.setattr(sys, "argv", ["x", "lifecycle", *typed, "--json"])
+        assert again("run-1") == "paceline lifecycle --json --run-id run-1"
 
 
 def test_a_table_wider_than_the_terminal_is_a_block_a_row(

@@ -11,8 +11,9 @@ import jsonschema
 import pytest
 
 import paceline as package
+from paceline.cli.options import whole_run_id, whole_training_id
 from paceline.config import Endpoints
-from paceline.errors import Conflict, NotFound
+from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
 from tests.api.conftest import FakeAgent, Served, make_runtime
 from tests.support.command import paceline
@@ -113,3 +114,51 @@ def test_a_program_pauses_resumes_and_cancels(served: Served) -> None:
         with pytest.raises(NotFound, match="no such training job"):
             client.cancel_job("tj-" + "0" * 12)
     assert said(served, "job", "cancel", job_id)["job"]["state"] == "cancelled", "a repeat"
+
+
+def test_runs_and_trainings_are_found_by_the_beginning_of_their_ids(served: Served) -> None:
+    client, runtime = served.client(), served.runtime
+    job_id = adopt(served, name="found", resources={"ranks": 1}, seed=8)
+    run_id, new = client.job(job_id).job.run_id, new_run_id()
+    without_mlflow = runtime.model_copy(
+        update={"endpoints": runtime.endpoints.model_copy(update={"mlflow_url": ""})}
+    )
+    for known in (runtime, without_mlflow):
+        assert whole_run_id(known, new) == new, "a run to be made"
+    assert whole_run_id(without_mlflow, run_id[:-1]) == run_id
+    adopt(served, name="another", resources={"ranks": 1}, seed=9)
+    with pytest.raises(InvalidInput, match="several runs begin so"):
+        whole_run_id(without_mlflow, "run-")
+    with pytest.raises(NotFound, match="no such run"):
+        whole_run_id(without_mlflow, "run-1999")
+    with pytest.raises(InvalidInput, match="not a run id"):
+        whole_run_id(without_mlflow, "../x")
+
+    report = JobReport(at=0, training_id="job-0123456789ab")
+    wait_until(
+        lambda: bool(client.report_job(job_id, report) and client.job(job_id).job.report),
+        30,
+        "the job has reported",
+    )
+    assert whole_training_id(client, "job-01") == "job-0123456789ab"
+    assert whole_training_id(client, "job-ffffffffffff") == "job-ffffffffffff", "of no job now"
+    with pytest.raises(NotFound, match="no such training"):
+        whole_training_id(client, "job-ff")
+
+
+def test_a_log_is_json_for_a_program(served: Served) -> None:
+    job_id = adopt(served, name="logged", resources={"ranks": 1}, seed=7)
+    said(served, "job", "cancel", job_id)
+    shown = said(served, "job-log", "logs", job_id[:-3])
+    assert shown == {"status": "complete", "job_id": job_id, "lines": []}
+    done = paceline(
+        "jobs", "logs", job_id, "--follow", "--json", "--state", served.runtime.state_dir
+    )
+    items = [json.loads(line) for line in done.stdout.splitlines()]
+    for item in items:
+        jsonschema.validate(item, json.loads(schema_text("job-log-line")))
+    assert [(each["kind"], each["state"]) for each in items] == [
+        ("state", "cancelled"),
+        ("outcome", "cancelled"),
+    ]
+    assert done.returncode == items[-1]["exit_code"] == 130

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,22 @@ def test_the_benchmark_of_start_up_runs_and_speaks_json(
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["ends"] == "75"
     assert row["cpu_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("prints", "first"),
+    [
+        ("print('\\033[1m', end='', flush=True); sys.stderr.write('  works\\n\\nmore')", "works"),
+        ("time.sleep(0)", start_up.NO_LINE),
+    ],
+)
+def test_the_benchmark_waits_for_a_first_line_on_either_output_and_never_hangs(
+    prints: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_up, "DEADLINE_S", 3.0)
+    code = f"import signal, sys, time; {prints}; time.sleep(600)"
+    _, _, ended, line = start_up.started([sys.executable, "-c", code], tmp_path, True)
+    assert (line, ended) == (first, -signal.SIGINT)
 
 
 def test_json_carries_the_error_too(tmp_path: Path) -> None:
@@ -162,7 +179,7 @@ ABSENT = [
     (("lifecycle", "--data", "/no/texts"), 1, ("/no/texts", "Check the path")),
     (("lifecycle", "--model", "nonsense"), 2, ("'nonsense'", "MODEL_ID/VERSION")),
     (("lifecycle", "--model", "org/name/1"), 1, ("org/name/1", "publish it first")),
-    (("lifecycle", "--run-id", "run-1"), 2, ("'run-1'", "run-20261120")),
+    (("lifecycle", "--run-id", "one"), 2, ("'run-1'", "run-20261120")),
     (("distribute", "m", "7"), 1, ("models/m/7", "publish it first")),
     (("verify", "m", "7"), 1, ("models/m/7",)),
     (("publish", "/no/model", "--model", "m", "--version", "1"), 1, ("/no/model",)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import jsonschema
 import pytest
 import torch
 import transformers
@@ -12,6 +13,7 @@ import transformers
 from paceline.errors import InvalidInput
 from paceline.evaluation import TextModel, generate
 from paceline.models import config_for, new_model, save_model
+from paceline.schemas import schema_text
 from tests.support.command import paceline
 from tests.support.hugging_face import FAMILIES, write_model, write_tokenizer
 
@@ -63,6 +65,11 @@ def test_the_command_prints_it_and_names_what_is_wrong(model: Path, tmp_path: Pa
         "generate", str(model), PROMPT, "--max-tokens", "20", PACELINE_STATE=str(tmp_path)
     )
     assert done.stdout == "".join(generate(TextModel.open(model), PROMPT, max_tokens=20)) + "\n"
+    shown = json.loads(
+        paceline("generate", str(model), PROMPT, "--max-tokens", "20", "--json").stdout
+    )
+    assert shown["text"] + "\n" == done.stdout
+    jsonschema.validate(shown, json.loads(schema_text("generate")))
     wrong = paceline("generate", "nowhere", PROMPT)
     assert wrong.returncode == 2
     assert wrong.stderr.count("\n") == 1

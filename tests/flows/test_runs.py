@@ -29,8 +29,15 @@ from prefect.transactions import Transaction, get_transaction, transaction
 from prefect.utilities.callables import parameter_schema
 from pydantic import BaseModel
 
-from paceline.errors import AwaitingApproval, Conflict, InvalidInput, ServiceUnavailable
+from paceline.errors import (
+    AwaitingApproval,
+    Cancelled,
+    Conflict,
+    InvalidInput,
+    ServiceUnavailable,
+)
 from paceline.flows.train import train_model
+from paceline.schemas import INTERRUPTED
 from paceline.tasks import promote
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.declaring import declared
@@ -240,9 +247,34 @@ def test_ctrl_c_leaves_flow_and_sub_flow_cancelled_and_reaches_the_caller() -> N
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(ran) == 2
+    trained = task_runs_of(ran[1], 1)["trains"]
+    assert (trained.state.type.value, trained.state.name) == ("CANCELLED", INTERRUPTED)
     for each in ran:
         assert state_of(each).startswith("CANCELLED: interrupted by Ctrl-C"), state_of(each)
         assert "with --run-id run-20261120-153600-9f3a1c" in state_of(each)
+
+
+def test_a_cancel_leaves_flow_and_stage_cancelled_and_is_not_tried_again() -> None:
+    ran: list[UUID] = []
+    tried: list[str] = []
+
+    @stage("relays", retries=2)
+    def relays() -> None:
+        tried.append("once")
+        raise Cancelled("the run was cancelled", got="a cancelled flow run")
+
+    @declared("moving")
+    def moving() -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        relays()
+
+    with pytest.raises(Cancelled, match="the run was cancelled"):
+        moving()
+    assert task_runs_of(ran[0], 1)["relays"].state.type.value == "CANCELLED"
+    assert state_of(ran[0]).startswith("CANCELLED: the run was cancelled")
+    assert tried == ["once"]
+    with pytest.raises(Cancelled):
+        relays.fn()
 
 
 def test_the_log_of_a_promotion_that_waits_ends_with_one_line() -> None:

@@ -65,6 +65,9 @@ def test_a_registered_version_loads_with_mlflow_from_its_place(
     )
     found = loaded.predict(["def add(", "import "], params={"max_tokens": 4})
     assert [type(each) for each in found] == [str, str]
+    assert max(map(len, found)) <= 4, "of bytes"
+    drawn = {"temperature": 1.0, "seed": 3, "max_tokens": 4}
+    assert loaded.predict("import ", params=drawn) == loaded.predict(["import "], params=drawn)
     again = mlflow.pyfunc.load_model(url, dst_path=_made(tmp_path / "again"))
     assert again.predict(["def add(", "import "], params={"max_tokens": 4}) == found
 

@@ -44,6 +44,7 @@ def losses(output: Path, job: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
+MISSING = ("job-000000000000", "job-zz")
 FSDP = ("--ranks", "2", "--set", "training.mesh.shard=2")
 Short = tuple[dict[str, Any], Path]
 
@@ -105,7 +106,7 @@ def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
     slower = ("--set", "training.learning_rate=1e-5", "--set", "training.schedule=cosine")
     went_on, _ = train(text, output, *more, *slower)
     assert went_on["resumed_from_step"] == 8
-    then = ("--steps", "12", "--continue-from", went_on["job_id"])
+    then = ("--steps", "12", "--continue-from", went_on["job_id"][:9])
     twice, _ = train(text, output, *then, *slower)
     assert twice["resumed_from_step"] == 10, "a continuation is continued"
 
@@ -116,8 +117,10 @@ def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
         ((*more, "--set", "training.optimizer=sgd"), "settings.optimizer 'sgd', then 'adamw'"),
         (("--steps", "9", "--continue-from", "job-000000000000"), "job-000000000000"),
         ((*more[:3], "../elsewhere"), "not a job's id"),
+        ((*more[:3], "job-"), "several jobs begin so"),
+        ((*more[:3], "job-zz"), "no such job (got job-zz"),
     ):
-        _, said = train(text, output, *words, code=1 if "000" in words[-1] else 2)
+        _, said = train(text, output, *words, code=1 if words[-1] in MISSING else 2)
         (line,) = [each for each in said.splitlines() if each.startswith("paceline: ")]
         assert named in line, line
     assert sorted(each.name for each in (output / "checkpoints").iterdir()) == before

@@ -206,8 +206,8 @@ def _add_reading(
         """List jobs, the newest first: of these states, this team, project, submitter and model id.
 
         ``name`` is a part of the job's name, or the beginning of its id. Each has a brief report:
-        its step, steps and loss. ``training`` is a training's id (job-…), or the digest of its
-        recorded result.
+        its training's id, step, steps and loss. ``training`` is the beginning of a training's id
+        (job-…), or of the digest of its recorded result.
         """
         found = [
             each
@@ -215,7 +215,7 @@ def _add_reading(
             if (not state or each.state in state)
             and team in ("", each.spec.team)
             and project in ("", each.spec.project)
-            and training in ("", *_trainings(each))
+            and (not training or any(known.startswith(training) for known in _trainings(each)))
             and submitter in ("", each.submitted_by)
             and model in ("", each.spec.model_id)
             and (name.lower() in each.spec.name.lower() or each.job_id.startswith(name))
@@ -244,8 +244,8 @@ def _add_reading(
         return JobLog(lines=found.lines, after=after + len(found.lines), is_over=over)
 
 
-def _trainings(job: TrainingJob) -> tuple[str | None, ...]:
-    return (job.report.training_id, job.report.training_digest) if job.report else ()
+def _trainings(job: TrainingJob) -> tuple[str, ...]:
+    return (job.report.training_id, job.report.training_digest or "") if job.report else ()
 
 
 def _add_changing(
@@ -354,6 +354,7 @@ def _brief(job: TrainingJob) -> TrainingJob:
     if report is not None:
         report = JobReport(
             at=report.at,
+            training_id=report.training_id,
             step=report.step,
             steps=report.steps,
             metrics={key: report.metrics[key] for key in ("loss",) if key in report.metrics},

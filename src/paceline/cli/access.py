@@ -19,7 +19,6 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.cli.options import (
     json_option,
-    one_of,
     parsed,
     print_table,
     profile_options,
@@ -58,6 +57,7 @@ from paceline.schemas import (
     TokenRevoked,
     TokensShown,
     TokenView,
+    one_of,
 )
 from paceline.system import Endpoint, ensure_own_directory, write_private
 from paceline.units import seconds

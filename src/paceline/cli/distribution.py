@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from paceline.cli.commands import Sections
-from paceline.cli.flows import FlowCall, run_id_option
+from paceline.cli.flows import FlowCall
 from paceline.cli.options import (
     LINK,
     SIZE,
@@ -23,11 +23,13 @@ from paceline.cli.options import (
     objects_of,
     profile_options,
     read_profile,
+    run_id_option,
     say_only_defects,
     show,
     state_directory,
     state_option,
     to_option,
+    whole_run_id,
 )
 from paceline.config import Runtime, find_installation, load_runtime
 from paceline.errors import InvalidInput, NotReady
@@ -191,6 +193,7 @@ def publish(
             err=True,
         )
     done = published_record(manifest, url, store, time.monotonic() - began)
+    there = done.url if runtime is None else f"{done.model_id} {done.version}"
     show(
         done,
         as_json,
@@ -199,7 +202,7 @@ def publish(
         f"{done.seconds:.1f} s",
         f"digest {done.manifest_digest}",
         *([f"signed by {done.signed_by}"] if done.signed_by else []),
-        f"next:     paceline distribute {done.url}",
+        f"next:     paceline distribute {there}",
     )
     return 0
 
@@ -301,7 +304,7 @@ def distribute(
                 selector,
                 activate=not stage_only,
                 cancels=cancel_on_interrupt,
-                run_id=run_id,
+                run_id=run_id and whole_run_id(runtime, run_id),
                 as_json=as_json,
             )
         call = FlowCall(state=state, run_id=run_id, as_json=as_json)

@@ -16,20 +16,20 @@ import click
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
     DATA_SIZE,
-    DEPLOYMENT_ID,
     again,
     deadline_option,
     job_settings,
     json_option,
     notice,
-    one_of,
     point_prefect_at,
     project_option,
+    run_id_option,
     show,
     state_option,
     team_option,
     whole_job_id,
     whole_run_id,
+    whole_training_id,
 )
 from paceline.client import START_S, CoordinatorClient, retry
 from paceline.config import Runtime, find_installation, with_job_settings
@@ -44,20 +44,19 @@ from paceline.errors import (
 )
 from paceline.extras import require_extras
 from paceline.schemas import (
-    JOB_ID,
     MODEL_ID,
     RUN_ID,
     SHA256_HEX,
+    TRAINING_ID,
     ApprovalShown,
     DecidePromotion,
     is_run_id,
     new_run_id,
-    require_run_id,
+    one_of,
 )
 from paceline.text import printable
 from paceline.units import moment
 
-run_id_option = click.option("--run-id", default=None, help="Go on with this run (default: new).")
 SHORTEST_DIGEST = 12  # as it is shown
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,10 +76,11 @@ class FlowCall:
         interrupted, it reports the deployments that continue, or with ``cancels`` cancels them.
         """
         runtime = find_installation(self.state)
+        run_id = self.run_id and whole_run_id(runtime, self.run_id)
         if runtime.is_login:
             from paceline.cli.login import run_flow
 
-            return run_flow(runtime, name, self.run_id, parameters, as_json=self.as_json)
+            return run_flow(runtime, name, run_id, parameters, as_json=self.as_json)
         if not runtime.runs_flows_here:
             raise NotFound(
                 "this installation has no Prefect server to run flows",
@@ -91,14 +91,17 @@ class FlowCall:
             )
         require_extras("flows")  # before anything is read
         with_job_settings(runtime.profile, parameters.get("settings") or {})  # refused at once
-        require_inputs(runtime, self.run_id, parameters)
+        require_inputs(runtime, parameters)
+        run_id = run_id or new_run_id()
+        # at once: Prefect's import and the flow's start take seconds
+        notice(f"run {run_id}: starting {flow_name(name)} in {runtime.state_dir} …", mark="")
         point_prefect_at(runtime)  # before Prefect is imported
         from paceline.cli.progress import StageBars
         from paceline.tasks._support.run import Run, listening
 
         module, _, function = name.partition(".")
         flow = getattr(importlib.import_module(f"paceline.flows.{module}"), function)
-        run = Run.open(runtime.state_dir, self.run_id or new_run_id())  # the flow opens the same
+        run = Run.open(runtime.state_dir, run_id)  # the flow opens the same
         with StageBars() as bars, listening(bars):
             try:
                 result = flow(**parameters, state_dir=run.state_dir, run_id=run.run_id)
@@ -121,6 +124,12 @@ class FlowCall:
             *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
         )
         return 0
+
+
+def flow_name(name: str) -> str:
+    """Return the name in Prefect of the flow ``module.function``."""
+    function = name.rpartition(".")[2]
+    return "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
 
 
 def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
@@ -184,7 +193,7 @@ def flow_options(command: F) -> F:
     return cast(F, wrapped)
 
 
-def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any]) -> None:
+def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
     """Refuse inputs that are not there before Prefect, whose import takes seconds.
 
     The flow checks them again, and more. Raises InvalidInput, SourceMissing and the errors of the
@@ -194,7 +203,6 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
     from paceline.relay import fetch_allowed_manifest
     from paceline.storage import ObjectStore, is_remote
 
-    require_run_id(run_id)
     directory, data, model = (given.get(name) for name in ("directory", "data", "model"))
     for path in (directory, data):
         if not path or path == "stdlib" or path.startswith("s3://") or is_remote(path):
@@ -212,6 +220,10 @@ def require_inputs(runtime: Runtime, run_id: str | None, given: Mapping[str, Any
         from paceline.data import load_snapshot
 
         load_snapshot(snapshot_url, ObjectStore.from_runtime(runtime))
+    if continued := given.get("continue_from"):
+        from paceline.training import whole_job_id as whole
+
+        whole(continued, runtime.checkpoints_url, ObjectStore.from_runtime(runtime))
 
 
 def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:
@@ -504,10 +516,10 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
 def rollback(call: FlowCall, what: str, deadline: float) -> int:
     """Go back to what was before, without a transfer.
 
-    MODEL_ID: as `paceline model rollback`. The whole id of a deployment: as `paceline deployment
-    rollback`, on the fleet alone; the registry stays.
+    MODEL_ID: as `paceline model rollback`. The id of a deployment, or its beginning with the first
+    hyphen: as `paceline deployment rollback`, on the fleet alone; the registry stays.
     """
-    if DEPLOYMENT_ID.fullmatch(what):
+    if re.match(r"[0-9a-f]{8}-[0-9a-f-]*$", what):
         from paceline.cli.watching import roll_back
 
         return roll_back(what, deadline, call.state, call.as_json)
@@ -526,7 +538,7 @@ def _roll_back(call: FlowCall, model_id: str) -> int:
     if not re.fullmatch(MODEL_ID, model_id):
         raise InvalidInput("not a model's id", got=repr(model_id[:100]), wanted="org/name")
     runtime = find_installation(call.state)
-    if not runtime.is_login:
+    if runtime.runs_flows_here:  # else ``run`` names what is missing
         from paceline.registry import Registry
 
         Registry.from_runtime(runtime).require_champion(model_id)
@@ -537,10 +549,12 @@ def _digest_of(given: str, field: str, command: str, state: Path | None = None) 
     """Return ``given`` where it is a digest, or the id of the run or job that it begins; else
     ``field`` of the JSON file with that name."""
     if not Path(given).exists():
-        if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{JOB_ID}", given):
+        if re.fullmatch(f"{SHA256_HEX}|{RUN_ID}|{TRAINING_ID}", given):
             return given
         if given.startswith("run-"):
             return whole_run_id(find_installation(state), given)
+        if given.startswith("job-"):
+            return whole_training_id(CoordinatorClient.of(find_installation(state)), given)
         if given.startswith("tj-"):
             return whole_job_id(CoordinatorClient.of(find_installation(state)), given)
     try:

@@ -10,8 +10,9 @@ import contextlib
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +23,6 @@ from paceline.cli.commands import Sections
 from paceline.cli.options import (
     json_option,
     notice,
-    one_of,
     profile_options,
     read_profile,
     show,
@@ -39,6 +39,7 @@ from paceline.config import (
 )
 from paceline.errors import InvalidInput, PacelineError
 from paceline.extras import require_extras
+from paceline.schemas import one_of
 
 
 @click.command()
@@ -58,9 +59,10 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
         f"coordinator in {directory} …",
         mark="",
     )
-    runtime = fleet.start(
-        settings, directory, detach=True, extra_services=extra_services(directory)
-    )
+    with _naming_services(directory, began):
+        runtime = fleet.start(
+            settings, directory, detach=True, extra_services=extra_services(directory)
+        )
     from paceline.cli.watching import service_lines
 
     links, ready_s = pages(runtime), time.monotonic() - began
@@ -73,6 +75,29 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
         "next           paceline lifecycle   (`paceline down` stops it; the state stays)",
     )
     return 0
+
+
+@contextlib.contextmanager
+def _naming_services(directory: Path, began: float) -> Iterator[None]:
+    """Within the ``with``, print each service of the installation once it is ready."""
+    from paceline import cluster as fleet
+
+    over, said = threading.Event(), set[str]()
+
+    def look() -> None:
+        while not over.wait(1.0):
+            for each in fleet.status(directory).services:
+                if each.state == "ready" and each.name not in said:
+                    said.add(each.name)
+                    notice(f"  {each.name} after {time.monotonic() - began:.0f} s", mark="")
+
+    thread = threading.Thread(target=look, name="services", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @click.command()

@@ -207,7 +207,7 @@ def distribute(
     client, run_id = Client.of(runtime), run_id or new_run_id()
     deployment_id = client.deploy(model, version, selector, run_id, allow_older=not activate)
     try:
-        follow(runtime, deployment_id, quiet=as_json)
+        follow(runtime, deployment_id, quiet=as_json, activates=activate)
     except BaseException as error:
         if not isinstance(error, Exception):
             from paceline.cli.flows import left_behind
@@ -235,8 +235,9 @@ def run_flow(
     runtime: Runtime, name: str, run_id: str | None, parameters: Mapping[str, Any], *, as_json: bool
 ) -> int:
     """Start the flow ``module.function`` on the installation, follow it, and print its result."""
-    function = name.rpartition(".")[2]
-    flow = "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
+    from paceline.cli.flows import flow_name, made_and_next
+
+    flow = flow_name(name)
     begun = Client.of(runtime).start(flow, parameters, run_id=run_id, on_notice=notice)
     sys.stderr.write(f"{flow}: flow run {begun.page}\n")
     try:
@@ -245,8 +246,6 @@ def run_flow(
         sys.stderr.write(f"run {begun.run_id} goes on there; this follows it:\n")
         sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
-    from paceline.cli.flows import made_and_next
-
     lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
     lines += [*made_and_next(name, {**parameters, **answer}), f"prefect   {begun.page}"]
     show(answer, as_json, *lines)

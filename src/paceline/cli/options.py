@@ -13,7 +13,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -30,9 +30,16 @@ from paceline.config import (
     load_profile,
     toml_value,
 )
-from paceline.errors import InvalidInput, NotFound
-from paceline.schemas import JOB_ID, Inventory, Resources, is_run_id
-from paceline.text import OneLine, shortened
+from paceline.errors import InvalidInput
+from paceline.schemas import (
+    QUEUED_JOB_ID,
+    TRAINING_ID,
+    Inventory,
+    Resources,
+    is_run_id,
+    one_of,
+)
+from paceline.text import OneLine
 from paceline.units import link_mbit, seconds, size, size_bytes
 
 if TYPE_CHECKING:
@@ -58,6 +65,9 @@ to_option = click.option(
     metavar="SELECTOR",
     help="Workers by label (rack=r1 or rack=r1,pool=a100) or by name (node-3,node-4); repeatable. "
     "Default: every worker that is registered and alive.",
+)
+run_id_option = click.option(
+    "--run-id", default=None, help="Go on with this run, by its id or the beginning (default: new)."
 )
 deadline_option = click.option(
     "--deadline",
@@ -108,21 +118,6 @@ def show(answer: BaseModel | Mapping[str, Any], as_json: bool, *lines: str) -> N
     click.echo(json.dumps({"status": "complete"} | dict(given)))
 
 
-def one_of(what: str, given: str, known: Collection[str]) -> str:
-    """Return the id of ``known`` that begins with ``given``.
-
-    Raises NotFound where there is none, and InvalidInput, with the candidates, where several do.
-    """
-    found = sorted(each for each in known if each.startswith(given))
-    if given in found or len(found) == 1:
-        return given if given in found else found[0]
-    if not found:
-        raise NotFound(f"no such {what}", got=given, wanted="an id, or the beginning of one")
-    raise InvalidInput(
-        f"several {what}s begin so", got=f"{given}: {shortened(found)}", wanted="more characters"
-    )
-
-
 def whole_deployment_id(client: CoordinatorClient, given: str) -> str:
     """Return the deployment id that ``given`` is or begins."""
     if DEPLOYMENT_ID.fullmatch(given):
@@ -132,26 +127,46 @@ def whole_deployment_id(client: CoordinatorClient, given: str) -> str:
 
 def whole_job_id(client: CoordinatorClient, given: str) -> str:
     """Return the job id that ``given`` is or begins."""
-    if re.fullmatch(JOB_ID, given):
+    if re.fullmatch(QUEUED_JOB_ID, given):
         return given
     return one_of("job", given, [each.job_id for each in client.jobs(limit=500).jobs])
 
 
 def whole_run_id(runtime: Runtime, given: str) -> str:
-    """Return the run id that ``given`` is or begins; with a login, which reaches no list of runs,
-    ``given`` itself."""
-    if is_run_id(given) or runtime.is_login:
-        return given
-    from paceline.registry import Registry
+    """Return the run id that ``given`` is, or the one of an existing run that it begins.
 
-    return one_of("run", given, Registry.from_runtime(runtime).pages_of_runs(given))
+    With a login, and without MLflow, the runs are those of deployments and jobs.
+    """
+    if is_run_id(given):
+        return given
+    from paceline.registry import Registry, require_run_prefix
+
+    require_run_prefix(given)
+    if runtime.endpoints.mlflow_url and not runtime.is_login:
+        return one_of("run", given, Registry.from_runtime(runtime).pages_of_runs(given))
+    from paceline.client import CoordinatorClient
+
+    client = CoordinatorClient.of(runtime)
+    known = {each.run_id or "" for each in client.deployments()}
+    known |= {each.run_id for each in client.jobs(limit=500).jobs}
+    return one_of("run", given, known - {""})
+
+
+def whole_training_id(client: CoordinatorClient, given: str) -> str:
+    """Return the id (``job-…``) of the training of a job that ``given`` is or begins."""
+    if not given or re.fullmatch(TRAINING_ID, given):
+        return given
+    reports = (each.report for each in client.jobs(training=given, limit=500).jobs)
+    return one_of("training", given, {each.training_id for each in reports if each} - {""})
 
 
 def again(run_id: str) -> str:
     """Return the command that was typed, as it goes on with the run ``run_id``."""
-    words = sys.argv[1:]
-    same = any(each.split("=")[0] == "--run-id" for each in words)
-    return shlex.join(["paceline", *words, *([] if same else ["--run-id", run_id])])
+    words, whole = sys.argv[1:], []
+    for before, word in zip(["", *words], words, strict=False):
+        if before != "--run-id" and word.split("=")[0] != "--run-id":  # maybe a beginning
+            whole.append(word)
+    return shlex.join(["paceline", *whole, "--run-id", run_id])
 
 
 def narrowed(command: click.Command, name: str, text: str, /, **fixed: Any) -> click.Command:

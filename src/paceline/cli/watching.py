@@ -95,23 +95,30 @@ def watch(deployment_id: str | None, patience: float, state: Path | None, as_jso
     return outcome.exit_code
 
 
-def follow(runtime: Runtime, deployment_id: str, *, quiet: bool = False) -> DeploymentMoment:
-    """Show a deployment until it has ended, as `watch` does (``quiet``: not); return its end."""
+def follow(
+    runtime: Runtime, deployment_id: str, *, quiet: bool = False, activates: bool = False
+) -> DeploymentMoment:
+    """Show a deployment until it has ended, as `watch` does (``quiet``: not); return its end.
+
+    With ``activates`` the caller switches to it, and no line says how.
+    """
     follower = Follower.of(runtime, deployment_id=deployment_id, after=0)
     if not quiet:
-        return _shown_until_ended(follower)
+        return _shown_until_ended(follower, activates=activates)
     board = Board()
     for _ in _until_ended(follower, board):
         pass
     return _shown(board)
 
 
-def _shown_until_ended(follower: Follower) -> DeploymentMoment:
+def _shown_until_ended(follower: Follower, *, activates: bool = False) -> DeploymentMoment:
     board, console = Board(), Console()
-    if console.is_terminal:
-        return _live(follower, board, console)
-    ended = _lines(follower, board)
-    click.echo(_said(ended))
+    is_live = console.is_terminal
+    ended = _live(follower, board, console) if is_live else _lines(follower, board)
+    said = _said(ended)
+    if not activates and ended.status is DeploymentStatus.COMPLETE and ended.activation == "none":
+        said += f"\nSwitch to it with `paceline activate {ended.deployment_id}`."
+    console.print(said, highlight=False, markup=False) if is_live else click.echo(said)
     return ended
 
 
@@ -383,7 +390,6 @@ def _live(follower: Follower, board: Board, console: Console) -> DeploymentMomen
             pass
     # The final state stays on the screen, with as many workers as fit.
     console.print(render(board, console.width, max(console.height, 40)))
-    console.print(_said(_shown(board)), highlight=False, markup=False)
     return _shown(board)
 
 
@@ -418,8 +424,6 @@ def _said(ended: DeploymentMoment) -> str:
         line += f", without {shortened(ended.workers_failed)}"
     if ended.failure is not None and ended.status is not DeploymentStatus.COMPLETE:
         line += "\n" + printable(f"{ended.failure.code}: {ended.failure.message}")
-    if ended.status is DeploymentStatus.COMPLETE and ended.activation == "none":
-        line += f"\nSwitch to it with `paceline activate {ended.deployment_id}`."
     return line
 
 

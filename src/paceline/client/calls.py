@@ -271,8 +271,9 @@ class CoordinatorClient(FailoverClient):
         offset: int = 0,
         limit: int = 100,
     ) -> JobList:
-        """Return the jobs of these states, team, project, submitter, model id and training, the
-        newest first; ``name`` is a part of a name, or the beginning of an id."""
+        """Return the jobs of these states, team, project, submitter, model id and training (the
+        beginning of its id), the newest first; ``name`` is a part of a name, or the beginning of
+        an id."""
         asked: list[tuple[str, object]] = [("offset", offset), ("limit", limit)]
         asked += [("state", each) for each in states]
         given = {"team": team, "project": project, "name": name}

@@ -61,6 +61,16 @@ NOTE = (
     "Higher is better: tasks (`eval/MODEL/TASK/METRIC`) and `…/tokens_per_second`."
 )
 LOADER = "paceline.evaluation.generation"  # has MLflow's _load_pyfunc
+# of its ``predict``: MLflow passes on only what a signature names
+GENERATION_PARAMS = [
+    {"name": name, "type": kind, "default": default, "shape": None}
+    for name, kind, default in (
+        ("max_tokens", "long", 64),
+        ("temperature", "double", 0.0),
+        ("seed", "long", 0),
+        ("chat", "boolean", False),
+    )
+]
 MLMODEL_FILE = "MLmodel"
 EXPERIMENT_TAGS = {
     "mlflow.note.content": "Runs of Paceline: one for each lifecycle, training, evaluation or "
@@ -202,6 +212,7 @@ def mlmodel(model_id: str, source_url: str, manifest_digest: str) -> bytes:
     flavor = {"loader_module": LOADER, "python_version": platform.python_version()}
     fields = {
         "flavors": {"python_function": flavor},
+        "signature": {"params": json.dumps(GENERATION_PARAMS)},
         "metadata": {
             "model_id": model_id,
             "version": published_version(source_url),

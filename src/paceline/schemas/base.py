@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections import Counter
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,8 +25,8 @@ from pydantic import (
 from pydantic_core import CoreSchema
 
 from paceline import config
-from paceline.errors import InvalidInput
-from paceline.text import has_password, printable
+from paceline.errors import InvalidInput, NotFound
+from paceline.text import has_password, printable, shortened
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -134,6 +135,7 @@ def digest_of(value: Any) -> str:
 
 
 JOB_ID = r"^job-[A-Za-z0-9._-]{1,120}$"  # of a training job
+TRAINING_ID = r"^job-[0-9a-f]{12}(-shuffled)?$"  # the same, whole, as its configuration gives it
 RUN_ID = r"^run-[0-9]{8}-[0-9]{6}-[0-9a-f]{6}$"
 
 
@@ -153,6 +155,21 @@ LEADER_HEADER = "Paceline-Leader"  # the leader's URL; absent while there is non
 
 def is_run_id(given: str) -> bool:
     return re.fullmatch(RUN_ID, given) is not None
+
+
+def one_of(what: str, given: str, known: Collection[str]) -> str:
+    """Return the id of ``known`` that begins with ``given``.
+
+    Raises NotFound where there is none, and InvalidInput, with the candidates, where several do.
+    """
+    found = sorted(each for each in known if each.startswith(given))
+    if given in found or len(found) == 1:
+        return given if given in found else found[0]
+    if not found:
+        raise NotFound(f"no such {what}", got=given, wanted="an id, or the beginning of one")
+    raise InvalidInput(
+        f"several {what}s begin so", got=f"{given}: {shortened(found)}", wanted="more characters"
+    )
 
 
 def require_run_id(run_id: str | None) -> None:

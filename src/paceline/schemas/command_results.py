@@ -282,6 +282,16 @@ class CheckpointExported(Record):
     seconds: float
 
 
+class Generated(Record):
+    """Output of `paceline generate --json`."""
+
+    status: Literal["complete"] = "complete"
+    model: str
+    prompt: str
+    text: str  # what the model added to the prompt, or answered
+    seconds: float = Field(ge=0)
+
+
 # Output of `paceline reproduce`.
 
 

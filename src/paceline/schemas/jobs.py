@@ -10,7 +10,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import AliasChoices, Field, StringConstraints, model_validator
+from pydantic import AliasChoices, Field, RootModel, StringConstraints, model_validator
 
 from paceline.config import CheckpointSettings
 from paceline.schemas.access import Team
@@ -359,6 +359,45 @@ class JobShown(JobView):
     """Output of `paceline jobs` submit, show, pause, resume, cancel and review with --json."""
 
     status: Literal["complete"] = "complete"
+
+
+class JobLogShown(Record):
+    """Output of `paceline jobs logs --json`."""
+
+    status: Literal["complete"] = "complete"
+    job_id: QueuedJobId
+    lines: tuple[Text, ...]
+
+
+class LogLine(Record):
+    """A line of the log of the job's flow."""
+
+    kind: Literal["line"] = "line"
+    line: Text
+
+
+class StateLine(Record):
+    """The job's state, when it changes."""
+
+    kind: Literal["state"] = "state"
+    state: JobState
+    reason: Text
+
+
+class JobOutcome(Record):
+    """What a followed job ended as: the last line."""
+
+    kind: Literal["outcome"] = "outcome"
+    job_id: QueuedJobId
+    state: JobState
+    reason: Text
+    exit_code: int
+
+
+class JobLogLine(
+    RootModel[Annotated[LogLine | StateLine | JobOutcome, Field(discriminator="kind")]]
+):
+    """One line of `paceline jobs logs --follow --json`."""
 
 
 SWEEP = "sweep"  # the ledger's stage of what sweeps have found

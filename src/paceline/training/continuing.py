@@ -11,7 +11,15 @@ import re
 from pydantic import ValidationError
 
 from paceline.errors import CorruptData, InvalidInput, SourceMissing
-from paceline.schemas import NAME, Continued, TrainJob, canonical_json
+from paceline.schemas import (
+    JOB_ID,
+    NAME,
+    TRAINING_ID,
+    Continued,
+    TrainJob,
+    canonical_json,
+    one_of,
+)
 from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, with_derived_id
@@ -53,13 +61,30 @@ def stored_job(url: str, store: ObjectStore) -> TrainJob:
     return TrainJob.model_validate_json(store.get_bytes(join_url(url, JOB_FILE), MAX_RECORD_BYTES))
 
 
+def require_job_name(job_id: str) -> None:
+    """Raise InvalidInput for what is no job's id; a path would lead elsewhere."""
+    if not re.fullmatch(NAME, job_id):
+        raise InvalidInput("not a job's id", got=job_id, wanted="such as job-0123456789ab")
+
+
+def whole_job_id(given: str, checkpoint_url: str, store: ObjectStore) -> str:
+    """Return the id of the job below ``checkpoint_url`` that ``given`` is or begins.
+
+    Raises NotFound where there is none, InvalidInput where several begin so or ``given`` is no id.
+    """
+    require_job_name(given)
+    if re.fullmatch(TRAINING_ID, given):
+        return given
+    jobs = [each for each in store.directories(checkpoint_url) if re.fullmatch(JOB_ID, each)]
+    return one_of("job", given, jobs)
+
+
 def earlier_job(checkpoint_url: str, job_id: str, store: ObjectStore) -> TrainJob:
     """Return the record of a job whose checkpoints lie below ``checkpoint_url``.
 
     Raises SourceMissing where there is none, InvalidInput for what is no id, CorruptData.
     """
-    if not re.fullmatch(NAME, job_id):  # a path would lead elsewhere
-        raise InvalidInput("not a job's id", got=job_id, wanted="such as job-0123456789ab")
+    require_job_name(job_id)
     where = join_url(checkpoint_url, job_id)
     try:
         return stored_job(where, store)

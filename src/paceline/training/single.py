@@ -63,6 +63,7 @@ from paceline.training.continuing import (
     continuation,
     store_job,
     stored_job,
+    whole_job_id,
 )
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import (
@@ -201,7 +202,8 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
     if asked.continue_from:
-        job = continuation(job, asked.continue_from, store)
+        earlier_id = whole_job_id(asked.continue_from, checkpoint_url, store)
+        job = continuation(job, earlier_id, store)
     if run_id is None and (earlier := _previous_run_id(job, store)):
         job = job.model_copy(update={"run_id": earlier})  # the same training resumes
     return job
@@ -339,6 +341,15 @@ def _require_writable(url: str, store: ObjectStore) -> None:
         ) from error
     store.get_bytes(probe)
     store.delete(probe)
+
+
+def run_ids(output: Path) -> set[str]:
+    """Return the ids of the runs that trained below ``output``, as far as records can be read."""
+    found = set()
+    for path in (output / "checkpoints").glob(f"*/{JOB_FILE}"):
+        with contextlib.suppress(ValidationError, OSError):
+            found.add(TrainJob.model_validate_json(path.read_bytes()).run_id)
+    return found
 
 
 def _previous_run_id(job: TrainJob, store: ObjectStore) -> str | None:

@@ -29,6 +29,7 @@ from paceline.cli.options import (
     project_option,
     purpose_option,
     read_profile,
+    run_id_option,
     state_option,
     team_option,
 )
@@ -44,6 +45,7 @@ from paceline.cli.training.output import (
 )
 from paceline.errors import Cancelled, InvalidInput
 from paceline.relay import SignalEvent
+from paceline.schemas import is_run_id, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -83,10 +85,10 @@ SECTIONS = {
     "--continue-from",
     metavar="JOB",
     default="",
-    help="Go on from the last checkpoint of this finished job (job-…), with more --steps in all or "
-    "another learning rate.",
+    help="Go on from the last checkpoint of this finished job (job-…, or its beginning), with more "
+    "--steps in all or another learning rate.",
 )
-@click.option("--run-id", default=None, help="Go on with this run (default: new).")
+@run_id_option
 @click.option(
     "--ranks",
     type=click.IntRange(min=1),
@@ -285,14 +287,16 @@ def train_here(
     continue_from: str = "",
 ) -> int:
     """Train on this machine and print the result."""
-    from paceline.training import checkpoints_url, single
-
     if text is not None and snapshot is not None:
         raise InvalidInput("two sources of data", got="--text and --snapshot", wanted="one of them")
     if not profile.training.steps:
         raise InvalidInput(
             "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
         )
+    steps, ranks = profile.training.steps, profile.training.ranks
+    say(f"starting a training below {output}: {steps} steps, ranks: {ranks}")  # torch takes seconds
+    from paceline.training import checkpoints_url, single
+
     asked = single.TrainingRequest(
         output=output,
         profile=profile,
@@ -303,6 +307,8 @@ def train_here(
         labels="shuffled" if labels == "shuffled" else "true",
         continue_from=continue_from,
     )
+    if run_id and run_id.startswith("run-") and not is_run_id(run_id):
+        run_id = one_of("run", run_id, single.run_ids(output))
     if mlflow is not None:
         location(mlflow)  # raises before any data are read
     cancel = SignalEvent()

@@ -13,7 +13,6 @@ import click
 from paceline.cli.options import (
     json_option,
     notice,
-    one_of,
     print_table,
     read_profile,
     show,
@@ -42,6 +41,7 @@ from paceline.schemas import (
     TrainingCost,
     TrainingCosts,
     TrainingUsage,
+    one_of,
 )
 from paceline.units import duration, size
 

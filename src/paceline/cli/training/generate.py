@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from paceline.cli.options import state_option
+from paceline.cli.options import json_option, show, state_option
 from paceline.python_api import model_directory
+from paceline.schemas import Generated
 
 
 @click.command()
@@ -26,7 +28,8 @@ from paceline.python_api import model_directory
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the drawn tokens.")
 @click.option("--chat", is_flag=True, help="PROMPT is a user's message, by the chat template.")
 @state_option
-def generate(model: str, prompt: str, state: Path | None, **options: Any) -> int:
+@json_option
+def generate(model: str, prompt: str, state: Path | None, as_json: bool, **options: Any) -> int:
     """Print what MODEL adds to PROMPT, token by token, on a GPU of this machine or its CPU.
 
     MODEL is a directory (of transformers, or an export), s3://bucket/prefix, or models:/name@alias
@@ -34,9 +37,13 @@ def generate(model: str, prompt: str, state: Path | None, **options: Any) -> int
     """
     from paceline.evaluation import TextModel, generate as generated
 
+    began, made = time.monotonic(), ""
     with tempfile.TemporaryDirectory(prefix="paceline-") as scratch:
         opened = TextModel.open(model_directory(model, Path(scratch) / "model", state))
         for text in generated(opened, prompt, **options):
-            click.echo(text, nl=False)
-    click.echo()
+            made += text
+            if not as_json:
+                click.echo(text, nl=False)
+    seconds = time.monotonic() - began
+    show(Generated(model=model, prompt=prompt, text=made, seconds=seconds), as_json, "")
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from pydantic import BaseModel
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
@@ -23,6 +24,7 @@ from paceline.cli.options import (
     show,
     state_option,
     whole_job_id,
+    whole_training_id,
 )
 from paceline.client import (
     AWAY_S,
@@ -33,12 +35,17 @@ from paceline.client import (
     retry,
 )
 from paceline.config import find_installation
+from paceline.errors import PacelineError
 from paceline.jobs import money
 from paceline.schemas import (
+    JobLogShown,
+    JobOutcome,
     JobsShown,
     JobState,
     JobView,
+    LogLine,
     ReviewJob,
+    StateLine,
     TrainingJob,
 )
 from paceline.units import duration, moment
@@ -63,7 +70,8 @@ def jobs() -> None:
 @click.option("--snapshot", required=True, help="The data snapshot's URL.")
 @gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
-@click.option("--continue-from", default="", metavar="TRAINING", help="A finished job-….")
+@click.option("--continue-from", default="", metavar="TRAINING",
+              help="A finished job-…, or its beginning.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(min=1))
 @click.option("--seed", type=click.IntRange(min=0))
 @click.option("--name", default="")
@@ -102,6 +110,8 @@ def submit(
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
+    client = _client(state)
+    fields["continue_from"] = whole_training_id(client, fields["continue_from"])
     spec = job_spec(
         {
             "model_id": model_id,
@@ -112,7 +122,6 @@ def submit(
             **fields,
         }
     )
-    client = _client(state)
     made = client.submit_job(spec, idempotency_key)
     if made.estimate is not None and made.estimate.price is not None:
         price = made.estimate.price
@@ -182,16 +191,24 @@ def show_job(job: str, state: Path | None, as_json: bool) -> int:
 @click.argument("job")
 @click.option("--follow", is_flag=True, help="Until the job ends.")
 @state_option
-def logs(job: str, follow: bool, state: Path | None) -> int:
+@click.option("--json", "as_json", is_flag=True,
+              help="Print one JSON object; with --follow one a line.")  # fmt: skip
+def logs(job: str, follow: bool, state: Path | None, as_json: bool) -> int:
     """Print the log of JOB's flow."""
     client = _client(state)
     job_id = whole_job_id(client, job)
     if follow:
-        return _followed(client, job_id, as_json=False)
+        return _followed_by_program(client, job_id) if as_json else _followed(client, job_id)
     after = 0
+    lines: list[str] = []
     while (found := client.job_log(job_id, after)).lines:
-        click.echo("\n".join(found.lines))
         after = found.after
+        if as_json:
+            lines += found.lines
+        else:
+            click.echo("\n".join(found.lines))
+    if as_json:
+        show(JobLogShown(job_id=job_id, lines=tuple(lines)), as_json)
     return 0
 
 
@@ -237,29 +254,64 @@ def _client(state: Path | None) -> CoordinatorClient:
     return CoordinatorClient.of(find_installation(state))
 
 
-def _followed(client: CoordinatorClient, job_id: str, as_json: bool) -> int:
-    """Print the job's log and changes of its state until it ends; raise what it ended with."""
-    flow_run, after, said = None, 0, ""
+def _followed(client: CoordinatorClient, job_id: str, as_json: bool = False) -> int:
+    """Print the job's log, its changes of state and its end; raise what it ended with."""
+
+    def on_state(job: TrainingJob) -> None:
+        if not as_json:
+            notice(f"{job.state}{f': {job.reason}' if job.reason else ''}", mark="# ")
+
+    view = _until_ended(client, job_id, on_state, lambda line: notice(line, mark=""))
+    require_success(view.job)
+    show(view, as_json, *_lines(view))
+    return 0
+
+
+def _followed_by_program(client: CoordinatorClient, job_id: str) -> int:
+    """Print the same as one JSON object a line, and return the exit code of the job's end."""
+
+    def emit(item: BaseModel) -> None:
+        click.echo(item.model_dump_json())
+
+    job = _until_ended(
+        client,
+        job_id,
+        lambda job: emit(StateLine(state=job.state, reason=job.reason)),
+        lambda line: emit(LogLine(line=line)),
+    ).job
+    code = 0
+    try:
+        require_success(job)
+    except PacelineError as error:
+        code = error.exit_code
+    emit(JobOutcome(job_id=job_id, state=job.state, reason=job.reason, exit_code=code))
+    return code
+
+
+def _until_ended(
+    client: CoordinatorClient,
+    job_id: str,
+    on_state: Callable[[TrainingJob], None],
+    on_line: Callable[[str], None],
+) -> JobView:
+    """Return the job once it has ended; meanwhile pass on its log and changes of its state."""
+    flow_run, after, said = None, 0, None
     while True:
         view = retry(lambda: client.job(job_id), AWAY_S, notice)
         job = view.job
-        line = f"{job.state}{f': {job.reason}' if job.reason else ''}"
-        if line != said and not as_json:
-            notice(line, mark="# ")
-        said = line
+        if (job.state, job.reason) != said:
+            on_state(job)
+        said = job.state, job.reason
         if job.flow_run_id != flow_run:
             flow_run, after = job.flow_run_id, 0
         found = retry(lambda: client.job_log(job_id, after), AWAY_S, notice)  # noqa: B023
         for each in found.lines:
-            notice(each, mark="")
+            on_line(each)
         after = found.after
         if (job.state.is_final or job.state is JobState.NEEDS_REVIEW) and not found.lines:
-            break
+            return view
         if not found.lines:
             time.sleep(POLL_S)
-    require_success(job)
-    show(view, as_json, *_lines(view))
-    return 0
 
 
 def _progress(job: TrainingJob) -> str:

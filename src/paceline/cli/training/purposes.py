@@ -10,11 +10,11 @@ import click
 from pydantic import ValidationError
 
 from paceline.cli.access import DURATION
-from paceline.cli.options import json_option, one_of, print_table, show, state_option
+from paceline.cli.options import json_option, print_table, show, state_option
 from paceline.client import AccessClient
 from paceline.config import find_installation
 from paceline.errors import InvalidInput
-from paceline.schemas import AllowPurpose, PurposeRule, PurposesShown
+from paceline.schemas import AllowPurpose, PurposeRule, PurposesShown, one_of
 from paceline.units import moment
 
 
