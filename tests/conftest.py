@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """End a named group's servers with its last test: an idle installation takes a third of a core."""
+    """End a named group's servers with its last test: they take CPU time while they idle, too."""
     mine = item.get_closest_marker("xdist_group")
     others = nextitem and nextitem.get_closest_marker("xdist_group")
     if mine and others and mine.args != others.args and mine.args[0] != str(item.path):

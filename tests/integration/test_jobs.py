@@ -205,6 +205,7 @@ def _runs(process: psutil.Process, flow_run_id: str | None) -> bool:
         return False
 
 
+@pytest.mark.nightly
 def test_the_installation_runs_a_sweep_whose_trials_are_one_run_in_mlflow(
     lab: Lab, tmp_path: Path
 ) -> None:

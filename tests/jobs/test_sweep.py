@@ -42,7 +42,8 @@ def sweep(tmp_path: Path) -> Sweep:
     (tmp_path / "space.toml").write_text(SPACE)
     return Sweep(
         name="lr", model_id="org/m", version="1", snapshot_url="s3://b/d", seed=7, parallel=4,
-        trials=TRIALS, space=read_space(tmp_path / "space.toml"), settings={"training.steps": STEPS},
+        trials=TRIALS, space=read_space(tmp_path / "space.toml"),
+        settings={"training.steps": STEPS},
     )  # fmt: skip
 
 
@@ -88,7 +89,8 @@ def test_a_sweep_without_parallel_jobs_is_drawn_again_by_its_seed(sweep: Sweep) 
 
 
 @pytest.mark.parametrize(
-    "pruner", ["asha", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("hyperband", "median"))]
+    "pruner",
+    ["asha", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("hyperband", "median"))],
 )
 def test_pruning_cancels_jobs_and_keeps_the_winner(sweep: Sweep, pruner: Any) -> None:
     sweep = replace(sweep, sampler="random", trials=16)

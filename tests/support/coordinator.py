@@ -51,7 +51,9 @@ class Forked:
         return self._process.exitcode
 
 
-def _serve(state_dir: Path, port: int, ready: Connection, output: Path, env: dict[str, str]) -> None:
+def _serve(
+    state_dir: Path, port: int, ready: Connection, output: Path, env: dict[str, str]
+) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)

@@ -1,7 +1,7 @@
 """All that needs ranks, in one launch: right layouts, planted mistakes, hooks, precisions.
 
-``python -m tests.training.parallel.launch`` prints one JSON object: name of the job → what rank 0
-answered; with the word ``nightly``, those of ``NIGHTLY``. tests/training/parallel/test_same_losses.py holds it to its promises.
+``main`` prints one JSON object: name of the job → what rank 0 answered; with the word ``nightly``,
+those of ``NIGHTLY``. tests/training/parallel/test_same_losses.py holds it to its promises.
 """
 
 from __future__ import annotations
@@ -280,8 +280,12 @@ def jobs() -> list[Job]:
     ]
 
 
-if __name__ == "__main__":
+def main() -> None:
     nightly = sys.argv[1:] == ["nightly"]
     found = run_jobs([e for e in jobs() if (e.name in NIGHTLY) is nightly], deadline_s=200)
     answers = {each["job"]: each["answer"] | {"s": each["s"]} for each in found}
     sys.stdout.write(json.dumps(answers) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.layouts.ranks import GROUP_TIMEOUT_S
+from tests.support.forked import run_gangs
 from tests.training.parallel import launch
 
-pytestmark = pytest.mark.timeout(240)  # seconds alone; a busy machine made it two minutes
-
-ROOT = Path(__file__).parents[3]
+pytestmark = [
+    pytest.mark.timeout(240),  # seconds alone; a busy machine made it two minutes
+    pytest.mark.xdist_group("forked ranks"),
+]
 
 
 def named(form: str, names: Iterable[str]) -> pytest.MarkDecorator:
@@ -42,16 +41,9 @@ def answers() -> Answers:
 
 
 def launched(*words: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.parallel.launch", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    ((done,),) = run_gangs("tests.training.parallel.launch", [[words]], 220)
+    assert done.code == 0, done.err[-4000:]
+    return json.loads(done.out)
 
 
 def furthest(mine: list[float], wanted: list[float]) -> float:
