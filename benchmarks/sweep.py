@@ -32,6 +32,7 @@ PRUNERS = ("asha", "hyperband", "median")
 def ran(directory: Path, parallel: int, **search: Any) -> tuple[SweepShown, int]:
     """Return what a sweep found and the steps that its jobs made."""
     space, queue = directory / "space.toml", Queue()
+    queue.a_look = 20
     space.write_text(SPACE)
     sweep = Sweep.of(
         {"name": "-".join(map(str, search.values())), "model_id": "org/m", "version": "1",

@@ -27,6 +27,7 @@ from paceline.schemas import (
     WorkerLanes,
     WorkerStatus,
 )
+from tests.support.coordinator import Forked
 
 with warnings.catch_warnings():
     # Starlette asks for a successor of httpx that the lock does not carry yet.
@@ -100,14 +101,19 @@ class Served:
     """One coordinator process; start it again on the same port after a kill."""
 
     runtime: Runtime
-    process: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | Forked | None = None
     url: str = ""
     under: tuple[str, ...] = ()  # a command line that starts the one after it
 
     def start(self) -> None:
         save_runtime(self.runtime)
-        reader, writer = os.pipe()
         port = self.url.rsplit(":", 1)[1] if self.url else "0"
+        if not self.under:
+            self.process = Forked(self.runtime.state_dir, int(port))
+            assert self.process.line, self.process.communicate()[0]
+            self.url = json.loads(self.process.line)["url"]
+            return
+        reader, writer = os.pipe()
         argv = [*self.under, sys.executable, "-c", PROCESS]
         argv += [str(self.runtime.state_dir), port, str(writer)]
         self.process = subprocess.Popen(

@@ -26,6 +26,8 @@ from tests.api.conftest import make_runtime, running
 from tests.support.etcd import etcd
 
 __all__ = ["etcd"]
+
+pytestmark = pytest.mark.xdist_group("etcd")
 PATIENCE_S = 30.0
 DAY_S = 86_400.0
 

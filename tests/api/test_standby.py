@@ -11,7 +11,7 @@ from tests.api.conftest import TestClient, make_runtime
 from tests.support.etcd import etcd
 
 __all__ = ["etcd"]
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("etcd")]
 DEADLINE_S = 30.0
 
 

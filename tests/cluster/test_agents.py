@@ -22,6 +22,8 @@ from tests.cluster.conftest import (
     run_on,
 )
 
+pytestmark = pytest.mark.xdist_group("dask")
+
 RANK = Path(__file__).with_name("stand_in_rank.py")
 
 

@@ -16,6 +16,8 @@ from paceline.config import Endpoints, Runtime, Secrets, load_profile
 from paceline.errors import InvalidInput, ServiceUnavailable, WorkerLost
 from tests.cluster.conftest import eventually, run_on
 
+pytestmark = pytest.mark.xdist_group("dask")
+
 
 def test_nodes_stand_in_contiguous_racks(connected: Fleet) -> None:
     nodes = connected.nodes()

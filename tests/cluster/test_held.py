@@ -17,6 +17,8 @@ from paceline.cluster import Fleet, HeldNodes, NodeOutput
 from paceline.errors import Cancelled, Conflict
 from tests.cluster.conftest import eventually, run_on
 
+pytestmark = pytest.mark.xdist_group("dask")
+
 ARGV = (sys.executable, "-S", str(Path(__file__).with_name("stand_in_listener.py")))
 NODES = ("node-0", "node-1")
 

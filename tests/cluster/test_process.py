@@ -19,6 +19,8 @@ from paceline.config import Runtime
 from paceline.errors import Cancelled, WorkerLost
 from tests.cluster.conftest import eventually, run_on
 
+pytestmark = pytest.mark.xdist_group("dask")
+
 RANK = Path(__file__).with_name("stand_in_rank.py")
 ARGV = (sys.executable, "-S", str(RANK))
 

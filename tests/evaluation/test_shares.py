@@ -21,7 +21,7 @@ from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 RANDOM = np.random.default_rng(3)
 DOCUMENTS = [
     HeldOutDocument(f"{number}", RANDOM.bytes(int(size)), int(size))
-    for number, size in enumerate(RANDOM.integers(1, 90, size=700))  # groups of 256, 256 and 188
+    for number, size in enumerate(RANDOM.integers(1, 40, size=700))  # groups of 256, 256 and 188
 ]
 SPEC = EvaluationSpec(
     run_id="run-1",
@@ -53,7 +53,9 @@ def whole(models: dict[str, Path]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("nodes", [2, 5])  # of five, two have nothing to do
+@pytest.mark.parametrize(
+    "nodes", [pytest.param(2, marks=pytest.mark.nightly), 5]
+)  # of five, two have nothing to do
 def test_parts_of_several_nodes_are_the_whole_to_the_bit(
     nodes: int, models: dict[str, Path], whole: dict[str, Any]
 ) -> None:

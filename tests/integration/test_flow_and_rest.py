@@ -118,7 +118,7 @@ def process_of(flow_run_id: str, state: Path) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def asked(site: Site, stack: Runtime) -> Iterator[dict[str, str]]:
-    """Three deployments at the same time; one of them has a target that Dask does not reach."""
+    """Two deployments at the same time; one of them has a target that Dask does not reach."""
     # Its machine runs the agent, as a unit or a DaemonSet would.
     resident = start(
         "agent", "--worker-id", "spare-0", "--host", "spare-0", "--rack", "rack-9",
@@ -128,7 +128,6 @@ def asked(site: Site, stack: Runtime) -> Iterator[dict[str, str]]:
         wait_until(lambda: "spare-0" in site.alive(), 30, "the resident agent has registered")
         yield {
             "cancelled": site.ask("1", "cancelled-in-prefect"),
-            "deleted": site.ask("2", "deleted"),
             "resident": site.ask("3", "to-a-resident", ("node-0", "spare-0")),
         }
     finally:
@@ -146,8 +145,9 @@ def test_a_cancel_in_prefect_ends_both(site: Site, stack: Runtime, asked: dict[s
     site.flow_is(flow_run_id, "CANCELLED")
 
 
-def test_a_delete_ends_both(site: Site, asked: dict[str, str]) -> None:
-    d = asked["deleted"]
+@pytest.mark.nightly
+def test_a_delete_ends_both(site: Site) -> None:
+    d = site.ask("2", "deleted")
     flow_run_id = site.driven(d)
     site.client.cancel(d)
     assert site.record(d).status is DeploymentStatus.CANCELLED
@@ -213,6 +213,7 @@ def test_a_flow_that_makes_its_own_record_names_itself_in_it(site: Site, lifecyc
     assert len(started) == len(wanted), "one for each that was asked for without a flow"
 
 
+@pytest.mark.nightly
 def test_ctrl_c_says_what_goes_on_and_how_to_end_it(site: Site, stack: Runtime) -> None:
     process = start(
         "distribute", "flowing", "2", "--to", "node-0", "--stage-only", state=stack.state_dir

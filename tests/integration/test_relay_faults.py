@@ -36,6 +36,7 @@ def publish_random(stack: Runtime, tmp_path: Path, model_id: str, size: int) -> 
     )
 
 
+@pytest.mark.nightly
 def test_a_full_disk_is_told_before_a_byte_moves(
     stack: Runtime, tmp_path: Path, small_disk: bool
 ) -> None:

@@ -50,6 +50,7 @@ def reproduce(recorded: Recorded, stack: Runtime, *words: str, path: Path | None
             os.environ["PYTHONPATH"] = before
 
 
+@pytest.mark.nightly
 def test_a_run_comes_out_bit_identical(recorded: Recorded, stack: Runtime) -> None:
     assert len(recorded.losses) == recorded.result.steps == recorded.job.settings.steps
     assert recorded.result.ranks == 2

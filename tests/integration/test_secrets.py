@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from paceline.config import Runtime
-from tests.support.stack import Ended, paceline
+from tests.support.command import paceline
+from tests.support.stack import Ended
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,10 +82,10 @@ def test_a_secret_in_a_url_is_refused_and_kept_nowhere(stack: Runtime, tmp_path:
         ("lifecycle", "--data", f"s3://{place}/texts"),
     ]
     for words in commands:
-        done = paceline(*words, state=stack.state_dir)
-        assert done.code == 2, words
-        assert "a URL has a password" in done.problem
-        assert PLANTED not in done.out + done.err, words
+        done = paceline(*words, "--state", stack.state_dir)
+        assert done.returncode == 2, words
+        assert "a URL has a password" in done.stderr
+        assert PLANTED not in done.stdout + done.stderr, words
     bodies: list[tuple[str, dict[str, Any]]] = [
         ("/deployments", {"model_id": "m", "version": "1", "source_url": f"s3://{place}/m"}),
         *(

@@ -34,6 +34,7 @@ from tests.support.postgres import PostgresServer
 
 PAGE = Path(__file__).parents[2] / "docs/how-to/sweep-hyper-parameters.md"
 STORAGE = "studies.sqlite"
+TRIALS = 5
 
 
 @pytest.fixture
@@ -41,7 +42,8 @@ def sweep(tmp_path: Path) -> Sweep:
     (tmp_path / "space.toml").write_text(SPACE)
     return Sweep(
         name="lr", model_id="org/m", version="1", snapshot_url="s3://b/d", seed=7, parallel=4,
-        space=read_space(tmp_path / "space.toml"), settings={"training.steps": STEPS},
+        trials=TRIALS, space=read_space(tmp_path / "space.toml"),
+        settings={"training.steps": STEPS},
     )  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def run(sweep: Sweep, queue: Queue, storage: str = STORAGE, **more: Any) -> Swee
     return run_sweep(sweep, queue, storage, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "cmaes"])
+@pytest.mark.parametrize("sampler", ["tpe", pytest.param("cmaes", marks=pytest.mark.nightly)])
 def test_a_sweep_finds_the_best_settings(sweep: Sweep, sampler: Any) -> None:
     queue = Queue()
     found = run(replace(sweep, sampler=sampler, trials=24), queue)
@@ -81,15 +83,19 @@ def test_the_highest_is_the_best_where_that_is_asked_for(sweep: Sweep) -> None:
 
 
 def test_a_sweep_without_parallel_jobs_is_drawn_again_by_its_seed(sweep: Sweep) -> None:
-    first = run(replace(sweep, parallel=1, name="a"), Queue())
-    second = run(replace(sweep, parallel=1, name="b"), Queue())
+    alone = replace(sweep, parallel=1, trials=12)  # ten before the sampler learns
+    first, second = (run(replace(alone, name=name), Queue()) for name in "ab")
     assert [each.parameters for each in first.trials] == [e.parameters for e in second.trials]
 
 
-@pytest.mark.parametrize("pruner", ["asha", "hyperband", "median"])
+@pytest.mark.parametrize(
+    "pruner",
+    ["asha", *(pytest.param(x, marks=pytest.mark.nightly) for x in ("hyperband", "median"))],
+)
 def test_pruning_cancels_jobs_and_keeps_the_winner(sweep: Sweep, pruner: Any) -> None:
-    sweep = replace(sweep, sampler="random")
+    sweep = replace(sweep, sampler="random", trials=16)
     whole, pruned = Queue(), Queue()
+    whole.a_look = pruned.a_look = 20
     best = run(replace(sweep, name="whole"), whole).best
     found = run(replace(sweep, pruner=pruner), pruned)
     assert best is not None and found.best is not None
@@ -101,7 +107,7 @@ def test_pruning_cancels_jobs_and_keeps_the_winner(sweep: Sweep, pruner: Any) ->
     assert share <= (0.5 if pruner == "asha" else 0.8), share
 
 
-@pytest.mark.parametrize("looks", [0, 30, 100])
+@pytest.mark.parametrize("looks", [0, 6, 15])
 def test_an_interrupted_sweep_goes_on_with_the_same_jobs(sweep: Sweep, looks: int) -> None:
     queue = Queue()
     queue.looks_left = looks
@@ -110,14 +116,14 @@ def test_an_interrupted_sweep_goes_on_with_the_same_jobs(sweep: Sweep, looks: in
     before = report_sweep("lr", STORAGE)
     queue.looks_left = math.inf
     found = run(sweep, queue)
-    assert len(queue.jobs) == len(found.trials) == 16
+    assert len(queue.jobs) == len(found.trials) == TRIALS
     assert len(queue.keys) == len(set(queue.keys)), "no job is submitted twice"
     assert {each.state for each in found.trials} == {"complete"}
     assert [e.parameters for e in before.trials] == [
         e.parameters for e in found.trials[: len(before.trials)]
     ]
     different = {tuple(each.parameters.values()) for each in found.trials}
-    assert len(different) == 16, "the seed does not draw the first trials again"
+    assert len(different) == TRIALS, "the seed does not draw the first trials again"
     assert run(sweep, queue) == found, "nothing is left to do"
 
 
@@ -137,7 +143,7 @@ def test_a_job_that_was_submitted_as_the_sweep_died_is_found_by_its_key(
     monkeypatch.setattr(queue, "submit", submit)
     found = run(sweep, queue)
     assert queue.keys[:2] == ["sweep:lr:trial-0"] * 2
-    assert len(queue.jobs) == len(found.trials) == 16
+    assert len(queue.jobs) == len(found.trials) == TRIALS
 
 
 def test_a_pruned_job_is_pruned_where_the_sweep_died_right_after(sweep: Sweep) -> None:
@@ -148,7 +154,7 @@ def test_a_pruned_job_is_pruned_where_the_sweep_died_right_after(sweep: Sweep) -
             raise KeyboardInterrupt
 
     queue = Dying()
-    sweep = replace(sweep, pruner="asha")
+    sweep = replace(sweep, pruner="asha", trials=9)
     with pytest.raises(KeyboardInterrupt):
         run(sweep, queue)
     found = run(sweep, queue)
@@ -163,18 +169,18 @@ def test_jobs_that_are_cancelled_with_the_sweep_are_replaced(sweep: Sweep) -> No
     assert {each.state for each in queue.jobs.values()} == {JobState.CANCELLED}
     queue.looks_left = math.inf
     found = run(sweep, queue)
-    assert sum(each.state == "complete" for each in found.trials) == 16
-    assert len(found.trials) == 20
+    assert sum(each.state == "complete" for each in found.trials) == TRIALS
+    assert len(found.trials) == TRIALS + 4
 
 
 def test_a_failed_or_refused_job_fails_its_trial_only(sweep: Sweep) -> None:
     queue = Queue()
     queue.failing, queue.refused = {"lr trial 2"}, {"sweep:lr:trial-5"}
-    found = run(sweep, queue)
+    found = run(replace(sweep, trials=6), queue)
     failed = {each.number: each.reason for each in found.trials if each.state == "fail"}
     assert set(failed) == {2, 5}
     assert "a rank was killed" in failed[2] and "do not go together" in failed[5]
-    assert sum(each.state == "complete" for each in found.trials) == 14
+    assert sum(each.state == "complete" for each in found.trials) == 4
 
 
 def test_a_metric_that_no_report_has_fails_the_trials(sweep: Sweep) -> None:
@@ -359,7 +365,7 @@ def test_a_study_in_postgresql_goes_on_from_another_host(
         for name in ("one", "other")
     ]
     queue = Queue()
-    queue.looks_left = 30
+    queue.looks_left = 6
     with pytest.raises(KeyboardInterrupt):
         run(replace(sweep, trials=4), queue, hosts[0])
     queue.looks_left = math.inf

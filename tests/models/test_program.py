@@ -137,7 +137,3 @@ def test_a_training_writes_and_records_it(text: Path, tmp_path: Path) -> None:
     assert path.parent.name == "export"
     assert result["program"]["bytes"] == path.stat().st_size
     assert result["program"]["max_difference"] < 1e-4
-    for got, wanted in zip(
-        read_without_us(path), sums_of(load_model(path.parent)[0].eval()), strict=True
-    ):
-        assert got == pytest.approx(wanted, rel=1e-4, abs=1e-3)

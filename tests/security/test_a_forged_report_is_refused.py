@@ -318,6 +318,7 @@ def test_of_a_report_edited_by_hand_the_command_takes_the_digest_alone(tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.xdist_group("installation")
 @pytest.mark.timeout(600)
 def test_the_command_line_promotes_no_forged_report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import contextlib
 import os
@@ -19,9 +20,36 @@ QUIET = (
 )  # fmt: skip
 
 
+_open: list[Any] = []  # this process's: a start takes 2 s of CPU time
+
+
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """Yield a Selenium driver; ``PACELINE_REQUIRE=services`` turns the skip into a failure."""
+    """Yield a Selenium driver with a tab of its own; its tests are of the xdist group "browser"."""
+    if not _open:
+        _open.append(_started())
+    (browser,) = _open
+    first = browser.current_window_handle
+    browser.switch_to.new_window("tab")
+    try:
+        yield browser
+    finally:
+        try:
+            browser.close()
+            browser.switch_to.window(first)
+        except Exception:
+            _quit()
+            raise
+
+
+@atexit.register
+def _quit() -> None:
+    while _open:
+        _open.pop().quit()
+
+
+def _started() -> Any:
+    """Start one; ``PACELINE_REQUIRE=services`` turns the skip into a failure."""
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if not program or not driver:
         reason = "needs chromium and chromedriver (make setup-services)"
@@ -38,10 +66,7 @@ def chromium() -> Iterator[Any]:
         options.add_argument(each)
     browser = webdriver.Chrome(options=options, service=Service(driver))
     browser.set_page_load_timeout(60)
-    try:
-        yield browser
-    finally:
-        browser.quit()
+    return browser
 
 
 def click(browser: Any, xpath: str, timeout_s: float = 30) -> None:

@@ -1,15 +1,19 @@
 """Real ranks of a test module, forked from one process that has imported it.
 
-An import of torch and of what ranks need takes seconds a process, longer than most of what they do
-here. ``python -m tests.support.forked MODULE`` reads gangs as JSON and answers what became of them.
+An import of torch and of what ranks need takes 5 s of CPU time, longer than most of what they do
+here. ``python -m tests.support.forked`` stays as long as its caller: each line that it reads, a
+module and its gangs as JSON, it answers with what became of them. Its tests are of the xdist group
+"forked ranks".
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -20,7 +24,11 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).parents[2]
-_ONE = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")  # a thread spoils forking
+_SET = {
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),  # a thread spoils forking
+    "HF_HUB_OFFLINE": "1",
+}
+_helpers: list[subprocess.Popen[str]] = []
 
 
 class Ended(NamedTuple):
@@ -37,28 +45,51 @@ def run_gangs(
     """Run ``module.main()`` in a process for each rank of each gang, whose arguments are given;
     gangs one after another, ranks at once. Whoever is too late is killed, with all others.
     """
-    helper = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.forked", module],
-        cwd=ROOT,
-        env={**os.environ, **_ONE},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    if not _helpers:
+        _helpers.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.support.forked"],
+                cwd=ROOT,
+                env={**os.environ, **_SET},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+    (helper,) = _helpers
+    assert helper.stdin is not None and helper.stdout is not None
+    said = ""
     try:
-        said, _ = helper.communicate(json.dumps([[*map(list, each)] for each in gangs]), deadline_s)
+        helper.stdin.write(json.dumps([module, [[*map(list, each)] for each in gangs]]) + "\n")
+        helper.stdin.flush()
+        if select.select([helper.stdout], [], [], deadline_s)[0]:
+            said = helper.stdout.readline()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(helper.pid, signal.SIGKILL)
-        helper.wait()
+        if not said:
+            _end()
+    assert said, f"ranks of {module} do not end within {deadline_s} s"
     return [[Ended(*each) for each in gang] for gang in json.loads(said)]
 
 
+@atexit.register
+def _end() -> None:
+    while _helpers:
+        helper = _helpers.pop()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(helper.pid, signal.SIGKILL)
+        helper.communicate()
+
+
 def main() -> None:
-    """Be the process that has imported the module."""
-    (name,) = sys.argv[1:]
-    gangs = json.loads(sys.stdin.readline())
+    """Be the process that has imported the modules."""
+    for line in sys.stdin:
+        name, gangs = json.loads(line)
+        sys.stdout.write(json.dumps(_ran(name, gangs)) + "\n")
+        sys.stdout.flush()
+
+
+def _ran(name: str, gangs: list[list[list[str]]]) -> list[list[tuple[int, str, str]]]:
     module = importlib.import_module(name)
     ended = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -80,7 +111,7 @@ def main() -> None:
                     for code, file in zip(codes, files, strict=True)
                 ]
             )
-    sys.stdout.write(json.dumps(ended))
+    return ended
 
 
 def _become(module: object, argv: list[str], file: Path) -> NoReturn:

@@ -1,6 +1,6 @@
 """One installation and one lifecycle for all slow tests: real servers, four nodes, 8 Mbit/s each.
 
-`paceline demo` creates both. Ctrl-C ends it, and `paceline up` continues from its state.
+`paceline demo` creates both, and Ctrl-C ends it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 
-from paceline.config import Runtime
+from paceline.config import Runtime, load_runtime
 from paceline.data import documents, load_snapshot
 from paceline.storage import ObjectStore
 from tests.support.reaper import mount_small_disk
-from tests.support.stack import Ended, finish, installation, paceline, processes_of, start
+from tests.support.stack import Ended, finish, paceline, processes_of, start
 
 SMALL_DISK = "24m"  # node-3's, where a mount is allowed: enough for the models of the demo only
 SETTINGS = ("cluster.link_mbit=8", "training.steps=40", "control.flow_starter=prefect")
@@ -37,26 +37,30 @@ def small_disk() -> bool:
 def demonstrated(
     tmp_path_factory: pytest.TempPathFactory, small_disk: bool
 ) -> Iterator[tuple[Path, Ended]]:
-    """Yield the state directory of a demo that Ctrl-C ended, and what the demo printed."""
+    """Yield the state directory of a demo that stays up, and what it printed so far; Ctrl-C ends
+    it with all that it started."""
     state: Path = tmp_path_factory.mktemp("stack") / "state"
-    disk = state / "nodes" / "node-3" / "store"
+    disk, log = state / "nodes" / "node-3" / "store", state.with_name("demo.log")
     if small_disk:
         disk.mkdir(parents=True)
         small_disk = mount_small_disk(disk, SMALL_DISK)
     words = [word for each in SETTINGS for word in ("--set", each)]
+    words += ["--keep", "--json", "--profile", "ci"]
     try:
         for _ in range(2):  # a busy machine may lose a node: the demo says to run it again
-            demo = start("demo", "--keep", "--json", "--profile", "ci", *words, state=state)
+            with log.open("w") as err:
+                demo = start("demo", *words, state=state, stderr=err)
             assert demo.stdout is not None
-            if summary := demo.stdout.readline():  # else the demo failed
-                demo.send_signal(signal.SIGINT)
-            ended = finish(demo, 60)
-            if "Run it again" not in ended.err:
+            if (summary := demo.stdout.readline()) or "Run it again" not in log.read_text():
                 break
-        assert ended.code == 0, ended.err
+        assert summary, log.read_text()
+        try:
+            yield state, Ended(0, summary, log.read_text(), json.loads(summary))
+        finally:
+            demo.send_signal(signal.SIGINT)
+            ended = finish(demo, 60)
+        assert ended.code == 0, log.read_text()
         assert not processes_of(state)
-        ended.answer, ended.out = json.loads(summary), summary
-        yield state, ended
     finally:
         if small_disk:
             subprocess.run(["umount", str(disk)], check=True)
@@ -69,10 +73,9 @@ def lifecycle(demonstrated: tuple[Path, Ended]) -> Ended:
 
 
 @pytest.fixture(scope="session")
-def stack(demonstrated: tuple[Path, Ended]) -> Iterator[Runtime]:
-    """Yield the running installation that integration tests share."""
-    with installation(demonstrated[0], *SETTINGS) as runtime:
-        yield runtime
+def stack(demonstrated: tuple[Path, Ended]) -> Runtime:
+    """The running installation that integration tests share."""
+    return load_runtime(demonstrated[0])
 
 
 @dataclass(frozen=True)

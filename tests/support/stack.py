@@ -51,12 +51,11 @@ def start(*words: str, state: Path, **popen: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*PACELINE, *words, "--state", str(state)],
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
         text=True,
         env=environment(),
         # Whoever runs the tests in the background may have Ctrl-C ignored, and children inherit it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no more
-        **popen,
+        **{"stderr": subprocess.PIPE, **popen},
     )
 
 

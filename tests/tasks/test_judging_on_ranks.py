@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -28,7 +29,7 @@ from paceline.evaluation import choose_prefixes, score_models
 from paceline.models import ModelConfig, config_for, local_model_digest, new_model, save_model
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore
 from paceline.storage import DiskStore
-from paceline.tasks._support import scores
+from paceline.tasks._support import judging_rank, scores
 from paceline.training import LocalLauncher
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 from tests.support.hugging_face import write_model, write_tokenizer
@@ -62,9 +63,21 @@ class Watched:
         return found
 
 
+main = judging_rank.main
+
+
+def preload() -> None:
+    """Import what any rank of these tests needs."""
+    judging_rank.preload()
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+
 @pytest.fixture(scope="module")
 def watched() -> Iterator[Watched]:
-    with LocalLauncher() as launcher:
+    with (
+        mock.patch.object(scores, "JUDGING_RANK", f"{__name__}:main"),
+        LocalLauncher() as launcher,
+    ):
         yield Watched(launcher)
 
 
@@ -106,10 +119,10 @@ def spec_of(root: Path, *models: str, mesh: MeshSettings) -> EvaluationSpec:
 
 def gang_of(ranks: int, mesh: MeshSettings, restarts: int = 1) -> scores.Gang:
     settings = TrainingSettings.model_validate({
-        "ranks": ranks, "ranks_per_node": ranks // 2, "mesh": mesh,
+        "ranks": ranks, "ranks_per_node": 2, "mesh": mesh,
         "guard": {"max_restarts": restarts},
     })  # fmt: skip
-    return scores.Gang(settings, ("node-0", "node-1"), {})
+    return scores.Gang(settings, tuple(f"node-{n}" for n in range(ranks // 2)), {})
 
 
 def judged(

@@ -63,6 +63,7 @@ def test_the_page_trains_with_an_optimiser_of_ones_own(tmp_path: Path) -> None:
     assert len(losses) == 12 and losses[-1] < losses[0]
 
 
+@pytest.mark.nightly
 def test_the_page_trains_and_judges_it(tmp_path: Path) -> None:
     """docs/how-to/train-your-own-model.md: its first block and its program, as they are there."""
     page = (ROOT / "docs/how-to/train-your-own-model.md").read_text()

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.two_ranks import run_two
 
+pytestmark = pytest.mark.xdist_group("forked ranks")
+
 
 @pytest.fixture(scope="module")
 def said() -> list[dict[str, Any]]:

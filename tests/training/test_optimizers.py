@@ -40,6 +40,7 @@ from tests.training.test_loop import CONFIG, ROWS, Batches, batch_of, change, ru
 
 __all__ = ["text"]  # a fixture
 
+pytestmark = pytest.mark.xdist_group("forked ranks")
 EMBED = {"match": ["*embed*"], "learning_rate_factor": 0.1, "weight_decay": 0.0}
 Stepping = list[torch.optim.Optimizer]
 

@@ -47,7 +47,7 @@ from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
 from paceline.tasks.evaluate import evaluate, require_judgeable
 from paceline.training import byte_gru
 from paceline.training.loop import HasLogits
-from paceline.training.user_code import Task, check, parse, tree_digest
+from paceline.training.user_code import Task, parse, tree_digest
 from paceline.training.user_code.next_tokens import NextTokens
 from tests.support.hugging_face import write_tokenizer
 from tests.training.conftest import BUCKET, Camp
@@ -174,7 +174,7 @@ def ends(task):
 """
 
 
-@pytest.mark.timeout(300)  # seven processes
+@pytest.mark.timeout(300)  # three processes
 def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     camp: Camp, export: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -191,11 +191,9 @@ def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
         path.write_text(json.dumps(json.loads(path.read_text()) | config))
         return models[name]
 
-    changed("fits", code_ref=f"file://{code}@sha256:{pin}#judged_task:make")
     changed("not-allowed", code_ref=f"file:///srv@sha256:{pin}#judged_task:make")
     changed("forged", code_ref=f"file://{code}@sha256:{'0' * 64}#judged_task:make")
     changed("ends", code_ref=f"file://{code}@sha256:{pin}#judged_task:ends")
-    changed("another", parameters=8_000)
     changed("huge", parameters=10**13, vocab_size=4_194_304)
     file = changed("nan") / "model-00001-of-00001.safetensors"
     weights = load_file(file)
@@ -210,7 +208,6 @@ def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
         "not-allowed": "code reference is from a source that is not allowed",
         "forged": "code is not what the reference is pinned to",
         "ends": "code reference ended its process",
-        "another": "weights do not fit the module that the code builds",
         "huge": "weights do not fit the module that the code builds",
         "nan": "weights are not finite",
         "no-config": "model file is missing",
@@ -338,7 +335,6 @@ def test_a_lifecycle_finds_out_before_it_trains(camp: Camp, tmp_path: Path) -> N
     code.mkdir()
     (code / "task_without_logits.py").write_text(SILENT)
     text = f"file://{code}@sha256:{tree_digest(code)}#task_without_logits:make"
-    check(text, (str(code),), tmp_path / "code", Task())  # it may be trained
     profile = Profile(
         training=TrainingSettings(code_ref=text),
         security=SecuritySettings(code_sources=(str(code), OUR_SOURCE)),

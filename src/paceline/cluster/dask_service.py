@@ -54,6 +54,9 @@ def dask_settings() -> dict[str, Any]:
         "distributed.scheduler.work-stealing": False,  # everything here is pinned
         "distributed.scheduler.active-memory-manager.start": False,
         "distributed.worker.profile.enabled": False,
+        "distributed.worker.memory.monitor-interval": "1s",
+        "distributed.admin.tick.interval": "1s",  # of each of nine servers, and 20 ms by default
+        "distributed.admin.system-monitor.interval": "5s",
         "distributed.admin.event-loop": "asyncio",
         "distributed.comm.timeouts.connect": "10s",
         "distributed.comm.retry.count": 1,

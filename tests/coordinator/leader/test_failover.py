@@ -9,7 +9,7 @@ import pytest
 from benchmarks.failover import RESULT, run
 from tests.support.etcd import etcd_cluster
 
-pytestmark = pytest.mark.services
+pytestmark = [pytest.mark.services, pytest.mark.xdist_group("etcd")]
 FAILOVER_GOAL_S = {"p50": 5.0, "p99": 10.0}
 
 

@@ -11,7 +11,7 @@ from paceline.client import CoordinatorClient
 from paceline.config import Profile
 from paceline.schemas import RegisterWorker
 
-pytestmark = [pytest.mark.services, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.services, pytest.mark.timeout(180), pytest.mark.xdist_group("etcd")]
 
 NAMES = ("coordinator", "coordinator-2")
 LEASE_S = 60.0  # longer than anything here waits: who leads sooner was let lead

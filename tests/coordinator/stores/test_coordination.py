@@ -35,6 +35,8 @@ from tests.coordinator.stores.effects import (
     worker,
 )
 
+pytestmark = pytest.mark.xdist_group("etcd")
+
 
 def test_everything_that_was_kept_is_read_back_equal(coordination):
     store, term = coordination.led()

@@ -10,6 +10,8 @@ from paceline.coordinator.stores import Candidate, open_audit, open_coordination
 from paceline.errors import AccessDenied, InvalidProfile
 from tests.coordinator.stores.conftest import REAL
 
+pytestmark = pytest.mark.xdist_group("etcd")
+
 
 @pytest.fixture
 def runtime(tmp_path):

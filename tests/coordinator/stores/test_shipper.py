@@ -12,6 +12,8 @@ from tests.coordinator.stores.conftest import REAL, until
 from tests.coordinator.stores.effects import told, worker
 from tests.support.postgres import postgres_server
 
+pytestmark = pytest.mark.xdist_group("etcd")
+
 PAIRS = pytest.mark.parametrize(
     ("coordination", "audit"),
     [("sqlite", "sqlite"), pytest.param("etcd", "postgres", marks=REAL)],

@@ -39,7 +39,7 @@ from tests.training.checkpoint.ranks import (
 
 pytestmark = [
     pytest.mark.timeout(480),
-    pytest.mark.xdist_group("checkpoint gangs"),
+    pytest.mark.xdist_group("forked ranks"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]

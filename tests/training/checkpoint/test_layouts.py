@@ -22,7 +22,7 @@ from tests.training.checkpoint.ranks import (
     config,
 )
 
-pytestmark = [pytest.mark.timeout(480), pytest.mark.xdist_group("checkpoint gangs")]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.xdist_group("forked ranks")]
 
 
 def test_every_layout_takes_the_same_steps(runs: dict[int, list[dict[str, Any]]]) -> None:

@@ -1,10 +1,9 @@
 """Models of transformers in every way of training, in one launch of ranks.
 
-``python -m tests.training.parallel.hugging_face_ranks DIRECTORY FAMILY…`` writes the models below
-DIRECTORY/models (by transformers; OWN is our transformer), trains all weights, LoRA, DoRA, on
-conversations (SFT) and on preferences (DPO), exports below DIRECTORY/exports, and prints one JSON
-object: ``ranks``, job → what rank 0 answered, and ``loaded``, what transformers and peft read of
-each export in a process that trained nothing.
+``main`` with DIRECTORY FAMILY… writes the models below DIRECTORY/models (by transformers; OWN is
+our transformer), trains all weights, LoRA, DoRA, on conversations (SFT) and on preferences (DPO),
+exports below DIRECTORY/exports, and prints one JSON object: ``ranks``, job → what rank 0 answered,
+and ``loaded``, what transformers and peft read of each export in a process that trained nothing.
 test_hugging_face.py holds it to its promises.
 """
 
@@ -349,7 +348,7 @@ def loaded(directory: Path) -> dict[str, Any]:
     }
 
 
-def main(root: Path, families: list[str]) -> dict[str, Any]:
+def answered(root: Path, families: list[str]) -> dict[str, Any]:
     """Train all weights, LoRA and DoRA of each family in each way, and load the exports."""
     jobs, loads = [], {}
     for family in [*families, *([BF16] if EVERY_WAY in families else [])]:
@@ -391,5 +390,5 @@ def main(root: Path, families: list[str]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(Path(sys.argv[1]), sys.argv[2:])) + "\n")
+def main() -> None:
+    sys.stdout.write(json.dumps(answered(Path(sys.argv[1]), sys.argv[2:])) + "\n")

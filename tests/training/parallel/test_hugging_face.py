@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.forked import run_gangs
 from tests.support.hugging_face import FAMILIES
 from tests.training.parallel.hugging_face_ranks import (
     ADAPTERS,
@@ -26,7 +23,6 @@ from tests.training.parallel.hugging_face_ranks import (
     ways_of,
 )
 
-ROOT = Path(__file__).parents[3]
 EVERY_TIME = ("llama",)  # the others are shown again nightly
 # in turns, each in a launch of its own
 NIGHTLY = (
@@ -36,7 +32,7 @@ NIGHTLY = (
 )
 assert {*EVERY_TIME, *(each for turn in NIGHTLY for each in turn)} == {*FAMILIES, FOUR, OWN}
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("forked ranks")]
 Answers = dict[str, dict[str, Any]]
 
 
@@ -48,20 +44,10 @@ Answers = dict[str, dict[str, Any]]
 def answers(request, tmp_path_factory) -> Answers:
     """What ranks answered, and what a process without a network loads from their exports."""
     root = tmp_path_factory.mktemp("hugging-face")
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.training.parallel.hugging_face_ranks"),
-            *(str(root), *request.param),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=380,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: Answers = json.loads(done.stdout.splitlines()[-1])
+    words = (str(root), *request.param)
+    ((done,),) = run_gangs("tests.training.parallel.hugging_face_ranks", [[words]], 380)
+    assert done.code == 0, done.err[-4000:]
+    found: Answers = json.loads(done.out.splitlines()[-1])
     wanted = {
         f"{family} {kind}".strip() + f": {way}"
         for family in request.param

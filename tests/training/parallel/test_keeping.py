@@ -11,6 +11,8 @@ import torch
 from paceline.training import CarriedState
 from tests.support.two_ranks import run_two
 
+pytestmark = pytest.mark.xdist_group("forked ranks")
+
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:

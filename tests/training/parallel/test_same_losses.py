@@ -3,33 +3,47 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
 from benchmarks.layouts.ranks import GROUP_TIMEOUT_S
+from tests.support.forked import run_gangs
 from tests.training.parallel import launch
 
-pytestmark = pytest.mark.timeout(240)  # seconds alone; a busy machine made it two minutes
+pytestmark = [
+    pytest.mark.timeout(240),  # seconds alone; a busy machine made it two minutes
+    pytest.mark.xdist_group("forked ranks"),
+]
 
-ROOT = Path(__file__).parents[3]
+
+def named(form: str, names: Iterable[str]) -> pytest.MarkDecorator:
+    """Run a test for the job of each name; some run nightly."""
+    nightly = [form.format(each) in launch.NIGHTLY for each in names]
+    marks = [pytest.mark.nightly if each else () for each in nightly]
+    cases = [pytest.param(each, marks=mark) for each, mark in zip(names, marks, strict=True)]
+    return pytest.mark.parametrize("name", cases)
+
+
+class Answers(dict[str, Any]):
+    """What the jobs answered; a job that runs nightly has a launch with others of its kind."""
+
+    def __missing__(self, job: str) -> Any:
+        assert job in launch.NIGHTLY
+        self.update(launched("nightly"))
+        return self[job]
 
 
 @pytest.fixture(scope="module")
-def answers() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.parallel.launch"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=220,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+def answers() -> Answers:
+    return Answers(launched())
+
+
+def launched(*words: str) -> dict[str, Any]:
+    ((done,),) = run_gangs("tests.training.parallel.launch", [[words]], 220)
+    assert done.code == 0, done.err[-4000:]
+    return json.loads(done.out)
 
 
 def furthest(mine: list[float], wanted: list[float]) -> float:
@@ -44,13 +58,13 @@ def distance(answers: dict[str, Any], job: str, single: str) -> float:
     return max(furthest(mine[each], wanted[each]) for each in ("losses", "norms"))
 
 
-@pytest.mark.parametrize("name", launch.RIGHT)
+@named("{} float64", launch.RIGHT)
 def test_a_layout_has_the_losses_and_the_gradient_norms_of_one_process(answers, name) -> None:
     single = launch.BY_NAME[name].single
     assert distance(answers, f"{name} float64", single) < 1e-10
 
 
-@pytest.mark.parametrize("name", launch.APART)
+@named("documents apart: {}", launch.APART)
 def test_documents_attended_to_one_by_one_are_the_same_to_every_layout(answers, name) -> None:
     assert distance(answers, f"documents apart: {name}", "single") < 1e-12
 
@@ -64,7 +78,7 @@ def test_gradients_are_long_enough_to_be_shortened(answers) -> None:
     assert min(answers["single float64"]["norms"]) > 0.5  # else clipping would not be compared
 
 
-@pytest.mark.parametrize("name", launch.EVALUATED)
+@named("evaluated: {}", launch.EVALUATED)
 def test_evaluation_gives_the_loss_of_the_next_step_and_changes_nothing(answers, name) -> None:
     mine, single = answers[f"evaluated: {name}"], answers["single float64"]["losses"]
     assert (
@@ -75,9 +89,9 @@ def test_evaluation_gives_the_loss_of_the_next_step_and_changes_nothing(answers,
     assert all(whole[parameter] == shape for parameter, shape in mine["shapes"].items())
 
 
-@pytest.mark.parametrize("hook", ["none", "fp16", "bf16", "powersgd"])
-def test_a_hook_sends_fewer_bytes_and_learns_nearly_the_same(answers, hook) -> None:
-    mine, single = answers[f"hook: {hook}"], answers["single float32"]["losses"]
+@named("hook: {}", ["none", "fp16", "bf16", "powersgd"])
+def test_a_hook_sends_fewer_bytes_and_learns_nearly_the_same(answers, name) -> None:
+    hook, mine, single = name, answers[f"hook: {name}"], answers["single float32"]["losses"]
     share = mine["bytes"] / mine["gradient_bytes"]
     off = furthest(mine["losses"], single)
     if hook == "none":
@@ -93,8 +107,8 @@ def test_a_hook_sends_fewer_bytes_and_learns_nearly_the_same(answers, hook) -> N
         assert 1e-9 < off < 0.01
 
 
-@pytest.mark.parametrize(
-    "job",
+@named(
+    "{}",
     [
         "single bfloat16",
         "dp2 bfloat16",
@@ -105,8 +119,8 @@ def test_a_hook_sends_fewer_bytes_and_learns_nearly_the_same(answers, hook) -> N
         "shard2 x pp2 float16",
     ],
 )
-def test_half_precision_learns_alike_on_whole_masters(answers, job) -> None:
-    mine, single = answers[job], answers["single float32"]["losses"][: launch.STEPS]
+def test_half_precision_learns_alike_on_whole_masters(answers, name) -> None:
+    mine, single = answers[name], answers["single float32"]["losses"][: launch.STEPS]
     assert mine["types"] == ["torch.float32"]
     assert 1e-7 < furthest(mine["losses"], single) < 0.02
 

@@ -17,6 +17,8 @@ from paceline.training.parallel import Mesh, MeshSpec
 from paceline.training.strategies.local_sgd import local_sgd
 from tests.support.two_ranks import run_two
 
+pytestmark = pytest.mark.xdist_group("forked ranks")
+
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
