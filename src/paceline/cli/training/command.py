@@ -44,6 +44,7 @@ from paceline.cli.training.output import (
     summary,
 )
 from paceline.errors import Cancelled, InvalidInput
+from paceline.extras import require_extras
 from paceline.relay import SignalEvent
 from paceline.schemas import is_run_id, one_of
 
@@ -293,6 +294,7 @@ def train_here(
         raise InvalidInput(
             "nothing to train", got="0 steps", wanted="at least 1", where="training.steps"
         )
+    require_extras("train")
     steps, ranks = profile.training.steps, profile.training.ranks
     say(f"starting a training below {output}: {steps} steps, ranks: {ranks}")  # torch takes seconds
     from paceline.training import checkpoints_url, single
