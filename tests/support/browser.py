@@ -25,7 +25,7 @@ _open: list[Any] = []  # this process's: a start takes 2 s of CPU time
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """Yield a Selenium driver with a window of its own; its tests are of the xdist group "browser"."""
+    """Yield a Selenium driver with a window of its own (tests of the xdist group "browser")."""
     if not _open:
         _open.append(_started())
     (browser,) = _open
