@@ -201,7 +201,10 @@ def hurt(topology: Topology, victim: str, monkeypatch: pytest.MonkeyPatch, *, ba
 
 @pytest.mark.parametrize(
     ("topology", "victim", "gain"),
-    [(Topology.CHAIN, "node-3", 0.7), (Topology.MESH, "node-3", 1.01)],
+    [
+        (Topology.CHAIN, "node-3", 0.7),
+        pytest.param(Topology.MESH, "node-3", 1.01, marks=pytest.mark.nightly),
+    ],
 )
 def test_simulated_fleets_gain_as_much_and_none_loses(
     topology: Topology, victim: str, gain: float, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,6 @@ the bucket and no line of the ledger takes its place."""
 
 from __future__ import annotations
 
-import copy
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,12 +17,11 @@ from paceline.errors import (
     CorruptData,
     GateRefused,
     InvalidInput,
-    NotFound,
     SourceMissing,
 )
 from paceline.manifest import build_manifest
 from paceline.models import weights_digest
-from paceline.registry import Registry, claim_digest
+from paceline.registry import claim_digest
 from paceline.schemas import (
     Evaluation,
     EvaluationReport,
@@ -33,14 +31,11 @@ from paceline.schemas import (
     canonical_json,
     digest_of,
 )
-from paceline.storage import ObjectStore
 from paceline.tasks import promote, train
 from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run
 from tests.evaluation.reports import LINEAGE, SNAPSHOT, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
-from tests.support.shared import Rejected
-from tests.support.stack import paceline
 
 BASE = "b" * 64
 
@@ -312,57 +307,3 @@ def test_of_a_report_edited_by_hand_the_command_takes_the_digest_alone(tmp_path:
     path.write_text(json.dumps(printed))  # as an older version printed it
     with pytest.raises(InvalidInput):
         flows._digest_of(str(path), "report_digest", "evaluate")
-
-
-# ── through the command line ─────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.xdist_group("installation")
-@pytest.mark.timeout(600)
-def test_the_command_line_promotes_no_forged_report(
-    stack: Runtime, rejected: Rejected, tmp_path: Path
-) -> None:
-    before = Registry.from_runtime(stack).champion(rejected.model)
-
-    def refused(*words: str, code: int = 3) -> dict[str, Any]:
-        ended = paceline("promote", *words, "--json", state=stack.state_dir)
-        assert ended.code == code, ended.err
-        error: dict[str, Any] = ended.answer["error"]
-        return error
-
-    def written(name: str, value: object) -> str:
-        path = tmp_path / name
-        path.write_text(json.dumps(value))
-        return str(path)
-
-    report = copy.deepcopy(rejected.report)
-    for score in report["scores"]:
-        if score["name"] == "candidate":
-            score["bits_per_byte"] = {"value": 0.5, "low": 0.4, "high": 0.6}
-            gain = {"value": -1.0, "low": -1.1, "high": -0.9}
-            score["difference_to"] = dict.fromkeys(score["difference_to"], gain)
-
-    # edited by hand: what was recorded is judged
-    error = refused(*rejected.promotion, "--report", written("edited.json", report))
-    assert error["code"] == "GateRefused"
-    assert "better than base" in error["got"]
-
-    # a record of its own, by one who can write into the bucket but has not the installation's token
-    store = ObjectStore.from_runtime(stack)
-    url = f"{stack.records_url}/evaluation/{report['report_digest']}.json"
-    content = json.loads(store.get_bytes(url))
-    extra = {"status", "run_id", "notes", "report_digest"}
-    content["record"]["report"] = {key: report[key] for key in report.keys() - extra}
-    digest = digest_of(content["record"])
-    store.put_bytes(f"{stack.records_url}/evaluation/{digest}.json", canonical_json(content))
-    assert "cannot be trusted" in refused(rejected.model, "--report", digest)["got"]
-
-    # a report as an older version printed it, and one that was never recorded
-    older = {key: value for key, value in report.items() if key != "report_digest"}
-    error = refused(*rejected.promotion, "--report", written("older.json", older), code=2)
-    assert error["code"] == "InvalidInput"
-    with pytest.raises(NotFound):
-        sealed.find(Run.open(stack.state_dir), "a" * 64, "evaluation", Evaluation)
-    assert Registry.from_runtime(stack).champion(rejected.model) == before

@@ -46,7 +46,9 @@ def test_gathered_corruption_costs_what_single_pieces_cost() -> None:
     assert gathered == pytest.approx(single, rel=0.05)
 
 
-@pytest.mark.parametrize(("corrupt", "most"), [(0.0, 1.005), (0.01, 1.018)])
+@pytest.mark.parametrize(
+    ("corrupt", "most"), [pytest.param(0.0, 1.005, marks=pytest.mark.nightly), (0.01, 1.018)]
+)
 def test_a_large_fleets_extents_cost_a_small_one_nothing(corrupt: float, most: float) -> None:
     """As coarse as for 10,000 workers. Seeds waited for word of what they had asked for (4 %);
     repairs in lumps added up (4 %); senders were left for runs of corrupt pieces among repairs of

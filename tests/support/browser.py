@@ -25,12 +25,12 @@ _open: list[Any] = []  # this process's: a start takes 2 s of CPU time
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """Yield a Selenium driver with a tab of its own; its tests are of the xdist group "browser"."""
+    """Yield a Selenium driver with a window of its own (tests of the xdist group "browser")."""
     if not _open:
         _open.append(_started())
     (browser,) = _open
     first = browser.current_window_handle
-    browser.switch_to.new_window("tab")
+    browser.switch_to.new_window("window")
     try:
         yield browser
     finally:

@@ -21,7 +21,7 @@ DISK_CALLS = (
 )
 NETWORK_CALLS = "sendto,connect"
 
-SAMPLED = pytest.mark.parametrize("count", [4, pytest.param(16, marks=pytest.mark.nightly)])
+SAMPLED = pytest.mark.parametrize("count", [2, pytest.param(16, marks=pytest.mark.nightly)])
 
 _LINE = re.compile(r"(\d+) +(\w+)\(")
 

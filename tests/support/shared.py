@@ -89,12 +89,6 @@ class Rejected:
     job: dict[str, Any]
     report: dict[str, Any]
 
-    @property
-    def promotion(self) -> tuple[str, ...]:
-        """Return the words of a promotion that names what was judged."""
-        digest = self.job["training_digest"]
-        return (self.model, "--base", "1", "--trained", digest, "--snapshot", self.judged_on)
-
 
 @pytest.fixture(scope="session")
 def rejected(
