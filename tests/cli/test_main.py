@@ -179,7 +179,7 @@ ABSENT = [
     (("lifecycle", "--data", "/no/texts"), 1, ("/no/texts", "Check the path")),
     (("lifecycle", "--model", "nonsense"), 2, ("'nonsense'", "MODEL_ID/VERSION")),
     (("lifecycle", "--model", "org/name/1"), 1, ("org/name/1", "publish it first")),
-    (("lifecycle", "--run-id", "one"), 2, ("'run-1'", "run-20261120")),
+    (("lifecycle", "--run-id", "one"), 2, ("'one'", "run-20261120")),
     (("distribute", "m", "7"), 1, ("models/m/7", "publish it first")),
     (("verify", "m", "7"), 1, ("models/m/7",)),
     (("publish", "/no/model", "--model", "m", "--version", "1"), 1, ("/no/model",)),

@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.nightly,
     pytest.mark.xdist_group("installation"),  # one at a time: two cores
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
 ]
 
 BESIDE = 4_000_000  # bytes beside the base's weights: some seconds at 8 Mbit/s
