@@ -118,7 +118,7 @@ def test_another_rate_and_schedule_may_follow_and_other_data_may_not(
         (("--steps", "9", "--continue-from", "job-000000000000"), "job-000000000000"),
         ((*more[:3], "../elsewhere"), "not a job's id"),
         ((*more[:3], "job-"), "several jobs begin so"),
-        ((*more[:3], "job-zz"), "no such job (got job-zz"),
+        ((*more[:3], "job-zz"), "no such job: got job-zz"),
     ):
         _, said = train(text, output, *words, code=1 if words[-1] in MISSING else 2)
         (line,) = [each for each in said.splitlines() if each.startswith("paceline: ")]
