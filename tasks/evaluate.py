@@ -48,6 +48,7 @@ from paceline.training.user_code import Task, check, parse, require_allowed
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
 MODEL_BYTES = 400_000_000
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
+READS = 2  # version of what models are given to read; 2: first the tokenizer's BOS
 MAX_GENERATIONS = 1000
 MEMORY_SHARE = 0.7  # of a node's, for a model's weights
 
@@ -355,6 +356,7 @@ def evaluate(
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
+            "reads": READS,
             **_together(profile.evaluation, ranks),
         },
         work,

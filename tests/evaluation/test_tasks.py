@@ -55,8 +55,9 @@ def write_tasks(into: Path, *tasks: Mapping[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with BOS ≠ EOS, as Llama 3 has them."""
     directory = write_model("llama", tmp_path_factory.mktemp("made") / "model", vocab_size=320)
-    write_tokenizer(directory, SAID)
+    write_tokenizer(directory, SAID, begin="<s>")
     return directory
 
 
@@ -65,6 +66,16 @@ def scored(directory: Path, models: Mapping[str, Path], scratch: Path) -> dict[s
         directory, models, EvaluationSettings(), scratch=scratch, on_progress=lambda *_: None
     )
     return {f"{each.task}/{each.metric}": each for each in found}
+
+
+def adapter_of_transformers(model: Path) -> Any:
+    """Return the harness's own, as it is by default."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    return HFLM(loaded, tokenizer=tokenizer, batch_size=1, max_length=64)
 
 
 def test_the_figures_are_those_of_the_harness_with_transformers(
@@ -76,17 +87,10 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
     assert set(ours) == {"completion/exact_match", "next_number/acc", "next_number/acc_norm"}
 
     from lm_eval import evaluator
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    separator = TextModel.open(model).separator
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
-    tokenizer.bos_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(separator)
-    tokenizer.pad_token = tokenizer.eos_token
     theirs = evaluator.simple_evaluate(
-        HFLM(AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer,
-             prefix_token_id=separator, batch_size=1, max_length=64),
+        adapter_of_transformers(model),
         tasks=[dict(each) for each in read_tasks(directory)],
         task_manager=TaskManager(include_defaults=False), bootstrap_iters=0,
     )["results"]  # fmt: skip
@@ -96,6 +100,26 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
         assert score.scores["candidate"].value == pytest.approx(theirs[task][f"{metric},none"])
         assert score.difference_to["base"].value == 0
     assert 0 < ours["next_number/acc"].scores["candidate"].value < 1, "a figure that can differ"
+
+
+def test_every_answer_is_that_of_the_harness_with_transformers(model: Path) -> None:
+    """Row by row, also of an empty context and of one that ends with a space."""
+    from lm_eval.api.instance import Instance
+
+    from paceline.evaluation.harness import HarnessModel
+
+    pairs = [("line 7 is", " 49"), ("line 7 is ", "49"), ("", "line 1"), ("then\n", "comes line")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    ours, theirs = HarnessModel(TextModel.open(model)), adapter_of_transformers(model)
+    wanted = theirs.loglikelihood(asked)
+    for one, other in zip(ours.loglikelihood(asked), wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    prompts = [
+        Instance("generate_until", {}, (text, options), number)
+        for number, text in enumerate(("line 7", "then comes"))
+    ]
+    assert ours.generate_until(prompts) == theirs.generate_until(prompts)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A model directory as lm-eval's harness sees a model. Imports lm-eval: only ``tasks`` uses it.
 
-Every text begins with the separator, as in training. Rows longer than the context lose their
-beginning.
+Every text begins with the tokenizer's BOS, or without one with the separator, as in training. Rows
+longer than the context lose their beginning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
     @property
     def eot_token_id(self) -> int:
         """Return the token before a text."""
-        return self._model.separator
+        return self._model.first
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
         """Return the tokens of ``string``; the harness's options for special tokens are ignored."""
@@ -71,8 +71,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
 
     def _row(self, context: list[int], continuation: list[int]) -> list[int]:
         row = [*context, *continuation]
-        if row[0] != self._model.separator:
-            row = [self._model.separator, *row]
+        if row[0] != self._model.first:
+            row = [self._model.first, *row]
         if len(continuation) > self._model.context:
             raise InvalidInput(
                 "an answer is longer than the model's context",

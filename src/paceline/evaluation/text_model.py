@@ -181,7 +181,8 @@ class TextModel:
     device: torch.device  # where it runs
     tokenizer: Tokenizer
     vocabulary: int  # rows of the embedding
-    separator: int  # before a document's first token, as in training, and after its last
+    first: int  # before a text's first token: the tokenizer's BOS, or the separator, as in training
+    separator: int  # after a document's last token
     context: int  # tokens of a row
     longest_context: int  # that the model was made for
     parameters: int
@@ -219,12 +220,14 @@ class TextModel:
             found = Pretrained.open(directory)
             tokenizer = own or open_tokenizer("bytes")
             separator, context = tokenizer.vocabulary.separator, MAX_CONTEXT
+            first = separator if tokenizer.first is None else tokenizer.first
         else:
             found = SavedTransformer.open(directory)
             tokenizer = own or of_the_data or open_tokenizer("bytes")
             if not found.tokenizer_digest:
                 tokenizer = open_tokenizer("bytes")
             separator, context = found.config.separator, found.longest_context
+            first = separator  # its training had no BOS, whatever its tokenizer adds
         require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
         if ranks is None:
             found.require_sound()
@@ -239,6 +242,7 @@ class TextModel:
             device=device,
             tokenizer=tokenizer,
             vocabulary=found.vocab_size,
+            first=first,
             separator=separator,
             context=min(found.longest_context, context),
             longest_context=found.longest_context,
@@ -275,6 +279,7 @@ class TextModel:
             device=device,
             tokenizer=tokenizer,
             vocabulary=network.width,
+            first=config.bos_token_id,
             separator=config.bos_token_id,
             context=min(config.max_position_embeddings, MAX_CONTEXT),
             longest_context=config.max_position_embeddings,
