@@ -21,6 +21,7 @@ from paceline.evaluation import (
     as_markdown,
     choose_conversations,
     choose_prefixes,
+    generate,
     score_models,
     score_transformer,
 )
@@ -204,6 +205,32 @@ def test_a_tokenizer_that_loses_text_is_named(
         return
     with pytest.raises(InvalidInput, match=words_of_error):
         score_transformer(model, documents_of([text]), silent)
+
+
+def test_a_first_space_may_be_lost_and_a_prompt_may_lose_more(tmp_path: Path) -> None:
+    """A tokenizer of Mistral's layout, which puts a space before a text that has none."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = write_model("mistral", tmp_path, vocab_size=400, bos_token_id=1, eos_token_id=2)
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{each:02X}>" for each in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator([each.decode() for each in TEXTS], trainer)
+    made.save(str(model / "tokenizer.json"))
+    found = score_transformer(model, documents_of([b"line 7", b" line 7", b"  line 7"]), silent)
+    assert found.bits[0] == pytest.approx(found.bits[1])
+    assert found.bits[2] > found.bits[1], "the other spaces are predicted"
+    opened = TextModel.open(model)
+    said = ["".join(generate(opened, text, max_tokens=4)) for text in ("line 7", " line 7")]
+    assert said[0] == said[1]
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.save(str(model / "tokenizer.json"))
+    assert "".join(generate(TextModel.open(model), "LINE 7", max_tokens=4)) == said[0]
 
 
 def test_a_prefix_does_not_cut_a_character() -> None:

@@ -154,7 +154,7 @@ class _Read:
 
 def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | None) -> _Read:
     if (chat := document.conversation) is None:
-        tokens = model.encode(document.text)
+        tokens = model.encode(document.text, whole=True)
         inputs = np.concatenate([[model.first], tokens[:-1]])
         return _Read(inputs, tokens, np.ones(len(tokens), np.bool_))
     wanted = "" if tokenizer is None else tokenizer.digest
