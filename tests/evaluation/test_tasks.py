@@ -175,3 +175,36 @@ def test_a_template_that_cannot_be_rendered_is_named(
     with pytest.raises(InvalidInput, match="a task cannot be scored") as caught:
         scored(directory, {"candidate": model}, tmp_path)
     assert named in caught.value.one_line()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("rows.jsonl", "", "no rows"),
+        ("rows.jsonl", '{"text": "a"}\n{not json\n', "row 2: Expecting property name"),
+        ("rows.jsonl", "[1, 2", "row 1"),
+        ("rows.csv", "text,choices,label\n", "no rows"),
+    ],
+)
+def test_a_data_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: str, named: str
+) -> None:
+    files = {"data_files": {"test": ["shots.jsonl", name]}}
+    kind = {"dataset_path": "csv" if name.endswith("csv") else "json"}
+    directory = write_tasks(tmp_path / "tasks", CHOICE | kind | {"dataset_kwargs": files})
+    (directory / name).write_text(content)
+    with pytest.raises(InvalidInput, match="a data file of a task cannot be read") as caught:
+        read_tasks(directory)
+    for each in (named, name, "next_number.yaml"):
+        assert each in caught.value.one_line()
+
+
+def test_an_answer_longer_than_the_context_is_named(model: Path, tmp_path: Path) -> None:
+    other = COMPLETION | {"task": "other"}
+    directory = write_tasks(tmp_path / "tasks", CHOICE | {"num_fewshot": 0}, other)
+    rows = (directory / "rows.jsonl").read_text().splitlines()
+    rows[3] = json.dumps({"text": "line", "choices": ["a", "x " * 200, "b"], "label": 0})
+    (directory / "rows.jsonl").write_text("\n".join(rows))
+    with pytest.raises(InvalidInput, match="longer than the model's context") as caught:
+        scored(directory, {"candidate": model}, tmp_path)
+    assert "row 3 of task next_number" in caught.value.one_line()

@@ -8,6 +8,7 @@ are compared document by document.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,8 +42,8 @@ Progress = Callable[[float, str], None]
 def read_tasks(directory: Path) -> list[dict[str, Any]]:
     """Return the harness's configuration of each ``*.yaml`` in ``directory``, by name.
 
-    Paths of datasets are made absolute. Raises InvalidInput for a directory without tasks and for
-    a task that is not data alone.
+    Paths of datasets are made absolute. Raises InvalidInput for a directory without tasks, for a
+    task that is not data alone, and for a data file without rows.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.glob("*.yaml")):
@@ -102,6 +103,7 @@ def _files(
     def local(name: object) -> str:
         if not isinstance(name, str) or "/" in name or not (path.parent / name).is_file():
             raise wrong("this data file", name, "a file beside the task")
+        _require_rows(path.parent / name, config["dataset_path"], path)
         return str((path.parent / name).absolute())
 
     files = given["data_files"]
@@ -112,6 +114,28 @@ def _files(
             for split, names in by_split.items()
         }
     }
+
+
+def _require_rows(file: Path, kind: str, task: Path) -> None:
+    """Raise InvalidInput for a ``file`` that is empty, or of JSON that cannot be read; the harness
+    names neither."""
+    data, at = file.read_bytes(), 0
+    lines = [each for each in data.splitlines() if each.strip()]
+    problem = "" if len(lines) > (kind == "csv") else "no rows"
+    try:
+        if kind == "json":
+            for row in [data] if data.lstrip()[:1] == b"[" else lines:
+                at += 1
+                json.loads(row)
+    except (ValueError, RecursionError) as error:
+        problem = f"row {at}: {error}"[:200]
+    if problem:
+        raise InvalidInput(
+            "a data file of a task cannot be read",
+            got=problem,
+            wanted=f"rows of {kind}",
+            where=f"{file}, of {task}",
+        )
 
 
 def score_tasks(
