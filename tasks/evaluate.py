@@ -35,6 +35,7 @@ from paceline.tasks._support.scores import (
     Gang,
     OnEvent,
     Process,
+    recorded_on_tasks,
     recorded_scores,
     scored_in_parts,
     scored_on_ranks,
@@ -329,7 +330,12 @@ def evaluate(
                 scores += found
             elif missing and len(nodes) > 1 and scores_in_parts(run, spec):
                 scores += scored_in_parts(run, part, nodes, process)
-            whole = spec.model_copy(update={"known": tuple(scores), "failures": failures})
+            whole = spec.model_copy(
+                update={
+                    "known": (*scores, *recorded_on_tasks(run, spec, models)),
+                    "failures": failures,
+                }
+            )
             process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))

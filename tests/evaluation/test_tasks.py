@@ -13,6 +13,7 @@ import yaml
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput
 from paceline.evaluation import TextModel, read_tasks, score_tasks
+from paceline.models import local_model_digest
 from paceline.schemas import TaskScore
 from tests.support.hugging_face import write_model, write_tokenizer
 
@@ -208,3 +209,19 @@ def test_an_answer_longer_than_the_context_is_named(model: Path, tmp_path: Path)
     with pytest.raises(InvalidInput, match="longer than the model's context") as caught:
         scored(directory, {"candidate": model}, tmp_path)
     assert "row 3 of task next_number" in caught.value.one_line()
+
+
+def test_a_model_is_scored_once_and_what_is_recorded_not_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tasks(tmp_path / "tasks", CHOICE)
+    made: dict[str, Any] = {}
+    models = {"candidate": model, "base": model, "champion": model}
+    ways: dict[str, Any] = {"scratch": tmp_path, "on_progress": lambda *_: None}
+    first = score_tasks(directory, models, EvaluationSettings(), on_scored=made.__setitem__, **ways)
+    assert set(made) == {local_model_digest(model)}
+    assert first[0].difference_to["champion"].value == 0
+    monkeypatch.setattr(TextModel, "open", lambda *_, **__: pytest.fail("it has figures"))
+    known = json.loads(json.dumps(made))  # as they are recorded
+    again = score_tasks(directory, models, EvaluationSettings(), known=known, **ways)
+    assert again == first

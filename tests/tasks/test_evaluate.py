@@ -12,9 +12,12 @@ import pytest
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
-from paceline.schemas import EvaluationSpec, TrainingData
+from paceline.models import model_digest
+from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData
 from paceline.tasks import evaluate as judging
+from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run
+from paceline.tasks._support.scores import recorded_on_tasks
 from tests.evaluation.test_tasks import CHOICE, write_tasks
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
@@ -75,6 +78,24 @@ def test_published_tasks_are_read_before_a_node_is_busy(run: Run, tmp_path: Path
     (tmp_path / "tasks" / "rows.jsonl").write_text("")
     with pytest.raises(InvalidInput, match=r"no rows.*rows\.jsonl"):
         judging.published_tasks(run)
+
+
+def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> None:
+    spec = EvaluationSpec(
+        run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models={}, scorer="now",
+        settings=EvaluationSettings(), tasks_url="s3://tasks", tasks_digest="d" * 64,
+    )  # fmt: skip
+    models = {"candidate": {"url": "s3://b/candidate", "digest": "c" * 64}}
+    score = RecordedScore(
+        subject=model_digest("c" * 64, {}), snapshot_digest="d" * 64, scorer="now", bits=(),
+        held_out_bytes=spec.settings.held_out_bytes, facts={"t": {"acc": [1.0]}}, run_id="r",
+    )  # fmt: skip
+    sealed.keep_score(run, score)
+    assert recorded_on_tasks(run, spec, models) == [score]
+    for other in ({"tasks_digest": "e" * 64}, {"scorer": "before"}, {"tasks_url": ""}):
+        assert not recorded_on_tasks(run, spec.model_copy(update=other), models)
+    models["candidate"]["digest"] = "f" * 64
+    assert not recorded_on_tasks(run, spec, models)
 
 
 def test_an_evaluation_of_models_that_read_otherwise_is_not_taken(
