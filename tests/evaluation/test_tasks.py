@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -198,6 +199,13 @@ def test_a_data_file_that_cannot_be_read_is_named(
         read_tasks(directory)
     for each in (named, name, "next_number.yaml"):
         assert each in caught.value.one_line()
+
+
+def test_a_packed_data_file_is_left_to_the_harness(tmp_path: Path) -> None:
+    files = {"dataset_kwargs": {"data_files": {"test": "rows.jsonl.gz"}}}
+    directory = write_tasks(tmp_path / "tasks", CHOICE | files)
+    (directory / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    assert [each["task"] for each in read_tasks(directory)] == ["next_number"]
 
 
 def test_an_answer_longer_than_the_context_is_named(model: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from paceline.schemas import Interval, TaskScore
 
 MAX_FILE_BYTES = 1024 * 1024  # of a task's YAML
 FORMATS = ("json", "csv", "parquet", "text")  # of datasets
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")  # which the harness unpacks
 METRICS = ("acc", "acc_norm", "acc_bytes", "exact_match")
 KINDS = ("multiple_choice", "loglikelihood", "generate_until")
 PLAIN = {
@@ -123,6 +124,8 @@ def _files(
 def _require_rows(file: Path, kind: str, task: Path) -> None:
     """Raise InvalidInput for a ``file`` that is empty, or of JSON that cannot be read; the harness
     names neither."""
+    if file.suffix in PACKED:
+        return
     data, at = file.read_bytes(), 0
     lines = [each for each in data.splitlines() if each.strip()]
     problem = "" if len(lines) > (kind == "csv") else "no rows"
