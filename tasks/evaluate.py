@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from paceline.client import raised
@@ -12,7 +13,7 @@ from paceline.cluster import Fleet, Node
 from paceline.config import EvaluationSettings, MeshSettings, Profile, TrainingSettings
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
-from paceline.evaluation import as_markdown, plot_report, read_tasks
+from paceline.evaluation import as_markdown, download_model, plot_report, read_tasks
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
 from paceline.models import CONFIG_FILE, file_sha256, json_object, user_code_of
@@ -34,6 +35,7 @@ from paceline.tasks._support.scores import (
     Gang,
     OnEvent,
     Process,
+    recorded_on_tasks,
     recorded_scores,
     scored_in_parts,
     scored_on_ranks,
@@ -48,6 +50,8 @@ from paceline.training.user_code import Task, check, parse, require_allowed
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
 MODEL_BYTES = 400_000_000
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
+TASKS_BYTES = 100_000  # of tasks' files, for DEADLINE_S each: rows repeat, with choices and shots
+READS = 2  # version of what models are given to read; 2: first the tokenizer's BOS
 MAX_GENERATIONS = 1000
 MEMORY_SHARE = 0.7  # of a node's, for a model's weights
 
@@ -99,16 +103,19 @@ def published_tasks(run: Run) -> tuple[str, str]:
     """Return where the profile's tasks are for every node, and their manifest's digest; "" twice
     where it names none.
 
-    Raises InvalidInput for tasks that are not data alone, MissingExtra without lm-eval.
+    Raises InvalidInput for tasks that are not data alone or without rows, MissingExtra without
+    lm-eval: before any node is busy.
     """
     named = run.runtime.profile.evaluation.tasks
     if not named:
         return "", ""
     require_extras("eval")
     if named.startswith("s3://"):
+        with TemporaryDirectory(prefix="tasks-") as scratch:
+            read_tasks(download_model(named, Path(scratch) / "tasks", run.store))
         return named, run.manifest(named).digest
     directory = Path(named)
-    read_tasks(directory)  # before any node is busy
+    read_tasks(directory)
     files = sorted(each for each in directory.iterdir() if each.is_file())
     content = digest_of([[each.name, file_sha256(each)] for each in files])
     url, profile = f"{run.runtime.data_url}/tasks/{content[:16]}", run.runtime.profile
@@ -158,7 +165,8 @@ def _require_buildable(run: Run, export_url: str) -> None:
 
 
 def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
-    """Return how long judging may take, by the sizes of the weights and the training data."""
+    """Return how long judging may take, by the sizes of the weights, the tasks and the training
+    data."""
     urls = [url for url in spec.models.values() if url.startswith("s3://")]
     weights = sum(each.size for url in urls for each in run.store.list(url))
     if len(urls) < len(spec.models):  # the base is on the nodes' disks
@@ -166,7 +174,11 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     compared_bytes = sum(
         load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in spec.trained_on
     )
-    return DEADLINE_S * max(1.0, weights / MODEL_BYTES) + compared_bytes / COMPARED_BYTES_PER_S
+    scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES)
+    if spec.tasks_url:
+        tasks_bytes = sum(each.size for each in run.manifest(spec.tasks_url).files)
+        scored_s *= 1 + tasks_bytes / TASKS_BYTES
+    return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 
 
 def judging_gang(
@@ -318,7 +330,12 @@ def evaluate(
                 scores += found
             elif missing and len(nodes) > 1 and scores_in_parts(run, spec):
                 scores += scored_in_parts(run, part, nodes, process)
-            whole = spec.model_copy(update={"known": tuple(scores), "failures": failures})
+            whole = spec.model_copy(
+                update={
+                    "known": (*scores, *recorded_on_tasks(run, spec, models)),
+                    "failures": failures,
+                }
+            )
             process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
@@ -355,6 +372,7 @@ def evaluate(
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
+            "reads": READS,
             **_together(profile.evaluation, ranks),
         },
         work,

@@ -45,7 +45,7 @@ Process = Callable[[Node, EvaluationSpec, OnEvent], None]
 def scorer_version() -> str:
     """Return the versions of all that scores: this release's sources and its libraries'."""
     found = [sources_version()]
-    for name in ("torch", "transformers", "tokenizers", "numpy"):
+    for name in ("torch", "transformers", "tokenizers", "numpy", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     return ", ".join(found)
@@ -75,6 +75,16 @@ def recorded_scores(
         if score is not None:
             found[name] = score
     return found
+
+
+def recorded_on_tasks(
+    run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
+) -> list[RecordedScore]:
+    """Return what the installation recorded of ``models`` on ``spec``'s tasks."""
+    if not spec.tasks_url:
+        return []
+    of_tasks = spec.model_copy(update={"snapshot_digest": spec.tasks_digest})
+    return [*recorded_scores(run, of_tasks, models).values()]
 
 
 def _model_digest(run: Run, name: str, url: str, digest: str) -> str:

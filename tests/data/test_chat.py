@@ -89,6 +89,19 @@ def test_the_mask_is_of_what_assistants_say(model: Path, template: str) -> None:
     assert found._tokenizer.decode([stop]) == "<|im_end|>"
 
 
+@pytest.mark.parametrize("template", [MARKED, CHATML], ids=["marked", "by difference"])
+def test_a_template_that_has_the_bos_gets_no_second_one(tmp_path: Path, template: str) -> None:
+    """The tokenizer's post-processor adds it to a text, and not to a rendered conversation."""
+    messages = conversation(3, turns=2)["messages"]
+    made = write_tokenizer(
+        tmp_path, [str(ROWS)], template="{{ bos_token }}" + template, end="<|im_end|>", begin="<s>"
+    )
+    chat = ChatTemplate(str(made / "tokenizer.json"))
+    for tokens in (chat.tokens(messages)[1].tolist(), chat.prompt("what is 3?")[0]):
+        assert tokens[0] == 0
+        assert tokens.count(0) == 1
+
+
 def test_a_snapshot_has_masks_counts_and_the_templates_digest(model: Path, tmp_path: Path) -> None:
     snapshot = built(ROWS, model, tmp_path)
     record = snapshot.record

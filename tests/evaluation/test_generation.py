@@ -37,6 +37,20 @@ def test_greedy_text_is_that_of_transformers(model: Path) -> None:
     assert said
 
 
+def test_text_begins_with_the_token_that_the_tokenizer_adds(tmp_path: Path) -> None:
+    """BOS ≠ EOS, as of Llama 3: the text is that of transformers' own two lines."""
+    made = write_model("llama", tmp_path, vocab_size=300, bos_token_id=0, eos_token_id=1)
+    write_tokenizer(made, [f"line {n} of file {n} is {n * n}" for n in range(200)], begin="<s>")
+    said = "".join(generate(TextModel.open(made), PROMPT, max_tokens=20))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(made)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    asked = tokenizer(PROMPT, return_tensors="pt", return_token_type_ids=False)
+    row = theirs.generate(**asked, max_new_tokens=20, do_sample=False, pad_token_id=1)[0]
+    assert asked["input_ids"][0, 0] == tokenizer.bos_token_id == 0
+    assert said == tokenizer.decode(row[asked["input_ids"].shape[1] :])
+    assert said
+
+
 def test_drawn_text_repeats_by_its_seed(model: Path) -> None:
     opened = TextModel.open(model)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
@@ -16,9 +17,11 @@ from paceline.data import Conversation, Document, open_tokenizer
 from paceline.errors import InvalidInput, InvalidSnapshot
 from paceline.evaluation import (
     HeldOutDocument,
+    TextModel,
     as_markdown,
     choose_conversations,
     choose_prefixes,
+    generate,
     score_models,
     score_transformer,
 )
@@ -81,6 +84,49 @@ def test_bits_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
     tokens = open_tokenizer(str(words)).encode(TEXTS)
     assert found.tokens == sum(map(len, tokens)) < sum(map(len, TEXTS)) / 1.5
     assert (found.dtype, found.format) == ("float32", "safetensors")
+
+
+def test_a_text_begins_with_the_token_that_the_tokenizer_adds(tmp_path: Path) -> None:
+    """BOS ≠ EOS, as of Llama 3: the bits are the loss of transformers' own ``tokenizer(text)``."""
+    made = write_model("llama", tmp_path, vocab_size=310, bos_token_id=0, eos_token_id=1)
+    write_tokenizer(made, [each.decode() for each in TEXTS], begin="<|begin_of_text|>")
+    text = TEXTS[1][:60]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(made)
+    ids = tokenizer(text.decode(), return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        mean = transformers.AutoModelForCausalLM.from_pretrained(made)(ids, labels=ids).loss
+    found = score_transformer(made, documents_of([text]), silent)
+    assert found.tokens == ids.shape[1] - 1
+    assert found.bits[0] == pytest.approx(found.tokens * float(mean) / np.log(2), rel=1e-5)
+
+
+def test_a_separator_above_255_is_the_token_that_it_is(words: Path, tmp_path: Path) -> None:
+    """The last one of the vocabulary, as Qwen has it."""
+    made = tokenizers.Tokenizer.from_str(words.read_text().replace("<|endoftext|>", "<|other|>"))
+    made.add_special_tokens(["<|endoftext|>"])
+    model = write_model("llama", tmp_path / "model", vocab_size=310)
+    made.save(str(model / "tokenizer.json"))
+    separator = made.token_to_id("<|endoftext|>")
+    assert TextModel.open(model).separator == separator > 255
+    found = score_transformer(model, documents_of(TEXTS[:3]), silent)
+    wanted = [plain_bits(model, model / "tokenizer.json", text) for text in TEXTS[:3]]
+    assert found.bits == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("single", "first"),
+    [("<s> $A", 1), ("<s> $A </s>", 1), ("$A </s>", None), ("$A", None)],
+)
+def test_the_first_token_is_the_one_before_the_text(
+    words: Path, tmp_path: Path, single: str, first: int | None
+) -> None:
+    made = tokenizers.Tokenizer.from_file(str(words))
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert open_tokenizer(str(tmp_path / "tokenizer.json")).first == first
+    assert open_tokenizer(str(words)).first is open_tokenizer("bytes").first is None
 
 
 def test_figures_of_tokens_are_those_of_a_plain_loop(model: Path, words: Path) -> None:
@@ -159,6 +205,32 @@ def test_a_tokenizer_that_loses_text_is_named(
         return
     with pytest.raises(InvalidInput, match=words_of_error):
         score_transformer(model, documents_of([text]), silent)
+
+
+def test_a_first_space_may_be_lost_and_a_prompt_may_lose_more(tmp_path: Path) -> None:
+    """A tokenizer of Mistral's layout, which puts a space before a text that has none."""
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    model = write_model("mistral", tmp_path, vocab_size=400, bos_token_id=1, eos_token_id=2)
+    made = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    made.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ])  # fmt: skip
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{each:02X}>" for each in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    made.train_from_iterator([each.decode() for each in TEXTS], trainer)
+    made.save(str(model / "tokenizer.json"))
+    found = score_transformer(model, documents_of([b"line 7", b" line 7", b"  line 7"]), silent)
+    assert found.bits[0] == pytest.approx(found.bits[1])
+    assert found.bits[2] > found.bits[1], "the other spaces are predicted"
+    opened = TextModel.open(model)
+    said = ["".join(generate(opened, text, max_tokens=4)) for text in ("line 7", " line 7")]
+    assert said[0] == said[1]
+    made.normalizer = tokenizers.normalizers.Lowercase()
+    made.save(str(model / "tokenizer.json"))
+    assert "".join(generate(TextModel.open(model), "LINE 7", max_tokens=4)) == said[0]
 
 
 def test_a_prefix_does_not_cut_a_character() -> None:

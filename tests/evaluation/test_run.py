@@ -23,6 +23,7 @@ from paceline.config import (
 )
 from paceline.data import build_snapshot, in_held_out
 from paceline.evaluation import as_markdown, run
+from paceline.manifest import publish_model
 from paceline.models import (
     config_for,
     local_model_digest,
@@ -31,6 +32,7 @@ from paceline.models import (
     weights_digest,
 )
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore, TrainingData
+from tests.evaluation.test_tasks import CHOICE, write_tasks
 from tests.support.hugging_face import MARKED, write_model, write_tokenizer
 from tests.support.rclone import RcloneS3
 
@@ -202,3 +204,35 @@ def test_what_was_scored_before_is_not_scored_again(spec: EvaluationSpec, tmp_pa
             assert after.bits_per_byte == before.bits_per_byte
             assert after.difference_to == before.difference_to
         assert second.score("candidate") == first.score("candidate"), "latency too"
+
+
+def test_figures_on_tasks_are_recorded_by_model_and_tasks(
+    spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows"
+    write_tasks(rows, CHOICE | {"num_fewshot": 0, "metric_list": [{"metric": "acc"}]})
+    manifest = publish_model(
+        rows, f"s3://{BUCKET}/tasks", model_id="tasks", version="1", store=s3.store(), link_mbit=100
+    )
+    asked = spec.model_copy(
+        update={
+            "scorer": "this release",
+            "tasks_url": f"s3://{BUCKET}/tasks",
+            "tasks_digest": manifest.digest,
+            "models": spec.models | {"champion": spec.models["base"]},
+        }
+    )
+    reports, scored = [], []
+    for _ in range(2):
+        code, lines, stderr = evaluate(asked.model_dump_json())
+        assert code == 0, stderr
+        scores = [RecordedScore.model_validate(x["data"]) for x in lines if x["event"] == "score"]
+        scored.append([each for each in scores if each.snapshot_digest == manifest.digest])
+        reports.append(EvaluationReport.model_validate(lines[-1]["data"]))
+        asked = asked.model_copy(update={"known": tuple(scores)})
+    assert [each.subject for each in scored[0]] == [
+        local_model_digest(tmp_path / name) for name in ("candidate", "base")
+    ], "base and champion are one"
+    assert scored[1] == []
+    assert reports[0].tasks == reports[1].tasks
+    assert set(reports[0].tasks[0].scores) == {"candidate", "base", "champion"}

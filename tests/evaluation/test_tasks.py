@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput
 from paceline.evaluation import TextModel, read_tasks, score_tasks
+from paceline.models import local_model_digest
 from paceline.schemas import TaskScore
 from tests.support.hugging_face import write_model, write_tokenizer
 
@@ -55,8 +57,9 @@ def write_tasks(into: Path, *tasks: Mapping[str, Any]) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a model with BOS ≠ EOS, as Llama 3 has them."""
     directory = write_model("llama", tmp_path_factory.mktemp("made") / "model", vocab_size=320)
-    write_tokenizer(directory, SAID)
+    write_tokenizer(directory, SAID, begin="<s>")
     return directory
 
 
@@ -65,6 +68,16 @@ def scored(directory: Path, models: Mapping[str, Path], scratch: Path) -> dict[s
         directory, models, EvaluationSettings(), scratch=scratch, on_progress=lambda *_: None
     )
     return {f"{each.task}/{each.metric}": each for each in found}
+
+
+def adapter_of_transformers(model: Path) -> Any:
+    """Return the harness's own, as it is by default."""
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    return HFLM(loaded, tokenizer=tokenizer, batch_size=1, max_length=64)
 
 
 def test_the_figures_are_those_of_the_harness_with_transformers(
@@ -76,17 +89,10 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
     assert set(ours) == {"completion/exact_match", "next_number/acc", "next_number/acc_norm"}
 
     from lm_eval import evaluator
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    separator = TextModel.open(model).separator
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
-    tokenizer.bos_token = tokenizer.eos_token = tokenizer.convert_ids_to_tokens(separator)
-    tokenizer.pad_token = tokenizer.eos_token
     theirs = evaluator.simple_evaluate(
-        HFLM(AutoModelForCausalLM.from_pretrained(model), tokenizer=tokenizer,
-             prefix_token_id=separator, batch_size=1, max_length=64),
+        adapter_of_transformers(model),
         tasks=[dict(each) for each in read_tasks(directory)],
         task_manager=TaskManager(include_defaults=False), bootstrap_iters=0,
     )["results"]  # fmt: skip
@@ -96,6 +102,26 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
         assert score.scores["candidate"].value == pytest.approx(theirs[task][f"{metric},none"])
         assert score.difference_to["base"].value == 0
     assert 0 < ours["next_number/acc"].scores["candidate"].value < 1, "a figure that can differ"
+
+
+def test_every_answer_is_that_of_the_harness_with_transformers(model: Path) -> None:
+    """Row by row, also of an empty context and of one that ends with a space."""
+    from lm_eval.api.instance import Instance
+
+    from paceline.evaluation.harness import HarnessModel
+
+    pairs = [("line 7 is", " 49"), ("line 7 is ", "49"), ("", "line 1"), ("then\n", "comes line")]
+    asked = [Instance("loglikelihood", {}, pair, number) for number, pair in enumerate(pairs)]
+    ours, theirs = HarnessModel(TextModel.open(model)), adapter_of_transformers(model)
+    wanted = theirs.loglikelihood(asked)
+    for one, other in zip(ours.loglikelihood(asked), wanted, strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
+    options = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+    prompts = [
+        Instance("generate_until", {}, (text, options), number)
+        for number, text in enumerate(("line 7", "then comes"))
+    ]
+    assert ours.generate_until(prompts) == theirs.generate_until(prompts)
 
 
 @pytest.mark.parametrize(
@@ -151,3 +177,59 @@ def test_a_template_that_cannot_be_rendered_is_named(
     with pytest.raises(InvalidInput, match="a task cannot be scored") as caught:
         scored(directory, {"candidate": model}, tmp_path)
     assert named in caught.value.one_line()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("rows.jsonl", "", "no rows"),
+        ("rows.jsonl", '{"text": "a"}\n{not json\n', "row 2: Expecting property name"),
+        ("rows.jsonl", "[1, 2", "row 1"),
+        ("rows.csv", "text,choices,label\n", "no rows"),
+    ],
+)
+def test_a_data_file_that_cannot_be_read_is_named(
+    tmp_path: Path, name: str, content: str, named: str
+) -> None:
+    files = {"data_files": {"test": ["shots.jsonl", name]}}
+    kind = {"dataset_path": "csv" if name.endswith("csv") else "json"}
+    directory = write_tasks(tmp_path / "tasks", CHOICE | kind | {"dataset_kwargs": files})
+    (directory / name).write_text(content)
+    with pytest.raises(InvalidInput, match="a data file of a task cannot be read") as caught:
+        read_tasks(directory)
+    for each in (named, name, "next_number.yaml"):
+        assert each in caught.value.one_line()
+
+
+def test_a_packed_data_file_is_left_to_the_harness(tmp_path: Path) -> None:
+    files = {"dataset_kwargs": {"data_files": {"test": "rows.jsonl.gz"}}}
+    directory = write_tasks(tmp_path / "tasks", CHOICE | files)
+    (directory / "rows.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n'))
+    assert [each["task"] for each in read_tasks(directory)] == ["next_number"]
+
+
+def test_an_answer_longer_than_the_context_is_named(model: Path, tmp_path: Path) -> None:
+    other = COMPLETION | {"task": "other"}
+    directory = write_tasks(tmp_path / "tasks", CHOICE | {"num_fewshot": 0}, other)
+    rows = (directory / "rows.jsonl").read_text().splitlines()
+    rows[3] = json.dumps({"text": "line", "choices": ["a", "x " * 200, "b"], "label": 0})
+    (directory / "rows.jsonl").write_text("\n".join(rows))
+    with pytest.raises(InvalidInput, match="longer than the model's context") as caught:
+        scored(directory, {"candidate": model}, tmp_path)
+    assert "row 3 of task next_number" in caught.value.one_line()
+
+
+def test_a_model_is_scored_once_and_what_is_recorded_not_again(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_tasks(tmp_path / "tasks", CHOICE)
+    made: dict[str, Any] = {}
+    models = {"candidate": model, "base": model, "champion": model}
+    ways: dict[str, Any] = {"scratch": tmp_path, "on_progress": lambda *_: None}
+    first = score_tasks(directory, models, EvaluationSettings(), on_scored=made.__setitem__, **ways)
+    assert set(made) == {local_model_digest(model)}
+    assert first[0].difference_to["champion"].value == 0
+    monkeypatch.setattr(TextModel, "open", lambda *_, **__: pytest.fail("it has figures"))
+    known = json.loads(json.dumps(made))  # as they are recorded
+    again = score_tasks(directory, models, EvaluationSettings(), known=known, **ways)
+    assert again == first

@@ -171,3 +171,21 @@ def test_transformers_reads_an_export_in_the_dtype_that_was_named(written, tmp_p
     assert (before.dtype, found.dtype) == (torch.float32, torch.bfloat16)
     for name, weight in before.state_dict().items():
         assert torch.equal(found.state_dict()[name], weight.bfloat16())
+
+
+@pytest.mark.parametrize("rope_type", ["dynamic", "yarn"])
+def test_a_piece_of_a_long_document_reads_in_a_packed_row_as_alone(
+    tmp_path: Path, rope_type: str
+) -> None:
+    """Its positions run on past the model's; those of ``dynamic`` decide the frequencies."""
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "yarn":
+        rope["original_max_position_embeddings"] = 32
+    model = Pretrained.open(write_model("llama", tmp_path, rope_parameters=rope)).load()
+    pieces = torch.randint(256, (48,), generator=torch.Generator().manual_seed(1)).split([30, 18])
+    positions_BT = torch.cat([torch.arange(1000, 1030), torch.arange(18)])[None]
+    documents_BT = torch.tensor([[4] * 30 + [0] * 18])
+    with torch.no_grad():
+        packed_BTV = model(torch.cat(pieces)[None], positions_BT, documents_BT)
+        alone_TV = torch.cat([model(each[None])[0] for each in pieces])
+    torch.testing.assert_close(packed_BTV[0], alone_TV, rtol=1e-3, atol=1e-3)

@@ -92,12 +92,14 @@ def write_tokenizer(
     *,
     template: str | None = CHAT_TEMPLATE,
     end: str = "<|endoftext|>",
+    begin: str | None = None,
 ) -> Path:
     """Save a byte-pair tokenizer trained on ``texts``, with a chat template.
 
-    ``end``: the token that ends what an assistant says, in ``CHATML`` "<|im_end|>".
+    ``end``: the token that ends what an assistant says, in ``CHATML`` "<|im_end|>". ``begin``: the
+    token that its post-processor puts before a text (BOS), the first of the vocabulary.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -105,6 +107,7 @@ def write_tokenizer(
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
         special_tokens=[
+            *([] if begin is None else [begin]),
             "<|endoftext|>",
             *([] if end == "<|endoftext|>" else ["<|im_start|>", end]),
         ],
@@ -112,8 +115,12 @@ def write_tokenizer(
         show_progress=False,
     )
     made.train_from_iterator(texts, trainer)
+    if begin is not None:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{begin} $A", special_tokens=[(begin, 0)]
+        )
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token=end, chat_template=template
+        tokenizer_object=made, eos_token=end, bos_token=begin, chat_template=template
     )
     fast.save_pretrained(directory)
     return directory

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ class Tokenizer:
         """Return the smallest unsigned type that holds every token."""
         size = self.vocabulary.vocab_size
         return "uint8" if size <= 2**8 else "uint16" if size <= 2**16 else "uint32"
+
+    @cached_property
+    def first(self) -> int | None:
+        """Return the token that the post-processor puts before a text (BOS), None where it puts
+        none."""
+        if self._made is None or isinstance(self.encode([b"a"])[0], str):
+            return None
+        found = self._made.encode("a")
+        return found.ids[0] if found.special_tokens_mask[:2] == [1, 0] else None
 
     def encode(self, texts: Sequence[bytes]) -> list[Array | str]:
         """Return the tokens of each text (UTF-8), without separators.

@@ -47,7 +47,7 @@ def generate(
         row, stop = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
         stops |= set() if stop is None else {stop}
     else:
-        row = [model.separator, *model.encode(prompt.encode()).tolist()]
+        row = [model.first, *model.encode(prompt.encode()).tolist()]
     made: list[int] = []
     shown = ""
     next_logits = model.decoder()

@@ -1,7 +1,7 @@
 """A model directory as lm-eval's harness sees a model. Imports lm-eval: only ``tasks`` uses it.
 
-Every text begins with the separator, as in training. Rows longer than the context lose their
-beginning.
+Every text begins with the tokenizer's BOS, or without one with the separator, as in training. Rows
+longer than the context lose their beginning.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
     def __init__(self, model: TextModel) -> None:
         super().__init__()
         self._model = model
+        self._rows: list[str] = []  # where each request comes from
 
     @property
     def eot_token_id(self) -> int:
         """Return the token before a text."""
-        return self._model.separator
+        return self._model.first
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
         """Return the tokens of ``string``; the harness's options for special tokens are ignored."""
@@ -45,10 +46,18 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
         """Refused by ``read_tasks``: bits per byte are in every report."""
         raise NotImplementedError
 
+    def loglikelihood(self, requests: list[Instance], **_: Any) -> list[tuple[float, bool]]:
+        """Return each continuation's log-likelihood in nats, and whether it is the most likely one
+        at each token. Raises InvalidInput for one that is longer than a row."""
+        self._rows = [f"row {each.doc_id} of task {each.task_name}" for each in requests]
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=True)
+        return found
+
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
-        """Return each continuation's log-likelihood in nats, and whether it is the most likely
-        one at each token."""
-        rows = [self._row(context, continuation) for _, context, continuation in requests]
+        rows = [
+            self._row(context, continuation, where)
+            for (_, context, continuation), where in zip(requests, self._rows, strict=True)
+        ]
         order = sorted(range(len(rows)), key=lambda number: len(rows[number]))
         size = batch_rows(self._model)
         batches = [order[start : start + size] for start in range(0, len(order), size)]
@@ -69,16 +78,17 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
                 answers |= found
         return [answers[number] for number in range(len(rows))]
 
-    def _row(self, context: list[int], continuation: list[int]) -> list[int]:
+    def _row(self, context: list[int], continuation: list[int], where: str) -> list[int]:
         row = [*context, *continuation]
-        if row[0] != self._model.separator:
-            row = [self._model.separator, *row]
+        if row[0] != self._model.first:
+            row = [self._model.first, *row]
         if len(continuation) > self._model.context:
             raise InvalidInput(
                 "an answer is longer than the model's context",
                 got=f"{len(continuation)} tokens",
                 wanted=f"at most {self._model.context}",
-                where=self._model.directory,
+                where=f"{where} (from 0), {self._model.directory}",
+                do="Leave the row out of the task, or shorten its answers.",
             )
         return row[-(self._model.context + 1) :]
 

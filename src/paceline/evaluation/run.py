@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 import numpy as np
@@ -41,7 +41,7 @@ from paceline.evaluation.held_out import (
 )
 from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models, score_share
-from paceline.evaluation.tasks import score_tasks
+from paceline.evaluation.tasks import Figures, score_tasks
 from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.models import read_user_code
@@ -102,7 +102,11 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             on_progress=_progress,
             tokenizer=tokenizer,
             allowed=allowed,
-            known=[each for each in spec.known if len(each.bits) == len(held_out)],
+            known=[
+                each
+                for each in spec.known
+                if each.snapshot_digest == snapshot.digest and len(each.bits) == len(held_out)
+            ],
             on_scored=on_scored,
             on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
             failed=spec.failures,
@@ -309,6 +313,13 @@ def _with_tasks(
         )
     directory = download_model(spec.tasks_url, scratch / "tasks", store)
     verify_directory(directory, manifest)
+    of_tasks = spec.model_copy(update={"snapshot_digest": manifest.digest})
+
+    def on_scored(subject: str, figures: Figures) -> None:
+        count = sum(len(each) for by_metric in figures.values() for each in by_metric.values())
+        if spec.scorer and count <= MOST_RECORDED:
+            _emit("score", _record(of_tasks, subject, np.zeros(0), figures))
+
     scored = score_tasks(
         directory,
         {name: models[name] for name in models if report.score(name)},
@@ -316,6 +327,12 @@ def _with_tasks(
         scratch=scratch,
         on_progress=lambda fraction, message: _progress(0.9 + 0.08 * fraction, message),
         allowed=allowed,
+        known={
+            each.subject: cast("Figures", each.facts)
+            for each in spec.known
+            if each.snapshot_digest == manifest.digest
+        },
+        on_scored=on_scored,
     )
     seconds = report.seconds + time.monotonic() - began
     return report.model_copy(

@@ -8,9 +8,11 @@ are compared document by document.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -21,10 +23,12 @@ from paceline.errors import InvalidInput, PacelineError
 from paceline.evaluation.scoring import Resampler
 from paceline.evaluation.text_model import AllowedCode, TextModel
 from paceline.extras import require_extras
+from paceline.models import local_model_digest
 from paceline.schemas import Interval, TaskScore
 
 MAX_FILE_BYTES = 1024 * 1024  # of a task's YAML
 FORMATS = ("json", "csv", "parquet", "text")  # of datasets
+PACKED = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")  # which the harness unpacks
 METRICS = ("acc", "acc_norm", "acc_bytes", "exact_match")
 KINDS = ("multiple_choice", "loglikelihood", "generate_until")
 PLAIN = {
@@ -36,13 +40,15 @@ PLAIN = {
 CHECKED = {"dataset_path", "dataset_kwargs", "output_type", "metric_list"}
 
 Progress = Callable[[float, str], None]
+# task → metric → one figure a document, in the order of the documents
+Figures = Mapping[str, Mapping[str, Sequence[float]]]
 
 
 def read_tasks(directory: Path) -> list[dict[str, Any]]:
     """Return the harness's configuration of each ``*.yaml`` in ``directory``, by name.
 
-    Paths of datasets are made absolute. Raises InvalidInput for a directory without tasks and for
-    a task that is not data alone.
+    Paths of datasets are made absolute. Raises InvalidInput for a directory without tasks, for a
+    task that is not data alone, and for a data file without rows.
     """
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.glob("*.yaml")):
@@ -102,6 +108,7 @@ def _files(
     def local(name: object) -> str:
         if not isinstance(name, str) or "/" in name or not (path.parent / name).is_file():
             raise wrong("this data file", name, "a file beside the task")
+        _require_rows(path.parent / name, config["dataset_path"], path)
         return str((path.parent / name).absolute())
 
     files = given["data_files"]
@@ -114,6 +121,30 @@ def _files(
     }
 
 
+def _require_rows(file: Path, kind: str, task: Path) -> None:
+    """Raise InvalidInput for a ``file`` that is empty, or of JSON that cannot be read; the harness
+    names neither."""
+    if file.suffix in PACKED:
+        return
+    data, at = file.read_bytes(), 0
+    lines = [each for each in data.splitlines() if each.strip()]
+    problem = "" if len(lines) > (kind == "csv") else "no rows"
+    try:
+        if kind == "json":
+            for row in [data] if data.lstrip()[:1] == b"[" else lines:
+                at += 1
+                json.loads(row)
+    except (ValueError, RecursionError) as error:
+        problem = f"row {at}: {error}"[:200]
+    if problem:
+        raise InvalidInput(
+            "a data file of a task cannot be read",
+            got=problem,
+            wanted=f"rows of {kind}",
+            where=f"{file}, of {task}",
+        )
+
+
 def score_tasks(
     directory: Path,
     models: Mapping[str, Path],
@@ -122,20 +153,29 @@ def score_tasks(
     scratch: Path,
     on_progress: Progress,
     allowed: AllowedCode | None = None,
+    known: Mapping[str, Figures] = MappingProxyType({}),
+    on_scored: Callable[[str, Figures], None] = lambda _subject, _figures: None,
 ) -> tuple[TaskScore, ...]:
     """Return each metric of each task in ``directory``, of every one of ``models``.
 
-    Figures have bootstrap intervals over documents; the candidate's differences to the others are
-    paired. Raises MissingExtra without lm-eval, InvalidInput for a task that cannot be scored.
+    ``known`` figures, by the digest of a model's files, are not computed again; each new one is
+    passed to ``on_scored``. Figures have bootstrap intervals over documents; the candidate's
+    differences to the others are paired. Raises MissingExtra without lm-eval, InvalidInput for a
+    task that cannot be scored.
     """
     require_extras("eval")
     configs = read_tasks(directory)
-    values: dict[tuple[str, str], dict[str, list[float]]] = {}
+    values: dict[tuple[str, str], dict[str, Sequence[float]]] = {}
+    done = dict(known)
     for number, (name, where) in enumerate(models.items()):
-        on_progress(number / len(models), f"{name}: {len(configs)} tasks")
-        model = TextModel.open(where, allowed=allowed)
-        for key, figures in _figures(configs, model, scratch).items():
-            values.setdefault(key, {})[name] = figures
+        if (subject := local_model_digest(where)) not in done:  # base and champion are often one
+            on_progress(number / len(models), f"{name}: {len(configs)} tasks")
+            model = TextModel.open(where, allowed=allowed)
+            done[subject] = _figures(configs, model, scratch)
+            on_scored(subject, done[subject])
+        for task, by_metric in done[subject].items():
+            for metric, figures in by_metric.items():
+                values.setdefault((task, metric), {})[name] = figures
     return tuple(
         _task_score(task, metric, by_model, settings)
         for (task, metric), by_model in sorted(values.items())
@@ -143,7 +183,7 @@ def score_tasks(
 
 
 def _task_score(
-    task: str, metric: str, by_model: Mapping[str, list[float]], settings: EvaluationSettings
+    task: str, metric: str, by_model: Mapping[str, Sequence[float]], settings: EvaluationSettings
 ) -> TaskScore:
     figures = {name: np.array(each, dtype=np.float64) for name, each in by_model.items()}
     count = len(next(iter(figures.values())))
@@ -166,10 +206,7 @@ def _task_score(
     )
 
 
-def _figures(
-    configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path
-) -> dict[tuple[str, str], list[float]]:
-    """Return (task, metric) → one figure a document, in the order of the documents."""
+def _figures(configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path) -> Figures:
     os.environ |= {  # before the harness is imported
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(scratch),
         "HF_DATASETS_CACHE": str(scratch), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -202,10 +239,11 @@ def _figures(
             got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300],
             where=", ".join(each["task"] for each in configs),
         ) from error
-    figures: dict[tuple[str, str], list[float]] = {}
+    figures: dict[str, dict[str, list[float]]] = {}
     for task, samples in found["samples"].items():
         for each in sorted(samples, key=lambda sample: sample["doc_id"]):
             suffix = "" if each["filter"] == "none" else f",{each['filter']}"
             for metric in each["metrics"]:
-                figures.setdefault((task, metric + suffix), []).append(float(each[metric]))
+                of_task = figures.setdefault(task, {})
+                of_task.setdefault(metric + suffix, []).append(float(each[metric]))
     return figures

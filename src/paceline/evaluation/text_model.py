@@ -181,7 +181,8 @@ class TextModel:
     device: torch.device  # where it runs
     tokenizer: Tokenizer
     vocabulary: int  # rows of the embedding
-    separator: int  # before a document's first token, as in training, and after its last
+    first: int  # before a text's first token: the tokenizer's BOS, or the separator, as in training
+    separator: int  # after a document's last token
     context: int  # tokens of a row
     longest_context: int  # that the model was made for
     parameters: int
@@ -219,12 +220,14 @@ class TextModel:
             found = Pretrained.open(directory)
             tokenizer = own or open_tokenizer("bytes")
             separator, context = tokenizer.vocabulary.separator, MAX_CONTEXT
+            first = separator if tokenizer.first is None else tokenizer.first
         else:
             found = SavedTransformer.open(directory)
             tokenizer = own or of_the_data or open_tokenizer("bytes")
             if not found.tokenizer_digest:
                 tokenizer = open_tokenizer("bytes")
             separator, context = found.config.separator, found.longest_context
+            first = separator  # its training had no BOS, whatever its tokenizer adds
         require_tokenizer(found, tokenizer.digest, tokenizer.vocabulary.vocab_size)
         if ranks is None:
             found.require_sound()
@@ -239,6 +242,7 @@ class TextModel:
             device=device,
             tokenizer=tokenizer,
             vocabulary=found.vocab_size,
+            first=first,
             separator=separator,
             context=min(found.longest_context, context),
             longest_context=found.longest_context,
@@ -275,6 +279,7 @@ class TextModel:
             device=device,
             tokenizer=tokenizer,
             vocabulary=network.width,
+            first=config.bos_token_id,
             separator=config.bos_token_id,
             context=min(config.max_position_embeddings, MAX_CONTEXT),
             longest_context=config.max_position_embeddings,
@@ -311,8 +316,12 @@ class TextModel:
 
         return next_logits
 
-    def encode(self, text: bytes) -> Tokens:
-        """Return the tokens of ``text``; raises InvalidInput where they do not say all of it."""
+    def encode(self, text: bytes, *, whole: bool = False) -> Tokens:
+        """Return the tokens of ``text``; raises InvalidInput for text that has none, and for
+        ``whole`` where they do not say all of it.
+
+        A first space may be lost: a tokenizer of SentencePiece's layout puts one there itself.
+        """
         try:
             (tokens,) = self.tokenizer.encode([text])
             problem = tokens if isinstance(tokens, str) else ""
@@ -325,19 +334,25 @@ class TextModel:
                 where=self.directory,
                 do="Leave it out of the data.",
             )
-        back = self.tokenizer.text(tokens)
-        # Many tokenizers compose characters first (NFC), which changes no character.
-        if back != text and back != normalize("NFC", text.decode()).encode():
-            shared = min(len(text), len(back))
-            at = next((n for n in range(shared) if text[n] != back[n]), shared)
-            raise InvalidInput(
-                "the model's tokenizer does not keep the text, so that its figures compare with "
-                "none",
-                got=f"{back[at : at + 20]!r} at byte {at} of a document",
-                wanted=f"{text[at : at + 20]!r}",
-                where=self.directory,
-            )
+        if whole:
+            self._require_whole(text, self.tokenizer.text(tokens))
         return tokens.astype(np.int64)
+
+    def _require_whole(self, text: bytes, back: bytes) -> None:
+        if back == text:
+            return
+        # Many tokenizers compose characters first (NFC), which changes no character.
+        composed = normalize("NFC", text.decode()).encode()
+        if back in (composed, text.removeprefix(b" "), composed.removeprefix(b" ")):
+            return
+        shared = min(len(text), len(back))
+        at = next((n for n in range(shared) if text[n] != back[n]), shared)
+        raise InvalidInput(
+            "the model's tokenizer does not keep the text, so that its figures compare with none",
+            got=f"{back[at : at + 20]!r} at byte {at} of a document",
+            wanted=f"{text[at : at + 20]!r}",
+            where=self.directory,
+        )
 
 
 def device_for(parameters: int) -> torch.device:

@@ -1,9 +1,9 @@
 """Score a transformer: bits per held-out document, and what it costs to serve it.
 
-A model reads text by its own tokenizer. Every token is predicted exactly once, from the separator
-and at least a quarter of a context before it (all there is, near a document's start). Because all
-models predict the same text, Σ bits / Σ bytes compares them whatever their tokens are. Computes no
-statistics and reads only the model's files.
+A model reads text by its own tokenizer. Every token is predicted exactly once, from the token that
+begins a text and at least a quarter of a context before it (all there is, near a document's start).
+Because all models predict the same text, Σ bits / Σ bytes compares them whatever their tokens are.
+Computes no statistics and reads only the model's files.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class _Read:
 
 def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | None) -> _Read:
     if (chat := document.conversation) is None:
-        tokens = model.encode(document.text)
-        inputs = np.concatenate([[model.separator], tokens[:-1]])
+        tokens = model.encode(document.text, whole=True)
+        inputs = np.concatenate([[model.first], tokens[:-1]])
         return _Read(inputs, tokens, np.ones(len(tokens), np.bool_))
     wanted = "" if tokenizer is None else tokenizer.digest
     if model.tokenizer.digest != wanted:

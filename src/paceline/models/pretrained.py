@@ -37,6 +37,7 @@ from paceline.models.tensor_files import (
     stored_tensors,
 )
 
+BY_LENGTH = ("dynamic", "longrope")  # rope_type whose frequencies follow the highest position
 CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -371,7 +372,11 @@ def _with_documents(kind: type[Any]) -> type[Any]:
         documents_BT: Tensor | None = None,
         cache: Any = None,
     ) -> Tensor:
-        mask = None if documents_BT is None else document_masks(self.config, documents_BT)
+        mask = None
+        if documents_BT is not None:
+            mask = document_masks(self.config, documents_BT)
+            if any(each in repr(self.config.rope_parameters) for each in BY_LENGTH):
+                positions_BT = positions_in_pieces(documents_BT)
         outputs = kind.forward(
             self,
             input_ids=tokens_BT,
@@ -390,6 +395,13 @@ def _with_documents(kind: type[Any]) -> type[Any]:
 
     added = {"forward": forward, "new_cache": new_cache, "__module__": kind.__module__}
     return type(kind.__name__, (kind,), added)
+
+
+def positions_in_pieces(documents_BT: Tensor) -> Tensor:
+    """Return each token's position in its piece of a document, from 0."""
+    at_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
+    begins_BT = documents_BT.diff(prepend=documents_BT[:, :1]) != 0
+    return at_T - (begins_BT * at_T).cummax(1).values
 
 
 def document_masks(config: Any, documents_BT: Tensor) -> Any:

@@ -210,7 +210,8 @@ class TrainingData(Record):
 
 class RecordedScore(Record):
     """What one model or simple baseline scored, document by document, and what that follows from:
-    the same subject under the same four other fields has the same figures."""
+    the same subject under the same three other fields has the same figures. On tasks the digest is
+    theirs, ``bits`` is empty, and ``facts`` are the figures by task and metric."""
 
     subject: str  # digest of a model's files, or a baseline's name and settings
     snapshot_digest: Sha256

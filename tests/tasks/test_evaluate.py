@@ -1,0 +1,122 @@
+"""What judging follows from: its deadline, its tasks, and its key in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paceline.config import EvaluationSettings
+from paceline.errors import InvalidInput
+from paceline.manifest import Manifest
+from paceline.models import model_digest
+from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData
+from paceline.tasks import evaluate as judging
+from paceline.tasks._support import sealed
+from paceline.tasks._support.run import Run
+from paceline.tasks._support.scores import recorded_on_tasks
+from tests.evaluation.test_tasks import CHOICE, write_tasks
+from tests.security.test_a_forged_report_is_refused import Bucket, run_of
+
+WEIGHTS = {"candidate": 400_000_000, "champion": 200_000_000}
+
+
+class Store(Bucket):
+    """Objects of these sizes; every file is one of ``directory``."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def list(self, url: str) -> list[Any]:
+        if url.startswith("s3://tasks"):
+            return [SimpleNamespace(url=url + each.name) for each in self.directory.iterdir()]
+        return [SimpleNamespace(size=WEIGHTS[url.rpartition("/")[2]])]
+
+    def download_file(self, url: str, into: Path) -> None:
+        into.write_bytes((self.directory / url.rpartition("/")[2]).read_bytes())
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """A run on published tasks of 250,000 bytes, and snapshots of 80 MB."""
+    run = run_of(Store(write_tasks(tmp_path / "tasks", CHOICE)))
+    files = [SimpleNamespace(size=50_000), SimpleNamespace(size=200_000)]
+    run.manifest = lambda _url: cast("Manifest", SimpleNamespace(files=files, digest="d" * 64))  # type: ignore[method-assign]
+    snapshot = SimpleNamespace(record=SimpleNamespace(total_bytes=80_000_000))
+    monkeypatch.setattr(judging, "load_snapshot", lambda _url, _store: snapshot)
+    return run
+
+
+def test_the_deadline_follows_the_weights_the_tasks_and_the_data(run: Run) -> None:
+    def deadline_s(models: Mapping[str, str], **more: Any) -> float:
+        spec = EvaluationSpec(
+            run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models=dict(models),
+            settings=EvaluationSettings(), **more,
+        )  # fmt: skip
+        base = SimpleNamespace(files=[SimpleNamespace(size=1_000_000_000)])
+        return judging._deadline_s(run, spec, cast("Manifest", base))
+
+    candidate = {"candidate": "s3://b/candidate"}
+    assert deadline_s({"champion": "s3://b/champion"}) == 900, "at the least"
+    assert deadline_s(candidate | {"champion": "s3://b/champion"}) == 1.5 * 900
+    assert deadline_s(candidate | {"base": "node:m/1"}) == 3.5 * 900, "the base is on the nodes"
+    tasks = {"tasks_url": "s3://tasks", "tasks_digest": "d" * 64}
+    assert deadline_s(candidate, **tasks) == 3.5 * 900
+    data = [TrainingData(snapshot_url="s3://b/s", snapshot_digest="0" * 64)]
+    assert deadline_s(candidate, **tasks, trained_on=data) == 3.5 * 900 + 10
+
+
+def test_published_tasks_are_read_before_a_node_is_busy(run: Run, tmp_path: Path) -> None:
+    evaluation = EvaluationSettings(tasks="s3://tasks")
+    profile = run.runtime.profile.model_copy(update={"evaluation": evaluation})
+    run.runtime = run.runtime.model_copy(update={"profile": profile})
+    assert judging.published_tasks(run) == ("s3://tasks", "d" * 64)
+    (tmp_path / "tasks" / "rows.jsonl").write_text("")
+    with pytest.raises(InvalidInput, match=r"no rows.*rows\.jsonl"):
+        judging.published_tasks(run)
+
+
+def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> None:
+    spec = EvaluationSpec(
+        run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models={}, scorer="now",
+        settings=EvaluationSettings(), tasks_url="s3://tasks", tasks_digest="d" * 64,
+    )  # fmt: skip
+    models = {"candidate": {"url": "s3://b/candidate", "digest": "c" * 64}}
+    score = RecordedScore(
+        subject=model_digest("c" * 64, {}), snapshot_digest="d" * 64, scorer="now", bits=(),
+        held_out_bytes=spec.settings.held_out_bytes, facts={"t": {"acc": [1.0]}}, run_id="r",
+    )  # fmt: skip
+    sealed.keep_score(run, score)
+    assert recorded_on_tasks(run, spec, models) == [score]
+    for other in ({"tasks_digest": "e" * 64}, {"scorer": "before"}, {"tasks_url": ""}):
+        assert not recorded_on_tasks(run, spec.model_copy(update=other), models)
+    models["candidate"]["digest"] = "f" * 64
+    assert not recorded_on_tasks(run, spec, models)
+
+
+def test_an_evaluation_of_models_that_read_otherwise_is_not_taken(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ledger's key has the version of what models are given to read."""
+    keys: list[Any] = []
+
+    def stage(_name: str, inputs: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        keys.append(dict(inputs))
+        raise LookupError
+
+    monkeypatch.setattr(run, "stage", stage)
+    monkeypatch.setattr(judging, "_require_buildable", lambda _run, _url: None)
+    for reads in (judging.READS, judging.READS + 1):
+        monkeypatch.setattr(judging, "READS", reads)
+        with pytest.raises(LookupError):
+            judging.evaluate.fn(
+                run, {"candidate": {"url": "s3://b/candidate", "digest": "c" * 64}},
+                {"url": "s3://b/s", "digest": "0" * 64}, [], trained_on=(),
+                base=cast("Manifest", None), training_digest="e" * 64,
+            )  # fmt: skip
+    assert keys[0] != keys[1]
+    assert keys[0] | {"reads": 0} == keys[1] | {"reads": 0}
