@@ -67,6 +67,16 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another shape": ("llama", configured(intermediate_size=128), "another shape"),
     "another depth": ("llama", configured(num_hidden_layers=3), "model.layers.2"),
     "an impossible config": ("llama", configured(num_attention_heads="x"), "config"),
+    "an unknown activation": (
+        "llama",
+        configured(hidden_act="nonsense"),
+        "not acceptable: got hidden_act = 'nonsense'",
+    ),
+    "unknown rotary positions": (
+        "llama",
+        configured(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
+        "rope_parameters.rope_type = 'nonsense'",
+    ),
     "pickled": ("llama", lambda path: (path / "pytorch_model.bin").touch(), "pytorch_model.bin"),
     "only a slow tokenizer": (
         "llama",
