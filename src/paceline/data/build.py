@@ -432,6 +432,8 @@ def build_snapshot(
         if tokenizer.file is not None:
             name = f"{tokenizer.vocabulary.sha256}.json"
             uploads.put(join_url(url, "tokenizers", name), tokenizer.file)
+        if (beside := Snapshot(url=where, digest=digest, record=record).template_url) is not None:
+            uploads.put(beside, template.config)
         uploads.finish()
         uploads.put(join_url(where, SNAPSHOT_FILE), canonical_json(record))
     log.info(
