@@ -457,7 +457,7 @@ def _shape(asked: TrainingRequest, snapshot: Snapshot) -> dict[str, Any]:
 
 def _copy_model(source: Path, directory: Path) -> None:
     for each in source.iterdir():
-        if each.suffix in (".safetensors", ".json") and each.name != "manifest.json":
+        if each.suffix in (".safetensors", ".json", ".jinja") and each.name != "manifest.json":
             shutil.copyfile(each, directory / each.name)
 
 
