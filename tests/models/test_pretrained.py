@@ -138,6 +138,18 @@ def test_tied_weights_may_be_written_twice(written, tmp_path) -> None:
     assert found.parameters == Pretrained.open(written["qwen2"]).parameters
 
 
+def test_what_a_trainer_resumes_by_is_not_weights(written, tmp_path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(written["llama"], directory)
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth"):
+        (directory / name).write_bytes(b"pickled")
+    (tmp_path / "copy").mkdir()
+    Pretrained.open(directory).copy(tmp_path / "copy")
+    assert {each.name for each in (tmp_path / "copy").iterdir()} == {
+        "config.json", "generation_config.json", WEIGHTS,
+    }  # fmt: skip
+
+
 def test_our_own_exports_stay_our_own(written, tmp_path) -> None:
     config = config_for(20_000, 32)
     save_model(new_model(config, 0), config, tmp_path)

@@ -192,10 +192,11 @@ class ChatTemplate:
             return str(self._tokenizer.get_chat_template())
         except ValueError as error:
             raise InvalidInput(
-                "the model has no chat template, and its data are conversations",
+                "the model has no chat template",
                 got=f"none beside {self._name}",
                 wanted=f"chat_template.jinja, or chat_template in {CONFIG_FILE}",
-                do="Put one there, or give the rows a text field.",
+                do="Put one there; or give the rows of the data a text field, and generate without "
+                "--chat.",
             ) from error
 
     @cached_property
