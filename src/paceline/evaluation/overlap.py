@@ -45,8 +45,10 @@ _BLOCK_BYTES = 1024 * 1024
 _FILTER_BITS = 26  # 64 MiB: at most 1 in 16 other shingles passes
 _LOWER = bytes(range(256)).lower()
 _MARKS = r"\s!-/:-@\[-`{-\xbf\u2000-\u206f\u3000-\u303f\uff01-\uff0f\uff1a-\uff20"
-_LOOSE = re.compile(rf"(?<![\d{_MARKS}])[{_MARKS}]+|[{_MARKS}]++(?!\d)")  # not between digits
-_SPACE = re.compile(r"\s+(?=\W)|(?<=\W)\s+")
+_LOOSE = re.compile(
+    rf"(?<![\d{_MARKS}])[{_MARKS}]+|(?<=\d)[{_MARKS}]++(?!\d)"
+)  # not between digits
+_SPACE = re.compile(r" (?=[^\w ])|(?<=[^\w ]) ")
 
 Hashes = NDArray[np.uint64]
 
@@ -144,7 +146,7 @@ class _ShortTexts:
 def _folded(text: bytes) -> str:
     """Return ``text`` without case, white space and punctuation. Between digits they stay: 1.5 is
     not 15, and 2 + 3 not 2 - 3."""
-    said = text.decode("utf-8", errors="replace").casefold()
+    said = " ".join(text.decode("utf-8", errors="replace").casefold().split())
     return _SPACE.sub("", _LOOSE.sub("", said))
 
 
