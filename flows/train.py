@@ -31,7 +31,7 @@ from paceline.tasks._support.run import Run
 from paceline.tasks.evaluate import require_judgeable
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
-from paceline.tasks.train import profile_of, train
+from paceline.tasks.train import profile_of, require_base, train
 from paceline.training import whole_job_id
 
 
@@ -102,8 +102,9 @@ def train_model(
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.
 
     With ``evaluate_on`` the result is judged as evaluate-model does, on the hosts of the gang.
-    User code whose model could not be judged is refused before a node is busy. What else turns out
-    not to be judged is trained all the same: a note says why.
+    A base model that these settings cannot train, and user code whose model could not be judged,
+    are refused before a node is busy. What else turns out not to be judged is trained all the same:
+    a note says why.
     """
     run = Run.open(state_dir, run_id)
     if continue_from:
@@ -134,8 +135,10 @@ def train_model(
         require_own_expectations(run, snapshot_url)
         if evaluate_on and evaluate_on != snapshot_url:
             permitted_snapshot(run, evaluate_on, purpose, [link.user])
+        profile = profile_of(run, given, continue_from, code_ref)
         if evaluate_on:
-            require_judgeable(run, profile_of(run, given, continue_from, code_ref), snapshot_url)
+            require_judgeable(run, profile, snapshot_url)
+        require_base(run, profile, model_id, version, snapshot_url)
         nest(run, link.sweep)
         if run.runtime.profile.cluster.per_job:
             link.admitted()  # no node is here before

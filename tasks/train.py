@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.cluster import Node
 from paceline.config import PriceSettings, Profile, TrainingSettings, with_job_settings
+from paceline.data import load_snapshot
 from paceline.errors import Cancelled, InvalidInput, MissingExtra, WorkerLost
 from paceline.jobs import cost_of, money
 from paceline.manifest import Manifest
@@ -22,6 +23,7 @@ from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import published_url
 from paceline.text import shortened
 from paceline.training import (
+    check_base,
     code_ref_task_size,
     config_digest,
     continuation,
@@ -171,6 +173,18 @@ def profile_of(
         profile = _as_it_was(profile, earlier)
     profile = with_job_settings(profile, own)
     return _with_code(profile, code_ref) if code_ref else profile
+
+
+def require_base(
+    run: Run, profile: Profile, model_id: str, version: str, snapshot_url: str
+) -> None:
+    """Raise what ``check_base`` does where ``profile`` cannot train the published version."""
+    if not profile.training.code_ref:
+        url, snapshot = (
+            published_url(run, model_id, version),
+            load_snapshot(snapshot_url, run.store),
+        )
+        check_base(url, run.store, profile.training, profile.model.context, snapshot)
 
 
 def _with_code(profile: Profile, code_ref: str) -> Profile:

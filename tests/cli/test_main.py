@@ -92,7 +92,8 @@ def test_the_benchmark_waits_for_a_first_line_on_either_output_and_never_hangs(
     prints: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(start_up, "DEADLINE_S", 3.0)
-    code = f"import signal, sys, time; {prints}; time.sleep(600)"
+    default = "signal.signal(signal.SIGINT, signal.SIG_DFL)"  # in the background it is ignored
+    code = f"import signal, sys, time; {default}; {prints}; time.sleep(600)"
     _, _, ended, line = start_up.started([sys.executable, "-c", code], tmp_path, True)
     assert (line, ended) == (first, -signal.SIGINT)
 

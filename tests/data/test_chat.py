@@ -18,6 +18,7 @@ from paceline.data import (
     Snapshot,
     build_snapshot,
     open_stream,
+    open_tokenizer,
     read_table,
     require_readable,
 )
@@ -308,3 +309,54 @@ def test_conversations_need_a_tokenizer_whole_rows_and_long_ones(
         readable(longest + 1, batching="windows")
     with pytest.raises(InvalidInput, match="no features a token"):
         readable(longest + 1, token_features=("loss_mask",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "template", "do"),
+    [
+        ({"max_tokens": 9}, MARKED, "Raise data.max_tokens, or model.context"),
+        ({"max_bytes": 1024}, MARKED, "Raise data.max_bytes"),
+        ({}, "{{ raise_exception('never') }}", "Mend what was skipped"),
+    ],
+    ids=["too long", "too many bytes", "refused by the template"],
+)
+def test_a_source_without_usable_rows_says_what_to_change(
+    model: Path, tmp_path: Path, changes: dict[str, Any], template: str, do: str
+) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    changes = {"max_bad_share": 0.99, **changes}
+    with pytest.raises(InvalidInput, match=f"too few samples.*{do}"):
+        built([conversation(number, 60) for number in range(4)], model, tmp_path, **changes)
+
+
+def test_a_message_without_a_template_is_refused_without_words_on_data(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(InvalidInput, match=r"has no chat template.*generate without --chat"):
+        ChatTemplate(f"{model}/tokenizer.json").prompt("hello")
+
+
+@pytest.mark.parametrize("template", [CHATML, "{{ 'start ' }}" + CHATML])
+def test_a_system_message_is_removed_from_a_rendered_conversation(
+    model: Path, template: str
+) -> None:
+    (model / "chat_template.jinja").write_text(template)
+    found = ChatTemplate(f"{model}/tokenizer.json")
+    turns = conversation(1, 2)["messages"]
+    system = {"role": "system", "content": "be brief"}
+    plain, ruled = (
+        found.without_system(found.tokens(each)[0].encode()) for each in (turns, [system, *turns])
+    )
+    assert plain == ruled
+    assert plain.startswith(b"what is 1 + 0?")
+
+
+@pytest.mark.parametrize("end", ["[EOS]", "<|eos|>", "<EOD>"])
+def test_a_token_that_ends_documents_may_have_another_name(tmp_path: Path, end: str) -> None:
+    from tokenizers import AddedToken, Tokenizer, models
+
+    made = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    made.add_tokens([AddedToken("eos", special=False)])  # a word
+    made.add_special_tokens(["[PAD]", end])
+    made.save(str(tmp_path / "tokenizer.json"))
+    found = open_tokenizer(str(tmp_path / "tokenizer.json")).vocabulary
+    assert (found.separator, found.vocab_size) == (made.token_to_id(end), 5)

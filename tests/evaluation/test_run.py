@@ -120,20 +120,24 @@ def test_a_wrong_snapshot_and_a_malformed_spec_are_one_clear_line(spec: Evaluati
         assert stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("prompt", ["be exact and polite " * 20, "Be brief!", ""])
 def test_of_conversations_assistants_are_scored_and_whole_copies_found(
-    spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path
+    spec: EvaluationSpec, s3: RcloneS3, tmp_path: Path, prompt: str
 ) -> None:
-    """A model of another tokenizer has no figure; copies under other names are found."""
+    """A model of another tokenizer has no figure; copies under other names are found, and with
+    another system prompt, or none."""
+    judged_prompt = "be exact and polite " * 20
     answers = [f"it is {number * 7}" for number in range(40)]
     model = write_model("llama", tmp_path / "chat", vocab_size=320)
     write_tokenizer(model, answers, 290, template=MARKED, end="<|im_end|>")
     snapshots = []
-    for name, seed in (("judged", 1), ("copied", 2)):
+    for name, seed, first in (("judged", 1, judged_prompt), ("copied", 2, prompt)):
+        system = [{"role": "system", "content": first}] * bool(first)
         rows = [
             {
                 "key": f"{name}-{number}",
                 "messages": [
-                    {"role": "system", "content": "be exact and polite " * 20},
+                    *system,
                     {"role": "user", "content": f"{number} times 7?"},
                     {"role": "assistant", "content": answer},
                 ],
@@ -168,8 +172,10 @@ def test_of_conversations_assistants_are_scored_and_whole_copies_found(
     assert report.documents == len(held_out)
     assert report.bytes == sum(len(f"{answers[each]}<|im_end|>") for each in held_out)
     (overlap,) = report.overlaps
-    assert overlap.found == len(held_out - again) > 0
-    assert overlap.overlapping == 0, "all share a system prompt"
+    copies = len(held_out - again)
+    assert copies > 0
+    found = (copies, 0) if prompt == judged_prompt else (0, copies)  # a shared prompt says nothing
+    assert (overlap.found, overlap.overlapping) == found
     assert set(report.failures) == {"base"}
     assert "tokens of another tokenizer" in report.failures["base"]
     candidate = report.score("candidate")

@@ -101,7 +101,7 @@ def test_what_can_never_run_is_refused_at_once(lab: Lab) -> None:
     began = time.monotonic()
     model, version = lab.base
     data = ("--snapshot", lab.snapshot)
-    lab.refused(2, model, version, *data, "--ranks", "99", said=("99", "4"))
+    lab.refused(2, model, version, *data, "--ranks", "99", said=("99", "are there"))
     lab.refused(2, model, version, *data, "--accelerator", "h100", said=("h100",))
     lab.refused(2, model, version, *data, "--set", "training.foo=1", said=("training.foo",))
     lab.refused(2, model, version, *data, "--set", "gate.max_overlap=1", said=("gate.max_overlap",))

@@ -67,6 +67,16 @@ BAD: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "another shape": ("llama", configured(intermediate_size=128), "another shape"),
     "another depth": ("llama", configured(num_hidden_layers=3), "model.layers.2"),
     "an impossible config": ("llama", configured(num_attention_heads="x"), "config"),
+    "an unknown activation": (
+        "llama",
+        configured(hidden_act="nonsense"),
+        "not acceptable: got hidden_act = 'nonsense'",
+    ),
+    "unknown rotary positions": (
+        "llama",
+        configured(rope_parameters={"rope_type": "nonsense", "rope_theta": 1e4}),
+        "rope_parameters.rope_type = 'nonsense'",
+    ),
     "pickled": ("llama", lambda path: (path / "pytorch_model.bin").touch(), "pytorch_model.bin"),
     "only a slow tokenizer": (
         "llama",
@@ -126,6 +136,18 @@ def test_tied_weights_may_be_written_twice(written, tmp_path) -> None:
     found = Pretrained.open(directory)
     found.require_sound()
     assert found.parameters == Pretrained.open(written["qwen2"]).parameters
+
+
+def test_what_a_trainer_resumes_by_is_not_weights(written, tmp_path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(written["llama"], directory)
+    for name in ("training_args.bin", "optimizer.pt", "rng_state_0.pth"):
+        (directory / name).write_bytes(b"pickled")
+    (tmp_path / "copy").mkdir()
+    Pretrained.open(directory).copy(tmp_path / "copy")
+    assert {each.name for each in (tmp_path / "copy").iterdir()} == {
+        "config.json", "generation_config.json", WEIGHTS,
+    }  # fmt: skip
 
 
 def test_our_own_exports_stay_our_own(written, tmp_path) -> None:

@@ -137,6 +137,30 @@ def test_lightly_edited_copies_are_found_and_refused(
     assert (before.found, before.overlapping) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("held", "edited", "found"),
+    [
+        ("Land {0}: its capital is town {1}.", "land {0} its capital is TOWN {1}!", True),
+        ("Land {0}: its capital is town {1}.", "Land {0}: its port is town {1}.", False),
+        ("What is {0} + {1}? Tell me.", "What is {0} - {1}? Tell me.", False),
+        ("It is {0}{1} metres.", "It is {0}.{1} metres", False),
+        ("Yes, {0}.", "Yes, {0}!", False),  # too short for more than copies
+    ],
+    ids=["marks", "a word", "a sign", "a decimal point", "very short"],
+)
+def test_short_texts_are_compared_without_marks_and_case(
+    tmp_path: Path, held: str, edited: str, found: bool
+) -> None:
+    held_out = [(f"{n}", held.format(n, n * 7 + 1).encode()) for n in range(10, 20)]
+    files = {f"{n}.txt": edited.format(n, n * 7 + 1).encode() for n in range(10, 20)}
+    files |= {"other.txt": b"held out", "another.txt": b"held out, too"}
+    training = snapshot_of(files, tmp_path, SETTINGS.model_copy(update={"held_out_share": 0.01}))
+    kept = {key for key, _ in held_out_of(training, tmp_path)}
+    seen = find_overlap(held_out, training, store(), tmp_path / "cache")
+    assert seen.found == 0
+    assert seen.overlapping == (sum(f"{n}.txt" not in kept for n in range(10, 20)) if found else 0)
+
+
 def test_overlap_is_the_same_across_blocks_shards_and_samples(
     judged_on: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from paceline.models import (
     read_config,
     save_model,
 )
-from paceline.schemas import RankEvent, TrainJob
+from paceline.schemas import Continued, RankEvent, TrainJob
 from paceline.storage import DiskStore
 from paceline.training import LocalLauncher, single
 from paceline.training.checkpoint import (
@@ -306,6 +306,8 @@ def test_a_start_says_what_is_learned_from_what(
     assert beside(job, checkpoints) is None
     (checkpoints.with_name("job-before") / "step-00000007-abcd").mkdir(parents=True)
     assert "job-before (step 7)" in str(beside(job, checkpoints))
+    begun = Continued(job_id="job-before", step=7, config_digest="0" * 64)
+    assert beside(job.model_copy(update={"continues": begun}), checkpoints) is None
     checkpoints.mkdir()
     assert beside(job, checkpoints) is None, "it goes on with its own"
 

@@ -10,7 +10,7 @@ import statistics
 
 import pytest
 
-from paceline.config import GuardSettings
+from paceline.config import GuardSettings, TrainingSettings
 from paceline.errors import CorruptData, TrainingFailed
 from paceline.training.loop import BadStep, StepGuard, Verdict
 
@@ -97,3 +97,9 @@ def test_an_unsound_last_state_is_refused_even_where_steps_are_skipped() -> None
     guard.require_sound(True, step=3, batch=3)
     with pytest.raises(BadStep):
         guard.require_sound(False, step=3, batch=3)
+
+
+def test_a_first_step_that_compiles_may_take_longer() -> None:
+    settings = TrainingSettings.model_validate({"compile": True, "guard": {"start_deadline_s": 60}})
+    assert settings.start_deadline_s == 300
+    assert settings.model_copy(update={"compile": False}).start_deadline_s == 60

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data import SnapshotRecord, assign_splits
+from paceline.data import ChatTemplate, SnapshotRecord, assign_splits
+from paceline.training import single
 from tests.support.hugging_face import CHATML, MARKED, write_model, write_tokenizer
 from tests.training.warm import typed
 
@@ -132,3 +133,30 @@ def test_losses_are_those_of_a_plain_loop_with_masked_labels(
     wanted = plain_loop(model, template == "marked", [each["lr"] for each in steps])
     assert wanted[-1] < wanted[0]
     assert [each["loss"] for each in steps] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_export_of_our_own_model_has_the_template_of_its_data(tmp_path: Path) -> None:
+    texts = [turn["content"] for each in rows() for turn in each["messages"]]
+    tokenizer = write_tokenizer(tmp_path / "words", texts, 265, template=CHATML, end="<|im_end|>")
+    source = tmp_path / "chat"
+    source.mkdir()
+    (source / "rows.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows()))
+    typed(
+        *("train", "--text", str(source), "--output", str(tmp_path / "out"), "--steps", "1"),
+        *("--ranks", "1", "--set", "model.parameters=30000", "--set", f"model.context={CONTEXT}"),
+        *("--set", f"data.tokenizer={tokenizer}/tokenizer.json", "--set", "data.format=jsonl"),
+        *("--set", "data.batching=packed", "--set", "training.batch_sequences=4"),
+    )
+    (export,) = (tmp_path / "out").glob("checkpoints/*/export")
+    before, after = (ChatTemplate(f"{each}/tokenizer.json") for each in (tokenizer, export))
+    assert after.digest == before.digest
+    assert after.prompt("3 and 4") == before.prompt("3 and 4"), "tokens, and what ends an answer"
+
+
+def test_a_copied_base_keeps_its_template(tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    copy.mkdir()
+    write_tokenizer(source, ["some text"], template=CHATML)
+    assert (source / "chat_template.jinja").is_file()
+    single._copy_model(source, copy)
+    assert (copy / "chat_template.jinja").is_file()

@@ -1,6 +1,11 @@
 from .batching.fill import token_dtype as token_dtype
 from .build import SkippedSamples as SkippedSamples, build_snapshot as build_snapshot
-from .chat import ChatTemplate as ChatTemplate, template_files as template_files
+from .chat import (
+    ChatTemplate as ChatTemplate,
+    system_remover as system_remover,
+    template_config as template_config,
+    template_files as template_files,
+)
 from .child_process import (
     DONE as DONE,
     FAILED as FAILED,

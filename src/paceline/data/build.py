@@ -58,6 +58,7 @@ from paceline.text import printable
 SKIPPED_LISTED = 100
 BATCH_BYTES = 1024 * 1024  # of samples, tokenised at once
 BATCH_SAMPLES = 256
+TOO_LONG = "more than max_tokens"
 SCHEMA_SAMPLES = 64  # the first samples, up to BATCH_BYTES, decide the snapshot's schema
 MISFITS = 1000  # after this many in a row that exceed what is left of the budget, stop
 
@@ -219,9 +220,7 @@ class SnapshotBuilder:
         most = self.settings.max_tokens
         if most and len(tokens) > most:
             both = " in both answers" * bool(answers)
-            return UnusableSample(
-                each.key, f"{len(tokens)} tokens{both}, more than max_tokens {most}"
-            )
+            return UnusableSample(each.key, f"{len(tokens)} tokens{both}, {TOO_LONG} {most}")
         made = replace(each, text=text.encode(), tokens=tokens, features=features)
         return check_sample(made)
 
@@ -432,6 +431,8 @@ def build_snapshot(
         if tokenizer.file is not None:
             name = f"{tokenizer.vocabulary.sha256}.json"
             uploads.put(join_url(url, "tokenizers", name), tokenizer.file)
+        if (beside := Snapshot(url=where, digest=digest, record=record).template_url) is not None:
+            uploads.put(beside, template.config)
         uploads.finish()
         uploads.put(join_url(where, SNAPSHOT_FILE), canonical_json(record))
     log.info(
@@ -471,6 +472,14 @@ def _require_usable(built: SnapshotBuilder, other: int, where: str, settings: Da
 
 
 def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> InvalidInput:
+    if built.is_cut:
+        do = "Raise data.max_bytes."
+    elif TOO_LONG in built.skipped.summary:
+        do = "Raise data.max_tokens, or model.context where that is not set; or shorten them."
+    elif built.skipped.count:
+        do = "Mend what was skipped, for the reason given."
+    else:
+        do = "Add samples."
     return InvalidInput(
         "too little text for a training and a held-out split"
         if settings.format == "text"
@@ -479,5 +488,5 @@ def _too_little(built: SnapshotBuilder, where: str, settings: DataSettings) -> I
         + (f" ({built.skipped.summary})" if built.skipped.count else ""),
         wanted=f"at least 2 different ones within {settings.max_bytes} bytes",
         where=where,
-        do="Add samples, or raise data.max_bytes.",
+        do=do,
     )

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Sequence
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,7 +19,9 @@ from typing import Any
 import numpy as np
 
 from paceline.data.formats import Array
+from paceline.data.snapshot import Snapshot, store_at
 from paceline.errors import InvalidInput, SourceMissing
+from paceline.schemas import canonical_json
 from paceline.storage import ObjectStore
 
 CONFIG_FILE = "tokenizer_config.json"
@@ -36,16 +40,54 @@ def template_files(tokenizer: str) -> list[str]:
 class ChatTemplate:
     """The chat template beside the tokenizer.json called ``tokenizer`` (a path, or s3://…).
 
-    Files are read when it is first used: ``is_used`` tells whether it was.
+    ``files``: those that decide, where they are not beside it, tokenizer_config.json first. Files
+    are read when it is first used: ``is_used`` tells whether it was.
     """
 
-    def __init__(self, tokenizer: str, store: ObjectStore | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: str,
+        store: ObjectStore | None = None,
+        files: Sequence[str] | None = None,
+    ) -> None:
         self._name, self._store = tokenizer, store
+        self._files = template_files(tokenizer) if files is None else files
         self.is_used = False
 
     @cached_property
     def digest(self) -> str:
         return hashlib.sha256(self._template.encode()).hexdigest()
+
+    @property
+    def config(self) -> bytes:
+        """Return a tokenizer_config.json with the template and the special tokens that it names."""
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": self._template}
+        return canonical_json(self._tokenizer.special_tokens_map | kind)
+
+    def without_system(self, text: bytes) -> bytes:
+        """Return the ``text`` of a conversation from what follows the system message, if any."""
+        for start, end in self._openings:
+            if text.startswith(start) and (at := text.find(end, len(start))) >= 0:
+                return text[at + len(end) :]
+        return text
+
+    @cached_property
+    def _openings(self) -> list[tuple[bytes, bytes]]:
+        """Return what stands before and after a system message; first of conversations without."""
+        system, user = (
+            {"role": "system", "content": "\ue000"},
+            {"role": "user", "content": "\ue001"},
+        )
+        found = []
+        for messages in ([user], [system, user]):
+            try:
+                opening, _, rest = self._render(messages, None).partition("\ue001")
+            except ValueError:  # of a template that refuses system messages
+                continue
+            start, _, end = opening.partition("\ue000")
+            if rest and (start or end):
+                found.append((start.encode(), end.encode()))
+        return found
 
     def prompt(self, message: str) -> tuple[list[int], int | None]:
         """Return the tokens of a user's ``message`` up to where the assistant begins to answer, and
@@ -150,10 +192,11 @@ class ChatTemplate:
             return str(self._tokenizer.get_chat_template())
         except ValueError as error:
             raise InvalidInput(
-                "the model has no chat template, and its data are conversations",
+                "the model has no chat template",
                 got=f"none beside {self._name}",
                 wanted=f"chat_template.jinja, or chat_template in {CONFIG_FILE}",
-                do="Put one there, or give the rows a text field.",
+                do="Put one there; or give the rows of the data a text field, and generate without "
+                "--chat.",
             ) from error
 
     @cached_property
@@ -168,8 +211,8 @@ class ChatTemplate:
         from transformers import PreTrainedTokenizerFast
 
         with TemporaryDirectory(prefix="chat-template-") as directory:
-            places = [self._name, *template_files(self._name)]
-            for name, place in zip(("tokenizer.json", *TEMPLATE_FILES), places, strict=True):
+            places = [self._name, *self._files]
+            for name, place in zip(("tokenizer.json", *TEMPLATE_FILES), places, strict=False):
                 if (data := self._read(place)) is not None:
                     (Path(directory) / name).write_bytes(data)
             try:
@@ -184,9 +227,29 @@ class ChatTemplate:
 
     def _read(self, url: str) -> bytes | None:
         """Return the content of a file, or None where it does not exist."""
-        if self._store is None or not url.startswith("s3://"):
+        if self._store is None or "://" not in url:
             return Path(url).read_bytes() if Path(url).is_file() else None
         try:
-            return self._store.get_bytes(url, max_bytes=MAX_FILE_BYTES)
+            return store_at(url, self._store).get_bytes(url, max_bytes=MAX_FILE_BYTES)
         except SourceMissing:
             return None
+
+
+def template_config(snapshot: Snapshot, store: ObjectStore) -> bytes | None:
+    """Return the ``ChatTemplate.config`` that ``snapshot`` was built with; None where it has no
+    conversations, or is of a version that stored none."""
+    if (url := snapshot.template_url) is None:
+        return None
+    try:
+        return store_at(url, store).get_bytes(url, MAX_FILE_BYTES)
+    except SourceMissing:
+        return None
+
+
+def system_remover(snapshot: Snapshot, store: ObjectStore) -> Callable[[bytes], bytes]:
+    """Return ``ChatTemplate.without_system`` of the template of ``snapshot``; without one,
+    or without transformers, the function that returns its argument."""
+    if template_config(snapshot, store) is None or find_spec("transformers") is None:
+        return bytes
+    url, tokenizer = str(snapshot.template_url), str(snapshot.tokenizer_url)
+    return ChatTemplate(tokenizer, store, [url]).without_system

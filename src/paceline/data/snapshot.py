@@ -190,6 +190,12 @@ class Snapshot:
         digest = self.vocabulary.sha256
         return digest and join_url(root_url(self.url), "tokenizers", f"{digest}.json")
 
+    @property
+    def template_url(self) -> str | None:
+        """Return the URL of the tokenizer_config.json of its conversations; None without them."""
+        tokenizer, template = self.tokenizer_url, self.record.template_sha256
+        return tokenizer and template and f"{tokenizer.removesuffix('.json')}-{template[:16]}.json"
+
 
 def store_at(url: str, store: ObjectStore) -> ObjectStore:
     """Return the store for ``url``: ``store``, or the local disk for ``file:///…``."""

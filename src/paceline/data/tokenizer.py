@@ -23,6 +23,7 @@ MAX_TOKENIZER_BYTES = 64 * 1024 * 1024
 MAX_VOCABULARY = 2**31 - 1  # the limit of a snapshot's record
 # Names of the end-of-document token; the first one in the vocabulary is the separator.
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
+ENDS = {"eos", "endoftext", "endofdocument", "eod"}  # letters of other names: [EOS], <|eos|>
 
 
 class Tokenizer:
@@ -125,7 +126,8 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
         size = made.get_vocab_size(with_added_tokens=True)
         # Ids can exceed the count where a vocabulary has holes.
         size = max(size, 1 + max(made.get_vocab(with_added_tokens=True).values(), default=0))
-        found = [each for each in map(made.token_to_id, SEPARATORS) if each is not None]
+        named = (*SEPARATORS, *_other_ends(made))
+        found = [each for each in map(made.token_to_id, named) if each is not None]
         separator = found[0] if found else size
         if max(size, separator + 1) > MAX_VOCABULARY:
             raise ValueError(f"a vocabulary of {size} tokens")
@@ -144,6 +146,13 @@ def open_tokenizer(name: str, file: bytes | None = None) -> Tokenizer:
         separator=separator,
     )
     return Tokenizer(vocabulary, file, made)
+
+
+def _other_ends(made: Any) -> list[str]:
+    """Return the special tokens that are called an end of a document, in order of their ids."""
+    added = sorted(made.get_added_tokens_decoder().items())
+    special = [token.content for _, token in added if token.special]
+    return [each for each in special if "".join(filter(str.isalpha, each.lower())) in ENDS]
 
 
 def _require_fault(error: BaseException) -> None:

@@ -5,7 +5,9 @@ ends. A document *overlaps* when at least half of its shingles, runs of 50 bytes
 and ASCII case, occur anywhere in the training text: a copy with a changed header, a chapter in a
 longer file. 50 bytes are about GPT-3's 13 words (Brown et al. 2020, appendix C), but need no words:
 code and languages without spaces count alike. A share per document, as Llama 3 and Tulu 3 take it,
-because single shingles (licences, imports) are shared by documents that are not copies.
+because single shingles (licences, imports) are shared by documents that are not copies. A document
+with too few shingles overlaps when it equals a training text but for case, punctuation, white space
+and a conversation's system message.
 
 The training split is read shard by shard, once, in linear time: about 20 MB/s of a core. Memory
 holds one shard, 32 bytes a held-out document and 12 a shingle; at most ``MAX_SHINGLES`` of them,
@@ -14,13 +16,21 @@ beyond which they are sampled by their hash, the same on both sides.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import WHITE_SPACE, ShardCache, Snapshot, content_digest, tokenizer_of
+from paceline.data import (
+    WHITE_SPACE,
+    ShardCache,
+    Snapshot,
+    content_digest,
+    system_remover,
+    tokenizer_of,
+)
 from paceline.errors import CorruptData
 from paceline.schemas import Overlap
 from paceline.storage import ObjectStore
@@ -28,11 +38,17 @@ from paceline.storage import ObjectStore
 EXAMPLES = 5
 SHINGLE_BYTES = 50
 OVERLAP_SHARE = 0.5  # of a document's shingles
-MIN_SHINGLES = 32  # of a document; a share of fewer says little, and only copies are looked for
+MIN_SHINGLES = 32  # of a document; a share of fewer says little
+MIN_FOLDED = 20  # characters of a document that is compared as folded: "Yes." is no copy of "yes"
 MAX_SHINGLES = 4 * 1024 * 1024
 _BLOCK_BYTES = 1024 * 1024
 _FILTER_BITS = 26  # 64 MiB: at most 1 in 16 other shingles passes
 _LOWER = bytes(range(256)).lower()
+_MARKS = r"\s!-/:-@\[-`{-\xbf\u2000-\u206f\u3000-\u303f\uff01-\uff0f\uff1a-\uff20"
+_LOOSE = re.compile(
+    rf"(?<![\d{_MARKS}])[{_MARKS}]+|(?<=\d)[{_MARKS}]++(?!\d)"
+)  # not between digits
+_SPACE = re.compile(r" (?=[^\w ])|(?<=[^\w ]) ")
 
 Hashes = NDArray[np.uint64]
 
@@ -45,6 +61,7 @@ def find_overlap(
     *,
     quarantined: Sequence[str] = (),
     answers: Mapping[str, bytes] | None = None,
+    without_system: Callable[[bytes], bytes] = bytes,
     on_progress: Callable[[float], None] = lambda _fraction: None,
 ) -> Overlap:
     """Return how many of ``held_out`` (key, text) are in the training split of ``training``.
@@ -52,10 +69,11 @@ def find_overlap(
     Shards in ``quarantined`` were not used in training and are left out; any other unreadable shard
     raises CorruptData. Samples of a tokenised snapshot are compared as the text that their tokens
     decode to. Of conversations, ``answers`` (key → what assistants say) is what may overlap: many
-    share a system prompt, which says nothing.
+    share a system prompt, which says nothing; ``without_system`` removes it from the text of one.
     """
     tokenizer = tokenizer_of(training, store)
     keys: dict[bytes, list[str]] = {}
+    short = _ShortTexts()
     texts: list[tuple[str, bytes]] = []
     for key, text in held_out:
         if not text.strip():
@@ -65,11 +83,14 @@ def find_overlap(
         # tokenizer fails, so no shard has this text.
         seen = text if isinstance(tokens, str) else tokenizer.text(tokens)
         texts.append((key, seen))
+        if not _has_shingles(seen if answers is None else answers[key]):
+            short.add(key, without_system(seen))
         for digest in {content_digest(text), content_digest(seen)}:
             keys.setdefault(digest, []).append(key)
     left = {key for found in keys.values() for key in found}
     examples: list[str] = []
     shards = [each for each in training.of_split("train") if each.sha256 not in set(quarantined)]
+    bare = system_remover(training, store)
 
     def training_texts() -> Iterator[bytes]:
         for number, (_, samples) in enumerate(cache.opened(shards), start=1):
@@ -81,6 +102,7 @@ def find_overlap(
                         if key in left:
                             left.remove(key)
                             examples.append(f"{key} = {samples.key(i)}")
+                    short.look_for(bare(text))
                     yield text
             on_progress(number / len(shards))
 
@@ -90,6 +112,7 @@ def find_overlap(
     with ShardCache(training, store, cache_dir) as cache:
         shingles.look_for(training_texts())
     near = [(key, share) for key, share in shingles.shares() if share >= OVERLAP_SHARE]
+    near += [(key, 1.0) for key in short.found if key in left]  # others are copies
     return Overlap(
         snapshot_digest=training.digest,
         held_out_documents=len(texts),
@@ -99,6 +122,36 @@ def find_overlap(
         overlapping=len(near),
         overlapping_examples=tuple(f"{key} {share:.0%}" for key, share in near[:EXAMPLES]),
     )
+
+
+class _ShortTexts:
+    """Documents with too few shingles, by their folded text, and which of them were found."""
+
+    def __init__(self) -> None:
+        self._keys: dict[str, list[str]] = {}
+        self._most = 0  # bytes of a training text that can be one of them
+        self.found: dict[str, None] = {}
+
+    def add(self, key: str, text: bytes) -> None:
+        if len(folded := _folded(text)) >= MIN_FOLDED:
+            self._keys.setdefault(folded, []).append(key)
+            self._most = max(self._most, 2 * len(text))
+
+    def look_for(self, text: bytes) -> None:
+        """Mark the documents that equal ``text``."""
+        if len(text) <= self._most:
+            self.found |= dict.fromkeys(self._keys.get(_folded(text), ()))
+
+
+def _folded(text: bytes) -> str:
+    """Return ``text`` without case, white space and punctuation. Between digits they stay: 1.5 is
+    not 15, and 2 + 3 not 2 - 3."""
+    said = " ".join(text.decode("utf-8", errors="replace").casefold().split())
+    return _SPACE.sub("", _LOOSE.sub("", said))
+
+
+def _has_shingles(text: bytes) -> bool:
+    return len(text.translate(None, WHITE_SPACE)) >= SHINGLE_BYTES + MIN_SHINGLES - 1
 
 
 class _Shingles:

@@ -30,7 +30,14 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from paceline.config import EvaluationSettings, Runtime, load_runtime, this_node
-from paceline.data import Snapshot, Tokenizer, documents, load_snapshot, tokenizer_of
+from paceline.data import (
+    Snapshot,
+    Tokenizer,
+    documents,
+    load_snapshot,
+    system_remover,
+    tokenizer_of,
+)
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
 from paceline.evaluation.gate import TRAINING_DATA
 from paceline.evaluation.held_out import (
@@ -81,7 +88,10 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             _emit("score", _record(spec, subject, bits_D, facts))
 
     def overlaps_found() -> tuple[Overlap, ...]:
-        return tuple(_overlap(each, read, answers, store, cache_dir) for each in spec.trained_on)
+        bare = system_remover(snapshot, store) if spec.trained_on else bytes
+        return tuple(
+            _overlap(each, read, answers, bare, store, cache_dir) for each in spec.trained_on
+        )
 
     overlaps: list[Future[tuple[Overlap, ...]]] = []
     with (
@@ -356,6 +366,7 @@ def _overlap(
     trained_on: TrainingData,
     held_out: list[tuple[str, bytes]],
     answers: dict[str, bytes] | None,
+    without_system: Callable[[bytes], bytes],
     store: ObjectStore,
     cache_dir: Path,
 ) -> Overlap:
@@ -367,6 +378,7 @@ def _overlap(
         cache_dir,
         quarantined=trained_on.quarantined_shards,
         answers=answers,
+        without_system=without_system,
         on_progress=lambda fraction: _progress(0.98, f"training data compared: {fraction:.0%}"),
     )
 

@@ -21,6 +21,7 @@ from .files import (
     DESCRIBING as DESCRIBING,
     INDEX_FILE as INDEX_FILE,
     PROGRAM_FILE as PROGRAM_FILE,
+    TOKENIZER_CONFIG_FILE as TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE as TOKENIZER_FILE,
     config_of as config_of,
     file_sha256 as file_sha256,

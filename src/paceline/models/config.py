@@ -303,10 +303,11 @@ def require_tokenizer(config: HasVocabulary, tokenizer_digest: str, vocabulary: 
         )
     if vocabulary > config.vocab_size:
         raise InvalidInput(
-            "data has more tokens than the model",
-            got=f"{vocabulary} tokens",
-            wanted=f"{config.vocab_size} at most",
-            do="Build the snapshot with the model's tokenizer.json, or take another base model.",
+            "the tokenizer has more tokens than the model",
+            got=f"{vocabulary} tokens, with one that ends a document",
+            wanted=f"{config.vocab_size} at most, the rows of the model's embedding",
+            do="Name the token that ends a document <|endoftext|> or [EOS] in tokenizer.json if it "
+            "has another name, or enlarge the model: resize_token_embeddings of transformers.",
         )
 
 

@@ -19,12 +19,15 @@ from paceline.schemas import digest_of, parse_json
 
 CONFIG_FILE = "config.json"
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"  # has the chat template, or one lies beside it
 INDEX_FILE = "model.safetensors.index.json"
 ADAPTER_FILE = "adapter_config.json"  # peft's
 DESCRIBING = (CONFIG_FILE, TOKENIZER_FILE, INDEX_FILE)  # what is read of a model beside weights
 SUFFIX = ".safetensors"
 PROGRAM_FILE = "model.pt2"  # a torch.export program, which is written and never loaded
 UNSAFE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".h5")
+# What transformers' Trainer writes beside the weights to resume by; not weights, and never read.
+OF_TRAINER = ("training_args.bin", "optimizer.pt", "scheduler.pt", "scaler.pt")
 MAX_JSON_BYTES = 16 * 1024 * 1024
 
 Config = TypeVar("Config", ModelConfig, UserCodeConfig)
@@ -106,7 +109,13 @@ def weight_files(directory: Path) -> list[Path]:
     directory = Path(directory)
     if not directory.is_dir():
         raise SourceMissing("no model here", got="no such directory", where=directory)
-    unsafe = sorted(each.name for each in directory.iterdir() if each.suffix in UNSAFE_SUFFIXES)
+    unsafe = sorted(
+        each.name
+        for each in directory.iterdir()
+        if each.suffix in UNSAFE_SUFFIXES
+        and not each.name.startswith("rng_state")
+        and each.name not in OF_TRAINER
+    )
     if unsafe:
         raise InvalidInput(
             "model weights are not safetensors",

@@ -65,7 +65,11 @@ class Pretrained:
         """
         directory = Path(directory)
         config = _read_config(directory)
-        stored, empty = stored_tensors(directory), _build(config)
+        stored = stored_tensors(directory)
+        try:
+            empty = _build(config)
+        except Exception as error:
+            raise _unacceptable(error, directory / CONFIG_FILE) from error
         found = cls(directory, config, _renamed(stored, empty), empty)
         found._require_weights()
         return found
@@ -327,11 +331,27 @@ def _read_config(directory: Path) -> Any:
         with torch.device("meta"):
             int(config.max_position_embeddings), int(config.vocab_size)
     except Exception as error:
-        raise InvalidInput(
-            "model config is not acceptable", got=str(error).split("\n")[0][:300], where=path
-        ) from error
+        raise _unacceptable(error, path) from error
     config.use_cache = False
     return config
+
+
+def _unacceptable(error: Exception, path: Path) -> InvalidInput:
+    """Return the error of a config.json that transformers refuses or cannot build."""
+    said = str(error)
+    if isinstance(error, KeyError):  # of a table of transformers: its text is the value alone
+        said = _named(read_json(path), error.args[0]) or f"unknown {said}"
+    return InvalidInput("model config is not acceptable", got=said.split("\n")[0][:300], where=path)
+
+
+def _named(settings: Mapping[str, Any], value: object) -> str | None:
+    """Return the setting that has ``value``, with its name."""
+    for name, each in settings.items():
+        if each == value:
+            return f"{name} = {value!r}"
+        if isinstance(each, dict) and (inner := _named(each, value)):
+            return f"{name}.{inner}"
+    return None
 
 
 def _build(config: Any) -> nn.Module:

@@ -1,4 +1,5 @@
 from .base import BaseResult as BaseResult, BaseSpec as BaseSpec, train_base as train_base
+from .base_check import check_base as check_base
 from .continuing import (
     checkpoints_url as checkpoints_url,
     continuation as continuation,

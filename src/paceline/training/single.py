@@ -28,7 +28,6 @@ from paceline.config import (
     Profile,
     Runtime,
     Secrets,
-    TrainingSettings,
     load_runtime,
     save_runtime,
 )
@@ -57,6 +56,7 @@ from paceline.schemas import (
 from paceline.storage import DiskStore, ObjectStore, join_url, open_store, parse_url
 from paceline.system import sync_directory, sync_tree
 from paceline.training import user_code as code_ref
+from paceline.training.base_check import require_targets
 from paceline.training.continuing import (
     JOB_FILE,
     checkpoints_url,
@@ -197,7 +197,7 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     if pretrained is not None:
         size = TaskSize(context=asked.profile.model.context, parameters=pretrained.parameters)
         job = job.model_copy(update={"task": size})
-        require_pretrained(pretrained, job, runtime, snapshot)
+        require_pretrained(pretrained, settings, size.context, snapshot)
     job = with_derived_id(job)
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
@@ -227,7 +227,7 @@ def _pretrained(asked: TrainingRequest) -> tuple[TrainingRequest, Pretrained | N
 
     found, settings = Pretrained.open(source), asked.profile.training
     require_planned(found, MeshSpec.of(settings.mesh, replicas_of(settings)))
-    _require_targets(found, settings)
+    require_targets(found, settings)
     found.require_sound()
     return asked, found
 
@@ -422,7 +422,7 @@ def _base(
         else:
             _copy_model(asked.model, making)
         if pretrained is None:
-            _require_targets(read_config(making), asked.profile.training)
+            require_targets(read_config(making), asked.profile.training)
         link_mbit = asked.profile.cluster.link_mbit
         manifest = build_manifest(
             making,
@@ -439,24 +439,6 @@ def _base(
     finally:
         shutil.rmtree(making, ignore_errors=True)
     return manifest.digest
-
-
-def _require_targets(config: ModelConfig | Pretrained, settings: TrainingSettings) -> None:
-    """Raise InvalidInput where ``training`` names layers or parameters that the model does not
-    have."""
-    named = settings.lora or settings.groups or settings.no_decay
-    if not named and settings.optimizer != "muon":
-        return
-    import torch
-
-    from paceline.models import Pretrained, Transformer, add_adapters
-    from paceline.training.loop import require_groups
-
-    with torch.device("meta"):
-        empty = config.build() if isinstance(config, Pretrained) else Transformer(config)
-    if settings.lora is not None:
-        add_adapters(empty, settings.lora, settings.seed)
-    require_groups(empty, settings)
 
 
 def _weights_bytes(runtime: Runtime) -> int:
@@ -486,7 +468,7 @@ def _shape(asked: TrainingRequest, snapshot: Snapshot) -> dict[str, Any]:
 
 def _copy_model(source: Path, directory: Path) -> None:
     for each in source.iterdir():
-        if each.suffix in (".safetensors", ".json") and each.name != "manifest.json":
+        if each.suffix in (".safetensors", ".json", ".jinja") and each.name != "manifest.json":
             shutil.copyfile(each, directory / each.name)
 
 

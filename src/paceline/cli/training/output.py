@@ -322,8 +322,8 @@ def _shape(job: TrainJob, config: ModelConfig | Pretrained | None) -> str:
 
 
 def beside(job: TrainJob, checkpoints: Path) -> str | None:
-    """Return a line on another training in this directory, where ``job`` has not begun yet."""
-    if checkpoints.exists() or not checkpoints.parent.is_dir():
+    """Return a line on another training in this directory, where ``job`` begins anew."""
+    if checkpoints.exists() or not checkpoints.parent.is_dir() or job.continues is not None:
         return None
     found = {each.name: _saved_step(each) for each in checkpoints.parent.iterdir()}
     known = [f"{name} (step {step})" for name, step in sorted(found.items()) if step]

@@ -62,9 +62,8 @@ class Fields:
     slice: str = ""  # whose value is the directory of the sample's name; "": none
 
     def name(self, key: str, value: object) -> str:
-        """Return a sample's name: ``key``, below its ``value`` of ``slice`` as a directory."""
-        if not self.slice:
-            return key
+        """Return the name of a sample with ``key``: below its ``value`` of ``slice``, as a
+        directory."""
         text = value.decode(errors="replace") if isinstance(value, bytes) else str(value)
         shown = "".join(each for each in text[:MAX_SLICE_CHARS] if each.isprintable())
         return f"{'(none)' if value is None else shown.replace('/', '_') or '(empty)'}/{key}"

@@ -80,8 +80,10 @@ def _sample(line: bytes, where: str, fields: Fields) -> Sample | UnusableSample:
     key = value.pop(fields.key, None)
     if key is not None and not isinstance(key, str | int):
         return UnusableSample(where, f"its {fields.key!r} is no name")
-    key = fields.name(where if key is None else str(key), value.pop(fields.slice, None))
-    return sample_of(key, value, fields.text)
+    named = where if key is None else str(key)
+    if fields.slice:
+        named = fields.name(named, value.pop(fields.slice, None))
+    return sample_of(named, value, fields.text)
 
 
 def sample_of(key: str, value: Mapping[str, object], text_field: str) -> Sample | UnusableSample:

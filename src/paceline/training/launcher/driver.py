@@ -76,7 +76,7 @@ def run_job(
     admit(own, workers[0], store)
     guard = job.settings.guard
     deadlines = Deadlines(
-        start_s=guard.start_deadline_s,
+        start_s=job.settings.start_deadline_s,
         step_s=guard.step_deadline_s,
         checkpoint_s=guard.checkpoint_deadline_s,
     )

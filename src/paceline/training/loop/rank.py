@@ -167,7 +167,7 @@ def run_rank(job: TrainJob, place: RankIdentity, events: EventWriter, stop: Stop
         events.enter("joining")
         # Longer than any step: the launcher detects and names a hung rank first, and a rank that
         # verifies a checkpoint more slowly than the others does not time out.
-        limit_s = settings.guard.step_deadline_s + settings.guard.start_deadline_s
+        limit_s = settings.guard.step_deadline_s + settings.start_deadline_s
         group = stack.enter_context(join_gang(place, limit_s))
         device = setup.exclusive_device()
         mesh = open_mesh(MeshSpec.of(settings.mesh, place.world_size), device.type)

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from paceline.data import PlannedStream, tokenizer_file
+from paceline.data import PlannedStream, template_config, tokenizer_file
 from paceline.data.loading import tokens_seen
 from paceline.errors import InvalidInput, PacelineError, TrainingFailed
 from paceline.models import (
     CONFIG_FILE,
+    TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     Adapters,
     Pretrained,
@@ -342,6 +343,8 @@ def export_model(its: RankContext, state: TrainState, rank: int) -> dict[str, An
         write_durably(directory / CONFIG_FILE, _user_code_config(its), 0o666)
     if its.pretrained is None and (file := tokenizer_file(its.snapshot, its.store)):
         write_durably(directory / TOKENIZER_FILE, file, 0o666)
+        if its.snapshot.is_masked and (config := template_config(its.snapshot, its.store)):
+            write_durably(directory / TOKENIZER_CONFIG_FILE, config, 0o666)
     program = {}
     if its.job.settings.export_program:
         program = {"program": write_program(directory).model_dump()}

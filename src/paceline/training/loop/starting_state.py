@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.config import Runtime, load_runtime
+from paceline.config import Runtime, TrainingSettings, load_runtime
 from paceline.errors import InvalidInput, SourceMissing
 from paceline.extras import require_extras
 from paceline.models import CONFIG_FILE, ModelConfig, require_whole, weight_files
@@ -200,7 +200,8 @@ def _load_task(
         model = workload.build()
     elif is_pretrained(directory := verified_base(node, job)):
         pretrained = Pretrained.open(directory)
-        require_pretrained(pretrained, job, runtime, snapshot)
+        context = task_size_of(job, runtime.profile).context
+        require_pretrained(pretrained, job.settings, context, snapshot)
         workload = TransformerWorkload(pretrained, job.settings.seed)
         model = workload.build()
     else:
@@ -215,13 +216,12 @@ def _load_task(
 
 
 def require_pretrained(
-    pretrained: Pretrained, job: TrainJob, runtime: Runtime, snapshot: Snapshot
+    pretrained: Pretrained, settings: TrainingSettings, context: int, snapshot: Snapshot
 ) -> None:
-    """Raise InvalidInput unless ``job`` can train ``pretrained`` on ``snapshot``."""
+    """Raise InvalidInput unless ``settings`` can train ``pretrained`` on rows of ``snapshot``."""
     from paceline.data import ChatTemplate, require_whole
     from paceline.training.parallel import MeshSpec, replicas_of, require_planned
 
-    settings = job.settings
     require_planned(pretrained, MeshSpec.of(settings.mesh, replicas_of(settings)))
     if settings.synchrony.kind != "every-step":
         raise InvalidInput(
@@ -231,7 +231,6 @@ def require_pretrained(
             where="training.synchrony.kind",
         )
     vocabulary = snapshot.vocabulary
-    context = task_size_of(job, runtime.profile).context
     pretrained.require_trainable(context, vocabulary.sha256 or "", vocabulary.vocab_size)
     require_whole(snapshot, context)
     if (wanted := snapshot.record.template_sha256) is not None:

@@ -1,4 +1,8 @@
-from .checking import check as check, require_code as require_code
+from .checking import (
+    check as check,
+    check_in_process as check_in_process,
+    require_code as require_code,
+)
 from .loading import (
     Task as Task,
     fetch as fetch,

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,8 +59,6 @@ def check(
     for each in refs:
         require_allowed(each, sources)
     ref = refs[0]
-    environment = dict(os.environ)
-    scrub_variables(environment)
     asked: dict[str, object] = {
         "text": text,
         "sources": list(sources),
@@ -69,7 +67,26 @@ def check(
         "judged": judged,
     }
     asked["settings"] = None if settings is None else settings.model_dump()
-    command = [sys.executable, "-m", "paceline.training.user_code.checking"]
+    check_in_process(__name__, asked, "code reference", ref.where, deadline_s=deadline_s)
+
+
+def check_in_process(
+    module: str,
+    asked: Mapping[str, object],
+    what: str,
+    where: str,
+    *,
+    deadline_s: float = CHECK_S,
+    shown: Mapping[str, str] | None = None,
+) -> None:
+    """Run ``module`` with ``asked`` as its line of JSON, without ambient credentials; raise the
+    error that it reports. Of its texts, those in ``shown`` are replaced.
+
+    Raises TrainingFailed, which names ``what`` and ``where``, for a process that reports none.
+    """
+    environment = dict(os.environ)
+    scrub_variables(environment)
+    command = [sys.executable, "-m", module]
     try:
         done = subprocess.run(
             command,
@@ -83,20 +100,23 @@ def check(
         )
     except subprocess.TimeoutExpired as error:
         raise TrainingFailed(
-            "code reference does not come to an end",
+            f"{what} does not come to an end",
             got=f"nothing within {deadline_s:.0f} s",
-            where=ref.where,
+            where=where,
         ) from error
     if done.returncode == 0:
         return
+    said = done.stdout
+    for text, other in (shown or {}).items():
+        said = said.replace(text, other)
     try:
-        refused = from_record(json.loads(done.stdout.splitlines()[-1]))
+        refused = from_record(json.loads(said.splitlines()[-1]))
     except (ValueError, KeyError, IndexError, TypeError) as error:
         tail = done.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise TrainingFailed(
-            "code reference ended its process",
+            f"{what} ended its process",
             got=f"exit code {done.returncode}: {tail[0][:MAX_MESSAGE_CHARACTERS]}",
-            where=ref.where,
+            where=where,
         ) from error
     raise refused
 

@@ -1,0 +1,141 @@
+"""Check of a published base model before any node is busy, by its config and its headers alone.
+
+``python -m paceline.training.base_check`` is the process that builds the model without values: it
+reads one line of JSON on standard input. Weights that are not finite are left to the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from paceline.config import TrainingSettings
+from paceline.data import Snapshot, SnapshotRecord
+from paceline.errors import PacelineError, to_record
+from paceline.models import CONFIG_FILE, ModelConfig, is_pretrained, read_config, require_tokenizer
+from paceline.storage import ObjectInfo, ObjectStore
+from paceline.training.loop import require_pretrained
+from paceline.training.parallel import MeshSpec, replicas_of, require_layout
+from paceline.training.user_code import check_in_process
+
+if TYPE_CHECKING:
+    from paceline.models import Pretrained
+
+MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
+MAX_FILE_BYTES = 64 * 1024 * 1024  # of one that describes the model
+DESCRIBING_SUFFIXES = (".json", ".jinja")
+
+
+def check_base(
+    url: str, store: ObjectStore, settings: TrainingSettings, context: int, snapshot: Snapshot
+) -> None:
+    """Raise InvalidInput where ``settings`` cannot train the model that is published at ``url`` on
+    rows of ``context`` tokens of ``snapshot``.
+
+    Checks config, tensor names, shapes and dtypes, tokenizer, mesh, and the layers that the
+    settings name. Checks nothing where the model is not published or this machine has no torch.
+    """
+    if any(find_spec(each) is None for each in ("torch", "transformers")):
+        return
+    found = store.list(url)
+    if not any(each.url == f"{url}/{CONFIG_FILE}" for each in found):
+        return
+    with TemporaryDirectory(prefix="base-check-") as directory:
+        for each in found:
+            name = each.url.removeprefix(f"{url}/")
+            if "/" not in name:
+                _write_outline(each, store, Path(directory) / name)
+        asked: dict[str, Any] = {
+            "directory": directory,
+            "settings": settings.model_dump(mode="json"),
+            "context": context,
+            "snapshot": {
+                "url": snapshot.url,
+                "digest": snapshot.digest,
+                "record": snapshot.record.model_dump(mode="json"),
+            },
+        }
+        if not (is_pretrained(Path(directory)) or names_parts(settings)):
+            require_base(asked)  # needs no torch
+            return
+        check_in_process(__name__, asked, "check of the base model", url, shown={directory: url})
+
+
+def _write_outline(info: ObjectInfo, store: ObjectStore, path: Path) -> None:
+    """Write ``path``: what describes the model whole, of weights the header and then a hole."""
+    if info.size <= MAX_FILE_BYTES and path.suffix in DESCRIBING_SUFFIXES:
+        path.write_bytes(store.get_bytes(info.url))
+        return
+    header = b""
+    if path.suffix == ".safetensors":
+        length = int.from_bytes(_start_of(info, store, 8), "little")
+        header = _start_of(info, store, 8 + min(length, MAX_HEADER_BYTES))
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(info.size)
+
+
+def _start_of(info: ObjectInfo, store: ObjectStore, size: int) -> bytes:
+    into = bytearray(min(size, info.size))
+    if into:
+        store.read_range_into(info.url, 0, memoryview(into), etag=info.etag, size=info.size)
+    return bytes(into)
+
+
+def names_parts(settings: TrainingSettings) -> bool:
+    """Return whether ``settings`` depend on the names of the model's layers or parameters."""
+    named = settings.lora or settings.groups or settings.no_decay
+    return bool(named) or settings.optimizer == "muon"
+
+
+def require_targets(config: ModelConfig | Pretrained, settings: TrainingSettings) -> None:
+    """Raise InvalidInput where ``training`` names layers or parameters that the model does not
+    have."""
+    if not names_parts(settings):
+        return
+    import torch
+
+    from paceline.models import Pretrained, Transformer, add_adapters
+    from paceline.training.loop import require_groups
+
+    with torch.device("meta"):
+        empty = config.build() if isinstance(config, Pretrained) else Transformer(config)
+    if settings.lora is not None:
+        add_adapters(empty, settings.lora, settings.seed)
+    require_groups(empty, settings)
+
+
+def require_base(asked: dict[str, Any]) -> None:
+    """Raise what ``check_base`` does; ``asked`` is what it sends."""
+    directory, settings = Path(asked["directory"]), TrainingSettings(**asked["settings"])
+    record = SnapshotRecord.model_validate(asked["snapshot"].pop("record"))
+    snapshot = Snapshot(**asked["snapshot"], record=record)
+    if is_pretrained(directory):
+        from paceline.models import Pretrained
+
+        found = Pretrained.open(directory)
+        require_pretrained(found, settings, asked["context"], snapshot)
+        require_targets(found, settings)
+        return
+    config, vocabulary = read_config(directory), snapshot.vocabulary
+    require_layout(MeshSpec.of(settings.mesh, replicas_of(settings)), settings, config)
+    require_tokenizer(config, vocabulary.sha256 or "", vocabulary.vocab_size)
+    require_targets(config, settings)
+
+
+def main() -> int:
+    """Check the model on standard input; on failure the last line of output is the error."""
+    try:
+        require_base(json.loads(sys.stdin.readline()))
+    except PacelineError as error:
+        sys.stdout.write("\n" + json.dumps(to_record(error)) + "\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

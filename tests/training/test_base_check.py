@@ -1,0 +1,153 @@
+"""A published base is refused in one line, by its config and headers, before a node is busy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.config import DataSettings, load_profile
+from paceline.data import Snapshot, build_snapshot
+from paceline.errors import InvalidInput, PacelineError, PermanentError
+from paceline.flows import lifecycle, train
+from paceline.models import config_for, new_model, save_model
+from paceline.storage import DiskStore
+from paceline.tasks._support.run import Run
+from paceline.tasks.train import require_base
+from paceline.training import base_check
+from tests.support.hugging_face import write_model
+
+WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
+
+
+def config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def ours(directory: Path) -> None:
+    for each in directory.iterdir():
+        each.unlink()
+    made = config_for(20_000, 32)
+    save_model(new_model(made, 1), made, directory)
+
+
+LORA = {"training.lora.target_modules": "nope"}
+CASES: dict[str, tuple[Callable[[Path], object], dict[str, str], str]] = {
+    "sound": (lambda _: None, {}, ""),
+    # its bytes are read by the ranks alone
+    "NaN": (lambda path: weights(path, lambda t: t[NORM].fill_(torch.nan)), {}, ""),
+    "ours": (ours, {}, ""),
+    "ours, a layer": (ours, LORA, "nope"),
+    "a layer": (lambda _: None, LORA, "nope"),
+    "context": (lambda _: None, {"model.context": "4096"}, "at most 64"),
+    "mesh": (lambda _: None, {"training.mesh.tp": "3", "training.ranks": "3"}, "mesh"),
+    "activation": (lambda path: config(path, hidden_act="odd"), {}, "hidden_act = 'odd'"),
+    "tensor": (lambda path: weights(path, lambda t: t.pop(NORM)), {}, f"got {NORM}"),
+    "tokenizer": (lambda path: (path / "tokenizer.json").write_text("{}"), {}, "tokenizer"),
+    "cut short": (lambda path: (path / WEIGHTS).write_bytes(b"\x10\0\0"), {}, WEIGHTS),
+    "pickled": (lambda path: (path / "pytorch_model.bin").touch(), {}, "pytorch_model.bin"),
+}
+
+
+@pytest.fixture(scope="module")
+def snapshot(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+    root = tmp_path_factory.mktemp("data")
+    for number in range(8):
+        (root / f"{number}.txt").write_text(f"line {number}\n" * 100)
+    return build_snapshot(str(root), (root / "built").as_uri(), DataSettings(), DiskStore())
+
+
+def run_of(root: Path) -> Any:
+    return SimpleNamespace(
+        runtime=SimpleNamespace(models_url=(root / "models").as_uri()), store=DiskStore()
+    )
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_what_cannot_be_trained_is_found_without_the_weights(
+    snapshot: Snapshot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spoil, changed, words = CASES[name]
+    spoil(write_model("llama", tmp_path / "models" / "base" / "v1", vocab_size=257))
+    profile = load_profile("local", {"model.context": "32"} | changed)
+    monkeypatch.setattr(  # a process of its own takes seconds
+        base_check, "check_in_process", lambda _, asked, *__, **___: base_check.require_base(asked)
+    )
+    if not words:
+        require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
+        return
+    with pytest.raises(PacelineError) as caught:
+        require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
+    assert words in caught.value.one_line()
+    assert "\n" not in caught.value.one_line()
+    assert isinstance(caught.value, PermanentError), "never tried again"
+
+
+def test_a_process_of_its_own_names_where_the_base_is_published(
+    snapshot: Snapshot, tmp_path: Path
+) -> None:
+    published = write_model("llama", tmp_path / "models" / "base" / "v1", vocab_size=257)
+    profile = load_profile("local", {"model.context": "4096"})
+    with pytest.raises(InvalidInput, match=f"at most 64.*at {published.as_uri()}"):
+        require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
+
+
+def test_a_version_that_is_not_published_is_left_to_distribution(
+    snapshot: Snapshot, tmp_path: Path
+) -> None:
+    require_base(run_of(tmp_path), load_profile("local", {}), "base", "v1", snapshot.url)
+
+
+@pytest.mark.parametrize("flow", [train, lifecycle], ids=["train", "lifecycle"])
+def test_a_base_is_checked_before_nodes_are_busy(
+    monkeypatch: pytest.MonkeyPatch, flow: Any
+) -> None:
+    link = SimpleNamespace(user=("default", ""), sweep=None, hosts=["a"])
+    profile = SimpleNamespace(cluster=SimpleNamespace(per_job=False))
+    run = SimpleNamespace(
+        state_dir="", run_id="run-20261120-153600-9f3a1c", runtime=SimpleNamespace(profile=profile)
+    )
+
+    def refused(*_: object) -> None:
+        raise InvalidInput("it does not fit")
+
+    def busy(*_: object, **__: object) -> None:
+        pytest.fail("a node is busy")
+
+    monkeypatch.setattr(Run, "open", lambda *_: run)
+    passed = {
+        "recorded": lambda *_: nullcontext(),
+        "linked": lambda *_: nullcontext(link),
+        "with_job_settings": lambda *_: profile,
+        "prepare_inputs": lambda *_, **__: SimpleNamespace(
+            model_id="m", version="v1", snapshot_url="u"
+        ),
+    }
+    ignored = (
+        "permitted_snapshot", "require_own_expectations", "published_tasks", "profile_of",
+        "require_judgeable",
+    )  # fmt: skip
+    for name in (*passed, *ignored):
+        if hasattr(flow, name):
+            monkeypatch.setattr(flow, name, passed.get(name, lambda *_: None))
+    monkeypatch.setattr(flow, "require_base", refused)
+    monkeypatch.setattr(flow, "distribute_model", busy)
+    with pytest.raises(InvalidInput, match="it does not fit"):
+        if flow is train:
+            train.train_model.fn("m", "v1", "u")
+        else:
+            lifecycle.run_lifecycle.fn()
