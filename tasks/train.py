@@ -180,10 +180,8 @@ def require_base(
 ) -> None:
     """Raise what ``check_base`` does where ``profile`` cannot train the published version."""
     if not profile.training.code_ref:
-        url, snapshot = (
-            published_url(run, model_id, version),
-            load_snapshot(snapshot_url, run.store),
-        )
+        url = published_url(run, model_id, version)
+        snapshot = load_snapshot(snapshot_url, run.store)
         check_base(url, run.store, profile.training, profile.model.context, snapshot)
 
 

@@ -110,12 +110,16 @@ def routes(tmp_path: Path) -> Iterator[Routes]:
     current_call.reset(token)
 
 
-def test_a_priority_above_the_teams_is_refused(
-    routes: Routes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def inputs_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshot, source and model of every job count as there, and as allowed."""
     monkeypatch.setattr("paceline.api.jobs._require_snapshot", lambda *_: None)
     monkeypatch.setattr("paceline.api.jobs.allowed_source", lambda *_: None)
     monkeypatch.setattr("paceline.api.jobs.fetch_allowed_manifest", lambda *_: None)
+
+
+@pytest.mark.usefixtures("inputs_exist")
+def test_a_priority_above_the_teams_is_refused(routes: Routes) -> None:
     urgent = SPEC.model_copy(update={"team": "nlp", "priority": 6})
     with pytest.raises(AccessDenied, match=r"got 6.*at most 5.*nlp"):
         routes.of["submit_job"](urgent)
@@ -124,12 +128,8 @@ def test_a_priority_above_the_teams_is_refused(
     assert len(routes.coordinator.kept) == 2
 
 
-def test_a_gang_that_needs_a_node_which_restarts_waits_for_it(
-    routes: Routes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("paceline.api.jobs._require_snapshot", lambda *_: None)
-    monkeypatch.setattr("paceline.api.jobs.allowed_source", lambda *_: None)
-    monkeypatch.setattr("paceline.api.jobs.fetch_allowed_manifest", lambda *_: None)
+@pytest.mark.usefixtures("inputs_exist")
+def test_a_gang_that_needs_a_node_which_restarts_waits_for_it(routes: Routes) -> None:
     routes.coordinator.heard_at = time.time() - 60
     assert routes.of["submit_job"](SPEC).job.state is S.QUEUED
     routes.coordinator.heard_at = time.time() - 3600

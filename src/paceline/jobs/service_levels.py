@@ -7,7 +7,7 @@ takes nothing away. What stands is read from the table at each scrape.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 from paceline.jobs.placement import Host
@@ -18,6 +18,7 @@ from paceline.telemetry import Histogram, JobValues
 MOST_TEAMS = 100  # with series of their own; the teams after them are "other"
 MOST_HOSTS = 1000  # the same of hosts whose ranks failed
 Labels = tuple[str, ...]
+Failures = Mapping[str, Mapping[str, int]]  # host → kind → times
 
 
 class JobTotals:
@@ -53,18 +54,22 @@ class JobTotals:
 
     def report(self, job: TrainingJob, before: JobReport | None, after: JobReport) -> None:
         """Count the useful time between two reports of one flow run, and failures by host."""
-        same = before is not None and before.flow_run_id == after.flow_run_id
-        counts = self._counts["job_host_failures"]
-        known = {host for host, _ in counts}
-        for host, kinds in after.failures.items():
-            earlier = before.failures.get(host, {}) if same and before is not None else {}
-            label = host if host in known or len(known) < MOST_HOSTS else "other"
-            for kind, times in kinds.items():
-                counts[label, kind] += max(0, times - earlier.get(kind, 0))
-        if same and before is not None and is_held(job):
+        if before is not None and before.flow_run_id != after.flow_run_id:
+            before = None
+        if after.failures:
+            self._count_failures({} if before is None else before.failures, after.failures)
+        if before is not None and is_held(job):
             more = after.seconds.get("useful", 0.0) - before.seconds.get("useful", 0.0)
             useful = self._counts["job_useful_slot_seconds"]
             useful[self._team(job),] += max(0.0, more) * job.usage[-1].slots
+
+    def _count_failures(self, before: Failures, after: Failures) -> None:
+        counts = self._counts["job_host_failures"]
+        known = {host for host, _ in counts}
+        for host, kinds in after.items():
+            label = host if host in known or len(known) < MOST_HOSTS else "other"
+            for kind, times in kinds.items():
+                counts[label, kind] += max(0, times - before.get(host, {}).get(kind, 0))
 
     def values(self, jobs: Iterable[TrainingJob], hosts: Sequence[Host], now: float) -> JobValues:
         """Return the value of each metric; ``jobs`` and ``hosts`` are those of ``now``."""
