@@ -60,11 +60,18 @@ def report_missing_extras() -> None:
         sys.meta_path.append(_MissingExtraFinder())
 
 
+def is_installed(module: str) -> bool:
+    """Return whether a module of an extra can be imported.
+
+    ``importlib.util.find_spec`` called elsewhere in this package raises MissingExtra instead.
+    """
+    return importlib.util.find_spec(module) is not None
+
+
 def require_extras(*names: str) -> None:
     """Raise MissingExtra unless these extras are installed; call it before processes need them."""
     absent = {
-        extra: [module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None]
-        for extra in names
+        extra: [module for module in EXTRAS[extra] if not is_installed(module)] for extra in names
     }
     if lacking := [extra for extra in names if absent[extra]]:
         raise missing(lacking, got=f"no module {absent[lacking[0]][0]}")
@@ -73,9 +80,7 @@ def require_extras(*names: str) -> None:
 def installed_extras() -> list[str]:
     """Return the extras whose libraries are all installed."""
     return [
-        extra
-        for extra, modules in EXTRAS.items()
-        if all(importlib.util.find_spec(each) is not None for each in modules)
+        extra for extra, modules in EXTRAS.items() if all(is_installed(each) for each in modules)
     ]
 
 

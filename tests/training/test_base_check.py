@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +25,29 @@ from paceline.tasks._support.run import Run
 from paceline.tasks.train import require_base
 from paceline.training import base_check
 from tests.support.hugging_face import write_model
+
+WITHOUT = """
+import sys
+from importlib.machinery import PathFinder
+
+lacking, model, snapshot = sys.argv[1].split(","), *sys.argv[2:]
+found = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *rest: None if name in lacking else found(name, *rest)
+from paceline.config import load_profile
+from paceline.data import load_snapshot
+from paceline.errors import PacelineError
+from paceline.storage import DiskStore
+from paceline.training import check_base
+
+store = DiskStore()
+for tensors in ({}, {"training.mesh.tp": "3", "training.ranks": "3"}):
+    profile = load_profile("local", {"model.context": "32"} | tensors)
+    try:
+        check_base(model, store, profile.training, 32, load_snapshot(snapshot, store))
+        print("passed")
+    except PacelineError as error:
+        print(error.one_line())
+"""
 
 WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
 
@@ -104,6 +129,24 @@ def test_a_process_of_its_own_names_where_the_base_is_published(
     profile = load_profile("local", {"model.context": "4096"})
     with pytest.raises(InvalidInput, match=f"at most 64.*at {published.as_uri()}"):
         require_base(run_of(tmp_path), profile, "base", "v1", snapshot.url)
+
+
+@pytest.mark.parametrize("lacking", ["transformers", "torch,transformers,peft"])
+@pytest.mark.parametrize("layout", ["ours", "transformers"])
+def test_a_machine_without_the_libraries_checks_what_it_can(
+    snapshot: Snapshot, tmp_path: Path, lacking: str, layout: str
+) -> None:
+    base = write_model("llama", tmp_path / "base", vocab_size=257)
+    if layout == "ours":
+        ours(base)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, lacking, base.as_uri(), snapshot.url],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "passed"
+    assert ("mesh" in second) if layout == "ours" else (second == "passed"), second
 
 
 def test_a_version_that_is_not_published_is_left_to_distribution(

@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 from paceline.data.formats import Array
 from paceline.data.snapshot import Snapshot, store_at
 from paceline.errors import InvalidInput, SourceMissing
+from paceline.extras import is_installed
 from paceline.schemas import canonical_json
 from paceline.storage import ObjectStore
 
@@ -249,7 +249,7 @@ def template_config(snapshot: Snapshot, store: ObjectStore) -> bytes | None:
 def system_remover(snapshot: Snapshot, store: ObjectStore) -> Callable[[bytes], bytes]:
     """Return ``ChatTemplate.without_system`` of the template of ``snapshot``; without one,
     or without transformers, the function that returns its argument."""
-    if template_config(snapshot, store) is None or find_spec("transformers") is None:
+    if template_config(snapshot, store) is None or not is_installed("transformers"):
         return bytes
     url, tokenizer = str(snapshot.template_url), str(snapshot.tokenizer_url)
     return ChatTemplate(tokenizer, store, [url]).without_system

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.config import TrainingSettings
 from paceline.data import Snapshot, SnapshotRecord
 from paceline.errors import PacelineError, to_record
+from paceline.extras import is_installed
 from paceline.models import CONFIG_FILE, ModelConfig, is_pretrained, read_config, require_tokenizer
 from paceline.storage import ObjectInfo, ObjectStore
 from paceline.training.loop import require_pretrained
@@ -37,10 +37,9 @@ def check_base(
     rows of ``context`` tokens of ``snapshot``.
 
     Checks config, tensor names, shapes and dtypes, tokenizer, mesh, and the layers that the
-    settings name. Checks nothing where the model is not published or this machine has no torch.
+    settings name. Checks nothing where the model is not published, and no layers where this
+    machine lacks the libraries to build the model.
     """
-    if any(find_spec(each) is None for each in ("torch", "transformers")):
-        return
     found = store.list(url)
     if not any(each.url == f"{url}/{CONFIG_FILE}" for each in found):
         return
@@ -59,10 +58,12 @@ def check_base(
                 "record": snapshot.record.model_dump(mode="json"),
             },
         }
-        if not (is_pretrained(Path(directory)) or names_parts(settings)):
+        pretrained = is_pretrained(Path(directory))
+        if not (pretrained or names_parts(settings)):
             require_base(asked)  # needs no torch
-            return
-        check_in_process(__name__, asked, "check of the base model", url, shown={directory: url})
+        elif is_installed("torch") and (is_installed("transformers") or not pretrained):
+            shown = {directory: url}
+            check_in_process(__name__, asked, "check of the base model", url, shown=shown)
 
 
 def _write_outline(info: ObjectInfo, store: ObjectStore, path: Path) -> None:
