@@ -59,9 +59,10 @@ def check_base(
             },
         }
         pretrained = is_pretrained(Path(directory))
+        needed = ["torch"] + ["transformers"] * pretrained + ["peft"] * (settings.lora is not None)
         if not (pretrained or names_parts(settings)):
             require_base(asked)  # needs no torch
-        elif is_installed("torch") and (is_installed("transformers") or not pretrained):
+        elif all(is_installed(each) for each in needed):
             shown = {directory: url}
             check_in_process(__name__, asked, "check of the base model", url, shown=shown)
 
