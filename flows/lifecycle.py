@@ -11,6 +11,7 @@ from paceline.flows.promote import promote_model
 from paceline.flows.publish import prepare_inputs
 from paceline.flows.train import train_model
 from paceline.schemas import RunSummary
+from paceline.tasks._support.artifacts import own_log
 from paceline.tasks._support.declaring import (
     Approver,
     Base,
@@ -21,7 +22,7 @@ from paceline.tasks._support.declaring import (
     declared,
 )
 from paceline.tasks._support.lineage import recorded
-from paceline.tasks._support.run import Run
+from paceline.tasks._support.run import Run, listening, log_stages_to
 from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
@@ -50,7 +51,7 @@ def run_lifecycle(
     run = Run.open(state_dir, run_id)
     here: dict[str, Any] = {"state_dir": run.state_dir, "run_id": run.run_id}
     owner: dict[str, Any] = {"team": team, "project": project}
-    with recorded(run, "lifecycle"):
+    with recorded(run, "lifecycle"), listening(log_stages_to(own_log())):
         published_tasks(run)  # refused, where they are, before any node is busy
         profile = with_job_settings(run.runtime.profile, settings or {})  # this too
         inputs = prepare_inputs(data, model, **owner, **here)

@@ -61,9 +61,21 @@ def build_data_snapshot(
     source = source or settings.source
 
     def work() -> dict[str, Any]:
-        snapshot = build_snapshot(
-            source, run.runtime.data_url, settings, run.store, work_dir=run.work_dir
-        )
+        with artifacts.Progress("snapshot", f"samples of {source}") as page:
+
+            def moved(share: float, samples: int, size: int) -> None:
+                said = f"{samples:,} samples, {size / 1e6:,.1f} MB"
+                run.report("snapshot", share, said)
+                page.show(share, said)
+
+            snapshot = build_snapshot(
+                source,
+                run.runtime.data_url,
+                settings,
+                run.store,
+                work_dir=run.work_dir,
+                on_progress=moved,
+            )
         return _reference(snapshot)
 
     result = run.stage(

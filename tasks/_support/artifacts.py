@@ -19,6 +19,7 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from paceline.errors import AwaitingApproval, Cancelled
@@ -70,6 +71,12 @@ def _without_traceback(record: logging.LogRecord) -> bool:
         record.args, record.exc_info = (), None
         record.levelno, record.levelname = logging.INFO, "INFO"
     return True
+
+
+def own_log() -> logging.Logger | logging.LoggerAdapter[logging.Logger]:
+    """Return the log of this flow's own page: what is written to it by the flows that it starts
+    stays on this page. Outside a flow run, the library's log."""
+    return get_run_logger() if on_a_page() else logger
 
 
 def table(name: str, rows: list[dict[str, Any]], description: str) -> None:

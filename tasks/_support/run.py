@@ -67,6 +67,17 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
+def log_stages_to(log: logging.Logger | logging.LoggerAdapter[logging.Logger]) -> Listener:
+    """Return a listener that writes a line to ``log`` for each stage that is done."""
+
+    def tell(update: StageUpdate) -> None:
+        if update.done:
+            how = "already done" if update.reused else f"done in {update.seconds:.1f} s"
+            log.info("%s %s: %s", update.stage, how, update.message)
+
+    return tell
+
+
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
     """A stage's output, how long it took, and whether the ledger already had it."""

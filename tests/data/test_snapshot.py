@@ -97,6 +97,22 @@ def test_the_standard_library_fills_the_byte_budget(
     assert len({name[0] for name in names}) > 3, "a sample of the whole, not its first letters"
 
 
+def test_a_build_says_how_far_it_is(
+    tmp_path: Path, url: str, settings: DataSettings, store: ObjectStore
+) -> None:
+    source = tmp_path / "many"
+    source.mkdir()
+    for number in range(600):  # three batches
+        (source / f"{number}.txt").write_text(f"text {number}\n" * 20)
+    told: list[tuple[float, int, int]] = []
+    built = build_snapshot(
+        str(source), url, settings, store, on_progress=lambda *each: told.append(each)
+    )
+    assert len(told) == 3 and told == sorted(told)
+    assert told[-1] == (0.99, built.record.documents, built.record.total_bytes)
+    assert 0 < told[0][0] < 0.6
+
+
 def test_a_byte_limit_cuts_between_documents(
     snapshot: Snapshot, store: ObjectStore, tmp_path: Path
 ) -> None:

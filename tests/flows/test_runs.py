@@ -41,7 +41,13 @@ from paceline.schemas import INTERRUPTED
 from paceline.tasks import promote
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.declaring import declared
-from paceline.tasks._support.run import StageResult
+from paceline.tasks._support.run import (
+    StageResult,
+    StageUpdate,
+    _listeners,
+    listening,
+    log_stages_to,
+)
 from paceline.tasks._support.stages import stage
 from tests.registry.bundles import make_evidence
 from tests.support.prefect_server import eventually
@@ -214,6 +220,39 @@ def test_the_page_has_the_librarys_log_a_full_bar_and_a_readable_table() -> None
     assert by_key["bar"] == 100
     (row,) = json.loads(str(by_key["figures"]))
     assert row == {"sha256": "a" * 12, "total": "3.0 MB", "seconds": "1.23 s", "share": "0.1235"}
+
+
+def test_the_page_of_the_lifecycle_has_a_line_for_each_stage_of_its_flows() -> None:
+    ran: list[UUID] = []
+
+    @declared("inner-stages")
+    def inner() -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        for update in (
+            StageUpdate(stage="train", fraction=0.5, message="step 20/40"),
+            StageUpdate(stage="train", fraction=1.0, message="40 steps", done=True, seconds=2.04),
+            StageUpdate(stage="base", fraction=1.0, message="m v1", done=True, reused=True),
+        ):
+            for each in _listeners:
+                each(update)
+
+    @declared("outer-stages")
+    def outer() -> None:
+        ran.append(UUID(str(flow_run.get_id())))
+        with listening(log_stages_to(artifacts.own_log())):
+            inner()
+
+    outer()
+    logs = LogFilter(flow_run_id=LogFilterFlowRunId(any_=ran[:1]))
+    with get_client(sync_client=True) as client:
+        lines = eventually(
+            lambda: [
+                each.message
+                for each in client.read_logs(logs)
+                if each.message.startswith(("train ", "base "))
+            ]
+        )
+    assert lines == ["train done in 2.0 s: 40 steps", "base already done: m v1"]
 
 
 def state_of(flow_run_id: UUID) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -62,6 +62,8 @@ TOO_LONG = "more than max_tokens"
 SCHEMA_SAMPLES = 64  # the first samples, up to BATCH_BYTES, decide the snapshot's schema
 MISFITS = 1000  # after this many in a row that exceed what is left of the budget, stop
 
+BuildProgress = Callable[[float, int, int], None]  # share (0 to 1), samples written, their bytes
+
 SPLITS: tuple[Split, ...] = get_args(Split)
 
 
@@ -104,7 +106,9 @@ class SnapshotBuilder:
     scratch: Path
     skipped: SkippedSamples
     moved: str | None = None
+    on_progress: BuildProgress = lambda *_: None
     samples: int = 0
+    payload_bytes: int = 0
     duplicates: int = 0
     is_cut: bool = False  # the byte budget excluded samples
     columns: tuple[Column, ...] | None = None
@@ -116,6 +120,7 @@ class SnapshotBuilder:
 
     def take(self, found: Iterable[Sample | UnusableSample]) -> None:
         """Write every sample of ``found`` that is new and within the budget."""
+        expected_bytes = max(min(self.catalog.total_bytes, self.settings.max_bytes), 1)
         for batch in _batches(self._chosen(found)):
             texts = [each.text or b"" if each.tokens is None else b"" for each in batch]
             for sample, tokens in zip(batch, self.tokenizer.encode(texts), strict=True):
@@ -129,6 +134,9 @@ class SnapshotBuilder:
                     self.skipped.add(UnusableSample(sample.key, reason))
                 else:
                     self._write(sample, made)
+            # compressed files hold more than their size, and uploads follow
+            share = min(self.payload_bytes / expected_bytes, 0.99)
+            self.on_progress(share, self.samples, self.payload_bytes)
         for split in SPLITS:
             self._flush(split)
 
@@ -292,6 +300,7 @@ class SnapshotBuilder:
         text_bytes = len(sample.text or b"")
         pen.add(sample.key, tokens, dict(sample.features), kept, text_bytes=text_bytes)
         self.samples += 1
+        self.payload_bytes += size
         self._longest = max(self._longest, len(tokens))
 
     def _flush(self, split: Split) -> None:
@@ -379,12 +388,14 @@ def build_snapshot(
     store: ObjectStore,
     *,
     work_dir: Path | None = None,
+    on_progress: BuildProgress = lambda *_: None,
 ) -> Snapshot:
     """Build the snapshot of ``source`` below the data URL ``url`` and return it.
 
     ``source``: see ``source.open_source``; ``url``: ``s3://…`` or ``file:///…``. Existing objects
-    are not uploaded again. Raises SourceMissing, InvalidInput for a source without two usable
-    samples, for two samples of one key, and for a sample without the required features.
+    are not uploaded again. ``on_progress`` is called after each batch of samples. Raises
+    SourceMissing, InvalidInput for a source without two usable samples, for two samples of one
+    key, and for a sample without the required features.
     """
     opened = open_source(source, settings)
     tokenizer = _tokenizer(settings.tokenizer, store)
@@ -413,6 +424,7 @@ def build_snapshot(
                 scratch,
                 deepcopy(unlisted),
                 moved=moved,
+                on_progress=on_progress,
             )
             building.take(read_samples(opened, catalog, store, settings, scratch))
             return building

@@ -58,6 +58,12 @@ class Catalog:
                 yield name, size
             last = rows[-1][:2]
 
+    @property
+    def total_bytes(self) -> int:
+        """Return the size of all files together."""
+        (size,) = self._base.execute("SELECT COALESCE(SUM(size), 0) FROM files").fetchone()
+        return int(size)
+
     def is_new(self, what: bytes) -> bool:
         """Return whether ``what`` (a key, a digest) is seen for the first time, and store it."""
         cursor = self._base.execute("INSERT OR IGNORE INTO seen VALUES (?)", (what,))
