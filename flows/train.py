@@ -32,7 +32,7 @@ from paceline.tasks.evaluate import require_judgeable
 from paceline.tasks.prepare import permitted_snapshot, require_own_expectations, validate_data
 from paceline.tasks.publish import published_url
 from paceline.tasks.train import profile_of, require_base, train
-from paceline.training import whole_job_id
+from paceline.training import stored_training_id
 
 
 @declared("train-model", "train {model_id} {version}")
@@ -108,7 +108,7 @@ def train_model(
     """
     run = Run.open(state_dir, run_id)
     if continue_from:
-        continue_from = whole_job_id(continue_from, run.runtime.checkpoints_url, run.store)
+        continue_from = stored_training_id(continue_from, run.runtime.checkpoints_url, run.store)
     named = {"steps": steps, "ranks": ranks, "learning_rate": learning_rate}
     given: dict[str, Any] = {
         f"training.{key}": value for key, value in named.items() if value is not None

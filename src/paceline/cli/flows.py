@@ -221,9 +221,9 @@ def require_inputs(runtime: Runtime, given: Mapping[str, Any]) -> None:
 
         load_snapshot(snapshot_url, ObjectStore.from_runtime(runtime))
     if continued := given.get("continue_from"):
-        from paceline.training import whole_job_id as whole
+        from paceline.training import stored_training_id
 
-        whole(continued, runtime.checkpoints_url, ObjectStore.from_runtime(runtime))
+        stored_training_id(continued, runtime.checkpoints_url, ObjectStore.from_runtime(runtime))
 
 
 def left_behind(client: CoordinatorClient, deployment_id: str, *, cancels: bool) -> str:

@@ -5,7 +5,7 @@ from .continuing import (
     continuation as continuation,
     earlier_job as earlier_job,
     store_job as store_job,
-    whole_job_id as whole_job_id,
+    stored_training_id as stored_training_id,
 )
 from .identity import (
     code_ref_task_size as code_ref_task_size,

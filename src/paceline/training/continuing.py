@@ -67,8 +67,8 @@ def require_job_name(job_id: str) -> None:
         raise InvalidInput("not a job's id", got=job_id, wanted="such as job-0123456789ab")
 
 
-def whole_job_id(given: str, checkpoint_url: str, store: ObjectStore) -> str:
-    """Return the id of the job below ``checkpoint_url`` that ``given`` is or begins.
+def stored_training_id(given: str, checkpoint_url: str, store: ObjectStore) -> str:
+    """Return the id of the training below ``checkpoint_url`` that ``given`` is or begins.
 
     Raises NotFound where there is none, InvalidInput where several begin so or ``given`` is no id.
     """

@@ -63,7 +63,7 @@ from paceline.training.continuing import (
     continuation,
     store_job,
     stored_job,
-    whole_job_id,
+    stored_training_id,
 )
 from paceline.training.identity import code_ref_task_size, with_derived_id
 from paceline.training.launcher import (
@@ -202,7 +202,7 @@ def prepare(asked: TrainingRequest, run_id: str | None = None) -> TrainJob:
     if asked.labels == "shuffled":
         job = job.model_copy(update={"labels": "shuffled", "job_id": f"{job.job_id}-shuffled"})
     if asked.continue_from:
-        earlier_id = whole_job_id(asked.continue_from, checkpoint_url, store)
+        earlier_id = stored_training_id(asked.continue_from, checkpoint_url, store)
         job = continuation(job, earlier_id, store)
     if run_id is None and (earlier := _previous_run_id(job, store)):
         job = job.model_copy(update={"run_id": earlier})  # the same training resumes
