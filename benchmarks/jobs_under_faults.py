@@ -197,9 +197,11 @@ class Lab:
         if time.monotonic() < self.nice_s:
             return
         for each in self.launchers():
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess, OSError):
                 for rank in each.children():
                     rank.nice(19)
+                    # Linux may share CPU time by session: there nice counts within one alone
+                    Path(f"/proc/{rank.pid}/autogroup").write_text("19")
         self.nice_s = time.monotonic() + NICE_S
 
     def hit(self, kind: str, job: TrainingJob) -> bool:
