@@ -88,15 +88,14 @@ def train_model(
     run_id: str | None = None,
     job_id: str | None = None,
 ) -> Trained:
-    """Validate the snapshot, then fine-tune the version that the nodes hold on it.
+    """Validate the snapshot, then fine-tune the version on it.
 
-    The nodes must hold the version (run distribute-model first); each rank starts from the weights
-    on its own node's disk. With ``continue_from`` (the id of a finished job) they go on from its
-    last checkpoint instead, with its settings but for what is given here.
+    Nodes that lack the version get it first; each rank starts from the weights on its own node's
+    disk. With ``continue_from`` (the id of a finished job) they go on from its last checkpoint
+    instead, with its settings but for what is given here.
 
-    The queue of jobs starts it with its ``job_id``: then the nodes of its gang get the version
-    first. Started otherwise, it waits until the queue admits it; where Slurm or Kubernetes admits
-    each job, its nodes get the version then.
+    The queue of jobs starts it with its ``job_id``. Started otherwise, it waits until the queue, or
+    Slurm or Kubernetes, admits it.
 
     ``settings`` are settings of the profile for this training alone, such as
     ``{"training.lora.r": 8}``; what runs on the nodes, and the gate, stay the profile's.

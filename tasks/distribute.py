@@ -183,7 +183,7 @@ def relay(
         {"manifest": manifest.digest, "targets": sorted(targets), "url": url}
         | ({} if deployment_id is None else {"deployment": deployment_id}),
         work,
-        still_true=lambda _output: _holds_everywhere(run, manifest, targets),
+        still_true=lambda _output: holds_everywhere(run, manifest, targets),
         describe=lambda o: (
             f"{o['workers']} workers in {o['seconds']:.2f} s "
             f"(bound {o['bound_seconds']:.2f} s, {format_bytes(o['total_bytes'])} each), "
@@ -355,7 +355,7 @@ def receipts_frame(progress: list[WorkerProgress]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _holds_everywhere(run: Run, manifest: Manifest, targets: Sequence[str]) -> bool:
+def holds_everywhere(run: Run, manifest: Manifest, targets: Sequence[str]) -> bool:
     """Return whether each node still shows this very model at its final path (names, not bytes).
 
     A resident agent is asked by way of another deployment, which moves nothing where all is there.

@@ -20,6 +20,7 @@ from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.stages import stage
+from paceline.tasks.distribute import holds_everywhere, relay, start_agents
 from paceline.tasks.publish import published_url
 from paceline.text import shortened
 from paceline.training import (
@@ -141,6 +142,7 @@ def _train_on_hosts(
     placement = None if run.job is None else run.job.admitted()
     if placement is not None:  # workers come and go while a job waits
         known = run.trainers(list(placement.hosts))
+        _bring_base(run, job, [each.worker_id for each in known])
     placed, held = place_ranks(settings, known, placement)
     stops = () if run.job is None else (run.job.superseded, run.job.preempted)
     try:
@@ -161,6 +163,16 @@ def _train_on_hosts(
         if run.job is None or not run.job.gives_way():
             raise
         return None
+
+
+def _bring_base(run: Run, job: TrainJob, hosts: list[str]) -> None:
+    """Relay the base to ``hosts`` where one lacks it: the queue reserves any that are free, and
+    others after a preemption."""
+    url = published_url(run, job.model_id, job.version)
+    manifest = run.manifest(url)
+    if not holds_everywhere(run, manifest, hosts):
+        start_agents.fn(run, hosts)
+        relay.fn(run, manifest, url, hosts, allow_older=True)  # held and not active
 
 
 def profile_of(

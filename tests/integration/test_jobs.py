@@ -196,6 +196,23 @@ def test_jobs_are_preempted_killed_paused_and_lose_no_step(lab: Lab) -> None:
     assert {low, high} <= {each["job_id"] for each in listed["jobs"]}
 
 
+@pytest.mark.nightly
+def test_hosts_that_lack_the_base_of_a_training_get_it(lab: Lab) -> None:
+    """The queue reserves what is free, for a training that a command started, too."""
+    model, version = lab.base
+    stored = lab.stack.node_dir("node-0") / "store" / "models" / model / version
+    for words in (
+        ("publish", str(stored), "--model", "elsewhere", "--version", "1"),
+        ("distribute", "elsewhere", "1", "--to", "node-0", "--stage-only"),
+        ("train", "elsewhere", "1", "--snapshot", lab.snapshot, "--ranks", "4", "--steps", "3"),
+    ):
+        done = paceline(*words, state=lab.stack.state_dir)
+        assert done.code == 0, done.err
+    for name in ("node-0", "node-3"):
+        copy = lab.stack.node_dir(name) / "store" / "models" / "elsewhere" / "1"
+        assert (copy / "config.json").read_bytes() == (stored / "config.json").read_bytes()
+
+
 def _runs(process: psutil.Process, flow_run_id: str | None) -> bool:
     try:
         return process.environ().get("PREFECT__FLOW_RUN_ID", "").replace("-", "") == (
