@@ -109,12 +109,15 @@ SERVING = Serving(
     prefill_ms=20.0,
     decode_ms_per_token=2.0,
     peak_memory_bytes=500_000_000,
+    throughput_rows=8,
+    throughput_ms=100.0,
 )
 
 
 def test_bounds_on_serving_are_of_what_was_measured_and_need_it() -> None:
-    token, memory = "latency in ms a token", "peak memory in bytes"
+    token, memory, rate = "latency in ms a token", "peak memory in bytes", "tokens a second"
     bounds = {"max_latency_ms_per_token": 2.0, "max_memory_bytes": 500_000_000}
+    bounds |= {"min_tokens_per_second": 8 * 256 / 0.1}
 
     def failed(serving: Serving | None, **given: float) -> list[str]:
         report, policy = passing(serving=serving), Policy(**LOOSE, **given)
@@ -122,14 +125,19 @@ def test_bounds_on_serving_are_of_what_was_measured_and_need_it() -> None:
         return [each.name for each in decision.checks if not each.passed]
 
     assert failed(None) == failed(SERVING, **bounds) == [], "a report of before has no figures"
-    assert failed(None, **bounds) == [token, memory]
+    assert failed(None, **bounds) == [token, memory, rate]
     assert failed(SERVING, **bounds | {"max_latency_ms_per_token": 1.9}) == [token]
     assert failed(SERVING, **bounds | {"max_memory_bytes": 499_999_999}) == [memory]
     unknown = SERVING.model_copy(update={"peak_memory_bytes": None})
     assert failed(unknown, **bounds) == [memory]
+    assert failed(SERVING, **bounds | {"min_tokens_per_second": 20_481}) == [rate]
+    before = SERVING.model_copy(update={"throughput_rows": None, "throughput_ms": None})
+    assert failed(before, **bounds) == [rate]
+    assert "min_tokens_per_second" not in Policy().model_dump(), "policies keep their digest"
     assert "serving" not in passing().scores[0].model_dump(), "keeps its digest"
     assert (
-        "| candidate | 1 × 256 | 20.0 ms | 2.00 ms | 500 MB | judge: a processor, 1 thread |"
+        "| candidate | 1 × 256 | 20.0 ms | 2.00 ms | 500 MB | "
+        "8 × 256: 100.0 ms, 20,480 tokens a second | judge: a processor, 1 thread |"
         in (as_markdown(passing(serving=SERVING)))
     )
 

@@ -235,6 +235,11 @@ class EvaluationSettings(Settings):
     tp: int = Field(default=1, ge=1)  # parts of each matrix, of these ranks
 
 
+def _is_unset(value: object) -> bool:
+    """Return whether to leave a setting out of a dump: a policy without it keeps its digest."""
+    return not value
+
+
 # "directory" (each of the report's slices by directory), or one of them: "directory: src"
 SliceName = Annotated[str, StringConstraints(pattern=r"^(size|directory)(: .+)?$")]
 
@@ -271,6 +276,8 @@ class Policy(Settings):
     max_latency_ms: float = Field(default=1000.0, gt=0)
     max_latency_ms_per_token: float | None = Field(default=None, gt=0)
     max_memory_bytes: int | None = Field(default=None, gt=0)
+    # Of a batch of up to 8 such rows.
+    min_tokens_per_second: float | None = Field(default=None, gt=0, exclude_if=_is_unset)
     max_parameters: int | None = Field(default=None, gt=0)
     min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -80,6 +80,7 @@ def decide(
     serving = facts.serving
     token_ms = serving.decode_ms_per_token if serving else None
     peak_bytes = serving.peak_memory_bytes if serving else None
+    throughput = serving.tokens_per_second if serving else None
     checks = [
         _evaluated(report, candidate),
         _at_least("held-out documents", report.documents, policy.min_documents),
@@ -116,6 +117,7 @@ def decide(
                 (_at_least, "context", facts.context, policy.min_context),
                 (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
                 (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
+                (_at_least, "tokens a second", throughput, policy.min_tokens_per_second),
                 (_at_least, "token accuracy", facts.token_accuracy, policy.min_token_accuracy),
                 (
                     _at_most,

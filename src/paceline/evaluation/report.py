@@ -186,12 +186,22 @@ def _serving(report: EvaluationReport) -> list[str]:
         f"| {_cell(score.name)} | {each.batch} × {each.context} | {each.prefill_ms:.1f} ms | "
         f"{each.decode_ms_per_token:.2f} ms | "
         f"{'–' if (peak := each.peak_memory_bytes) is None else f'{peak / 1e6:.0f} MB'} | "
-        f"{_cell(_server(each))} |"
+        f"{_throughput(each)} | {_cell(_server(each))} |"
         for score in report.scores
         if (each := score.serving) is not None
     ]
-    head = ["", "| served in float32 | rows × tokens | prefill | a token | peak memory | machine |"]
-    return [*head, "|---|---|---:|---:|---:|---|", *rows] if rows else []
+    head = [
+        "",
+        "| served in float32 | rows × tokens | prefill | a token | peak memory | batch | machine |",
+    ]
+    return [*head, "|---|---|---:|---:|---:|---|---|", *rows] if rows else []
+
+
+def _throughput(serving: Serving) -> str:
+    if (rate := serving.tokens_per_second) is None:
+        return "–"
+    rows, pass_ms = serving.throughput_rows, serving.throughput_ms
+    return f"{rows} × {serving.context}: {pass_ms:.1f} ms, {rate:,.0f} tokens a second"
 
 
 def _server(serving: Serving) -> str:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput, PermanentError
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
-from paceline.evaluation.serving import measure_serving
+from paceline.evaluation.serving import LOGITS_BYTES, batch_rows, measure_serving
 from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
@@ -35,8 +35,6 @@ Bins = tuple[tuple[int, int, int], ...]
 BINS = 10
 MILLION = 1_000_000
 
-TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32_768}  # at most, by kind of device
-LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
 
 
@@ -168,13 +166,6 @@ def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | No
         )
     tokens = chat.tokens.astype(np.int64)
     return _Read(tokens[:-1], tokens[1:], chat.mask[1:])
-
-
-def batch_rows(model: TextModel) -> int:
-    """Return how many rows of a whole context are predicted at once, by each thread."""
-    row_bytes = 4 * model.vocabulary * model.context
-    most = TOKENS_PER_BATCH[model.device.type] // model.context
-    return max(1, min(most, LOGITS_BYTES // (4 * row_bytes)))
 
 
 def _threads(model: TextModel, cores: int) -> int:

@@ -275,6 +275,16 @@ class Serving(Record):
     # of the whole process, or on the GPU, of all ranks; None: the kernel does not report it
     peak_memory_bytes: int | None
     ranks: int = Field(default=1, exclude_if=lambda count: count == 1)  # with a part of the weights
+    # one forward pass of so many rows of the context; None in the report of an older version
+    throughput_rows: int | None = Field(default=None, exclude_if=is_none)
+    throughput_ms: float | None = Field(default=None, exclude_if=is_none)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return how many tokens such a pass reads in a second; None where it was not measured."""
+        if not self.throughput_rows or not self.throughput_ms:
+            return None
+        return 1000 * self.throughput_rows * self.context / self.throughput_ms
 
 
 class _Compared(Record):
