@@ -347,6 +347,9 @@ def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
         for name, figure in task.scores.items():
             metric = task.metric.replace(",", "_")  # not a character of MLflow's names
             values[f"eval/{name}/{task.task}/{metric}"] = figure.value
+    for each in report.metrics:
+        for name, figure in each.scores.items():
+            values[f"eval/{name}/metric/{each.metric}"] = figure.value
     return _points(values, step=0)
 
 
