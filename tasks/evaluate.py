@@ -195,9 +195,9 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     if spec.tasks_url:
         tasks_bytes = sum(each.size for each in run.manifest(spec.tasks_url).files)
         times += tasks_bytes / TASKS_BYTES
-    rows = max(1.0, spec.settings.held_out_bytes / METRIC_BYTES)
+    texts = max(1.0, spec.settings.held_out_bytes / METRIC_BYTES)
     metrics = spec.settings.metrics.values()
-    times += sum(rows * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics)
+    times += sum(texts * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics)
     scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES) * times
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 

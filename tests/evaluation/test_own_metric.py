@@ -9,8 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paceline.config import EvaluationSettings, MetricSettings, Policy, load_runtime, save_runtime
-from paceline.data import Conversation, open_tokenizer
+import paceline
+from paceline.config import (
+    DataSettings,
+    EvaluationSettings,
+    MetricSettings,
+    Policy,
+    load_runtime,
+    save_runtime,
+)
+from paceline.data import Conversation, build_snapshot, open_tokenizer
 from paceline.errors import AccessDenied, PacelineError
 from paceline.evaluation import (
     AllowedCode,
@@ -29,6 +37,7 @@ from paceline.evaluation.user_code import process
 from paceline.models import config_for, local_model_digest, new_model, save_model
 from paceline.registry.lineage import evaluation_metrics
 from paceline.schemas import EvaluationReport, EvaluationSpec, RecordedScore, metric_digest
+from paceline.storage import DiskStore
 from paceline.training.user_code import tree_digest
 from tests.evaluation.reports import LINEAGE
 from tests.evaluation.test_own_tokens import words  # noqa: F401 - a fixture
@@ -37,6 +46,7 @@ from tests.evaluation.test_run import evaluate, spec  # noqa: F401 - a fixture
 from tests.support.hugging_face import write_model
 
 pytestmark = pytest.mark.timeout(240)
+ROOT = Path(__file__).parents[2]
 CODE = """
 import math, os, time, zlib
 
@@ -308,3 +318,34 @@ def test_the_process_records_figures_by_model_and_pin(
     assert evaluated(metric, (fresh[0], short)) == [fresh[1]], "of other documents"
     for other in (named(code, "accuracy"), metric.model_copy(update={"max_new_tokens": 1})):
         assert len(evaluated(other, tuple(fresh))) == 2
+
+
+def test_python_judges_with_the_metric_of_the_examples(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """``paceline.evaluate`` on a snapshot in a directory; the process checks the example's pin."""
+    example, source = ROOT / "examples/own_metric", tmp_path / "source"
+    source.mkdir()
+    for number, text in enumerate(TEXTS):
+        (source / f"{number}.py").write_bytes(text)
+    data = DataSettings(source=str(source), held_out_share=0.3)
+    url = DiskStore.url_of(tmp_path / "data")
+    snapshot = build_snapshot(str(source), url, data, DiskStore())
+    metric = {
+        "code_ref": f"file://{example}@sha256:{tree_digest(example)}#repetition:repeated",
+        "higher_is_better": False,
+        "max_new_tokens": 12,
+    }
+    settings = {
+        "evaluation.metrics": {"repeated": metric},
+        "evaluation.bootstrap_samples": 100,
+        "security.code_sources": [str(example)],
+    }
+    report = paceline.evaluate(models, snapshot.url, settings=settings)
+    assert not report.failures
+    (repeated,) = report.metrics
+    assert repeated.documents == report.documents and set(repeated.scores) == set(models)
+    assert all(0 <= each.low <= each.high < 1 for each in repeated.scores.values())
+    del settings["security.code_sources"]
+    refused = paceline.evaluate(models, snapshot.url, settings=settings)
+    assert not refused.metrics and "not allowed" in refused.failures["metric repeated"]
