@@ -13,7 +13,14 @@ from paceline.cluster import Fleet, Node
 from paceline.config import EvaluationSettings, MeshSettings, Profile, TrainingSettings
 from paceline.data import load_snapshot
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
-from paceline.evaluation import as_markdown, download_model, plot_report, read_tasks
+from paceline.evaluation import (
+    AllowedCode,
+    as_markdown,
+    download_model,
+    plot_report,
+    read_tasks,
+    require_metrics,
+)
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
 from paceline.models import CONFIG_FILE, file_sha256, json_object, user_code_of
@@ -35,7 +42,7 @@ from paceline.tasks._support.scores import (
     Gang,
     OnEvent,
     Process,
-    recorded_on_tasks,
+    recorded_besides,
     recorded_scores,
     scored_in_parts,
     scored_on_ranks,
@@ -51,6 +58,8 @@ DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, i
 MODEL_BYTES = 400_000_000
 COMPARED_BYTES_PER_S = 8e6  # of training text, at the least: 18 MB/s on one quiet core
 TASKS_BYTES = 100_000  # of tasks' files, for DEADLINE_S each: rows repeat, with choices and shots
+METRIC_BYTES = 1_000_000  # of text that a metric reads, likewise
+NEW_TOKENS = 32  # for each of its documents, likewise
 READS = 2  # version of what models are given to read; 2: first the tokenizer's BOS
 MAX_GENERATIONS = 1000
 MEMORY_SHARE = 0.7  # of a node's, for a model's weights
@@ -134,7 +143,8 @@ def published_tasks(run: Run) -> tuple[str, str]:
 
 def require_judgeable(run: Run, profile: Profile, snapshot_url: str) -> None:
     """Raise what ``user_code.check`` does, before any node is busy, where ``profile`` trains by
-    user code whose model could not be judged on this snapshot."""
+    user code whose model could not be judged on this snapshot, or a metric cannot judge."""
+    _require_metrics(run)
     if not (code_ref := profile.training.code_ref):
         return
     task = Task(
@@ -145,6 +155,13 @@ def require_judgeable(run: Run, profile: Profile, snapshot_url: str) -> None:
     )
     sources = run.runtime.profile.security.code_sources
     check(code_ref, sources, run.runtime.state_dir / "code", task, judged=True)
+
+
+def _require_metrics(run: Run) -> None:
+    """Raise what ``require_metrics`` does for the profile's, in processes of their own here."""
+    profile = run.runtime.profile
+    allowed = AllowedCode(profile.security.code_sources, run.runtime.state_dir / "code")
+    require_metrics(profile.evaluation, allowed)
 
 
 def _require_buildable(run: Run, export_url: str) -> None:
@@ -166,7 +183,7 @@ def _require_buildable(run: Run, export_url: str) -> None:
 
 def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     """Return how long judging may take, by the sizes of the weights, the tasks and the training
-    data."""
+    data, and by what metrics read and have written."""
     urls = [url for url in spec.models.values() if url.startswith("s3://")]
     weights = sum(each.size for url in urls for each in run.store.list(url))
     if len(urls) < len(spec.models):  # the base is on the nodes' disks
@@ -174,10 +191,14 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     compared_bytes = sum(
         load_snapshot(each.snapshot_url, run.store).record.total_bytes for each in spec.trained_on
     )
-    scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES)
+    times = 1.0
     if spec.tasks_url:
         tasks_bytes = sum(each.size for each in run.manifest(spec.tasks_url).files)
-        scored_s *= 1 + tasks_bytes / TASKS_BYTES
+        times += tasks_bytes / TASKS_BYTES
+    texts = max(1.0, spec.settings.held_out_bytes / METRIC_BYTES)
+    metrics = spec.settings.metrics.values()
+    times += sum(texts * (1 + each.max_new_tokens / NEW_TOKENS) for each in metrics)
+    scored_s = DEADLINE_S * max(1.0, weights / MODEL_BYTES) * times
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 
 
@@ -211,7 +232,10 @@ def judging_gang(
     mesh = MeshSettings(dp=1, shard=asked // tp, tp=tp)
     gang = _placed(run, nodes, asked, mesh)
     if with_tasks:
-        run.warn("tasks of lm-eval are scored by one process, which holds each model whole")
+        run.warn(
+            "tasks of lm-eval and metrics of user code are computed by one process, which holds "
+            "each model whole"
+        )
     return gang
 
 
@@ -284,6 +308,7 @@ def evaluate(
     """
     profile = run.runtime.profile
     _require_buildable(run, models["candidate"]["url"])
+    _require_metrics(run)
     tasks_url, tasks_digest = published_tasks(run)
     spec = EvaluationSpec(
         run_id=run.run_id,
@@ -304,7 +329,9 @@ def evaluate(
 
     def judged(page: artifacts.Progress) -> dict[str, Any]:
         answer: dict[str, Any] = {}
-        gang = judging_gang(run, nodes, base, ranks, with_tasks=bool(spec.tasks_url))
+        gang = judging_gang(
+            run, nodes, base, ranks, with_tasks=bool(spec.tasks_url or spec.settings.metrics)
+        )
         asked = _scored_by(gang, spec)
         known = recorded_scores(run, spec, models, asked.scorer)
 
@@ -332,7 +359,7 @@ def evaluate(
                 scores += scored_in_parts(run, part, nodes, process)
             whole = spec.model_copy(
                 update={
-                    "known": (*scores, *recorded_on_tasks(run, spec, models)),
+                    "known": (*scores, *recorded_besides(run, spec, models)),
                     "failures": failures,
                 }
             )
@@ -340,8 +367,9 @@ def evaluate(
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
         run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")
-        plot = plot_report(report, run.work_dir / "evaluation.png")
-        run.registry.log_artifact_file(run.mlflow_run, plot)
+        run.registry.log_artifact_file(
+            run.mlflow_run, plot_report(report, run.work_dir / "evaluation.png")
+        )
         evaluation = Evaluation(
             model_id=base.model_id,
             base_version=base.version,

@@ -19,7 +19,7 @@ from paceline.cluster import Node
 from paceline.config import TrainingSettings
 from paceline.errors import PeerLost, PermanentError, SourceMissing, WorkerLost
 from paceline.models import DESCRIBING, model_digest
-from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, score_key
+from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, metric_digest, score_key
 from paceline.tasks._support import sealed
 from paceline.tasks._support.lineage import sources_version
 from paceline.tasks._support.run import Run
@@ -77,14 +77,16 @@ def recorded_scores(
     return found
 
 
-def recorded_on_tasks(
+def recorded_besides(
     run: Run, spec: EvaluationSpec, models: dict[str, dict[str, str]]
 ) -> list[RecordedScore]:
-    """Return what the installation recorded of ``models`` on ``spec``'s tasks."""
-    if not spec.tasks_url:
-        return []
-    of_tasks = spec.model_copy(update={"snapshot_digest": spec.tasks_digest})
-    return [*recorded_scores(run, of_tasks, models).values()]
+    """Return what the installation recorded of ``models`` on ``spec``'s tasks, and by its
+    metrics."""
+    digests = [spec.tasks_digest] if spec.tasks_url else []
+    metrics = spec.settings.metrics.values()
+    digests += [metric_digest(spec.snapshot_digest, each) for each in metrics]
+    of_each = [spec.model_copy(update={"snapshot_digest": each}) for each in digests]
+    return [found for each in of_each for found in recorded_scores(run, each, models).values()]
 
 
 def _model_digest(run: Run, name: str, url: str, digest: str) -> str:

@@ -181,6 +181,7 @@ def test_bits_are_those_of_one_plain_pass(tmp_path: Path) -> None:
     found, cost = scored.bits, scored.serving
     assert (cost.machine, cost.batch, cost.context) == (platform.node(), 1, CONTEXT)
     assert cost.cpu and cost.prefill_ms == scored.latency_ms > 0 < cost.decode_ms_per_token
+    assert cost.throughput_rows == 8 and (cost.tokens_per_second or 0) > 0
     assert cost.peak_memory_bytes is None or cost.peak_memory_bytes > 50_000_000  # torch alone
     for text, bits in zip(documents, found, strict=True):
         tokens = torch.tensor([[config.separator, *text[:-1]]])

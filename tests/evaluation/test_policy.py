@@ -18,7 +18,14 @@ from paceline.config import (
 )
 from paceline.errors import InvalidProfile
 from paceline.evaluation import as_markdown, decide
-from paceline.schemas import EvaluationReport, GateDecision, Serving, TaskScore, digest_of
+from paceline.schemas import (
+    EvaluationReport,
+    GateDecision,
+    MetricScore,
+    Serving,
+    TaskScore,
+    digest_of,
+)
 from tests.evaluation.reports import LINEAGE, interval, passing
 
 LOOSE = {"except_baselines": ("ngram", "gzip", "xz")}
@@ -109,12 +116,15 @@ SERVING = Serving(
     prefill_ms=20.0,
     decode_ms_per_token=2.0,
     peak_memory_bytes=500_000_000,
+    throughput_rows=8,
+    throughput_ms=100.0,
 )
 
 
 def test_bounds_on_serving_are_of_what_was_measured_and_need_it() -> None:
-    token, memory = "latency in ms a token", "peak memory in bytes"
+    token, memory, rate = "latency in ms a token", "peak memory in bytes", "tokens a second"
     bounds = {"max_latency_ms_per_token": 2.0, "max_memory_bytes": 500_000_000}
+    bounds |= {"min_tokens_per_second": 8 * 256 / 0.1}
 
     def failed(serving: Serving | None, **given: float) -> list[str]:
         report, policy = passing(serving=serving), Policy(**LOOSE, **given)
@@ -122,14 +132,19 @@ def test_bounds_on_serving_are_of_what_was_measured_and_need_it() -> None:
         return [each.name for each in decision.checks if not each.passed]
 
     assert failed(None) == failed(SERVING, **bounds) == [], "a report of before has no figures"
-    assert failed(None, **bounds) == [token, memory]
+    assert failed(None, **bounds) == [token, memory, rate]
     assert failed(SERVING, **bounds | {"max_latency_ms_per_token": 1.9}) == [token]
     assert failed(SERVING, **bounds | {"max_memory_bytes": 499_999_999}) == [memory]
     unknown = SERVING.model_copy(update={"peak_memory_bytes": None})
     assert failed(unknown, **bounds) == [memory]
+    assert failed(SERVING, **bounds | {"min_tokens_per_second": 20_481}) == [rate]
+    before = SERVING.model_copy(update={"throughput_rows": None, "throughput_ms": None})
+    assert failed(before, **bounds) == [rate]
+    assert "min_tokens_per_second" not in Policy().model_dump(), "policies keep their digest"
     assert "serving" not in passing().scores[0].model_dump(), "keeps its digest"
     assert (
-        "| candidate | 1 × 256 | 20.0 ms | 2.00 ms | 500 MB | judge: a processor, 1 thread |"
+        "| candidate | 1 × 256 | 20.0 ms | 2.00 ms | 500 MB | "
+        "8 × 256: 100.0 ms, 20,480 tokens a second | judge: a processor, 1 thread |"
         in (as_markdown(passing(serving=SERVING)))
     )
 
@@ -248,3 +263,39 @@ def test_a_policy_can_demand_a_program_of_torch_export() -> None:
     assert not refused(Policy(**LOOSE))
     decision = decide(passing(), policy, champion="champion", lineage=LINEAGE | {name: "d" * 64})
     assert decision.passed
+
+
+def test_metrics_of_user_code_are_bounded_where_the_policy_names_them() -> None:
+    def report(*, higher: bool, own: float, gain: float) -> EvaluationReport:
+        score = MetricScore(
+            metric="tone",
+            code_ref="m:f@sha256:0",
+            higher_is_better=higher,
+            documents=40,
+            scores={"candidate": interval(own)},
+            difference_to={"champion": interval(gain)},
+        )
+        return passing().model_copy(update={"metrics": (score,)})
+
+    def failed(found: EvaluationReport, **policy: object) -> list[str]:
+        decision = decide(
+            found, Policy.model_validate(LOOSE | policy), champion="champion", lineage=LINEAGE
+        )
+        return [each.name for each in decision.checks if not each.passed]
+
+    named = ["metric tone"]
+    down = report(higher=False, own=-0.3, gain=0.1)  # intervals are ± 0.05
+    assert failed(down) == [], "a metric that no limit names is only shown"
+    assert failed(down, max_metrics={"tone": -0.25}, min_metrics={"tone": -0.35}) == []
+    assert failed(down, max_metrics={"tone": -0.26}) == named
+    assert failed(down, min_metrics={"tone": -0.34}) == named
+    assert failed(down, max_metrics={"other": 1.0}) == ["metric other"]
+    worse = ["metric tone no worse than champion"]
+    assert failed(down, max_metric_regression={"tone": 0.151}) == []
+    assert failed(down, max_metric_regression={"tone": 0.149}) == worse
+    up = report(higher=True, own=0.3, gain=0.1)
+    assert failed(up, max_metric_regression={"tone": 0.0}) == []
+    lower = report(higher=True, own=0.3, gain=-0.01)
+    assert failed(lower, max_metric_regression={"tone": 0.061}) == []
+    assert failed(lower, max_metric_regression={"tone": 0.059}) == worse
+    assert "max_metrics" not in Policy().model_dump(), "policies keep their digest"

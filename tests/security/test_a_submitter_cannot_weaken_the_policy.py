@@ -47,6 +47,7 @@ def test_rest_takes_no_parameter_that_could_change_it(flow: str, name: str) -> N
 NOT_OF_A_TRAINING = [
     *(each for each in Profile.model_fields if each not in {"training", "name"}),
     *("gate.max_bits_per_byte", "gate.models", "evaluation.tasks", "security.code_sources"),
+    "evaluation.metrics",
     *("data.purpose", "data.project", "data.transform", "data.tokenizer", "data.source"),
     *("model.model_id", "model.base", "training", "training.code_ref"),
     *("training.guard.preemption", "a" * 10_000, "training." + "a." * 10),

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from paceline.config import EvaluationSettings
+from paceline.config import EvaluationSettings, MetricSettings
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.models import model_digest
-from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData
+from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData, metric_digest
 from paceline.tasks import evaluate as judging
 from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run
-from paceline.tasks._support.scores import recorded_on_tasks
+from paceline.tasks._support.scores import recorded_besides
 from tests.evaluation.test_tasks import CHOICE, write_tasks
 from tests.security.test_a_forged_report_is_refused import Bucket, run_of
 
@@ -55,7 +55,7 @@ def test_the_deadline_follows_the_weights_the_tasks_and_the_data(run: Run) -> No
     def deadline_s(models: Mapping[str, str], **more: Any) -> float:
         spec = EvaluationSpec(
             run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models=dict(models),
-            settings=EvaluationSettings(), **more,
+            **{"settings": EvaluationSettings()} | more,
         )  # fmt: skip
         base = SimpleNamespace(files=[SimpleNamespace(size=1_000_000_000)])
         return judging._deadline_s(run, spec, cast("Manifest", base))
@@ -66,6 +66,9 @@ def test_the_deadline_follows_the_weights_the_tasks_and_the_data(run: Run) -> No
     assert deadline_s(candidate | {"base": "node:m/1"}) == 3.5 * 900, "the base is on the nodes"
     tasks = {"tasks_url": "s3://tasks", "tasks_digest": "d" * 64}
     assert deadline_s(candidate, **tasks) == 3.5 * 900
+    metric = MetricSettings(code_ref="m:f", higher_is_better=True, max_new_tokens=64)
+    measured = EvaluationSettings(held_out_bytes=2_000_000, metrics={"a": metric})
+    assert deadline_s(candidate, settings=measured) == (1 + 2 * (1 + 64 / 32)) * 900
     data = [TrainingData(snapshot_url="s3://b/s", snapshot_digest="0" * 64)]
     assert deadline_s(candidate, **tasks, trained_on=data) == 3.5 * 900 + 10
 
@@ -80,6 +83,28 @@ def test_published_tasks_are_read_before_a_node_is_busy(run: Run, tmp_path: Path
         judging.published_tasks(run)
 
 
+def test_metrics_are_tried_before_a_node_is_busy(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "_require_buildable", lambda _run, _url: None)
+    metric = MetricSettings(code_ref="own_metrics:tone", higher_is_better=True)
+    evaluation = EvaluationSettings(metrics={"tone": metric})
+    profile = run.runtime.profile.model_copy(update={"evaluation": evaluation})
+    run.runtime = run.runtime.model_copy(update={"profile": profile, "state_dir": tmp_path})
+    models = {"candidate": {"url": "s3://b/candidate", "digest": "c" * 64}}
+    for judge in (
+        lambda: judging.require_judgeable(run, profile, "s3://b/s"),
+        lambda: judging.evaluate.fn(
+            run, models, {"url": "s3://b/s", "digest": "0" * 64}, [], trained_on=(),
+            base=cast("Manifest", None), training_digest="e" * 64,
+        ),
+    ):  # fmt: skip
+        with pytest.raises(
+            InvalidInput, match=r"not pinned.*evaluation\.metrics\.tone own_metrics"
+        ):
+            judge()
+
+
 def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> None:
     spec = EvaluationSpec(
         run_id="r", snapshot_url="s3://b/s", snapshot_digest="0" * 64, models={}, scorer="now",
@@ -91,11 +116,19 @@ def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> Non
         held_out_bytes=spec.settings.held_out_bytes, facts={"t": {"acc": [1.0]}}, run_id="r",
     )  # fmt: skip
     sealed.keep_score(run, score)
-    assert recorded_on_tasks(run, spec, models) == [score]
+    assert recorded_besides(run, spec, models) == [score]
     for other in ({"tasks_digest": "e" * 64}, {"scorer": "before"}, {"tasks_url": ""}):
-        assert not recorded_on_tasks(run, spec.model_copy(update=other), models)
+        assert not recorded_besides(run, spec.model_copy(update=other), models)
+    metric = MetricSettings(code_ref="m:f@sha256:0", higher_is_better=True)
+    settings = EvaluationSettings(metrics={"a": metric})
+    measured = spec.model_copy(update={"settings": settings, "tasks_url": ""})
+    figures = {"snapshot_digest": metric_digest("0" * 64, metric), "bits": (0.5,), "facts": {}}
+    sealed.keep_score(run, score.model_copy(update=figures))
+    assert recorded_besides(run, measured, models) == [score.model_copy(update=figures)]
+    changed = EvaluationSettings(metrics={"a": metric.model_copy(update={"code_ref": "m:f@1"})})
+    assert not recorded_besides(run, measured.model_copy(update={"settings": changed}), models)
     models["candidate"]["digest"] = "f" * 64
-    assert not recorded_on_tasks(run, spec, models)
+    assert not recorded_besides(run, spec, models)
 
 
 def test_an_evaluation_of_models_that_read_otherwise_is_not_taken(

@@ -60,6 +60,7 @@ from .settings import (
     GateSettings as GateSettings,
     HubSettings as HubSettings,
     LinkSettings as LinkSettings,
+    MetricSettings as MetricSettings,
     ModelSettings as ModelSettings,
     ObjectSettings as ObjectSettings,
     OciSettings as OciSettings,

@@ -119,8 +119,9 @@ class SecuritySettings(Settings):
     source_buckets: tuple[BucketPlace, ...] = ()
     # What flows and REST may import: "hf://org/name", "hf://org/", "oci://host/repository"…
     source_repositories: tuple[RepositoryPlace, ...] = ()
-    # Allowed sources of `training.code_ref`: a module (with submodules), an absolute directory
-    # (with everything below), or a prefix of an https:// or file:// URL that ends in "/".
+    # Allowed sources of user code (`training.code_ref`, `evaluation.metrics`): a module with
+    # submodules, an absolute directory with everything below, or a prefix of an https:// or file://
+    # URL that ends in "/".
     code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
     # Between workers. auto: mutual TLS if the three files below are set, else plain, which listens
     # on loopback only; mtls: always; plaintext-anywhere: plain on any network, readable by all.
@@ -216,6 +217,25 @@ class ModelSettings(Settings):
     seed: int = 0
 
 
+def _is_unset(value: object) -> bool:
+    """Return whether to leave a setting out of a dump: digests without it are those of before."""
+    return not value
+
+
+class MetricSettings(Settings):
+    """A metric of the user's own: a function of pinned code from a list of held-out documents, each
+    with what the model makes of it (``MetricSample``), to one figure for each of them."""
+
+    code_ref: str = Field(min_length=1, max_length=1000)  # a reference as training.code_ref
+    higher_is_better: bool
+    # Tokens that the model writes after each document's first half, the most likely each time; 0:
+    # samples have no prompt, prediction and reference.
+    max_new_tokens: int = Field(default=0, ge=0, le=4096)
+
+
+MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
+
+
 class EvaluationSettings(Settings):
     """How a candidate is evaluated."""
 
@@ -228,6 +248,7 @@ class EvaluationSettings(Settings):
     # Tasks of lm-eval's, scored beside the held-out text: a directory on the machine of the flows
     # (``./``: beside the profile's file), or what was published of one, s3://…
     tasks: str = ""
+    metrics: dict[MetricName, MetricSettings] = Field(default={}, exclude_if=_is_unset)
     seed: int = 0
     # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,
     # or as many as hold its float32 weights, where one node does not.
@@ -261,6 +282,14 @@ class Policy(Settings):
     # by how much the candidate may be worse than the champion, or the base, on any of them.
     min_tasks: dict[str, float] = {}
     max_task_regression: float = Field(default=0.0, ge=0)
+    # Of the evaluation's metrics: what the lower end of the interval must reach, and the upper end
+    # may reach; by how much the interval may show the candidate worse than the champion, or the
+    # base.
+    min_metrics: dict[MetricName, float] = Field(default={}, exclude_if=_is_unset)
+    max_metrics: dict[MetricName, float] = Field(default={}, exclude_if=_is_unset)
+    max_metric_regression: dict[MetricName, Annotated[float, Field(ge=0)]] = Field(
+        default={}, exclude_if=_is_unset
+    )
     # Of the model's own tokens: how often the most likely one is right, and how far from that the
     # model's own certainty is (expected calibration error).
     min_token_accuracy: float | None = Field(default=None, ge=0, le=1)
@@ -271,6 +300,8 @@ class Policy(Settings):
     max_latency_ms: float = Field(default=1000.0, gt=0)
     max_latency_ms_per_token: float | None = Field(default=None, gt=0)
     max_memory_bytes: int | None = Field(default=None, gt=0)
+    # Of a batch of up to 8 such rows.
+    min_tokens_per_second: float | None = Field(default=None, gt=0, exclude_if=_is_unset)
     max_parameters: int | None = Field(default=None, gt=0)
     min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")

@@ -41,3 +41,4 @@ from .text_model import (
     device_for as device_for,
 )
 from .transformer import score_transformer as score_transformer, windows as windows
+from .user_code import require_metrics as require_metrics, with_metrics as with_metrics

@@ -15,6 +15,9 @@ Missing evidence counts against the candidate and is listed. The rules:
   copies with a changed header, are at most ``max_overlap`` of them.
 - *tasks*: the lower end of each interval is at least what ``min_tasks`` says, and no task's
   interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
+- *metrics of user code*, of those that the policy names: the lower end is at least what
+  ``min_metrics`` says, the upper end at most what ``max_metrics`` says; non-inferiority against the
+  champion (without one: the base) by ``max_metric_regression``, in the metric's own unit.
 - At least ``min_documents`` (5 or more): with fewer, all of them agree by chance more than once in
   20.
 """
@@ -40,6 +43,7 @@ MISSING = "missing"
 FORMATS = ("safetensors",)
 PROGRAM = "program_digest"  # in the lineage, of an export that has a torch.export program
 BASELINES = ("ngram", "gzip", "xz")
+METRIC = "metric {}"  # key in a report's failures: why it has no figures
 TRAINING_DATA = "training data"  # key in a report's failures: why it could not be compared
 BELOW_ZERO = "the whole interval below 0"
 EXCEPTED = f"{BELOW_ZERO}, but the policy excepts it"
@@ -80,6 +84,7 @@ def decide(
     serving = facts.serving
     token_ms = serving.decode_ms_per_token if serving else None
     peak_bytes = serving.peak_memory_bytes if serving else None
+    throughput = serving.tokens_per_second if serving else None
     checks = [
         _evaluated(report, candidate),
         _at_least("held-out documents", report.documents, policy.min_documents),
@@ -99,6 +104,7 @@ def decide(
     for name, margin in policy.max_slice_regression.items():
         checks += _slices_hold(name, margin, report, champion or "base")
     checks += _tasks_hold(report, policy, champion or "base")
+    checks += _metrics_hold(report, policy, champion or "base")
     bits = candidate.bits_per_byte.high if candidate and _sound(candidate.bits_per_byte) else None
     checks += [
         _at_most("bits per byte, upper end", bits, policy.max_bits_per_byte),
@@ -116,6 +122,7 @@ def decide(
                 (_at_least, "context", facts.context, policy.min_context),
                 (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
                 (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
+                (_at_least, "tokens a second", throughput, policy.min_tokens_per_second),
                 (_at_least, "token accuracy", facts.token_accuracy, policy.min_token_accuracy),
                 (
                     _at_most,
@@ -170,6 +177,29 @@ def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[Ga
         passed = gain is not None and _sound(gain) and gain.high >= -margin
         wanted = f"an interval that reaches {-margin:g}"
         checks.append(_check(f"task {name} no worse than {other}", passed, got, wanted))
+    return checks
+
+
+def _metrics_hold(report: EvaluationReport, policy: Policy, other: str) -> list[GateCheck]:
+    found = {each.metric: each for each in report.metrics}
+    checks = []
+
+    def check(name: str, what: str, figure: Interval | None, sign: int, bound: float) -> None:
+        title = METRIC.format(name)
+        got = report.failures.get(title, MISSING) if figure is None else _show(figure)
+        wanted = f"an upper end ≤ {bound:g}" if sign > 0 else f"a lower end ≥ {-bound:g}"
+        worst = None if figure is None else figure.high if sign > 0 else -figure.low
+        passed = figure is not None and _sound(figure) and worst is not None and worst <= bound
+        checks.append(_check(title + what, passed, got, wanted))
+
+    for bounds, sign in ((policy.min_metrics, -1), (policy.max_metrics, 1)):
+        for name, bound in bounds.items():
+            own = found[name].scores.get(CANDIDATE) if name in found else None
+            check(name, "", own, sign, sign * bound)
+    for name, margin in policy.max_metric_regression.items():
+        gain = found[name].differences.get(other) if name in found else None
+        sign = -1 if name in found and found[name].higher_is_better else 1
+        check(name, f" no worse than {other}", gain, sign, margin)
     return checks
 
 

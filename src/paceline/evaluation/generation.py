@@ -25,15 +25,15 @@ UNFINISHED = "\ufffd"  # stands for a character whose last bytes are still to co
 
 def generate(
     model: TextModel,
-    prompt: str,
+    prompt: str | list[int],
     *,
     max_tokens: int,
     temperature: float = 0.0,
     seed: int = 0,
     chat: bool = False,
 ) -> Iterator[str]:
-    """Yield what ``model`` adds to ``prompt``, piece by piece; ``chat``: what it answers, by its
-    chat template.
+    """Yield what ``model`` adds to ``prompt``, a text or its tokens, piece by piece; ``chat``: what
+    it answers, by its chat template.
 
     Ends after ``max_tokens`` tokens, or with a token that ends documents. ``temperature`` 0 takes
     the most likely token each time; above, tokens are drawn, the same ones for the same ``seed``.
@@ -43,7 +43,9 @@ def generate(
 
     random = torch.Generator().manual_seed(seed)
     stops = _stops(model)
-    if chat:
+    if not isinstance(prompt, str):
+        row = list(prompt)
+    elif chat:
         row, stop = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
         stops |= set() if stop is None else {stop}
     else:

@@ -17,8 +17,9 @@ from lm_eval.api.model import TemplateLM
 
 from paceline.errors import InvalidInput
 from paceline.evaluation.generation import generate
+from paceline.evaluation.serving import batch_rows
 from paceline.evaluation.text_model import TextModel
-from paceline.evaluation.transformer import batch_rows, threads_an_operation
+from paceline.evaluation.transformer import threads_an_operation
 
 MAX_NEW_TOKENS = 256  # as the harness's default; a task's generation_kwargs say otherwise
 

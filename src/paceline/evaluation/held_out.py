@@ -52,7 +52,7 @@ def choose_prefixes(
     if len(whole) > most:
         whole = sorted(sorted(whole, key=_draw)[:most])
     cap = _water_level([len(text) for _, text in whole], budget_bytes)
-    return [HeldOutDocument(path, _prefix(text, cap), len(text)) for path, text in whole]
+    return [HeldOutDocument(path, prefix(text, cap), len(text)) for path, text in whole]
 
 
 def choose_conversations(documents: Iterable[Document], budget_bytes: int) -> list[HeldOutDocument]:
@@ -92,7 +92,7 @@ def joined(parts: Sequence[RecordedScore]) -> RecordedScore:
     return parts[0].model_copy(update={"bits": tuple(bits), "facts": facts})
 
 
-def _prefix(text: bytes, size: int) -> bytes:
+def prefix(text: bytes, size: int) -> bytes:
     """Return the first ``size`` bytes of ``text``, without a character of UTF-8 that they cut."""
     end = size
     while 0 < end < len(text) and text[end] & 0xC0 == 0x80:  # within a character

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.schemas import EvaluationReport, Evidence, Interval, ModelScore, Serving
+from paceline.schemas import (
+    EvaluationReport,
+    Evidence,
+    Interval,
+    MetricScore,
+    ModelScore,
+    Serving,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,6 +65,7 @@ def as_markdown(report: EvaluationReport) -> str:
     lines += _serving(report)
     lines += _gains(report)
     lines += _tasks(report)
+    lines += _metrics(report)
     lines += _slices(report)
     return "\n".join(lines) + "\n"
 
@@ -77,7 +85,7 @@ def comparison_rows(report: EvaluationReport) -> list[str]:
         for each in _ranked(report)
     ]
     head = ["| model | bits per byte | interval | tokens |", "|---|---:|---:|---:|"]
-    return [*head, *rows, *_of_tokens(report), *_gains(report), *_tasks(report)]
+    return [*head, *rows, *_of_tokens(report), *_gains(report), *_tasks(report), *_metrics(report)]
 
 
 def judgement_lines(evidence: Evidence) -> list[str]:
@@ -101,6 +109,9 @@ def judgement_lines(evidence: Evidence) -> list[str]:
     for task in report.tasks:
         figures = ", ".join(f"{name} {each.value:.4f}" for name, each in task.scores.items())
         lines.append(f"task {task.task}/{task.metric}, higher is better: {figures}")
+    for each in report.metrics:
+        figures = ", ".join(f"{name} {its.value:.4f}" for name, its in each.scores.items())
+        lines.append(f"metric {each.metric}, {_direction(each)}: {figures}")
     word = "passed" if evidence.gate.passed else "refused"
     lines += ["", f"gate: {word}, {sum(each.passed for each in checks)} of {len(checks)} checks"]
     marks = {True: "ok", False: "FAILED"}
@@ -186,12 +197,22 @@ def _serving(report: EvaluationReport) -> list[str]:
         f"| {_cell(score.name)} | {each.batch} × {each.context} | {each.prefill_ms:.1f} ms | "
         f"{each.decode_ms_per_token:.2f} ms | "
         f"{'–' if (peak := each.peak_memory_bytes) is None else f'{peak / 1e6:.0f} MB'} | "
-        f"{_cell(_server(each))} |"
+        f"{_throughput(each)} | {_cell(_server(each))} |"
         for score in report.scores
         if (each := score.serving) is not None
     ]
-    head = ["", "| served in float32 | rows × tokens | prefill | a token | peak memory | machine |"]
-    return [*head, "|---|---|---:|---:|---:|---|", *rows] if rows else []
+    head = [
+        "",
+        "| served in float32 | rows × tokens | prefill | a token | peak memory | batch | machine |",
+    ]
+    return [*head, "|---|---|---:|---:|---:|---|---|", *rows] if rows else []
+
+
+def _throughput(serving: Serving) -> str:
+    if (rate := serving.tokens_per_second) is None:
+        return "–"
+    rows, pass_ms = serving.throughput_rows, serving.throughput_ms
+    return f"{rows} × {serving.context}: {pass_ms:.1f} ms, {rate:,.0f} tokens a second"
 
 
 def _server(serving: Serving) -> str:
@@ -215,6 +236,26 @@ def _tasks(report: EvaluationReport) -> list[str]:
     return head + rows if rows else []
 
 
+def _metrics(report: EvaluationReport) -> list[str]:
+    rows = [
+        f"| {each.metric}, {_direction(each)} | {_cell(name)} | {_show(its)} | "
+        f"{f'{_show(gain)}, {_verdict(gain, each.higher_is_better)}' if gain else '–'} |"
+        for each in report.metrics
+        for name, its in each.scores.items()
+        for gain in (each.differences.get(name),)
+    ]
+    head = ["", "| metric | model | mean of the documents | candidate − model |"]
+    return [*head, "|---|---|---|---|", *rows] if rows else []
+
+
+def _direction(metric: MetricScore) -> str:
+    return f"{'higher' if metric.higher_is_better else 'lower'} is better"
+
+
+def _show(figure: Interval) -> str:
+    return f"{figure.value:.4f} ({figure.low:.4f} to {figure.high:.4f})"
+
+
 def _slices(report: EvaluationReport) -> list[str]:
     if not report.slices:
         return []
@@ -235,10 +276,10 @@ def _figure(row: dict[str, object], name: str) -> float:
     return float(figures.get(name, float("nan"))) if isinstance(figures, dict) else float("nan")
 
 
-def _verdict(gain: Interval) -> str:
-    if gain.high < 0:
-        return "better"
-    return "worse" if gain.low > 0 else "no difference shown"
+def _verdict(gain: Interval, higher_is_better: bool = False) -> str:
+    if gain.low <= 0 <= gain.high:
+        return "no difference shown"
+    return "better" if (gain.low > 0) == higher_is_better else "worse"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

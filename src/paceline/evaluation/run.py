@@ -50,6 +50,7 @@ from paceline.evaluation.overlap import find_overlap
 from paceline.evaluation.scoring import score_models, score_share
 from paceline.evaluation.tasks import Figures, score_tasks
 from paceline.evaluation.text_model import AllowedCode, Ranks
+from paceline.evaluation.user_code import with_metrics
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
 from paceline.models import read_user_code
 from paceline.schemas import (
@@ -87,6 +88,11 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         if spec.scorer and len(bits_D) <= MOST_RECORDED:
             _emit("score", _record(spec, subject, bits_D, facts))
 
+    def on_metric(subject: str, digest: str, figures_D: NDArray[np.float64]) -> None:
+        if spec.scorer and len(figures_D) <= MOST_RECORDED:
+            of_metric = spec.model_copy(update={"snapshot_digest": digest})
+            _emit("score", _record(of_metric, subject, figures_D, {}))
+
     def overlaps_found() -> tuple[Overlap, ...]:
         bare = system_remover(snapshot, store) if spec.trained_on else bytes
         return tuple(
@@ -123,6 +129,18 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         )
         if spec.tasks_url:
             report = _with_tasks(report, spec, models, store, scratch, allowed)
+        if spec.settings.metrics:
+            report = with_metrics(
+                report,
+                models,
+                held_out,
+                spec.settings,
+                allowed,
+                tokenizer,
+                on_progress=lambda part, message: _progress(0.9 + 0.08 * part, message),
+                known=[each for each in spec.known if len(each.bits) == len(held_out)],
+                on_scored=on_metric,
+            )
         began = time.monotonic()
         try:
             compared = overlaps[0].result()
@@ -265,10 +283,10 @@ def compare(
     the simple baselines, in this process: nothing is recorded, or compared with training data."""
     snapshot = load_snapshot(snapshot_url, store)
     tokenizer = tokenizer_of(snapshot, store)
-    budget = settings.held_out_bytes
-    return score_models(
+    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, settings.held_out_bytes)
+    report = score_models(
         models,
-        _held_out(snapshot, tokenizer, store, cache_dir, budget)[0],
+        held_out,
         lambda: _training_texts(snapshot, tokenizer, store, cache_dir),
         settings,
         snapshot_digest=snapshot.digest,
@@ -276,6 +294,10 @@ def compare(
         tokenizer=tokenizer,
         allowed=allowed,
     )
+    if not settings.metrics:
+        return report
+    allowed = allowed or AllowedCode((), cache_dir / "code")
+    return with_metrics(report, models, held_out, settings, allowed, tokenizer)
 
 
 def _held_out(

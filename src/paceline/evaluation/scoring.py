@@ -69,6 +69,30 @@ class Resampler:
         return np.concatenate(estimates, axis=1)
 
 
+def compared_means(
+    by_model: Mapping[str, Sequence[float] | Reals], settings: EvaluationSettings
+) -> dict[str, Any]:
+    """Return of figures, one a document, ``documents``, each model's mean (``scores``) and the
+    candidate's paired ``difference_to`` the others, as intervals."""
+    figures = {name: np.array(each, dtype=np.float64) for name, each in by_model.items()}
+    count = len(next(iter(figures.values())))
+    resampler = Resampler(
+        np.ones(count),
+        samples=settings.bootstrap_samples,
+        confidence=settings.confidence,
+        seed=settings.seed,
+    )
+    gains: dict[str, Interval] = {}
+    if (own := figures.get("candidate")) is not None:
+        others = {name: each for name, each in figures.items() if name != "candidate"}
+        gains = {name: resampler.ratio(own - each) for name, each in others.items()}
+    return {
+        "documents": count,
+        "scores": {name: resampler.ratio(each) for name, each in figures.items()},
+        "difference_to": gains,
+    }
+
+
 OnProgress = Callable[[float, str], None]
 
 NGRAM = "ngram"

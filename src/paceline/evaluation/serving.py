@@ -1,8 +1,8 @@
-"""What it costs to serve a model, measured on this machine: one row, float32, on the GPU that the
-model is on, or on the CPU.
+"""What it costs to serve a model, measured on this machine: one row, then a batch, float32, on the
+GPU that the model is on, or on the CPU.
 
 Peak memory is what a machine needs to answer such a row: on a CPU that of the whole process with
-its libraries, on a GPU what torch allocated there.
+its libraries, on a GPU what torch allocated there. The batch is measured after it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from paceline.system import processor
 
 LATENCY_RUNS = 7
 DECODED_TOKENS = 16
+BATCH_ROWS = 8  # at most, of the batch whose throughput is measured
+BATCH_RUNS = 3
+TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32_768}  # at most, by kind of device
+LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
 PEAK = "VmHWM"
 _PROCESS = Path("/proc/self")
 
@@ -32,10 +36,10 @@ def measure_serving(
 ) -> tuple[TextModel, Serving]:
     """Return the model that ``open_model`` opens, and what it costs to serve it.
 
-    A row has the context's length; the last of its tokens are also decoded one by one. On ``ranks``
-    all answer the same row, each by its part of the weights: times are this rank's, memory is that
-    of all of them together. Memory is not known (None) where the kernel does not let a process
-    reset its peak.
+    A row has the context's length; the last of its tokens are also decoded one by one. A batch has
+    up to BATCH_ROWS of them. On ``ranks`` all answer the same rows, each by its part of the
+    weights: times are this rank's, memory is that of all of them together. Memory is not known
+    (None) where the kernel does not let a process reset its peak.
     """
     import torch
 
@@ -45,14 +49,19 @@ def measure_serving(
     on_gpu = model.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(model.device)
-    forward_ms = []
-    with torch.inference_mode():
-        for _ in range(LATENCY_RUNS):
-            began = time.perf_counter()
-            model.forward(torch.tensor([row]))
-            if on_gpu:
-                torch.cuda.synchronize(model.device)
-            forward_ms.append(1000 * (time.perf_counter() - began))
+
+    def forward_ms(rows: int, runs: int) -> float:
+        found = []
+        with torch.inference_mode():
+            for _ in range(runs):
+                began = time.perf_counter()
+                model.forward(torch.tensor([row] * rows))
+                if on_gpu:
+                    torch.cuda.synchronize(model.device)
+                found.append(1000 * (time.perf_counter() - began))
+        return statistics.median(found[1:])  # the first one warms up
+
+    prefill_ms = forward_ms(1, LATENCY_RUNS)
     next_logits = model.decoder()
     token_ms = []
     for length in range(max(1, model.context - DECODED_TOKENS), model.context + 1):
@@ -64,6 +73,7 @@ def measure_serving(
         known, total = ranks.everyone([peak_bytes is not None, peak_bytes or 0])
         count = int(ranks.everyone([1])[0])
         peak_bytes = int(total) if known == count else None
+    rows = min(BATCH_ROWS, batch_rows(model))
     serving = Serving(
         machine=platform.node(),
         cpu=processor()[0],
@@ -71,12 +81,21 @@ def measure_serving(
         threads=torch.get_num_threads(),
         batch=1,
         context=model.context,
-        prefill_ms=statistics.median(forward_ms[1:]),  # the first one warms up
+        prefill_ms=prefill_ms,
         decode_ms_per_token=statistics.median(token_ms[1:] or token_ms),  # the first is a prefill
         peak_memory_bytes=peak_bytes,
         ranks=count,
+        throughput_rows=rows,
+        throughput_ms=forward_ms(rows, BATCH_RUNS),
     )
     return model, serving
+
+
+def batch_rows(model: TextModel) -> int:
+    """Return how many rows of a whole context are predicted at once, by each thread."""
+    row_bytes = 4 * model.vocabulary * model.context
+    most = TOKENS_PER_BATCH[model.device.type] // model.context
+    return max(1, min(most, LOGITS_BYTES // (4 * row_bytes)))
 
 
 def _reset_peak() -> bool:

@@ -15,16 +15,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import yaml
 
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput, PacelineError
-from paceline.evaluation.scoring import Resampler
+from paceline.evaluation.scoring import compared_means
 from paceline.evaluation.text_model import AllowedCode, TextModel
 from paceline.extras import require_extras
 from paceline.models import local_model_digest
-from paceline.schemas import Interval, TaskScore
+from paceline.schemas import TaskScore
 
 MAX_FILE_BYTES = 1024 * 1024  # of a task's YAML
 FORMATS = ("json", "csv", "parquet", "text")  # of datasets
@@ -177,32 +176,8 @@ def score_tasks(
             for metric, figures in by_metric.items():
                 values.setdefault((task, metric), {})[name] = figures
     return tuple(
-        _task_score(task, metric, by_model, settings)
+        TaskScore(task=task, metric=metric, **compared_means(by_model, settings))
         for (task, metric), by_model in sorted(values.items())
-    )
-
-
-def _task_score(
-    task: str, metric: str, by_model: Mapping[str, Sequence[float]], settings: EvaluationSettings
-) -> TaskScore:
-    figures = {name: np.array(each, dtype=np.float64) for name, each in by_model.items()}
-    count = len(next(iter(figures.values())))
-    resampler = Resampler(
-        np.ones(count),
-        samples=settings.bootstrap_samples,
-        confidence=settings.confidence,
-        seed=settings.seed,
-    )
-    gains: dict[str, Interval] = {}
-    if (own := figures.get("candidate")) is not None:
-        others = {name: each for name, each in figures.items() if name != "candidate"}
-        gains = {name: resampler.ratio(own - each) for name, each in others.items()}
-    return TaskScore(
-        task=task,
-        metric=metric,
-        documents=count,
-        scores={name: resampler.ratio(each) for name, each in figures.items()},
-        difference_to=gains,
     )
 
 

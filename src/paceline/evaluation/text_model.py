@@ -11,8 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,15 +19,9 @@ from unicodedata import normalize
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data import FAILED, ChildProcess, Tokenizer, how_ended, open_tokenizer
-from paceline.errors import (
-    InvalidInput,
-    PacelineError,
-    PermanentError,
-    TrainingFailed,
-    from_record,
-    short_repr,
-)
+from paceline.data import Tokenizer, open_tokenizer
+from paceline.errors import InvalidInput, PacelineError
+from paceline.evaluation.user_code import UserProcess
 from paceline.models import (
     TOKENIZER_FILE,
     UserCodeConfig,
@@ -57,8 +49,6 @@ MAX_CONTEXT = 1024  # tokens of a row of a model of others: theirs may be a mill
 FLOATS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 GPU_MARGIN_BYTES = 2 * 1024**3  # beside the weights: activations, logits, the libraries' buffers
 CHILD = "paceline.training.user_code.next_tokens"  # by its name: no layer below imports training
-DEADLINE_S = 600.0  # fetch, import and build, or one batch
-MAX_ANSWER_BYTES = 64 * 1024  # but logits: facts, or an error
 
 
 @dataclass(frozen=True)
@@ -99,28 +89,20 @@ class UserModel:
     def __init__(self, directory: Path, code_ref: str, allowed: AllowedCode, device: str) -> None:
         """Open the model in ``directory``; raises what its process does, with the same parts."""
         self.threads = 1  # of its process
-        self._where, self._lock = f"training.code_ref {code_ref}", threading.Lock()
-        self._child = ChildProcess(
-            "the process of user code",
-            CHILD,
-            env={"OMP_WAIT_POLICY": "PASSIVE"},
-            secrets_only=False,
-        )
-        weakref.finalize(self, self._child.end)
-        self.pid = self._child.pid
-        self._child.wait_until_ready()
+        self._process = UserProcess(CHILD, f"training.code_ref {code_ref}")
+        self.pid = self._process.pid
         asked = {
             "directory": str(directory),
             "sources": list(allowed.sources),
             "cache": str(allowed.cache),
             "device": device,
         }
-        answer = self._ask(json.dumps(asked).encode())
+        answer = self._process.ask(json.dumps(asked).encode())
         try:
             facts: dict[str, Any] = json.loads(answer)
             self.width, self.parameters = int(facts["width"]), int(facts["parameters"])
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise self._odd(answer) from error
+            raise self._process.odd(answer) from error
 
     def __call__(self, tokens_BT: Tensor) -> Tensor:
         import torch
@@ -128,48 +110,11 @@ class UserModel:
         rows, length = tokens_BT.shape
         head = json.dumps({"rows": rows, "threads": self.threads}).encode()
         wanted = 4 * rows * length * self.width
-        answer = self._ask(head + b"\n" + tokens_BT.cpu().numpy().tobytes(), wanted)
+        answer = self._process.ask(head + b"\n" + tokens_BT.cpu().numpy().tobytes(), wanted)
         if len(answer) != wanted:
-            raise self._odd(answer)
+            raise self._process.odd(answer)
         logits = torch.frombuffer(bytearray(answer), dtype=torch.float32)
         return logits.view(rows, length, self.width).to(tokens_BT.device)
-
-    def _odd(self, answer: bytes) -> TrainingFailed:
-        return TrainingFailed(
-            "code reference wrote to its process's socket",
-            got=f"{len(answer)} bytes: {short_repr(answer[:40])}",
-            wanted="an answer of Paceline's",
-            where=self._where,
-        )
-
-    def _ask(self, request: bytes, most_bytes: int = 0) -> bytes:
-        """Return the answer, of at most ``most_bytes`` or MAX_ANSWER_BYTES."""
-        with self._lock:
-            try:
-                self._child.send(request, DEADLINE_S)
-                kind, answer = self._child.receive(DEADLINE_S, max(most_bytes, MAX_ANSWER_BYTES))
-            except TimeoutError as error:
-                self._child.kill()
-                raise TrainingFailed(
-                    "code reference does not come to an end",
-                    got=f"nothing within {DEADLINE_S:.0f} s",
-                    where=self._where,
-                ) from error
-            except (OSError, EOFError) as error:
-                raise TrainingFailed(
-                    "code reference ended its process",
-                    got=how_ended(self._child.end()),
-                    where=self._where,
-                ) from error
-        if kind != FAILED:
-            return answer
-        try:
-            found = from_record(json.loads(answer))
-        except (ValueError, TypeError, KeyError, RecursionError) as odd:
-            raise self._odd(answer) from odd
-        if isinstance(found, PermanentError) or not most_bytes:  # what is fetched may come later
-            raise found
-        raise TrainingFailed(found.what, got=found.got, where=self._where) from found
 
 
 @dataclass(frozen=True, kw_only=True)

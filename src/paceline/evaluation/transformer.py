@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from paceline.data import Tokenizer
 from paceline.errors import CorruptData, InvalidInput, PermanentError
 from paceline.evaluation.held_out import GROUP, HeldOutDocument
-from paceline.evaluation.serving import measure_serving
+from paceline.evaluation.serving import LOGITS_BYTES, batch_rows, measure_serving
 from paceline.evaluation.text_model import AllowedCode, Ranks, TextModel, Tokens, UserModel
 from paceline.models import weight_files, weights_digest
 from paceline.schemas import Serving
@@ -35,8 +35,6 @@ Bins = tuple[tuple[int, int, int], ...]
 BINS = 10
 MILLION = 1_000_000
 
-TOKENS_PER_BATCH = {"cpu": 4096, "cuda": 32_768}  # at most, by kind of device
-LOGITS_BYTES = 512 * 1024 * 1024  # in float32, at most, of all threads together
 FORMAT = "safetensors"  # ``weight_files`` refuses every other
 
 
@@ -143,6 +141,25 @@ def _opened(
     return model
 
 
+def token_figures(
+    model: TextModel, held_out: Sequence[HeldOutDocument], tokenizer: Tokenizer | None = None
+) -> list[tuple[Tokens, Reals, NDArray[np.bool_]]]:
+    """Return of each of ``held_out`` its scored tokens, their log-probabilities in nats, and
+    whether each was the most likely one, (N,); raises as ``score_transformer``."""
+    parts: list[list[tuple[int, Reals, NDArray[np.bool_]]]] = [[] for _ in held_out]
+    with threads_an_operation() as cores:
+        if isinstance(model.network, UserModel):
+            model.network.threads = cores
+        read = [_read(model, each, tokenizer) for each in held_out]
+        _bits(model, read, lambda _fraction: None, _threads(model, cores), None, parts)
+    found = []
+    for each, its in zip(read, parts, strict=True):
+        its.sort(key=lambda part: part[0])  # batches are in the order of lengths
+        nats_N, right_N = (np.concatenate([part[at] for part in its]) for at in (1, 2))
+        found.append((each.targets[each.counts], -nats_N, right_N))
+    return found
+
+
 @dataclass(frozen=True)
 class _Read:
     """A document as a model reads it: inputs, targets, and which of the targets are scored."""
@@ -170,13 +187,6 @@ def _read(model: TextModel, document: HeldOutDocument, tokenizer: Tokenizer | No
     return _Read(tokens[:-1], tokens[1:], chat.mask[1:])
 
 
-def batch_rows(model: TextModel) -> int:
-    """Return how many rows of a whole context are predicted at once, by each thread."""
-    row_bytes = 4 * model.vocabulary * model.context
-    most = TOKENS_PER_BATCH[model.device.type] // model.context
-    return max(1, min(most, LOGITS_BYTES // (4 * row_bytes)))
-
-
 def _threads(model: TextModel, cores: int) -> int:
     """Return how many threads keep the logits within their limit; one drives a GPU, or a process
     of user code."""
@@ -192,7 +202,10 @@ def _bits(
     on_progress: Callable[[float], None],
     threads: int,
     ranks: Ranks | None,
+    parts: Sequence[list[tuple[int, Reals, NDArray[np.bool_]]]] = (),
 ) -> tuple[Reals, Bins]:
+    """Return bits per document, and all tokens' bins. ``parts``, one list a document, get each
+    window's first scored token, and of all of them the nats, and which were the most likely."""
     import torch
 
     inputs, targets = [each.inputs for each in documents], [each.targets for each in documents]
@@ -224,7 +237,10 @@ def _bits(
                 counts = documents[window.document].counts[window.fresh : window.end]
                 nats = found.nats[row, fresh][counts]
                 bits_D[window.document] += float(nats.sum()) / np.log(2)
-                _count(bins, found.best[row, fresh][counts], found.right[row, fresh][counts])
+                right = found.right[row, fresh][counts]
+                _count(bins, found.best[row, fresh][counts], right)
+                if parts:
+                    parts[window.document].append((window.fresh, nats, right))
             on_progress(done / len(batches))
     if ranks is not None:
         bits_D, bins = ranks.total(bits_D), ranks.total(bins).astype(np.int64)

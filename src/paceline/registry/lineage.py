@@ -340,12 +340,16 @@ def evaluation_metrics(report: EvaluationReport) -> list[MetricPoint]:
         if score.serving is not None:
             values[f"{prefix}/decode_ms_per_token"] = score.serving.decode_ms_per_token
             values[f"{prefix}/peak_memory_bytes"] = score.serving.peak_memory_bytes
+            values[f"{prefix}/tokens_per_second"] = score.serving.tokens_per_second
         for other, found in score.differences.items():
             values[f"{prefix}/difference_to/{other}"] = found.value
     for task in report.tasks:
         for name, figure in task.scores.items():
             metric = task.metric.replace(",", "_")  # not a character of MLflow's names
             values[f"eval/{name}/{task.task}/{metric}"] = figure.value
+    for each in report.metrics:
+        for name, figure in each.scores.items():
+            values[f"eval/{name}/metric/{each.metric}"] = figure.value
     return _points(values, step=0)
 
 

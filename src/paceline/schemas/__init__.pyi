@@ -224,6 +224,8 @@ from .training import (
     GateCheck as GateCheck,
     GateDecision as GateDecision,
     Interval as Interval,
+    MetricSample as MetricSample,
+    MetricScore as MetricScore,
     ModelScore as ModelScore,
     Overlap as Overlap,
     ProgramCheck as ProgramCheck,
@@ -238,5 +240,6 @@ from .training import (
     TrainingData as TrainingData,
     TrainJob as TrainJob,
     TrainResult as TrainResult,
+    metric_digest as metric_digest,
     score_key as score_key,
 )

@@ -6,7 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
-from paceline.config import DataSettings, EvaluationSettings, MeshSettings, TrainingSettings
+from paceline.config import (
+    DataSettings,
+    EvaluationSettings,
+    MeshSettings,
+    MetricSettings,
+    TrainingSettings,
+)
 from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of, is_empty, is_none
 
 
@@ -211,7 +217,8 @@ class TrainingData(Record):
 class RecordedScore(Record):
     """What one model or simple baseline scored, document by document, and what that follows from:
     the same subject under the same three other fields has the same figures. On tasks the digest is
-    theirs, ``bits`` is empty, and ``facts`` are the figures by task and metric."""
+    theirs, ``bits`` is empty, and ``facts`` are the figures by task and metric. Of a metric of user
+    code it is its ``metric_digest``, and ``bits`` are its figures."""
 
     subject: str  # digest of a model's files, or a baseline's name and settings
     snapshot_digest: Sha256
@@ -229,6 +236,27 @@ class RecordedScore(Record):
 def score_key(subject: str, snapshot_digest: str, held_out_bytes: int, scorer: str) -> str:
     """Return the key of a RecordedScore."""
     return digest_of([subject, snapshot_digest, held_out_bytes, scorer])
+
+
+def metric_digest(snapshot_digest: str, metric: MetricSettings) -> str:
+    """Return what a RecordedScore has as the digest of the snapshot, where it is of ``metric``."""
+    return digest_of([snapshot_digest, metric.code_ref, metric.max_new_tokens])
+
+
+class MetricSample(Record):
+    """A held-out document, or what assistants say in a conversation, and what one model makes of
+    it: a metric of user code gets a list of these, and returns a figure for each."""
+
+    name: str  # of the document, in the snapshot
+    text: str  # what was scored; bytes that are not UTF-8 are "\ufffd"
+    tokens: tuple[int, ...]  # of it, in the model's own vocabulary
+    log_probs: tuple[float, ...]  # of each of them, in nats
+    correct: tuple[bool, ...]  # whether each was the most likely one
+    # With max_new_tokens: the text's first half, or a conversation before its last answer; what the
+    # model writes after it, by the most likely tokens; and what stands there.
+    prompt: str = ""
+    prediction: str = ""
+    reference: str = ""
 
 
 class EvaluationSpec(Record):
@@ -275,6 +303,16 @@ class Serving(Record):
     # of the whole process, or on the GPU, of all ranks; None: the kernel does not report it
     peak_memory_bytes: int | None
     ranks: int = Field(default=1, exclude_if=lambda count: count == 1)  # with a part of the weights
+    # one forward pass of so many rows of the context; None in the report of an older version
+    throughput_rows: int | None = Field(default=None, exclude_if=is_none)
+    throughput_ms: float | None = Field(default=None, exclude_if=is_none)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return how many tokens such a pass reads in a second; None where it was not measured."""
+        if not self.throughput_rows or not self.throughput_ms:
+            return None
+        return 1000 * self.throughput_rows * self.context / self.throughput_ms
 
 
 class _Compared(Record):
@@ -323,6 +361,16 @@ class TaskScore(_Compared):
     scores: dict[str, Interval]  # by model
 
 
+class MetricScore(_Compared):
+    """A metric of user code: the mean of its figures, one a document."""
+
+    metric: str
+    code_ref: str
+    higher_is_better: bool
+    documents: int
+    scores: dict[str, Interval]  # by model
+
+
 class Overlap(Record):
     """How many held-out documents are in the training split of one snapshot, by content: as a
     copy, or with at least half of their text (``evaluation.overlap``)."""
@@ -349,6 +397,8 @@ class EvaluationReport(Record):
     seconds: float
     tasks: tuple[TaskScore, ...] = Field(default=(), exclude_if=is_empty)
     tasks_digest: str = Field(default="", exclude_if=is_empty)  # of their manifest
+    # one that has no figures is in ``failures``, as "metric NAME"
+    metrics: tuple[MetricScore, ...] = Field(default=(), exclude_if=is_empty)
     of_assistants: bool = Field(default=False, exclude_if=is_empty)  # of conversations, their text
     overlaps: tuple[Overlap, ...] | None = Field(default=None, exclude_if=is_none)
 
