@@ -26,6 +26,7 @@ from paceline.tasks._support.run import Run, listening, log_stages_to
 from paceline.tasks._support.summary import summarise
 from paceline.tasks.evaluate import published_tasks, require_judgeable
 from paceline.tasks.promote import has_champion
+from paceline.tasks.publish import published_url
 from paceline.tasks.train import require_base
 
 
@@ -55,7 +56,8 @@ def run_lifecycle(
         published_tasks(run)  # refused, where they are, before any node is busy
         profile = with_job_settings(run.runtime.profile, settings or {})  # this too
         inputs = prepare_inputs(data, model, **owner, **here)
-        require_judgeable(run, profile, inputs.snapshot_url)
+        base_url = published_url(run, inputs.model_id, inputs.version)
+        require_judgeable(run, profile, inputs.snapshot_url, base_url)
         require_base(run, profile, inputs.model_id, inputs.version, inputs.snapshot_url)
         # Where there is a champion the nodes go on running it until it is replaced.
         first = not has_champion(run, inputs.model_id)

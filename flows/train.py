@@ -136,7 +136,7 @@ def train_model(
             permitted_snapshot(run, evaluate_on, purpose, [link.user])
         profile = profile_of(run, given, continue_from, code_ref)
         if evaluate_on:
-            require_judgeable(run, profile, snapshot_url)
+            require_judgeable(run, profile, snapshot_url, published_url(run, model_id, version))
         require_base(run, profile, model_id, version, snapshot_url)
         nest(run, link.sweep)
         if run.runtime.profile.cluster.per_job:

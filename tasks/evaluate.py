@@ -11,7 +11,7 @@ from typing import Any
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
 from paceline.config import EvaluationSettings, MeshSettings, Profile, TrainingSettings
-from paceline.data import load_snapshot
+from paceline.data import load_snapshot, template_files
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import (
     AllowedCode,
@@ -23,7 +23,7 @@ from paceline.evaluation import (
 )
 from paceline.extras import require_extras
 from paceline.manifest import Manifest, publish_model
-from paceline.models import CONFIG_FILE, file_sha256, json_object, user_code_of
+from paceline.models import CONFIG_FILE, TOKENIZER_FILE, file_sha256, json_object, user_code_of
 from paceline.registry import lineage
 from paceline.schemas import (
     Evaluated,
@@ -141,10 +141,12 @@ def published_tasks(run: Run) -> tuple[str, str]:
     return url, manifest.digest
 
 
-def require_judgeable(run: Run, profile: Profile, snapshot_url: str) -> None:
+def require_judgeable(run: Run, profile: Profile, snapshot_url: str, base_url: str) -> None:
     """Raise what ``user_code.check`` does, before any node is busy, where ``profile`` trains by
-    user code whose model could not be judged on this snapshot, or a metric cannot judge."""
+    user code whose model could not be judged on this snapshot, or a metric cannot judge;
+    InvalidInput where tasks need a chat template that the base has not."""
     _require_metrics(run)
+    _require_template(run, base_url)
     if not (code_ref := profile.training.code_ref):
         return
     task = Task(
@@ -155,6 +157,24 @@ def require_judgeable(run: Run, profile: Profile, snapshot_url: str) -> None:
     )
     sources = run.runtime.profile.security.code_sources
     check(code_ref, sources, run.runtime.state_dir / "code", task, judged=True)
+
+
+def _require_template(run: Run, base_url: str) -> None:
+    asked = run.runtime.profile.evaluation
+    if not (asked.tasks and asked.tasks_as_chat):
+        return
+    config, template = template_files(f"{base_url}/{TOKENIZER_FILE}")[:2]
+    there = {each.url for each in run.store.list(base_url)}
+    if template not in there and not (
+        config in there and json_object(run.store.get_bytes(config), config).get("chat_template")
+    ):
+        raise InvalidInput(
+            "tasks are judged as chat, and the base has no chat template",
+            got="evaluation.tasks_as_chat = true",
+            wanted="chat_template.jinja, or chat_template in tokenizer_config.json",
+            where=base_url,
+            do="Publish the base with its template, or leave tasks_as_chat out.",
+        )
 
 
 def _require_metrics(run: Run) -> None:

@@ -82,7 +82,7 @@ def recorded_besides(
 ) -> list[RecordedScore]:
     """Return what the installation recorded of ``models`` on ``spec``'s tasks, and by its
     metrics."""
-    digests = [spec.tasks_digest] if spec.tasks_url else []
+    digests = [spec.tasks_scored] if spec.tasks_url else []
     metrics = spec.settings.metrics.values()
     digests += [metric_digest(spec.snapshot_digest, each) for each in metrics]
     of_each = [spec.model_copy(update={"snapshot_digest": each}) for each in digests]

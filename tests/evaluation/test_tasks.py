@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from paceline.errors import InvalidInput
 from paceline.evaluation import TextModel, read_tasks, score_tasks
 from paceline.models import local_model_digest
 from paceline.schemas import TaskScore
-from tests.support.hugging_face import write_model, write_tokenizer
+from tests.support.hugging_face import CHATML, write_model, write_tokenizer
 
 CHOICE: dict[str, Any] = {
     "task": "next_number",
@@ -63,10 +64,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def scored(directory: Path, models: Mapping[str, Path], scratch: Path) -> dict[str, TaskScore]:
-    found = score_tasks(
-        directory, models, EvaluationSettings(), scratch=scratch, on_progress=lambda *_: None
-    )
+def scored(
+    directory: Path, models: Mapping[str, Path], scratch: Path, *, as_chat: bool = False
+) -> dict[str, TaskScore]:
+    settings = EvaluationSettings(tasks_as_chat=as_chat)
+    found = score_tasks(directory, models, settings, scratch=scratch, on_progress=lambda *_: None)
     return {f"{each.task}/{each.metric}": each for each in found}
 
 
@@ -77,15 +79,23 @@ def adapter_of_transformers(model: Path) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     loaded = AutoModelForCausalLM.from_pretrained(model)
-    return HFLM(loaded, tokenizer=tokenizer, batch_size=1, max_length=64)
+    return HFLM(loaded, tokenizer=tokenizer, batch_size=1)
 
 
+@pytest.mark.parametrize("template", [None, CHATML, "{{ bos_token }}" + CHATML])
 def test_the_figures_are_those_of_the_harness_with_transformers(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, template: str | None
 ) -> None:
     """Beside the harness's own adapter of transformers, on the same tasks, example by example."""
-    directory = write_tasks(tmp_path / "tasks", CHOICE, COMPLETION)
-    ours = scored(directory, {"candidate": model, "base": model}, tmp_path)
+    description = "" if template is None else "Count."  # the system message
+    directory = write_tasks(tmp_path / "tasks", CHOICE | {"description": description}, COMPLETION)
+    if template is not None:
+        model = shutil.copytree(model, tmp_path / "model")
+        write_tokenizer(model, SAID, begin="<s>", template=template, end="<|im_end|>")
+        config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 128}
+        (model / "config.json").write_text(json.dumps(config))  # a shot fits
+    as_chat = template is not None
+    ours = scored(directory, {"candidate": model, "base": model}, tmp_path, as_chat=as_chat)
     assert set(ours) == {"completion/exact_match", "next_number/acc", "next_number/acc_norm"}
 
     from lm_eval import evaluator
@@ -95,6 +105,7 @@ def test_the_figures_are_those_of_the_harness_with_transformers(
         adapter_of_transformers(model),
         tasks=[dict(each) for each in read_tasks(directory)],
         task_manager=TaskManager(include_defaults=False), bootstrap_iters=0,
+        apply_chat_template=as_chat,
     )["results"]  # fmt: skip
     for name, score in ours.items():
         task, _, metric = name.partition("/")

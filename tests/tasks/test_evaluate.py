@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from paceline.config import EvaluationSettings, MetricSettings
+from paceline.config import EvaluationSettings, MetricSettings, load_profile
 from paceline.errors import InvalidInput
 from paceline.manifest import Manifest
 from paceline.models import model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, TrainingData, metric_digest
+from paceline.storage import DiskStore
 from paceline.tasks import evaluate as judging
 from paceline.tasks._support import sealed
 from paceline.tasks._support.run import Run
@@ -83,6 +85,27 @@ def test_published_tasks_are_read_before_a_node_is_busy(run: Run, tmp_path: Path
         judging.published_tasks(run)
 
 
+def test_a_base_without_a_chat_template_is_refused_before_a_node_is_busy(tmp_path: Path) -> None:
+    evaluation = EvaluationSettings(tasks="./tasks", tasks_as_chat=True)
+    profile = load_profile("local", {}).model_copy(update={"evaluation": evaluation})
+    run = cast(
+        "Run",
+        SimpleNamespace(
+            store=DiskStore(), runtime=SimpleNamespace(profile=profile, state_dir=tmp_path)
+        ),
+    )
+    base, config = tmp_path / "base", tmp_path / "base" / "tokenizer_config.json"
+    base.mkdir()
+    for content, fits in (("", False), ("{}", False), ('{"chat_template": "{{ x }}"}', True)):
+        if content:
+            config.write_text(content)
+        with nullcontext() if fits else pytest.raises(InvalidInput, match="no chat template"):
+            judging.require_judgeable(run, profile, "s3://b/s", base.as_uri())
+    config.unlink()
+    (base / "chat_template.jinja").write_text("{{ x }}")
+    judging.require_judgeable(run, profile, "s3://b/s", base.as_uri())
+
+
 def test_metrics_are_tried_before_a_node_is_busy(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,7 +116,7 @@ def test_metrics_are_tried_before_a_node_is_busy(
     run.runtime = run.runtime.model_copy(update={"profile": profile, "state_dir": tmp_path})
     models = {"candidate": {"url": "s3://b/candidate", "digest": "c" * 64}}
     for judge in (
-        lambda: judging.require_judgeable(run, profile, "s3://b/s"),
+        lambda: judging.require_judgeable(run, profile, "s3://b/s", "s3://b/m"),
         lambda: judging.evaluate.fn(
             run, models, {"url": "s3://b/s", "digest": "0" * 64}, [], trained_on=(),
             base=cast("Manifest", None), training_digest="e" * 64,
@@ -117,7 +140,9 @@ def test_scores_on_tasks_are_found_by_the_weights_and_the_tasks(run: Run) -> Non
     )  # fmt: skip
     sealed.keep_score(run, score)
     assert recorded_besides(run, spec, models) == [score]
-    for other in ({"tasks_digest": "e" * 64}, {"scorer": "before"}, {"tasks_url": ""}):
+    as_chat = {"settings": EvaluationSettings(tasks_as_chat=True)}
+    others = [{"tasks_digest": "e" * 64}, {"scorer": "before"}, {"tasks_url": ""}, as_chat]
+    for other in others:
         assert not recorded_besides(run, spec.model_copy(update=other), models)
     metric = MetricSettings(code_ref="m:f@sha256:0", higher_is_better=True)
     settings = EvaluationSettings(metrics={"a": metric})

@@ -183,7 +183,7 @@ def test_a_base_is_checked_before_nodes_are_busy(
     }
     ignored = (
         "permitted_snapshot", "require_own_expectations", "published_tasks", "profile_of",
-        "require_judgeable",
+        "require_judgeable", "published_url",
     )  # fmt: skip
     for name in (*passed, *ignored):
         if hasattr(flow, name):

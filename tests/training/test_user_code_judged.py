@@ -342,9 +342,11 @@ def test_a_lifecycle_finds_out_before_it_trains(camp: Camp, tmp_path: Path) -> N
     runtime = SimpleNamespace(profile=profile, state_dir=tmp_path)
     run: Any = SimpleNamespace(store=camp.store, runtime=runtime)
     with pytest.raises(InvalidInput, match=r"no logits of the next token.*got tuple"):
-        require_judgeable(run, profile, camp.snapshot.url)
+        require_judgeable(run, profile, camp.snapshot.url, "s3://b/m")
     ours = profile.training.model_copy(update={"code_ref": OURS})
-    require_judgeable(run, profile.model_copy(update={"training": ours}), camp.snapshot.url)
+    require_judgeable(
+        run, profile.model_copy(update={"training": ours}), camp.snapshot.url, "s3://b/m"
+    )
 
 
 HOLDS = """

@@ -248,6 +248,8 @@ class EvaluationSettings(Settings):
     # Tasks of lm-eval's, scored beside the held-out text: a directory on the machine of the flows
     # (``./``: beside the profile's file), or what was published of one, s3://…
     tasks: str = ""
+    # Whether their prompts are rendered by each model's own chat template.
+    tasks_as_chat: bool = Field(default=False, exclude_if=_is_unset)
     metrics: dict[MetricName, MetricSettings] = Field(default={}, exclude_if=_is_unset)
     seed: int = 0
     # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,

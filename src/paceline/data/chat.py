@@ -93,16 +93,26 @@ class ChatTemplate:
         """Return the tokens of a user's ``message`` up to where the assistant begins to answer, and
         the token that ends the answer. Raises InvalidInput where the template refuses the message.
         """
+        messages = [{"role": "user", "content": message}]
+        text = self.text_of(messages, add_generation_prompt=True)
+        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return list(tokens), self.end
+
+    @property
+    def end(self) -> int | None:
+        """Return the token that ends an answer."""
+        end: int | None = self._tokenizer.eos_token_id
+        return end
+
+    def text_of(self, messages: list[dict[str, Any]], **more: Any) -> str:
+        """Return ``messages`` rendered with options of transformers; raises InvalidInput where the
+        template refuses them."""
         try:
-            text = self._render(
-                [{"role": "user", "content": message}], None, add_generation_prompt=True
-            )
+            return self._render(messages, None, **more)
         except ValueError as error:
             raise InvalidInput(
                 "the message cannot be rendered", got=error, where=f"beside {self._name}"
             ) from error
-        tokens = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return list(tokens), self._tokenizer.eos_token_id
 
     def tokens(
         self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompt: int = 0

@@ -6,7 +6,7 @@ transformers, whose layout the directory has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,23 +31,24 @@ def generate(
     temperature: float = 0.0,
     seed: int = 0,
     chat: bool = False,
+    stops: Collection[int] = (),
 ) -> Iterator[str]:
     """Yield what ``model`` adds to ``prompt``, a text or its tokens, piece by piece; ``chat``: what
     it answers, by its chat template.
 
-    Ends after ``max_tokens`` tokens, or with a token that ends documents. ``temperature`` 0 takes
-    the most likely token each time; above, tokens are drawn, the same ones for the same ``seed``.
-    The model sees the last tokens that fit its context.
+    Ends after ``max_tokens`` tokens, with a token that ends documents, or with one of ``stops``.
+    ``temperature`` 0 takes the most likely token each time; above, tokens are drawn, the same ones
+    for the same ``seed``. The model sees the last tokens that fit its context.
     """
     import torch
 
     random = torch.Generator().manual_seed(seed)
-    stops = _stops(model)
+    ends = _stops(model) | set(stops)
     if not isinstance(prompt, str):
         row = list(prompt)
     elif chat:
-        row, stop = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
-        stops |= set() if stop is None else {stop}
+        row, end = ChatTemplate(str(model.directory / TOKENIZER_FILE)).prompt(prompt)
+        ends |= set() if end is None else {end}
     else:
         row = [model.first, *model.encode(prompt.encode()).tolist()]
     made: list[int] = []
@@ -58,7 +59,7 @@ def generate(
             logits_V = next_logits(row)
             logits_V[model.tokenizer.vocabulary.vocab_size :] = -torch.inf  # rows without a token
             token = _draw(logits_V, temperature, random)
-        if token in stops:
+        if token in ends:
             break
         row.append(token)
         made.append(token)

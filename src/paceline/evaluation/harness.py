@@ -15,11 +15,13 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
+from paceline.data import ChatTemplate
 from paceline.errors import InvalidInput
 from paceline.evaluation.generation import generate
 from paceline.evaluation.serving import batch_rows
 from paceline.evaluation.text_model import TextModel
 from paceline.evaluation.transformer import threads_an_operation
+from paceline.models import TOKENIZER_FILE
 
 MAX_NEW_TOKENS = 256  # as the harness's default; a task's generation_kwargs say otherwise
 
@@ -29,15 +31,39 @@ Pair = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of context 
 class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
     """Log-likelihoods and greedy continuations of ``model``, on the device that it is on."""
 
-    def __init__(self, model: TextModel) -> None:
+    def __init__(self, model: TextModel, *, as_chat: bool = False) -> None:
         super().__init__()
         self._model = model
+        self._template = ChatTemplate(str(model.directory / TOKENIZER_FILE)) if as_chat else None
+        end = None if self._template is None else self._template.end
+        self._stops = set() if end is None else {end}
         self._rows: list[str] = []  # where each request comes from
 
     @property
     def eot_token_id(self) -> int:
         """Return the token before a text."""
         return self._model.first
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return what the harness's cache, which is off, would be named by."""
+        return str(self._model.directory)
+
+    def chat_template(self, *_: Any) -> str:
+        """Return nothing: only a log of the harness, which is off, would have it."""
+        return ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation up to where the assistant begins to answer, or goes on with its
+        last message. Raises InvalidInput where the template refuses it."""
+        assert self._template is not None
+        more = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": not add_generation_prompt,
+        }
+        return self._template.text_of(chat_history, **more)
 
     def tok_encode(self, string: str, **_: Any) -> list[int]:
         """Return the tokens of ``string``; the harness's options for special tokens are ignored."""
@@ -80,9 +106,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
         return [answers[number] for number in range(len(rows))]
 
     def _row(self, context: list[int], continuation: list[int], where: str) -> list[int]:
-        row = [*context, *continuation]
-        if row[0] != self._model.first:
-            row = [self._model.first, *row]
+        row = self._begun([*context, *continuation])
         if len(continuation) > self._model.context:
             raise InvalidInput(
                 "an answer is longer than the model's context",
@@ -92,6 +116,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
                 do="Leave the row out of the task, or shorten its answers.",
             )
         return row[-(self._model.context + 1) :]
+
+    def _begun(self, row: list[int]) -> list[int]:
+        """Return ``row`` with the token before a text, which a chat template may have written."""
+        return row if row[:1] == [self._model.first] else [self._model.first, *row]
 
     def _logits(self, rows: Sequence[list[int]]) -> torch.Tensor:
         longest = max(map(len, rows)) - 1
@@ -117,9 +145,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc] # the harness is not typed
     def _continuation(self, prompt: str, options: dict[str, Any]) -> str:
         until = options.get("until") or []
         stops = [until] if isinstance(until, str) else list(until)
-        said = ""
+        said, row = "", self._begun(self.tok_encode(prompt))
         longest = int(options.get("max_gen_toks", MAX_NEW_TOKENS))
-        for piece in generate(self._model, prompt, max_tokens=longest):
+        for piece in generate(self._model, row, max_tokens=longest, stops=self._stops):
             said += piece
             if any(stop in said for stop in stops):
                 break

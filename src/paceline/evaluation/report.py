@@ -232,7 +232,8 @@ def _tasks(report: EvaluationReport) -> list[str]:
         for each in report.tasks
         for name, figure in each.scores.items()
     ]
-    head = ["", "| task | model | figure | interval | documents |", "|---|---|---:|---:|---:|"]
+    task = "task, by the chat template" if report.tasks_as_chat else "task"
+    head = ["", f"| {task} | model | figure | interval | documents |", "|---|---|---:|---:|---:|"]
     return head + rows if rows else []
 
 

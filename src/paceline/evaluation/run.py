@@ -345,7 +345,7 @@ def _with_tasks(
         )
     directory = download_model(spec.tasks_url, scratch / "tasks", store)
     verify_directory(directory, manifest)
-    of_tasks = spec.model_copy(update={"snapshot_digest": manifest.digest})
+    of_tasks = spec.model_copy(update={"snapshot_digest": spec.tasks_scored})
 
     def on_scored(subject: str, figures: Figures) -> None:
         count = sum(len(each) for by_metric in figures.values() for each in by_metric.values())
@@ -362,13 +362,18 @@ def _with_tasks(
         known={
             each.subject: cast("Figures", each.facts)
             for each in spec.known
-            if each.snapshot_digest == manifest.digest
+            if each.snapshot_digest == spec.tasks_scored
         },
         on_scored=on_scored,
     )
     seconds = report.seconds + time.monotonic() - began
     return report.model_copy(
-        update={"tasks": scored, "tasks_digest": manifest.digest, "seconds": seconds}
+        update={
+            "tasks": scored,
+            "tasks_digest": manifest.digest,
+            "tasks_as_chat": spec.settings.tasks_as_chat,
+            "seconds": seconds,
+        }
     )
 
 

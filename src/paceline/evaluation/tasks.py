@@ -15,8 +15,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
-
 from paceline.config import EvaluationSettings
 from paceline.errors import InvalidInput, PacelineError
 from paceline.evaluation.scoring import compared_means
@@ -61,6 +59,8 @@ def read_tasks(directory: Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
     def wrong(what: str, got: object, wanted: str) -> InvalidInput:
         return InvalidInput(f"{what} is not allowed in a task", got=got, wanted=wanted, where=path)
 
@@ -160,7 +160,7 @@ def score_tasks(
     ``known`` figures, by the digest of a model's files, are not computed again; each new one is
     passed to ``on_scored``. Figures have bootstrap intervals over documents; the candidate's
     differences to the others are paired. Raises MissingExtra without lm-eval, InvalidInput for a
-    task that cannot be scored.
+    task that cannot be scored, and with ``tasks_as_chat`` for a model without a chat template.
     """
     require_extras("eval")
     configs = read_tasks(directory)
@@ -170,7 +170,7 @@ def score_tasks(
         if (subject := local_model_digest(where)) not in done:  # base and champion are often one
             on_progress(number / len(models), f"{name}: {len(configs)} tasks")
             model = TextModel.open(where, allowed=allowed)
-            done[subject] = _figures(configs, model, scratch)
+            done[subject] = _figures(configs, model, scratch, as_chat=settings.tasks_as_chat)
             on_scored(subject, done[subject])
         for task, by_metric in done[subject].items():
             for metric, figures in by_metric.items():
@@ -181,7 +181,9 @@ def score_tasks(
     )
 
 
-def _figures(configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path) -> Figures:
+def _figures(
+    configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Path, *, as_chat: bool
+) -> Figures:
     os.environ |= {  # before the harness is imported
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(scratch),
         "HF_DATASETS_CACHE": str(scratch), "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -200,7 +202,8 @@ def _figures(configs: Sequence[Mapping[str, Any]], model: TextModel, scratch: Pa
     utils.env = sandbox
     try:
         found = evaluator.simple_evaluate(
-            HarnessModel(model),
+            HarnessModel(model, as_chat=as_chat),
+            apply_chat_template=as_chat,
             tasks=[dict(each) for each in configs],
             task_manager=TaskManager(include_defaults=False),
             bootstrap_iters=0,

@@ -280,6 +280,12 @@ class EvaluationSpec(Record):
     mesh: MeshSettings = MeshSettings()  # of the ranks that score each model together
     failures: dict[str, str] = {}  # model → why ranks could not score it
 
+    @property
+    def tasks_scored(self) -> str:
+        """Return what a RecordedScore has as the digest of the snapshot, where it is on tasks."""
+        as_chat = self.settings.tasks_as_chat
+        return digest_of([self.tasks_digest, "chat"]) if as_chat else self.tasks_digest
+
 
 class Interval(Record):
     """A figure with its bootstrap confidence interval over held-out documents."""
@@ -397,6 +403,7 @@ class EvaluationReport(Record):
     seconds: float
     tasks: tuple[TaskScore, ...] = Field(default=(), exclude_if=is_empty)
     tasks_digest: str = Field(default="", exclude_if=is_empty)  # of their manifest
+    tasks_as_chat: bool = Field(default=False, exclude_if=is_empty)
     # one that has no figures is in ``failures``, as "metric NAME"
     metrics: tuple[MetricScore, ...] = Field(default=(), exclude_if=is_empty)
     of_assistants: bool = Field(default=False, exclude_if=is_empty)  # of conversations, their text
