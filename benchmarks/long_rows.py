@@ -1,6 +1,6 @@
 """Memory of ranks that train on long rows: whole, recomputed, and cut over ranks.
 
-    python benchmarks/long_rows.py [--tokens 2048 8192] [--width 256] [--layers 4] [--repeats 3]
+    python benchmarks/long_rows.py [--tokens 1024 4096] [--width 256] [--layers 4] [--repeats 3]
 
 Each way trains one of our transformers on batches of two rows, of one document each, by two ranks
 of one thread. A pass is of one row for each rank, or of half of one row and then of the other.
@@ -40,10 +40,16 @@ def train(given: dict[str, Any], tokens: int, width: int, layers: int) -> dict[s
 
     from paceline.config import TrainingSettings
     from paceline.models import ModelConfig
-    from paceline.training.loop import Inputs, TransformerWorkload, new_optimizer
+    from paceline.training.loop import (
+        Inputs,
+        TransformerWorkload,
+        new_optimizer,
+        return_freed_memory,
+    )
     from paceline.training.parallel import MeshSpec, open_mesh, parallelise
 
     torch.set_num_threads(1)
+    return_freed_memory()
     settings = TrainingSettings.model_validate({"ranks": RANKS, "batch_sequences": ROWS, **given})
     config = ModelConfig(
         hidden_size=width,
@@ -76,7 +82,7 @@ def train(given: dict[str, Any], tokens: int, width: int, layers: int) -> dict[s
 def main(words: list[str] | None = None) -> dict[str, Any]:
     """Train in each way ``--repeats`` times; print each run, print and return medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)

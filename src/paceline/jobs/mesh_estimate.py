@@ -223,7 +223,8 @@ def estimate_meshes(
             "the model fits on no rank of these meshes",
             got=f"{size(least)} a rank at least" if rows else "no mesh that can train it",
             wanted=f"at most {accelerator.memory_gb:g} GB, {kind}'s",
-            do="Use more ranks, shard, tp or pp, fewer rows, or training.activation_checkpointing.",
+            do="Use more ranks, shard, cp, tp or pp, fewer rows, or "
+            "training.activation_checkpointing.",
         )
     return MeshEstimates(
         model=model.name,

@@ -139,6 +139,8 @@ def test_a_new_model_is_given_a_shape_that_its_mesh_can_cut() -> None:
     mesh = MeshSettings(tp=2, pp=3)
     assert cuts_of(mesh) == {"parts": 2, "stages": 3}
     check(6, mesh.model_dump(), config_for(500_000, 64, **cuts_of(mesh)))
+    rows = MeshSettings(tp=2, cp=4)
+    check(8, rows.model_dump(), config_for(500_000, 64, **cuts_of(rows)))
 
 
 def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
