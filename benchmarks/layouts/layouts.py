@@ -27,7 +27,7 @@ CONFIG = ModelConfig(
     num_key_value_heads=2,
     max_position_embeddings=24,
 )
-UNTIED = CONFIG.model_copy(update={"tie_word_embeddings": False})
+UNTIED = CONFIG.model_copy(update={"tie_word_embeddings": False, "num_key_value_heads": 4})
 ROWS, TOKENS, RATE, CLIP = 8, 24, 3e-3, 0.5
 UNCLIPPED = 1e9
 CPU = torch.device("cpu")
@@ -49,7 +49,8 @@ class Layout:
     @property
     def ranks(self) -> int:
         """How many ranks it takes."""
-        return self.mesh.dp * self.mesh.shard * self.mesh.tp * self.mesh.pp
+        mesh = self.mesh
+        return mesh.dp * mesh.shard * mesh.cp * mesh.tp * mesh.pp
 
     @property
     def single(self) -> str:
@@ -105,6 +106,10 @@ LAYOUTS = (
     Layout("single, accumulation 3", accumulation=3),
     Layout("single, recomputed", recompute=True),
     Layout("shard2 x tp2, recomputed", mesh(shard=2, tp=2), recompute=True),
+    Layout("cp2", mesh(cp=2)),
+    Layout("dp2 x cp2, accumulation 2", mesh(dp=2, cp=2), accumulation=2),
+    Layout("shard2 x cp2, recomputed", mesh(shard=2, cp=2), recompute=True),
+    Layout("untied cp2 x tp2", mesh(cp=2, tp=2), config=UNTIED),
     Layout("untied tp2 x pp2", mesh(tp=2, pp=2), config=UNTIED),
 )
 

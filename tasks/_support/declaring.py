@@ -159,6 +159,7 @@ class Mesh(Chosen):
     dp: int | None = some("Replicas; 0: as many as the ranks allow.", ge=0)
     shard: int | None = some("Parts of parameters and optimizer state.", ge=1)
     tp: int | None = some("Parts of each matrix (tensor parallel).", ge=1)
+    cp: int | None = some("Parts of each row (context parallel).", ge=1)
     pp: int | None = some("Groups of layers (pipeline stages).", ge=1)
 
 

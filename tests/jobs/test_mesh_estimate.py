@@ -125,6 +125,10 @@ def test_kinds_and_meshes_are_read_by_their_words() -> None:
     mesh = read_mesh("tp8×shard2", base)
     assert (mesh.tp, mesh.shard, mesh.dp, mesh.schedule) == (8, 2, 0, "gpipe")
     assert read_mesh("dp", base).shard == 1
+    assert (read_mesh("cp4", base.model_copy(update={"cp": 2})).cp, read_mesh("dp", base).cp) == (
+        4,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,8 @@ def test_kinds_and_meshes_are_read_by_their_words() -> None:
         ({"ranks": 8, "meshes": ["dp4xtp4"]}, "wanted 16 ranks"),
         ({"model": "70B", "ranks": 8}, "the model fits on no rank"),
         ({"meshes": ["tp8xtp2"]}, "not a mesh: got 'tp8xtp2'"),
+        ({"ranks": 16, "meshes": ["cp16"]}, "context parallelism does not divide the heads"),
+        ({"ranks": 8, "meshes": ["cp8"], "context": 4090}, "context 4090, cp 8"),
         ({"precision": "float64"}, "peak in this precision"),
         ({"context": 8192}, "context does not suit"),
         ({"model": "seven"}, "no model here: got 'seven'"),

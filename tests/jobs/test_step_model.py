@@ -38,7 +38,7 @@ def step(accelerator: AcceleratorSettings = PLAIN, shape: ModelShape = SHAPE, ro
          mesh: dict[str, Any] | None = None, **changes: Any) -> StepModel:  # fmt: skip
     """A step with ``rows`` rows of 1,024 tokens for each rank."""
     axes = MeshSettings.model_validate({"dp": 1} | (mesh or {}))
-    ranks = axes.dp * axes.shard * axes.tp * axes.pp
+    ranks = axes.dp * axes.shard * axes.cp * axes.tp * axes.pp
     given: dict[str, Any] = {"ranks": ranks, "batch_sequences": rows * ranks, "mesh": axes}
     settings = TrainingSettings.model_validate(given | changes)
     return StepModel(shape, MeshSpec.of(axes, ranks), settings, 1024, accelerator)
@@ -135,6 +135,21 @@ def test_cut_matrices_sum_activations_twice_a_block_and_pass() -> None:
     size = 2 * 4 * 1024 * 1024 * 2  # both ranks' rows, 1,024 wide, two bytes
     assert two.seconds["tensor"] == pytest.approx((8 * 4 + 2) * 2 * (1e-6 + size / 2 / 100e9))
     assert two.seconds["products"] == pytest.approx(step(precision="bfloat16").seconds["products"])
+
+
+def test_parts_of_rows_exchange_heads_and_share_weights() -> None:
+    whole, cut = step(mesh={"shard": 4}, rows=4), step(mesh={"cp": 4}, rows=4)
+    assert (cut.pass_tokens, cut.tokens) == (whole.pass_tokens, whole.tokens), (
+        "rows are 4 x as many"
+    )
+    assert cut.pass_s == pytest.approx(whole.pass_s)
+    assert {**cut.seconds, "context": 0.0} == pytest.approx(whole.seconds)
+    assert cut.memory == pytest.approx(whole.memory)
+    sent = 4 * 1024 * 64 * 4  # bytes of one head of a rank's tokens
+    heads = 2 * 16 + 2 * 4  # queries and results, keys and values
+    exchanged = 4 * 3 * 1e-6 + heads * sent * 3 / 4 / 100e9
+    assert cut.seconds["context"] == pytest.approx(2 * 8 * exchanged)
+    assert step(mesh={"cp": 4}, rows=1).memory["activations"] < cut.memory["activations"] / 3.9
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

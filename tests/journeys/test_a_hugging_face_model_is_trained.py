@@ -78,6 +78,7 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
     lines = commands_under(PAGE, HEADING, **places)
     assert len(lines) == 2
     lines += commands_under(PAGE, "Cut the matrices", **places)
+    lines += commands_under(PAGE, "Cut long rows", **places)
     for number, line in enumerate(lines):
         output = str(tmp_path / f"out-{number}")
         done = typed("bash", "-ec", line.replace(places["OUTPUT"], output), home=tmp_path)
@@ -95,11 +96,12 @@ def test_what_the_page_says_trains_a_model_that_transformers_loads(places, tmp_p
         [json.loads(each)["loss"] for each in path.read_text().splitlines()]
         for path in sorted(tmp_path.glob("out-*/checkpoints/*/metrics.jsonl"))
     ]
-    replicas, shards, cut = figures
+    replicas, shards, cut, parts = figures
     assert len(replicas) == 20
     assert replicas[-1] < replicas[0] - 0.5
     assert shards == pytest.approx(replicas, rel=1e-5)
     assert cut == pytest.approx(replicas, rel=1e-5)
+    assert parts == pytest.approx(replicas, rel=1e-5)
 
 
 @pytest.mark.parametrize(

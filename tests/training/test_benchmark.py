@@ -112,3 +112,15 @@ def test_ranks_that_share_a_model_read_and_hold_one_between_them() -> None:
         each = found["medians"][way]
         assert each["read_mib"] == pytest.approx(one["read_mib"] / 2, rel=0.02)
         assert each["all_peaks_mib"] < one["all_peaks_mib"] * 1.5, "not two models"
+
+
+@pytest.mark.nightly
+def test_ranks_that_share_a_row_hold_a_part_of_its_activations() -> None:
+    words = ("--tokens", "2048", "--width", "128", "--layers", "2", "--repeats", "1")
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "long_rows.py"), *words],
+        cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout.splitlines()[-1])
+    whole, cut = (found[f"{way}, 2048 tokens"]["peak_mib"] for way in ("FSDP2", "CP"))
+    assert cut < 0.7 * whole

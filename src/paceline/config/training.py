@@ -75,6 +75,7 @@ class MeshSettings(Settings):
     dp: int = Field(default=0, ge=0)  # replicas
     shard: int = Field(default=1, ge=1)  # parts of parameters and optimiser in each replica
     tp: int = Field(default=1, ge=1)  # parts of each matrix
+    cp: int = Field(default=1, ge=1)  # parts of each row
     pp: int = Field(default=1, ge=1)  # groups of layers, one after another
     schedule: Literal["gpipe", "1f1b"] = "1f1b"
     microbatches: int = Field(default=0, ge=0)  # per batch of a pipeline; 0: twice its stages

@@ -8,10 +8,10 @@ times in seconds, sizes in bytes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, log2, prod
 
 from paceline.config import AcceleratorSettings, LinkSettings
-from paceline.training.parallel import MeshSpec
+from paceline.training.parallel import AXES, MeshSpec
 
 US, GB = 1e-6, 1e9
 
@@ -27,14 +27,14 @@ class RankGroup:
 
     @classmethod
     def along(cls, axis: str, spec: MeshSpec, accelerator: AcceleratorSettings) -> RankGroup:
-        """Return the ranks along ``axis``; ranks fill one host after another, ``tp`` innermost."""
-        stride = {
-            "tp": 1,
-            "shard": spec.tp,
-            "dp": spec.tp * spec.shard,
-            "pp": spec.tp * spec.shard * spec.dp,
-        }[axis]
-        return cls.of(getattr(spec, axis), stride, accelerator)
+        """Return the ranks along ``axis``; ranks fill one host after another, ``tp`` innermost.
+
+        "weights" are those that share a replica's parameters: ``shard`` and ``cp``.
+        """
+        if axis == "weights":
+            return cls.of(spec.weight_shards, spec.tp, accelerator)
+        inner = spec.shape[AXES.index(axis) + 1 :]
+        return cls.of(getattr(spec, axis), prod(inner), accelerator)
 
     @classmethod
     def of(cls, size: int, stride: int, accelerator: AcceleratorSettings) -> RankGroup:
@@ -72,6 +72,11 @@ class RankGroup:
         return (
             0.0 if self.size == 1 else _transfer(size, self.near if self.hosts == 1 else self.far)
         )
+
+    def all_to_all(self, size: float) -> float:
+        """Return the time after which each of the ranks has an equal part of every other's ``size``
+        bytes, each over a link of its own."""
+        return _ring(self.size, size, self.near if self.hosts == 1 else self.far)
 
     @property
     def _slowest(self) -> LinkSettings:

@@ -37,7 +37,13 @@ from paceline.models import (
 )
 from paceline.schemas import CostEstimate, MeshEstimate, MeshEstimates, SubmitJob
 from paceline.storage import join_url
-from paceline.training.parallel import MeshSpec, replicas_of, require_cuttable, require_layout
+from paceline.training.parallel import (
+    MeshSpec,
+    replicas_of,
+    require_cuttable,
+    require_layout,
+    require_rows,
+)
 from paceline.units import size
 
 log = logging.getLogger(__name__)
@@ -66,7 +72,7 @@ KNOWN = {
 }
 MEASURED = "H100"
 CONTEXT = 4096  # of models that could read more
-MESH = re.compile(r"(dp|shard|tp|pp)([1-9][0-9]{0,6})")
+MESH = re.compile(r"(dp|shard|cp|tp|pp)([1-9][0-9]{0,6})")
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([KMBT]?)", re.IGNORECASE)
 
 
@@ -110,9 +116,11 @@ class DescribedModel:
         ours = set(raw) <= set(ModelConfig.model_fields)
         return cls(name, shape, raw, config_of(dict(raw), where) if ours else None)
 
-    def require(self, spec: MeshSpec, settings: TrainingSettings) -> None:
-        """Raise InvalidInput where ``spec`` cannot train the model, as before ranks start."""
+    def require(self, spec: MeshSpec, settings: TrainingSettings, context: int) -> None:
+        """Raise InvalidInput where ``spec`` cannot train the model on rows of ``context`` tokens,
+        as before ranks start."""
         require_layout(spec, settings, self.config)
+        require_rows(spec, settings, context)
         if self.config is None:
             require_cuttable(spec, self.raw)
 
@@ -144,7 +152,7 @@ def read_mesh(text: str, base: MeshSettings) -> MeshSettings:
         raise InvalidInput(
             "not a mesh", got=short_repr(text), wanted="axes and ranks: shard8xtp8, dp16xpp4, dp"
         )
-    return base.model_copy(update={"dp": 0, "shard": 1, "tp": 1, "pp": 1} | named)
+    return base.model_copy(update={"dp": 0, "shard": 1, "cp": 1, "tp": 1, "pp": 1} | named)
 
 
 def usual_meshes(ranks: int, per_host: int) -> Iterator[str]:
@@ -200,7 +208,7 @@ def estimate_meshes(
             its = settings.model_copy(update={"mesh": mesh})
             try:
                 spec = MeshSpec.of(mesh, count)
-                model.require(spec, its)
+                model.require(spec, its, context)
             except InvalidInput:
                 if meshes:
                     raise
@@ -215,7 +223,8 @@ def estimate_meshes(
             "the model fits on no rank of these meshes",
             got=f"{size(least)} a rank at least" if rows else "no mesh that can train it",
             wanted=f"at most {accelerator.memory_gb:g} GB, {kind}'s",
-            do="Use more ranks, shard, tp or pp, fewer rows, or training.activation_checkpointing.",
+            do="Use more ranks, shard, cp, tp or pp, fewer rows, or "
+            "training.activation_checkpointing.",
         )
     return MeshEstimates(
         model=model.name,

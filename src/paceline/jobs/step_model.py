@@ -4,9 +4,9 @@ Arithmetic over the accelerator's rate, collectives of each axis over its links 
 the pipeline's bubble, the optimizer over the memory's bandwidth, and what a checkpoint stalls. It
 counts what ``training.parallel`` does: gradients in buckets (DDP), parameters gathered and
 gradients scattered block by block (FSDP2), two sums of activations a block and pass (tensor
-parallelism), microbatches that are padded to equal rows. It does not know waiting for data,
-failures, stragglers, links shared with others, nor kernels that are slow for small shapes. Pure;
-imports no torch.
+parallelism), heads exchanged before and after attention (context parallelism), microbatches that
+are padded to equal rows. It does not know waiting for data, failures, stragglers, links shared with
+others, nor kernels that are slow for small shapes. Pure; imports no torch.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class StepModel:
 
     @cached_property
     def groups(self) -> dict[str, RankGroup]:
-        """Return the ranks along each axis."""
-        return {axis: RankGroup.along(axis, self.spec, self.accelerator) for axis in AXES}
+        """Return the ranks along each axis, and those that share weights."""
+        axes = (*AXES, "weights")
+        return {axis: RankGroup.along(axis, self.spec, self.accelerator) for axis in axes}
 
     # What a rank has
 
@@ -73,7 +74,7 @@ class StepModel:
         """Return the tokens of one pass; those of a pipeline are padded to whole rows."""
         rows = ceil(self.settings.batch_sequences / self.spec.data_world)
         each = rows / self.passes
-        return (ceil(each) if self.spec.pp > 1 else each) * self.context
+        return (ceil(each) if self.spec.pp > 1 else each) * self.context / self.spec.cp
 
     @property
     def tokens(self) -> int:
@@ -116,7 +117,7 @@ class StepModel:
     def is_sharded(self) -> bool:
         """Return whether FSDP2 holds the parameters (also as replicas of cut models)."""
         spec = self.spec
-        return spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
+        return spec.weight_shards > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
 
     # Seconds of a step
 
@@ -164,6 +165,16 @@ class StepModel:
         sums = blocks * (4 + recomputed) + 2  # and the embedding, and the output layer
         return sums * group.all_reduce(self._activations)
 
+    @cached_property
+    def pass_exchanges_s(self) -> float:
+        """Return the exchanges of heads of one pass that parts of rows need; nothing hides them."""
+        shape = self.shape
+        heads = (shape.heads, shape.heads, shape.kv_heads, shape.kv_heads)  # with the result's
+        passes = 3 if self.settings.activation_checkpointing else 2
+        size = self.pass_tokens * shape.head_size / self.spec.tp * self.item
+        each = sum(self.groups["cp"].all_to_all(count * size) for count in heads)
+        return shape.layers * passes * each
+
     @property
     def _activations(self) -> float:
         return self.pass_tokens * self.shape.width * self.item
@@ -186,28 +197,29 @@ class StepModel:
     def _sharded_s(self, stage: tuple[int, bool, bool]) -> float:
         """Blocks are gathered before each pass and again before its backward pass, unless they stay
         whole until then: those of a pipeline, and the rest of the model."""
-        group, replicas = self.groups["shard"], self.groups["dp"]
+        group, replicas = self.groups["weights"], self.groups["dp"]
         block, rest = self.held(stage)
         gathers = 1 if self.spec.pp > 1 else self.passes + 1
         seconds = 0.0
         for units, weights, times in ((stage[0], block, gathers), (1, rest, 1)):
             gathered = times * group.all_gather(weights * self.item)
             scattered = group.all_gather(weights * self.master)
-            summed = replicas.all_reduce(weights * self.master / self.spec.shard)
+            summed = replicas.all_reduce(weights * self.master / self.spec.weight_shards)
             seconds += units * (gathered + scattered + summed)
         return seconds
 
     @cached_property
     def exposed_s(self) -> float:
         """Return the part of ``exchange_s`` for which products wait."""
-        whole = self.spec.shard > 1 and self.spec.pp == 1  # also beside forward passes
+        whole = self.spec.weight_shards > 1 and self.spec.pp == 1  # also beside forward passes
         window = self.passes * self.pass_s if whole else BACKWARD_SHARE * self.pass_s
         return self.exchange_s - min(self.accelerator.overlap * self.exchange_s, window)
 
     @cached_property
     def update_s(self) -> float:
         """Return the optimizer's step over this rank's part, and the step's small all-reduces."""
-        size = self.most_held / self.spec.shard * self.master * UPDATE[self.settings.optimizer]
+        held = self.most_held / self.spec.weight_shards
+        size = held * self.master * UPDATE[self.settings.optimizer]
         world = RankGroup.of(self.spec.world_size, 1, self.accelerator)
         return size / (self.accelerator.memory_gb_s * GB) + SYNCS * world.all_reduce(64)
 
@@ -221,6 +233,7 @@ class StepModel:
             "products": self.passes * self.pass_s,
             "bubble": (spec.pp - 1) * slot,
             "tensor": self.passes * self.pass_sums_s,
+            "context": self.passes * self.pass_exchanges_s,
             "pipeline": self.passes * self.pass_sends_s + tied,
             "data": self.exposed_s,
             "optimizer": self.update_s,
@@ -274,7 +287,7 @@ class StepModel:
         stage, settings = self.stages[at], self.settings
         blocks, _, is_last = stage
         block, rest = self.held(stage)
-        own = (blocks * block + rest) / self.spec.shard * self.master
+        own = (blocks * block + rest) / self.spec.weight_shards * self.master
         in_flight = self.passes if settings.mesh.schedule == "gpipe" else self.spec.pp - at
         kept = self._block_activations()
         layers = blocks * kept
@@ -298,7 +311,7 @@ class StepModel:
         whole = blocks * block + rest
         if self.spec.pp == 1 and self.settings.accumulation > 1:  # all stays whole until the last
             return whole * (self.item + self.master)
-        if self.spec.pp > 1 or self.spec.shard == 1:
+        if self.spec.pp > 1 or self.spec.weight_shards == 1:
             return whole * self.item + block * self.master
         return (2 * block + rest) * self.item + block * self.master  # the next one is prefetched
 

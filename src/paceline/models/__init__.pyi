@@ -8,6 +8,7 @@ from .adapters import (
 )
 from .attention import exclude_from_compilation as exclude_from_compilation
 from .config import (
+    BY_LENGTH as BY_LENGTH,
     SEPARATOR_BYTE as SEPARATOR_BYTE,
     ModelConfig as ModelConfig,
     ModelShape as ModelShape,
@@ -41,6 +42,7 @@ from .files import (
 )
 from .pretrained import Pretrained as Pretrained
 from .program import exported as exported, write_program as write_program
+from .row_parts import attend_over_rows as attend_over_rows
 from .tensor_files import (
     fill as fill,
     not_finite as not_finite,

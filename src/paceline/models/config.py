@@ -90,6 +90,7 @@ FAMILIES: Final = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_neox": "GPTNeoXForCausalLM",
 }
+BY_LENGTH = ("dynamic", "longrope")  # rope_type whose frequencies follow the highest position
 BACKWARD = 2.0  # times the arithmetic of a forward pass
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import InvalidInput
-from paceline.models.config import FAMILIES, require_tokenizer
+from paceline.models.config import BY_LENGTH, FAMILIES, require_tokenizer
 from paceline.models.files import (
     CONFIG_FILE,
     INDEX_FILE,
@@ -37,7 +37,6 @@ from paceline.models.tensor_files import (
     stored_tensors,
 )
 
-BY_LENGTH = ("dynamic", "longrope")  # rope_type whose frequencies follow the highest position
 CPU = torch.device("cpu")
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 OTHER_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
@@ -393,6 +392,9 @@ def _with_documents(kind: type[Any]) -> type[Any]:
         cache: Any = None,
     ) -> Tensor:
         mask = None
+        exchange = getattr(self, "exchange", None)  # a ``RowExchange``: tokens are parts of rows
+        if exchange is not None and documents_BT is None and _needs_mask(self.config):
+            documents_BT = tokens_BT.new_zeros(len(tokens_BT), tokens_BT.shape[1] * exchange.parts)
         if documents_BT is not None:
             mask = document_masks(self.config, documents_BT)
             if any(each in repr(self.config.rope_parameters) for each in BY_LENGTH):
@@ -436,11 +438,17 @@ def document_masks(config: Any, documents_BT: Tensor) -> Any:
     full_B1TT = (same_BTT & (distance_TT >= 0))[:, None]
     window = getattr(config, "sliding_window", None)
     near_B1TT = full_B1TT if window is None else full_B1TT & (distance_TT < window)
-    if config._attn_implementation == "eager":  # adds the mask to the scores
+    if config._attn_implementation.endswith("eager"):  # adds the mask to the scores
         full_B1TT, near_B1TT = _as_bias(full_B1TT), _as_bias(near_B1TT)
     if getattr(config, "layer_types", None):
         return {"full_attention": full_B1TT, "sliding_attention": near_B1TT}
     return near_B1TT
+
+
+def _needs_mask(config: Any) -> bool:
+    """Return whether a row of one document needs a mask, too: none means all earlier tokens."""
+    window = getattr(config, "sliding_window", None)
+    return window is not None or bool(config._attn_implementation.endswith("eager"))
 
 
 def _as_bias(mask_B1TT: Tensor) -> Tensor:

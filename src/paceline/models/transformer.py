@@ -9,7 +9,7 @@ SwiGLU (2002.05202), GQA (2305.13245). ``attention`` has the masks.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 from paceline.models.attention import AttentionScope, KeptKeys, attend, attention_scope
 from paceline.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from paceline.models.row_parts import RowExchange
 
 INITIAL_STD = 0.02
 Rotation = tuple[Tensor, Tensor]  # cos and sin, (T or more, E) or (B, 1, T, E)
@@ -36,7 +39,12 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention with rotary positions; query heads may share a key-value head."""
+    """Causal self-attention with rotary positions; query heads may share a key-value head.
+
+    With an ``exchange`` the tokens are a part of a row, and ``seen`` is that of whole rows.
+    """
+
+    exchange: RowExchange | None = None
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -54,7 +62,11 @@ class Attention(nn.Module):
         k_BKTE = self.k_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         v_BKTE = self.v_proj(x_BTD).view(b, t, -1, self.head_size).transpose(1, 2)
         q_BHTE, k_BKTE = rotate(q_BHTE, rotation), rotate(k_BKTE, rotation)
+        if self.exchange is not None:
+            q_BHTE, k_BKTE, v_BKTE = map(self.exchange.to_rows, (q_BHTE, k_BKTE, v_BKTE))
         out_BHTE = attend(q_BHTE, k_BKTE, v_BKTE, seen)
+        if self.exchange is not None:
+            out_BHTE = self.exchange.to_parts(out_BHTE)
         out: Tensor = self.o_proj(out_BHTE.transpose(1, 2).reshape(b, t, -1))
         return out
 

@@ -144,7 +144,7 @@ class MeshEstimate(Record):
     ranks: int
     batch_sequences: int  # of the whole gang
     step_s: float  # without checkpoints
-    seconds: dict[str, float]  # of a step: products, bubble, tensor, pipeline, data, optimizer
+    seconds: dict[str, float]  # of a step: products, bubble, tensor, context, …
     checkpoint_share: float  # of the time, in which checkpoints stop the steps
     tokens_per_second: float  # of the whole gang, with checkpoints
     efficiency: float  # share of a step that the batch's arithmetic alone would take

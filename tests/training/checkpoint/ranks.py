@@ -52,6 +52,7 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     1: {"single": {}},
     2: {"dp2": {}, "shard2": {"shard": 2}, "tp2": {"tp": 2}, "pp2": {"pp": 2}},
     4: {
+        "shard2cp2": {"shard": 2, "cp": 2},
         "shard2pp2": {"shard": 2, "pp": 2},
         "shard2tp2": {"shard": 2, "tp": 2},
         "dp2shard2": {"shard": 2},
@@ -63,7 +64,12 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
 OTHERS: dict[int, list[tuple[str, str]]] = {
     1: [(name, "single") for world in (2, 4) for name in LAYOUTS[world]],
     2: [("single", "tp2"), ("dp2", "shard2"), ("tp2", "pp2"), ("pp2", "dp2")],
-    4: [("single", "shard2tp2"), ("pp2", "shard2pp2"), ("shard2pp2", "dp2shard2")],
+    4: [
+        ("single", "shard2tp2"),
+        ("pp2", "shard2pp2"),
+        ("shard2pp2", "shard2cp2"),
+        ("shard2cp2", "dp2shard2"),
+    ],
 }
 
 

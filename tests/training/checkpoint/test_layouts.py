@@ -85,8 +85,10 @@ def test_replicas_write_each_box_once_and_share_the_work(
         commit = generations.commit_of(generations.find().committed[0])
         sizes[name] = [each.bytes for file, each in commit.files.items() if "rank" in file]
         assert commit.world_size == len(sizes[name])
+        if name == "shard2cp2":
+            assert (commit.layout["shard"], commit.layout["cp"]) == (2, 2)
         if name == "shard2pp2":
-            assert commit.layout == {"dp": 1, "shard": 2, "tp": 1, "pp": 2}
+            assert commit.layout == {"dp": 1, "shard": 2, "tp": 1, "pp": 2, "cp": 1}
     whole = sum(sizes["single"])
     for name, each in sizes.items():
         assert sum(each) == pytest.approx(whole, rel=0.2), name

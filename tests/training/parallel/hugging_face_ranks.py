@@ -63,19 +63,27 @@ WAYS: dict[str, tuple[int, dict[str, Any]]] = {
     "TP, recomputed": (2, {"mesh": {"tp": 2}, "activation_checkpointing": True}),
     "DDP x TP": (4, {"mesh": {"dp": 2, "tp": 2}}),
     "FSDP2 x TP": (4, {"mesh": {"shard": 2, "tp": 2}}),
+    "CP": (2, {"mesh": {"cp": 2}}),
+    "CP, recomputed": (2, {"mesh": {"cp": 2}, "activation_checkpointing": True}),
+    "DDP x CP": (4, {"mesh": {"dp": 2, "cp": 2}}),
+    "FSDP2 x CP": (4, {"mesh": {"shard": 2, "cp": 2}}),
+    "CP x TP": (4, {"mesh": {"cp": 2, "tp": 2}}),
     "PP": (2, {"mesh": {"pp": 2}}),
 }
 OWN = "own"  # our transformer
 EVERY_WAY = "llama"  # also recomputed, and exported from each mesh
 RECOMPUTED = {
-    "": ("recomputed", "FSDP2, recomputed", "TP, recomputed"),
+    "": ("recomputed", "FSDP2, recomputed", "TP, recomputed", "CP, recomputed"),
     "LoRA": ("FSDP2, recomputed",),
 }
 SFT, DPO = "SFT", "DPO"  # what all weights learn from: conversations, preferences
 BETA = 0.3
 BF16 = "llama-bf16"
 FOUR = "llama-four"  # llama on four ranks
-FEW_WAYS = {BF16: ["FSDP2"], FOUR: ["DDP x TP", "FSDP2 x TP"]}  # and no DoRA
+FEW_WAYS = {
+    BF16: ["FSDP2"],
+    FOUR: ["DDP x TP", "FSDP2 x TP", "DDP x CP", "FSDP2 x CP", "CP x TP"],
+}
 SHARDED_FILES = ("qwen3", "gemma2")  # written by transformers in several files
 
 
@@ -93,12 +101,14 @@ def ways_of(family: str, adapters: str = "") -> list[str]:
     Blocks are recomputed for one family: nothing in it depends on the family.
     """
     if family in FEW_WAYS:
-        return FEW_WAYS[family]
+        whole = adapters in ("DoRA", DPO)
+        return [way for way in FEW_WAYS[family] if not (whole and "TP" in way)]
     recomputed = RECOMPUTED.get(adapters, ()) if family == EVERY_WAY else ()
     return [
         way
         for way, (ranks, _) in WAYS.items()
         if (ranks < 4 or family != EVERY_WAY)
+        and way != "CP x TP"  # of two key-value heads
         and not (adapters in ("DoRA", DPO) and "TP" in way)
         and not (family == OWN and adapters in ADAPTERS and "TP" in way)
         and (way != "PP" or (family == OWN and adapters in ("", SFT)))
@@ -109,7 +119,7 @@ def ways_of(family: str, adapters: str = "") -> list[str]:
 def kinds_of(family: str) -> tuple[str, ...]:
     """Return the adapters of ``family``; "" trains all weights, and so do SFT and DPO."""
     if family in FEW_WAYS:
-        return ("", "LoRA") if family == BF16 else ("", "LoRA", SFT)
+        return ("", "LoRA") if family == BF16 else ("", *ADAPTERS, SFT, DPO)
     return ("", *ADAPTERS, SFT, DPO)
 
 
@@ -362,6 +372,7 @@ def answered(root: Path, families: list[str]) -> dict[str, Any]:
                 path,
                 shard="20KB" if family in SHARDED_FILES else "1GB",
                 dtype=torch.bfloat16 if family == BF16 else torch.float32,
+                **({"num_key_value_heads": 4} if family == FOUR else {}),
             )
             loads[family] = path
         for kind in kinds_of(family):

@@ -30,6 +30,7 @@ from paceline.training.parallel import (
     sharded,
     timeout_of,
 )
+from paceline.training.parallel.context import HeadExchange
 
 STEPS = 2
 PRECISION = "float64"
@@ -48,9 +49,16 @@ RIGHT = (
     "dp2, accumulation 3",
     "single, accumulation 3",
     "single, recomputed",
+    "cp2",
+    "dp2 x cp2, accumulation 2",
+    "shard2 x cp2, recomputed",
+    "untied cp2 x tp2",
     "untied tp2 x pp2",
 )
 NIGHTLY = {  # a part or a kind of each is in another job
+    "dp2 x cp2, accumulation 2 float64",
+    "shard2 x cp2, recomputed float64",
+    "untied cp2 x tp2 float64",
     "untied tp2 x pp2 float64",
     "documents apart: shard2 x tp2, recomputed",
     "tp2, whole sequences float64",
@@ -61,7 +69,7 @@ NIGHTLY = {  # a part or a kind of each is in another job
     "hook: bf16",
     "shard3, uneven shares, accumulation 2 float64",
 }
-EVALUATED = ("single", "dp2", "shard2", "tp2", "pp2", "shard2 x pp2")
+EVALUATED = ("single", "dp2", "shard2", "tp2", "cp2", "pp2", "shard2 x pp2")
 BY_NAME = {each.name: each for each in (*SINGLES, *LAYOUTS)}
 
 
@@ -80,7 +88,7 @@ def apart(layout: str) -> Job:
     )
 
 
-APART = ("single", "shard2 x tp2, recomputed", "pp4, 5 microbatches of 8 rows")
+APART = ("single", "cp2", "shard2 x tp2, recomputed", "pp4, 5 microbatches of 8 rows")
 PLANTED = (
     planted(
         "the tied embedding is not added up",
@@ -101,6 +109,11 @@ PLANTED = (
         "shards average instead of adding up",
         "shard2",
         lambda: mock.patch.object(sharded, "sharded_parts", lambda model: ()),
+    ),
+    planted(
+        "parts of rows do not exchange their heads",
+        "cp2",
+        lambda: mock.patch.object(HeadExchange, "_swap", lambda self, part: part.contiguous()),
     ),
 )
 _clip = clipping.clip
@@ -255,7 +268,8 @@ def changing_shares() -> dict[str, list[float]]:
 def timeouts() -> dict[str, list[float]]:
     """How long each group of a mesh waits for a silent rank."""
     mesh = Run.of(BY_NAME["shard2 x pp2"], PRECISION).parallel._mesh
-    groups = [dist.group.WORLD, *(mesh.group(axis) for axis in mesh.spec.axes)]
+    rows = Run.of(BY_NAME["shard2 x cp2, recomputed"], PRECISION).parallel._mesh.group("cp")
+    groups = [dist.group.WORLD, rows, *(mesh.group(axis) for axis in mesh.spec.axes)]
     return {"seconds": [timeout_of(each).total_seconds() for each in groups]}
 
 

@@ -19,6 +19,8 @@ from paceline.training.parallel import (
     layers_of,
     open_mesh,
     require_layout,
+    require_ranks,
+    require_rows,
 )
 
 CONFIG = ModelConfig(
@@ -98,6 +100,16 @@ def test_a_mesh_larger_than_the_group_is_refused() -> None:
         (2, {"shard": 2, "hook": "powersgd"}, CONFIG, "hook powersgd, mesh shard2"),
         (2, {"tp": 2, "hook": "bf16"}, CONFIG, "hook bf16, mesh tp2"),
         (32, {"dp": 32}, CONFIG, "16 sequences, dp 32"),
+        (2, {"cp": 2}, changed(max_position_embeddings=33), "context 33, cp 2"),
+        (4, {"cp": 4}, CONFIG, "key-value heads 2, cp 4, wanted a cp that divides 2, at most 2"),
+        (
+            4,
+            {"cp": 2, "tp": 2},
+            CONFIG,
+            "key-value heads 2, cp 2, tp 2, wanted a cp that divides 1",
+        ),
+        (4, {"cp": 2, "pp": 2}, CONFIG, "cp 2, pp 2"),
+        (2, {"cp": 2, "hook": "bf16"}, CONFIG, "hook bf16, mesh cp2"),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_with_the_numbers(
@@ -109,7 +121,7 @@ def test_layouts_that_cannot_work_are_refused_with_the_numbers(
     assert raised.value.do
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}])
+@pytest.mark.parametrize("mesh", [{"tp": 2}, {"pp": 2}, {"cp": 2}])
 def test_a_model_of_the_users_own_is_not_cut(mesh: dict) -> None:
     with pytest.raises(InvalidInput, match="model mine:model"):
         check(2, mesh, None, code_ref="mine:model")
@@ -127,6 +139,8 @@ def test_a_new_model_is_given_a_shape_that_its_mesh_can_cut() -> None:
     mesh = MeshSettings(tp=2, pp=3)
     assert cuts_of(mesh) == {"parts": 2, "stages": 3}
     check(6, mesh.model_dump(), config_for(500_000, 64, **cuts_of(mesh)))
+    rows = MeshSettings(tp=2, cp=4)
+    check(8, rows.model_dump(), config_for(500_000, 64, **cuts_of(rows)))
 
 
 def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
@@ -138,6 +152,36 @@ def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"synchrony": {"kind": "local-sgd"}}, "cp 2, local-sgd"),
+        ({"lora": {"lora_dropout": 0.1}}, "cp 2, lora_dropout"),
+    ],
+)
+def test_what_is_not_trained_by_parts_of_rows_is_refused(changes: dict, words: str) -> None:
+    check(2, {"cp": 2}, dpo={}, lora={"r": 2})
+    with pytest.raises(InvalidInput, match=words):
+        check(2, {"cp": 2}, **changes)
+    with pytest.raises(InvalidInput, match="cp 2, hook none"):
+        require_ranks(settings(4, mesh={"cp": 2}, synchrony={"kind": "parameter-server"}), 4)
+
+
+def test_rows_of_pairs_and_of_length_buckets_must_divide() -> None:
+    spec = MeshSpec(cp=3)
+    require_rows(spec, settings(3), 24)
+    with pytest.raises(InvalidInput, match="length buckets 8, cp 3"):
+        require_rows(spec, settings(3), 24, DataSettings(batching="bucketed"))
+    with pytest.raises(InvalidInput, match="widths of pairs 8, cp 3"):
+        require_rows(spec, settings(3, dpo={}), 24)
+
+
+def test_ranks_of_one_row_are_neighbours_that_read_the_same_rows() -> None:
+    meshes = [Mesh(MeshSpec(dp=2, cp=2, tp=2), rank) for rank in range(8)]
+    assert [each.data_rank for each in meshes] == [0] * 4 + [1] * 4
+    assert [each.spec.place(each.rank)["cp"] for each in meshes] == [0, 0, 1, 1] * 2
+
+
+@pytest.mark.parametrize(
     ("mesh", "axes"),
     [
         ({"dp": 4}, ("dp",)),
@@ -146,6 +190,8 @@ def test_length_buckets_must_divide_where_sequences_are_cut() -> None:
         ({"dp": 2, "tp": 2}, ("dp", "shard", "tp")),
         ({"dp": 2, "pp": 2}, ("pp", "dp", "shard")),
         ({"pp": 2, "tp": 2}, ("pp", "tp")),
+        ({"cp": 2}, ("shard",)),
+        ({"dp": 2, "cp": 2}, ("dp", "shard")),
     ],
 )
 def test_only_axes_with_several_ranks_get_groups(mesh: dict, axes: tuple[str, ...]) -> None:
@@ -160,6 +206,7 @@ def test_only_axes_with_several_ranks_get_groups(mesh: dict, axes: tuple[str, ..
         {"shard": 2, "pp": 2},
         {"pp": 4, "schedule": "gpipe", "microbatches": 2},
         {"pp": 2, "dp": 2},
+        {"shard": 2, "cp": 2},
     ],
 )
 def test_layouts_that_work_pass(mesh: dict) -> None:
@@ -228,3 +275,7 @@ def test_a_job_is_refused_before_its_ranks_start(tmp_path) -> None:
         require_mesh(job(2, {"tp": 2}), "node-0")
     with pytest.raises(InvalidInput, match="not cut into stages"):
         require_mesh(job(2, {"pp": 2}), "node-0")
+    with pytest.raises(InvalidInput, match="key-value heads 3, cp 2"):
+        require_mesh(job(2, {"cp": 2}), "node-0")
+    with pytest.raises(InvalidInput, match="context 256, cp 3"):
+        require_mesh(job(3, {"cp": 3}), "node-0")

@@ -87,6 +87,10 @@ def test_tied_weights_that_a_plan_cuts_differently_are_refused(tmp_path: Path) -
         ({"tp": 2}, {"intermediate_size": 63}, "feed-forward width 63, tp 2"),
         ({"tp": 2}, {"attention_dropout": 0.1}, "attention_dropout 0.1, tp 2"),
         ({"pp": 2}, {}, "models of transformers are not cut into stages"),
+        ({"cp": 4}, {}, "query heads 4, key-value heads 2, cp 4"),
+        ({"cp": 2}, {"num_key_value_heads": 1}, "a cp that divides 1, at most 1"),
+        ({"cp": 2}, {"hidden_dropout": 0.1}, "hidden_dropout 0.1, cp 2"),
+        ({"cp": 2}, {"rope_scaling": {"rope_type": "longrope"}}, "rope_type longrope, cp 2"),
     ],
 )
 def test_a_mesh_that_cannot_cut_the_sizes_of_a_config_is_refused(
@@ -106,6 +110,7 @@ def test_a_mesh_that_cannot_cut_the_sizes_of_a_config_is_refused(
         (("mesh.tp=4", "ranks=4"), {}, "key-value heads 2, tp 4"),
         (("mesh.pp=2", "ranks=2"), {}, "not cut into stages"),
         (("mesh.tp=2", "ranks=2"), {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+        (("mesh.cp=4", "ranks=4"), {}, "key-value heads 2, cp 4"),
     ],
 )
 def test_the_command_refuses_in_one_line_before_any_data_are_read(

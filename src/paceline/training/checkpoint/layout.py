@@ -110,7 +110,7 @@ class TrainState:
     parallel: HasModules
     optimizer: Optimizer
     group: Group
-    mesh: Any = None  # its ``spec`` (dp, shard, tp, pp) is recorded
+    mesh: Any = None  # its ``spec`` (dp, shard, tp, pp, cp) is recorded
     position: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)  # tensors and JSON values
     keeps: Sequence[Stateful] = ()
@@ -167,9 +167,9 @@ class TrainState:
         return tuple(found)
 
     def layout(self) -> dict[str, int]:
-        """Return dp, shard, tp and pp, as far as the mesh has them."""
+        """Return dp, shard, tp, pp and cp, as far as the mesh has them."""
         spec = getattr(self.mesh, "spec", None)
-        names = ("dp", "shard", "tp", "pp")
+        names = ("dp", "shard", "tp", "pp", "cp")
         return {name: int(getattr(spec, name)) for name in names if hasattr(spec, name)}
 
 

@@ -44,7 +44,7 @@ class Commit(Record):
     code_version: str
     randomness: str = RANDOMNESS
     world_size: int = Field(ge=1)
-    layout: dict[str, int]  # dp, shard, tp, pp; {} where unknown
+    layout: dict[str, int]  # dp, shard, tp, pp, cp; {} where unknown
     metrics: dict[str, float]
     environment: dict[str, Any]
     extra: dict[str, Any]  # entries of ``TrainState.extra`` that are not tensors

@@ -29,7 +29,13 @@ from paceline.storage import ObjectStore, join_url
 from paceline.training.checkpoint import Generations
 from paceline.training.identity import config_digest, task_size_of
 from paceline.training.launcher.preemption import MetadataWatcher
-from paceline.training.parallel import MeshSpec, replicas_of, require_cuttable, require_layout
+from paceline.training.parallel import (
+    MeshSpec,
+    replicas_of,
+    require_cuttable,
+    require_layout,
+    require_rows,
+)
 from paceline.training.user_code import require_code
 
 
@@ -60,6 +66,8 @@ def require_mesh(job: TrainJob, worker_id: str) -> None:
     directory = _base_directory(job, worker_id)
     if directory is not None and is_pretrained(directory):
         require_cuttable(mesh, read_json(directory / CONFIG_FILE))
+        context = task_size_of(job, load_runtime(job.state_dir).profile).context
+        require_rows(mesh, settings, context, job.data)
 
 
 def require_checkpoint(job: TrainJob, store: ObjectStore) -> None:
@@ -149,7 +157,7 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
     known = {"adamw": 4, "muon": 3} if not settings.optimizer_ref else {}
     copies = known.get(settings.optimizer, 2) + (settings.ema is not None)
     copies = copies + (settings.dpo is not None) if settings.lora is None else 1
-    share = weights_bytes * copies // (mesh.shard * mesh.tp * mesh.pp)
+    share = weights_bytes * copies // (mesh.shard * mesh.cp * mesh.tp * mesh.pp)
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:
         return

@@ -128,7 +128,8 @@ class NodePool:
 
     def _size(self, available: int, floor: int) -> int:
         mesh = self._settings.mesh
-        unit = mesh.shard * mesh.tp * mesh.pp  # ranks per replica; only whole replicas run
+        # ranks per replica; only whole replicas run
+        unit = mesh.shard * mesh.cp * mesh.tp * mesh.pp
         size = available // unit * unit
         if size < max(1, floor):
             raise TrainingFailed(

@@ -36,6 +36,8 @@ class Preferences:
     task: Workload
     beta: float
     reference: Callable[[Inputs], Tensor] | None = None
+    # of ranks that each have a part of every row: the sum over these of log-probabilities
+    summed: Callable[[Tensor], Tensor] = lambda scores: scores
 
     def build(self) -> nn.Module:
         """Return the model of the task."""
@@ -55,7 +57,9 @@ class Preferences:
         log-probability of each row's answer (R)."""
         targets_RT, weights_RT, present_B, *more = targets
         rows = (each.split(1) for each in (outputs, targets_RT, weights_RT))
-        scores_R = -torch.stack([weighted_loss(*row) for row in zip(*rows, strict=True)])
+        scores_R = self.summed(
+            -torch.stack([weighted_loss(*row) for row in zip(*rows, strict=True)])
+        )
         if not more:
             return scores_R
         reference_R, rewards_R = more

@@ -104,7 +104,8 @@ def _does_not_fit(error: Exception) -> InvalidInput:
         "this job does not fit the GPU's memory",
         got=str(error).splitlines()[0][:300],
         do="Lower training.batch_sequences or model.context, raise training.accumulation, set "
-        "training.activation_checkpointing, or shard over more GPUs (training.mesh.shard).",
+        "training.activation_checkpointing, or cut the model (training.mesh.shard) or its rows "
+        "(training.mesh.cp) over more GPUs.",
     )
 
 

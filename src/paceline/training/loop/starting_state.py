@@ -220,9 +220,11 @@ def require_pretrained(
 ) -> None:
     """Raise InvalidInput unless ``settings`` can train ``pretrained`` on rows of ``snapshot``."""
     from paceline.data import ChatTemplate, require_whole
-    from paceline.training.parallel import MeshSpec, replicas_of, require_planned
+    from paceline.training.parallel import MeshSpec, replicas_of, require_planned, require_rows
 
-    require_planned(pretrained, MeshSpec.of(settings.mesh, replicas_of(settings)))
+    spec = MeshSpec.of(settings.mesh, replicas_of(settings))
+    require_planned(pretrained, spec)
+    require_rows(spec, settings, context)
     if settings.synchrony.kind != "every-step":
         raise InvalidInput(
             "models in transformers' layout are trained in step only",

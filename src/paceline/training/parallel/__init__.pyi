@@ -10,6 +10,7 @@ from .checks import (
     require_cuttable as require_cuttable,
     require_layout as require_layout,
     require_ranks as require_ranks,
+    require_rows as require_rows,
     require_uncut as require_uncut,
 )
 from .compose import parallelise as parallelise

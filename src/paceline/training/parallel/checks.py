@@ -5,12 +5,13 @@ A driver calls ``require_layout`` with the mesh that it is about to start; each 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.config import DataSettings, MeshSettings, TrainingSettings
 from paceline.errors import InvalidInput
-from paceline.models import ModelConfig
+from paceline.models import BY_LENGTH, ModelConfig
 from paceline.training.parallel.mesh import MeshSpec
 
 SERVING = 2  # ranks of a parameter server that compute no gradients: it and its standby
@@ -31,11 +32,11 @@ def require_ranks(settings: TrainingSettings, ranks: int) -> int:
             do="Raise training.ranks, or change training.synchrony.kind.",
         )
     mesh = settings.mesh
-    if mesh.shard * mesh.tp * mesh.pp > 1 or mesh.hook != "none":
+    if mesh.shard * mesh.cp * mesh.tp * mesh.pp > 1 or mesh.hook != "none":
         raise InvalidInput(
             "a parameter server serves whole replicas",
-            got=f"shard {mesh.shard}, tp {mesh.tp}, pp {mesh.pp}, hook {mesh.hook}",
-            wanted="1, 1, 1 and none",
+            got=f"shard {mesh.shard}, tp {mesh.tp}, pp {mesh.pp}, cp {mesh.cp}, hook {mesh.hook}",
+            wanted="1, 1, 1, 1 and none",
         )
     if settings.precision == "float16":
         raise InvalidInput(
@@ -58,7 +59,8 @@ def replicas_of(settings: TrainingSettings) -> int:
     return settings.ranks
 
 
-BUCKET_TOKENS = 8  # rows of length buckets are padded to a multiple of it
+BUCKET_TOKENS = 8  # rows of length buckets and of pairs are padded to a multiple of it
+DROPOUTS = ("attention_dropout", "hidden_dropout")  # of the families' config.json
 
 
 def require_layout(
@@ -90,6 +92,11 @@ def require_layout(
     if settings.code_ref:
         require_uncut(spec, settings.code_ref)
     _require_adaptable(spec, settings, config)
+    if spec.cp > 1:
+        _require_row_parts(spec, settings)
+    if config is not None and spec.cp > 1:
+        _require_heads(spec, config.model_dump())
+        require_rows(spec, settings, config.context, data)
     if config is not None and spec.tp > 1:
         _require_tensor(spec, settings, config, data)
     if config is not None and spec.pp > 1:
@@ -98,13 +105,26 @@ def require_layout(
 
 def require_uncut(spec: MeshSpec, model: str) -> None:
     """Raise InvalidInput where ``spec`` would cut ``model``, a user's own."""
-    if spec.tp * spec.pp > 1:
+    if spec.tp * spec.pp * spec.cp > 1:
         raise _refused(
-            "a model of your own is not cut by matrices or into stages",
+            "a model of your own is not cut by matrices, into stages or by rows",
             got=f"mesh {spec}, model {model}",
-            wanted="tp 1 and pp 1",
-            do="Use shard instead of tp and pp for a model of your own.",
+            wanted="tp 1, pp 1 and cp 1",
+            do="Use shard instead of tp, pp and cp for a model of your own.",
         )
+
+
+def require_rows(
+    spec: MeshSpec, settings: TrainingSettings, context: int, data: DataSettings | None = None
+) -> None:
+    """Raise InvalidInput where ``cp`` does not divide rows of ``context`` tokens; in length buckets
+    and of pairs of answers, rows are shorter."""
+    lengths = {"context": context}
+    if settings.dpo is not None:
+        lengths["widths of pairs"] = BUCKET_TOKENS
+    elif data is not None and data.batching == "bucketed":
+        lengths["length buckets"] = BUCKET_TOKENS
+    _require_divisible("cp", spec.cp, lengths)
 
 
 def require_cuttable(spec: MeshSpec, config: Mapping[str, Any]) -> None:
@@ -119,9 +139,11 @@ def require_cuttable(spec: MeshSpec, config: Mapping[str, Any]) -> None:
             wanted="pp 1",
             do="Use shard or tp instead of pp.",
         )
+    if spec.cp > 1:
+        _require_whole_rows(spec, config)
     if spec.tp == 1:
         return
-    _require_divisible(spec, _sizes(config))
+    _require_divisible("tp", spec.tp, _sizes(config))
     if dropout := config.get("attention_dropout"):
         raise _refused(
             "ranks of one tp would drop the same places of different heads",
@@ -139,7 +161,7 @@ def data_shares_of(settings: TrainingSettings) -> int:
 def cuts_of(mesh: MeshSettings) -> dict[str, Any]:
     """Return ``parts`` of the matrices and ``stages`` of the layers: arguments of ``config_for``,
     which gives a new model a suitable shape."""
-    return {"parts": mesh.tp, "stages": mesh.pp}
+    return {"parts": mesh.tp * mesh.cp, "stages": mesh.pp}
 
 
 def microbatches_of(spec: MeshSpec, settings: TrainingSettings) -> int:
@@ -203,11 +225,11 @@ def _require_adaptable(
 
 
 def _require_hook(spec: MeshSpec, settings: TrainingSettings) -> None:
-    if settings.mesh.hook != "none" and spec.shard * spec.tp * spec.pp > 1:
+    if settings.mesh.hook != "none" and spec.weight_shards * spec.tp * spec.pp > 1:
         raise _refused(
             "a hook compresses gradients between whole replicas only",
             got=f"hook {settings.mesh.hook}, mesh {spec}",
-            wanted="shard, tp and pp of 1",
+            wanted="shard, cp, tp and pp of 1",
             do="Use training.mesh.hook none, or replicas alone.",
         )
 
@@ -220,10 +242,56 @@ def _require_tensor(
 ) -> None:
     parts = _sizes(config.model_dump())
     if settings.mesh.sequence_parallel:
-        parts["context"] = config.context
+        parts["context"] = config.context // spec.cp
         if data is not None and data.batching == "bucketed":
-            parts["length buckets"] = BUCKET_TOKENS
-    _require_divisible(spec, parts)
+            parts["length buckets"] = BUCKET_TOKENS // spec.cp
+    _require_divisible("tp", spec.tp, parts)
+
+
+def _require_row_parts(spec: MeshSpec, settings: TrainingSettings) -> None:
+    lora = settings.lora
+    odd = {
+        f"pp {spec.pp}": spec.pp > 1,
+        settings.synchrony.kind: settings.synchrony.kind != "every-step",
+        "lora_dropout": lora is not None and lora.lora_dropout > 0,
+    }
+    if any(odd.values()):
+        raise _refused(
+            "parts of rows are trained in step, without stages and without dropout",
+            got=f"cp {spec.cp}, {', '.join(name for name, is_odd in odd.items() if is_odd)}",
+            wanted="pp 1, every-step and training.lora.lora_dropout 0",
+            do="Use training.mesh.cp 1, or without these.",
+        )
+
+
+def _require_whole_rows(spec: MeshSpec, config: Mapping[str, Any]) -> None:
+    """Raise InvalidInput where parts of rows would not give what whole ones do: frequencies that
+    follow the length of what a rank has, and dropout, of which ranks would drop the same."""
+    rope = repr(config.get("rope_parameters") or config.get("rope_scaling"))
+    odd = [f"rope_type {name}" for name in BY_LENGTH if repr(name) in rope]
+    odd += [f"{name} {each}" for name in DROPOUTS if (each := config.get(name))]
+    if odd:
+        raise _refused(
+            "the model needs whole rows on each rank",
+            got=f"{', '.join(odd)}, cp {spec.cp}",
+            wanted=f"no dropout, and no rope_type of {', '.join(BY_LENGTH)}; or cp 1",
+            do="Use training.mesh.shard instead of training.mesh.cp.",
+        )
+    _require_heads(spec, config)
+
+
+def _require_heads(spec: MeshSpec, config: Mapping[str, Any]) -> None:
+    """Raise InvalidInput unless ``cp`` divides the heads that ``tp`` leaves a rank."""
+    sizes = _sizes(config)
+    heads = [size // spec.tp for name, size in sizes.items() if name.endswith("heads")]
+    if (most := math.gcd(*heads)) % spec.cp:
+        shown = ", ".join(f"{name} {n}" for name, n in sizes.items() if name.endswith("heads"))
+        raise _refused(
+            "context parallelism does not divide the heads",
+            got=f"{shown}, cp {spec.cp}" + (f", tp {spec.tp}" if spec.tp > 1 else ""),
+            wanted=f"a cp that divides {most}, at most {most}",
+            do="Change training.mesh.cp, or use training.mesh.shard for the other ranks.",
+        )
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
@@ -238,14 +306,15 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return {name: size for name, size in found.items() if isinstance(size, int)}
 
 
-def _require_divisible(spec: MeshSpec, parts: Mapping[str, int]) -> None:
-    for name, size in parts.items():
-        if size % spec.tp:
+def _require_divisible(axis: str, parts: int, sizes: Mapping[str, int]) -> None:
+    kind = {"tp": "tensor", "cp": "context"}[axis]
+    for name, size in sizes.items():
+        if size % parts:
             raise _refused(
-                f"tensor parallelism does not divide the {name}",
-                got=f"{name} {size}, tp {spec.tp}",
-                wanted=f"a tp that divides {size}",
-                do="Change training.mesh.tp, or the model's shape.",
+                f"{kind} parallelism does not divide the {name}",
+                got=f"{name} {size}, {axis} {parts}",
+                wanted=f"a {axis} that divides {size}",
+                do=f"Change training.mesh.{axis}, or the model's shape.",
             )
 
 

@@ -18,8 +18,8 @@ from paceline.config import TrainingSettings
 from paceline.errors import InvalidInput
 from paceline.models import Transformer
 from paceline.training.checkpoint import Stateful
-from paceline.training.loop import Inputs, LossSums, Workload, autocast, master_dtype
-from paceline.training.parallel import clipping, sharded, tensor
+from paceline.training.loop import Inputs, LossSums, Preferences, Workload, autocast, master_dtype
+from paceline.training.parallel import clipping, context, sharded, tensor
 from paceline.training.parallel.base import Parallel, compile_blocks, recompute_blocks
 from paceline.training.parallel.checks import require_layout, require_uncut
 from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes, replicate
@@ -57,6 +57,9 @@ class SingleStage:
         self._warm = self._replica is None
         self._sent = sent
         self._step_bytes = self._uncounted_bytes()
+        self._summed: Callable[[Tensor], Tensor] = context.sum_of_parts(mesh)
+        if isinstance(workload, Preferences):  # its loss is not a sum over tokens
+            workload.summed, self._summed = self._summed, lambda loss: loss
         self._compiled: Callable[..., Tensor] | None = None
         if settings.compile and mesh.spec.tp == 1:
             self._compiled = torch.compile(workload.loss_sum)
@@ -103,13 +106,16 @@ class SingleStage:
         return LossSums(loss, inputs.weight)
 
     def _loss(self, run: nn.Module, part: Inputs) -> Tensor:
+        if self._mesh.spec.cp > 1:
+            part = context.part_of(part, self._mesh)
         self._require_divisible(part)
         half = contextlib.nullcontext() if self._shards is not None else self._autocast()
         with half:
             outputs = run(*part.args, **part.kwargs)
             if self._compiled is not None:
-                return self._compiled(outputs, *part.targets)
-            return tensor.loss_sum(self._workload, self._mesh, outputs, part.targets)
+                return self._summed(self._compiled(outputs, *part.targets))
+            loss = tensor.loss_sum(self._workload, self._mesh, outputs, part.targets)
+            return self._summed(loss)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         return autocast(self._settings, self._mesh.device_type)
@@ -202,11 +208,13 @@ def parallelise(
         assert isinstance(model, Transformer)
         part = stage_of(model, mesh)
         drop_children(model)
-    spread = spec.shard > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
+    spread = spec.weight_shards > 1 or (spec.dp > 1 and spec.tp * spec.pp > 1)
     if spec.tp > 1 and isinstance(part, Transformer):
         tensor.cut_matrices(part, mesh, sequence=settings.mesh.sequence_parallel)
     elif spec.tp > 1:
         cut_planned(part, mesh)
+    if spec.cp > 1:
+        context.cut_attention(part, mesh)
     if settings.compile:
         compile_blocks(part)
     if settings.activation_checkpointing:

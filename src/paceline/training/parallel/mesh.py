@@ -1,16 +1,17 @@
 """Device mesh: ``MeshSpec`` is the arithmetic, ``open_mesh`` opens the process groups.
 
-Four axes, outermost first: ``pp`` (groups of layers), ``dp`` (replicas), ``shard`` (parts of
-parameters in a replica), ``tp`` (parts of each matrix). Ranks with the most traffic are neighbours,
-so ``tp`` stays on one host. MeshSpec does not need torch.distributed, so a driver can reject a mesh
-before any rank starts. Does not depend on models.
+Five axes, outermost first: ``pp`` (groups of layers), ``dp`` (replicas), ``shard`` (parts of
+parameters in a replica), ``cp`` (parts of each row), ``tp`` (parts of each matrix). Ranks with the
+most traffic are neighbours, so ``tp`` stays on one host. MeshSpec does not need torch.distributed,
+so a driver can reject a mesh before any rank starts. Does not depend on models.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.config import MeshSettings
 from paceline.errors import InvalidInput
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp", "shard", "tp")
+AXES = ("pp", "dp", "shard", "cp", "tp")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class MeshSpec:
     shard: int = 1
     tp: int = 1
     pp: int = 1
+    cp: int = 1
 
     @classmethod
     def of(cls, settings: MeshSettings, ranks: int) -> MeshSpec:
@@ -37,8 +39,9 @@ class MeshSpec:
 
         Raises InvalidInput where the product of the axes is not the number of ranks.
         """
-        fixed = settings.shard * settings.tp * settings.pp
+        fixed = settings.shard * settings.cp * settings.tp * settings.pp
         axes = f"shard {settings.shard} x tp {settings.tp} x pp {settings.pp}"
+        axes += f" x cp {settings.cp}" if settings.cp > 1 else ""
         if settings.dp == 0:
             if ranks < 1 or ranks % fixed:
                 raise InvalidInput(
@@ -47,7 +50,7 @@ class MeshSpec:
                     wanted=f"a multiple of {fixed} ranks",
                     do="Change training.ranks or training.mesh.",
                 )
-            return cls(ranks // fixed, settings.shard, settings.tp, settings.pp)
+            return cls(ranks // fixed, settings.shard, settings.tp, settings.pp, settings.cp)
         if settings.dp * fixed != ranks:
             raise InvalidInput(
                 "mesh does not fit the ranks",
@@ -55,17 +58,28 @@ class MeshSpec:
                 wanted=f"{settings.dp * fixed} ranks",
                 do="Change training.ranks or training.mesh; dp 0 takes whatever is left.",
             )
-        return cls(settings.dp, settings.shard, settings.tp, settings.pp)
+        return cls(settings.dp, settings.shard, settings.tp, settings.pp, settings.cp)
 
     @property
-    def shape(self) -> tuple[int, int, int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Return the sizes in the order of ``AXES``."""
-        return (self.pp, self.dp, self.shard, self.tp)
+        return tuple(getattr(self, axis) for axis in AXES)
 
     @property
     def world_size(self) -> int:
         """Return the number of ranks."""
-        return self.pp * self.dp * self.shard * self.tp
+        return math.prod(self.shape)
+
+    @property
+    def weight_shards(self) -> int:
+        """Return the number of parts of parameters in a replica: ranks of one ``cp``, which read
+        the same rows, share them as ranks of ``shard`` do."""
+        return self.shard * self.cp
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """Return the sizes of the dimensions of a mesh of parameters: ``cp`` is in ``shard``."""
+        return {"pp": self.pp, "dp": self.dp, "shard": self.weight_shards, "tp": self.tp}
 
     @property
     def data_world(self) -> int:
@@ -74,15 +88,14 @@ class MeshSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Return the axes that need process groups, in order.
+        """Return those of ``groups`` that need process groups, in order.
 
         An axis of size 1 needs none; torch would create a group for each of its ranks, on all ranks
         one after the other: idle threads, and 3,000 rounds at 1,000 ranks. A ``shard`` of 1 is
         included where FSDP keeps replicas of cut models equal.
         """
         kept = {"shard"} if self.dp > 1 and self.tp * self.pp > 1 else set()
-        sizes = zip(AXES, self.shape, strict=True)
-        return tuple(axis for axis, size in sizes if size > 1 or axis in kept)
+        return tuple(axis for axis, size in self.groups.items() if size > 1 or axis in kept)
 
     def place(self, rank: int) -> dict[str, int]:
         """Return the coordinates of ``rank`` by axis."""
@@ -104,6 +117,7 @@ class Mesh:
     rank: int = 0
     device_type: str = "cpu"
     device_mesh: DeviceMesh | None = None  # its dimensions are ``spec.axes``
+    row_group: ProcessGroup | None = None  # ranks of this one's ``cp``
 
     @property
     def data_rank(self) -> int:
@@ -138,6 +152,9 @@ class Mesh:
 
     def group(self, axis: str) -> ProcessGroup:
         """Return the process group along ``axis``."""
+        if axis == "cp":
+            assert self.row_group is not None, "rows are whole"
+            return self.row_group
         return self.of(axis).get_group()
 
 
@@ -157,13 +174,23 @@ def open_mesh(spec: MeshSpec, device_type: str = "cpu") -> Mesh:
         raise InvalidInput(
             "mesh does not fit the group", got=f"{joined} ranks", wanted=f"{spec.world_size} ranks"
         )
-    sizes = [size for axis, size in zip(AXES, spec.shape, strict=True) if axis in spec.axes]
-    device_mesh = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=spec.axes)
+    sizes = tuple(spec.groups[axis] for axis in spec.axes)
+    device_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=spec.axes)
+    groups = [device_mesh[axis].get_group() for axis in spec.axes]
+    row_group: ProcessGroup | None = None
+    if spec.cp > 1:
+        rows: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(spec.world_size):
+            row = tuple(at for axis, at in spec.place(rank).items() if axis != "cp")
+            rows.setdefault(row, []).append(rank)
+        made: Any = dist.new_subgroups_by_enumeration  # untyped in torch
+        row_group, _ = made(list(rows.values()))
+        groups.append(row_group)
     timeout = timeout_of(dist.group.WORLD, device_type)
     if timeout is not None:
-        for axis in spec.axes:
-            dist.distributed_c10d._set_pg_timeout(timeout, device_mesh[axis].get_group())
-    return Mesh(spec, dist.get_rank(), device_type, device_mesh)
+        for group in groups:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    return Mesh(spec, dist.get_rank(), device_type, device_mesh, row_group)
 
 
 def timeout_of(group: ProcessGroup | None, device_type: str = "cpu") -> timedelta | None:

@@ -22,7 +22,8 @@ _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def shard(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
-    """Shard ``model`` in place over ``shard``, with replicas over ``dp`` where there are several.
+    """Shard ``model`` in place over ``shard`` and ``cp``, with replicas over ``dp`` where there are
+    several.
 
     Matrix products use ``settings.precision``; gradients are reduced, and master weights stored, in
     fp32 (fp64).
@@ -31,7 +32,7 @@ def shard(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> None:
     device_mesh = mesh.of("dp", "shard") if spec.dp > 1 else mesh.of("shard")
     # A pipeline runs each block many times a step, and a single shard is already whole: do not
     # free gathered parameters then.
-    free = spec.pp == 1 and spec.shard > 1
+    free = spec.pp == 1 and spec.weight_shards > 1
     half = _HALVES.get(settings.precision)
     reduce = None if half is None else torch.float32
     # Only the model's inputs are cast: between blocks all but the rotation has their dtype.
@@ -61,8 +62,9 @@ def reduced_bytes(model: nn.Module, mesh: Mesh, settings: TrainingSettings) -> i
     """Return the bytes of gradients that this rank hands to reductions each step."""
     size = 8 if settings.precision == "float64" else 4
     held = sum(_numel(each, mesh.spec.tp) for each in model.parameters() if each.requires_grad)
-    within = held * size if mesh.spec.shard > 1 else 0
-    between = held // mesh.spec.shard * size if mesh.spec.dp > 1 else 0
+    shards = mesh.spec.weight_shards
+    within = held * size if shards > 1 else 0
+    between = held // shards * size if mesh.spec.dp > 1 else 0
     return within + between
 
 

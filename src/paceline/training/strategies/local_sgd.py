@@ -156,11 +156,11 @@ def local_sgd(
     Raises InvalidInput for a mesh that is not of whole replicas only.
     """
     spec = mesh.spec
-    if spec.shard * spec.tp * spec.pp > 1:
+    if spec.shard * spec.cp * spec.tp * spec.pp > 1:
         raise InvalidInput(
             "local SGD needs whole replicas",
             got=str(spec),
-            wanted="shard, tp and pp of 1",
+            wanted="shard, cp, tp and pp of 1",
             do="Change training.mesh, or set training.synchrony.kind to every-step.",
         )
     if settings.mesh.hook != "none":

@@ -70,7 +70,7 @@ def require_optimizer(settings: TrainingSettings, sources: Sequence[str], cache:
     ref = parse(settings.optimizer_ref, OPTIMIZER)
     make = load_optimizer(settings, sources, cache)
     _require_state(ref, _steps(ref, settings, make, is_cut=False))
-    if settings.mesh.shard * settings.mesh.tp == 1:
+    if settings.mesh.shard * settings.mesh.cp * settings.mesh.tp == 1:
         return
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -160,7 +160,7 @@ def _require_cut_state(ref: CodeRef, optimizer: Optimizer) -> None:
                     "this state of the optimiser cannot be sharded",
                     f"{name} {list(value.shape)} of a parameter {list(parameter.shape)}",
                     "the parameter's shape and layout (torch.zeros_like), or one number; or "
-                    "training.mesh.shard and tp of 1",
+                    "training.mesh.shard, cp and tp of 1",
                 )
 
 
