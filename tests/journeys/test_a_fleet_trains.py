@@ -124,7 +124,8 @@ def test_a_gang_that_never_fits_is_refused_and_one_that_has_no_room_waits(
     fleet: Trainers,
 ) -> None:
     line = TYPED["train"].rstrip()
-    refused = fleet.control.run("bash", "-euc", f"{line} --ranks 64", env=fleet.env)
+    wide = "--ranks 64 --set training.batch_sequences=64"  # a row for each
+    refused = fleet.control.run("bash", "-euc", f"{line} {wide}", env=fleet.env)
     last = refused.err.splitlines()[-1]
     assert refused.code == 2 and last.startswith("paceline: "), refused
     assert "64" in last and "2 nodes" in last, last

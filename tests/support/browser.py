@@ -31,6 +31,7 @@ def chromium() -> Iterator[Any]:
     (browser,) = _open
     first = browser.current_window_handle
     browser.switch_to.new_window("window")
+    browser.get_log("browser")  # forgets what pages of other tests logged
     try:
         yield browser
     finally:
