@@ -211,3 +211,19 @@ def test_a_piece_of_a_long_document_reads_in_a_packed_row_as_alone(
         packed_BTV = model(torch.cat(pieces)[None], positions_BT, documents_BT)
         alone_TV = torch.cat([model(each[None])[0] for each in pieces])
     torch.testing.assert_close(packed_BTV[0], alone_TV, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_documents_of_a_row_of_8192_tokens_read_as_alone(tmp_path: Path, family: str) -> None:
+    """A full row; with sliding windows, too."""
+    long = {"max_position_embeddings": 8192, "hidden_size": 16, "num_attention_heads": 2}
+    heads = {"head_dim": 8, "num_key_value_heads": 1}
+    model = Pretrained.open(write_model(family, tmp_path, **long, **heads)).load()
+    sizes = [5000, 3000, 192]
+    pieces = torch.randint(256, (8192,), generator=torch.Generator().manual_seed(1)).split(sizes)
+    positions_BT = torch.cat([torch.arange(size) for size in sizes])[None]
+    documents_BT = torch.repeat_interleave(torch.arange(3), torch.tensor(sizes))[None]
+    with torch.no_grad():
+        packed_BTV = model(torch.cat(pieces)[None], positions_BT, documents_BT)
+        alone_TV = torch.cat([model(each[None])[0] for each in pieces])
+    torch.testing.assert_close(packed_BTV[0], alone_TV, rtol=1e-3, atol=1e-3)
