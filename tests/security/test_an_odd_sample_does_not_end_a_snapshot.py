@@ -217,8 +217,9 @@ def test_what_is_left_out_is_in_the_summary_of_the_command(source: Path) -> None
         profile=SimpleNamespace(data=settings), data_url=DiskStore.url_of(source.parent / "data")
     )
     run: Any = SimpleNamespace(
-        runtime=runtime, store=DiskStore(), work_dir=source.parent, stage=stage, warn=notes.append
-    )
+        runtime=runtime, store=DiskStore(), work_dir=source.parent, stage=stage,
+        warn=notes.append, report=lambda *_: None,
+    )  # fmt: skip
     output = build_data_snapshot.fn(run, str(source)).output
     assert output["skipped"] == 1
     assert output["skipped_examples"] == ["all.jsonl:10: not JSON"]

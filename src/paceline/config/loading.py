@@ -219,16 +219,16 @@ def _parts(dotted: str) -> list[str]:
     """Return the parts of a key; one in quotation marks may contain dots, as in TOML."""
     if not {'"', "'"} & set(dotted):
         return dotted.split(".")
+    parts: list[str] = []
     try:
         table: Any = _toml(f"{dotted} = 0")
+        while isinstance(table, dict):
+            ((part, table),) = table.items()  # a comment is none, lines are several
+            parts.append(part)
     except ValueError as error:
         raise InvalidProfile(
             "not a key of a profile", got=dotted, wanted='section.key or gate.models."ID".key'
         ) from error
-    parts = []
-    while isinstance(table, dict):
-        ((part, table),) = table.items()
-        parts.append(part)
     return parts
 
 

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from paceline.config import AcceleratorSettings, Profile, load_profile
 from paceline.errors import InvalidProfile
@@ -35,6 +35,8 @@ def test_any_file(place: Path, text: str) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(key=st.sampled_from(KEYS) | texts, value=texts)
+@example(key='#"', value="")
+@example(key='a."b" = 1\nc', value="")
 def test_any_override(key: str, value: str) -> None:
     with contextlib.suppress(InvalidProfile):
         load_profile("embedded", {key: value})

@@ -2,8 +2,8 @@
 
 Within attention an all-to-all exchanges parts of rows for heads, so that a rank attends over whole
 rows with some of the heads; masks, windows and caps are those of one process, and all ranks have
-equal work. torch's own ``context_parallel`` (2.13) has no masks and no kernel of a CPU. The ranks
-also share the parameters, as those of ``shard`` do (``MeshSpec.weight_shards``).
+equal work. The context parallelism of torch itself (2.13) has no masks and no kernel of a CPU. The
+ranks also share the parameters, as those of ``shard`` do (``MeshSpec.weight_shards``).
 """
 
 from __future__ import annotations
