@@ -436,7 +436,8 @@ def lost(job: TrainingJob) -> list[tuple[str, int]]:
     flows = sum(each.ended in (S.RECOVERING, S.PREEMPTED) for each in job.usage)
     if flows and job.state is S.SUCCEEDED:  # steps of all flow runs, each counted once in its own
         again = sum(each.steps for each in job.usage) - report.steps
-        found.append((f"{flows} flow runs", math.ceil(again / flows)))
+        # below 0: ranks made and saved steps between two flow runs, which none of them counts
+        found.append((f"{flows} flow runs", max(0, math.ceil(again / flows))))
     return found
 
 
