@@ -95,7 +95,7 @@ def settings_of(mesh: str, ranks: int, steps: int) -> TrainingSettings:
 def ranks_of(mesh: str) -> int:
     """Return the ranks that ``mesh`` names."""
     axes = read_mesh(mesh, MeshSettings())
-    return max(1, axes.dp) * axes.shard * axes.tp * axes.pp
+    return max(1, axes.dp) * axes.ranks_per_replica
 
 
 def steps_job(model: str, mesh: str, steps: int) -> Job:

@@ -50,7 +50,7 @@ class Layout:
     def ranks(self) -> int:
         """How many ranks it takes."""
         mesh = self.mesh
-        return mesh.dp * mesh.shard * mesh.cp * mesh.tp * mesh.pp
+        return mesh.dp * mesh.ranks_per_replica
 
     @property
     def single(self) -> str:

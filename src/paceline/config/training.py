@@ -83,6 +83,11 @@ class MeshSettings(Settings):
     powersgd_rank: int = Field(default=2, ge=1)
     sequence_parallel: bool = True  # where tp > 1
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """Return how many ranks share one replica of the model."""
+        return self.shard * self.cp * self.tp * self.pp
+
 
 class SynchronySettings(Settings):
     """Whether replicas wait for each other at each step."""

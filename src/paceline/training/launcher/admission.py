@@ -152,12 +152,11 @@ def require_memory(settings: TrainingSettings, weights_bytes: int, free_bytes: i
 
     None means unknown and passes; ``weights_bytes`` is the whole model's size, 0 if unknown.
     """
-    mesh = settings.mesh
     # weights, gradients, moments: AdamW has two, Muon one of its matrices
     known = {"adamw": 4, "muon": 3} if not settings.optimizer_ref else {}
     copies = known.get(settings.optimizer, 2) + (settings.ema is not None)
     copies = copies + (settings.dpo is not None) if settings.lora is None else 1
-    share = weights_bytes * copies // (mesh.shard * mesh.cp * mesh.tp * mesh.pp)
+    share = weights_bytes * copies // settings.mesh.ranks_per_replica
     needed = LAUNCHER_BYTES + settings.ranks * (share + RANK_BYTES)
     if free_bytes is None or needed <= free_bytes:
         return

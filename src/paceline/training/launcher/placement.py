@@ -127,9 +127,7 @@ class NodePool:
         return [ordered[number % len(ordered)] for number in range(count)]
 
     def _size(self, available: int, floor: int) -> int:
-        mesh = self._settings.mesh
-        # ranks per replica; only whole replicas run
-        unit = mesh.shard * mesh.cp * mesh.tp * mesh.pp
+        unit = self._settings.mesh.ranks_per_replica  # only whole replicas run
         size = available // unit * unit
         if size < max(1, floor):
             raise TrainingFailed(

@@ -32,7 +32,7 @@ def require_ranks(settings: TrainingSettings, ranks: int) -> int:
             do="Raise training.ranks, or change training.synchrony.kind.",
         )
     mesh = settings.mesh
-    if mesh.shard * mesh.cp * mesh.tp * mesh.pp > 1 or mesh.hook != "none":
+    if mesh.ranks_per_replica > 1 or mesh.hook != "none":
         raise InvalidInput(
             "a parameter server serves whole replicas",
             got=f"shard {mesh.shard}, tp {mesh.tp}, pp {mesh.pp}, cp {mesh.cp}, hook {mesh.hook}",

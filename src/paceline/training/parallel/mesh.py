@@ -39,7 +39,7 @@ class MeshSpec:
 
         Raises InvalidInput where the product of the axes is not the number of ranks.
         """
-        fixed = settings.shard * settings.cp * settings.tp * settings.pp
+        fixed = settings.ranks_per_replica
         axes = f"shard {settings.shard} x tp {settings.tp} x pp {settings.pp}"
         axes += f" x cp {settings.cp}" if settings.cp > 1 else ""
         if settings.dp == 0:
