@@ -32,7 +32,7 @@ from paceline.schemas import (
     Trained,
     TrainingJob,
 )
-from paceline.tasks._support.cancelling import prefect_away, stop_if_cancelled
+from paceline.tasks._support.cancelling import noticed, prefect_away, stop_if_cancelled
 from paceline.tasks._support.run import Run
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,23 @@ class JobLink:
         )
         if self.job_id is None:
             self.job_id = run.retry(lambda: run.coordinator.adopt_job(call)).job_id
-        said = ""
+        placement = None
+        while placement is None:
+            # An exception that a signal raises would be lost inside a finalizer, of which Prefect's
+            # client has many: the signal is noted, and delivered where the ``with`` ends.
+            with noticed() as stopped:
+                placement = self._wait_for_placement(stopped, was_preempted)
+                if placement is None:
+                    stop_if_cancelled()
+        self.placement = placement
+        self._begin()
+        return placement
+
+    def _wait_for_placement(
+        self, stopped: threading.Event, was_preempted: bool
+    ) -> JobPlacement | None:
+        """Return what the queue reserves, None once ``stopped``; raises as ``admitted`` does."""
+        said = None
         while True:
             job = self._send()
             mine = job is not None and (job.wanted == "run" or not was_preempted)
@@ -134,9 +150,7 @@ class JobLink:
                     for name in ("waits", "attempt", "step", "steps", "metrics"):
                         self._facts.pop(name, None)
                 self.preempted.clear()
-                self.placement = job.placement
-                self._begin()
-                return self.placement
+                return job.placement
             if job is not None and (job.state.is_final or job.wanted == "cancel"):
                 kind = Cancelled if job.state is JobState.CANCELLED else Conflict
                 raise kind(
@@ -144,9 +158,9 @@ class JobLink:
                 )
             if job is not None and job.reason != said:
                 said = job.reason
-                run.report("train", 0.0, said or "waiting to be admitted")
-            stop_if_cancelled()
-            time.sleep(WAIT_S)
+                self._run.report("train", 0.0, said or "waiting to be admitted")
+            if stopped.wait(WAIT_S):
+                return None
 
     def gives_way(self) -> bool:
         """Return whether the ranks ended because the job is preempted and its flow waits again:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from paceline.schemas import (
     TrainingJob,
     new_run_id,
 )
-from paceline.tasks._support import job as job_module
+from paceline.tasks._support import cancelling, job as job_module
 from paceline.tasks._support.job import StepTimes, linked
 from tests.support.stack import wait_until
 
@@ -58,6 +59,7 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job_module, "REPORT_S", 0.01)
     monkeypatch.setattr(job_module, "WAIT_S", 0.01)
     monkeypatch.setattr(job_module.flow_run, "get_id", lambda: "mine")
+    monkeypatch.setattr(cancelling, "_ids", list)  # no Prefect to ask
 
 
 def run_of(coordinator: Coordinator) -> Any:
@@ -143,12 +145,9 @@ def test_steps_are_counted_once_and_their_time_by_class() -> None:
     )
 
 
-def test_an_adopted_training_that_is_preempted_waits_again_and_reports_each_attempt_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_adopted_training_that_is_preempted_waits_again_and_reports_each_attempt_once() -> None:
     coordinator = Coordinator("mine", JobState.RUNNING)
     run, warned = run_of(coordinator), list[str]()
-    monkeypatch.setattr(job_module, "stop_if_cancelled", lambda: None)
     run.warn, run.report = warned.append, lambda *_: None
     adopted: list[AdoptJob] = []
 
@@ -191,6 +190,34 @@ def test_an_adopted_training_that_is_preempted_waits_again_and_reports_each_atte
     last = coordinator.reports[-1]
     assert (last.outcome, last.waits, last.step, last.made_steps) == ("succeeded", False, 3, 1)
     assert [(each.yields, each.flow_run_id) for each in adopted] == [(True, "mine")]
+
+
+def test_ctrl_c_inside_a_finalizer_ends_the_wait_for_admission() -> None:
+    coordinator = Coordinator("mine", JobState.QUEUED)
+    coordinator.job = coordinator.job.model_copy(update={"placement": None, "reason": "full"})
+    run = run_of(coordinator)
+    run.report = lambda *_: None
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)  # what its handler raises here is lost
+
+    def report_job(_job_id: str, report: JobReport) -> TrainingJob:
+        coordinator.reports.append(report)
+        if len(coordinator.reports) == 2:
+            Finalized()
+        assert len(coordinator.reports) < 10, "it waits on"
+        return coordinator.job
+
+    coordinator.report_job = report_job  # type: ignore[method-assign]
+    coordinator.adopt_job = lambda _call: coordinator.job  # type: ignore[attr-defined]
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), linked(run, SPEC, None) as link:
+            link.admitted()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert coordinator.reports[-1].outcome == "cancelled"
 
 
 def test_a_rank_that_starts_again_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
