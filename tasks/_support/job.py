@@ -53,6 +53,7 @@ class StepTimes:
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("useful", "data_wait", "checkpoint", "recovery"), 0.0)
         self.made_steps = 0
+        self.began_step: int | None = None  # after which the first gang went on
         self._reached: int | None = None
         self._attempt: int | None = None
         self._last_s = self._waited_s = self._stalled_s = 0.0
@@ -61,6 +62,8 @@ class StepTimes:
         """Count a step, or the step after which an attempt of the gang goes on."""
         if event.event == "resumed":
             self._reached = max(event.step, self._reached or 0)
+            if self.began_step is None:
+                self.began_step = event.step
         if event.event != "step":
             return
         data: dict[str, Any] = event.data
@@ -308,6 +311,7 @@ class JobLink:
                     "flow_run_id": self._flow_run_id,
                     "at": time.time(),
                     "made_steps": self._times.made_steps,
+                    "began_step": self._times.began_step,
                     "seconds": dict(self._times.seconds),
                     "checkpoints": tuple(self._checkpoints),
                     "workers": tuple(

@@ -104,7 +104,7 @@ def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
     queue.look()
     saved = JobCheckpoint(step=4, object_ref="s3://b/c", created_at=queue.now + 25)
     seconds = {"useful": 20.0, "data_wait": 2.0, "checkpoint": 1.0, "recovery": 0.0}
-    run(queue, job_id, 30, seconds=seconds, made_steps=9, checkpoints=(saved,))
+    run(queue, job_id, 30, seconds=seconds, made_steps=9, began_step=0, checkpoints=(saved,))
     queue.ends(job_id, "CRASHED")
     queue.store.workers, nodes = [], queue.store.workers  # all are away
     queue.look(10)
@@ -123,6 +123,11 @@ def test_each_attempt_has_its_time_by_class(queue: Queue) -> None:
     assert (newest.state, newest.attempt, newest.seconds) == (S.RUNNING, 2, pytest.approx(5))
     assert (oldest.state, oldest.team, oldest.project) == (S.RECOVERING, "nlp", "q3")
     assert sum(newest.by_class.values()) == pytest.approx(newest.seconds)
+    # Its ranks had saved step 12 after their flow was killed: the next attempt goes on there.
+    run(queue, job_id, 5, made_steps=7, began_step=12)
+    queue.ends(job_id, "COMPLETED")
+    queue.look()
+    assert [each.steps for each in queue.job(job_id).usage] == [12, 7]
 
 
 def test_a_finished_attempt_has_the_results_figures_and_the_jobs_time(queue: Queue) -> None:

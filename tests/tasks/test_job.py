@@ -143,6 +143,7 @@ def test_steps_are_counted_once_and_their_time_by_class() -> None:
         3,
         {"useful": 3.25, "data_wait": 0.5, "checkpoint": 0.25, "recovery": 28.0},
     )
+    assert times.began_step == 10
 
 
 def test_an_adopted_training_that_is_preempted_waits_again_and_reports_each_attempt_once() -> None:

@@ -53,9 +53,22 @@ def ended(job: TrainingJob, state: JobState, at: float, cause: LossCause) -> tup
         "held_s": held_s,
         "by_class": _classes(report, held_s, lost_s(job) if cause not in ("", "preempted") else 0),
         "steps": report.made_steps if report else 0,
+        "began_step": report.began_step if report else None,
         "ended": state,
     }
-    return (*earlier, last.model_copy(update=update))
+    return _with_unseen_steps((*earlier, last.model_copy(update=update)))
+
+
+def _with_unseen_steps(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
+    """Return ``usages`` with the steps that ranks made and saved after their flow was killed: the
+    last attempt began after them.
+    """
+    began, goes_on = usages[0].began_step, usages[-1].began_step
+    if len(usages) == 1 or began is None or goes_on is None:
+        return usages
+    *earlier, before, last = usages
+    unseen = max(0, goes_on - began - sum(each.steps for each in usages[:-1]))
+    return (*earlier, before.model_copy(update={"steps": before.steps + unseen}), last)
 
 
 def is_held(job: TrainingJob) -> bool:
@@ -102,6 +115,7 @@ def _shortened(usages: tuple[JobUsage, ...]) -> tuple[JobUsage, ...]:
         "held_s": (first.held_s or 0.0) + (same[0].held_s or 0.0),
         "by_class": both,
         "steps": first.steps + same[0].steps,
+        "began_step": first.began_step,
     }
     return tuple(each.model_copy(update=update) if each is same[0] else each for each in others)
 

@@ -203,6 +203,8 @@ class JobReport(Record):
     step: int = Field(default=0, ge=0)
     steps: int = Field(default=0, ge=0)
     made_steps: int = Field(default=0, ge=0)  # of this flow run, each counted once
+    # after which step its first gang went on; None before
+    began_step: int | None = Field(default=None, ge=0, exclude_if=is_none)
     # of this flow run so far: useful, data_wait, checkpoint, recovery
     seconds: dict[str, float] = Field(default={}, max_length=10)
     metrics: dict[str, float] = Field(default={}, max_length=100)  # of the last step
@@ -247,6 +249,7 @@ class JobUsage(Record):
     held_s: float | None = None  # None: it holds them still
     by_class: dict[str, float] = {}  # the same by class of time, once it has ended
     steps: int = 0  # made, each counted once
+    began_step: int | None = Field(default=None, exclude_if=is_none)  # as its report says
     ended: JobState | None = None  # what the job became
 
     @property
