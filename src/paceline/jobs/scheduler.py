@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
@@ -30,7 +29,7 @@ from paceline.errors import (
     WorkerLost,
 )
 from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
-from paceline.jobs.placement import Gang, Host, is_kind
+from paceline.jobs.placement import Gang, Host, gang_of, hosts_of
 from paceline.jobs.preemption import Reservation
 from paceline.jobs.states import changed
 from paceline.jobs.table import JobTable
@@ -43,7 +42,6 @@ from paceline.schemas import (
     JobState,
     LossCause,
     TrainingJob,
-    Worker,
 )
 
 log = logging.getLogger(__name__)
@@ -403,61 +401,6 @@ class JobScheduler(RepeatedTask):
 
         self._due.pop(job.job_id, None)
         self._table.change(job.job_id, make)
-
-
-def hosts_of(
-    workers: Sequence[Worker], settings: TrainingSettings, heard_since: float = math.inf
-) -> list[Host]:
-    """Return the hosts that ``workers`` are which live, or were heard ``heard_since`` (seconds
-    since the epoch), by their labels and inventory.
-
-    The labels ``domain`` (of a fast interconnect) and ``capacity`` (spot) are the operator's.
-    """
-    found = []
-    for worker in workers:
-        if not worker.alive and worker.last_heartbeat < heard_since:
-            continue
-        accelerators = worker.inventory.accelerators if worker.inventory is not None else ()
-        count = sum(each.count for each in accelerators)
-        labels = worker.labels.others
-        found.append(
-            Host(
-                name=worker.worker_id,
-                slots=count or settings.ranks_per_node or 1,
-                kind=accelerators[0].kind if accelerators else "cpu",
-                memory_bytes=min((each.memory_bytes for each in accelerators), default=0),
-                domain=labels.get("domain", ""),
-                rack=worker.labels.rack,
-                zone=worker.labels.zone,
-                pool="spot" if labels.get("capacity") == "spot" else "on-demand",
-            )
-        )
-    return found
-
-
-def gang_of(job: TrainingJob, settings: TrainingSettings, hosts: Sequence[Host]) -> Gang:
-    """Return what a job with these settings asks admission for: spares are hosts of the gang, too,
-    and one that has begun goes on with the kind of accelerator that it began on."""
-    asked = job.spec.resources
-    spares, kind = settings.guard.spares, asked.accelerator
-    if spares and (settings.ranks_per_node or max((e.slots for e in hosts), default=1)) > 1:
-        spares = 0
-    if kind:
-        named = {host.kind for host in hosts if is_kind(kind, host.kind)}
-        # A part of one kind's name means that kind; of several, the reason names what was asked.
-        kind = named.pop() if len(named) == 1 else kind
-    return Gang(
-        job_id=job.job_id,
-        team=job.spec.team,
-        priority=job.spec.priority,
-        queued_at=job.created_at,
-        ranks=settings.ranks + spares,
-        kind=job.kind or kind,
-        min_memory_bytes=asked.memory_bytes,
-        pool=asked.capacity,
-        within=asked.within,
-        ranks_per_host=settings.ranks_per_node,
-    )
 
 
 def parameters_of(job: TrainingJob) -> dict[str, object]:
