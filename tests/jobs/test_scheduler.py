@@ -288,6 +288,61 @@ def test_a_flow_that_falls_silent_is_lost_though_prefect_says_running(queue: Que
     assert queue.job(job_id).report is not None  # its checkpoints are still shown
 
 
+@pytest.mark.parametrize("wanted", ["run", "pause", "cancel"])
+@pytest.mark.parametrize("state", ["PENDING", "RUNNING", "CANCELLING", "deleted", "SCHEDULED"])
+def test_a_flow_that_is_lost_before_its_first_report_frees_its_nodes(
+    queue: Queue, state: str, wanted: str
+) -> None:
+    job_id = queue.submit(4)
+    queue.look()
+    first = queue.flow_of(job_id)
+    queue.look(20, seconds=100)  # no Prefect worker takes it: it is not lost, however long it waits
+    assert (queue.flow_of(job_id), queue.state(job_id)) == (first, S.STARTING)
+
+    def prefect_says() -> None:  # whatever the queue asks of Prefect: no process acts on it
+        if state == "deleted":
+            queue.flows.runs.pop(first, None)
+        else:
+            queue.flows.runs[first] = state
+
+    if wanted != "run":
+        queue.ask(job_id, wanted, S.PAUSING if wanted == "pause" else S.CANCELLING)
+    for _ in range(28 if state == "deleted" else 298):
+        prefect_says()
+        queue.look()
+    assert queue.flow_of(job_id) == first, "it may begin yet"
+    for _ in range(5):
+        if queue.flow_of(job_id) == first:
+            prefect_says()
+        queue.look()
+    job = queue.job(job_id)
+    cancelled = state == "CANCELLING" and wanted == "run"  # by someone in Prefect's page
+    wanted = "cancel" if cancelled else wanted
+    if state == "SCHEDULED":
+        assert job.flow_run_id == first
+        assert "Prefect worker" in job.reason
+    elif wanted == "run":
+        assert (job.state, job.losses, job.attempt) == (S.STARTING, 1, 2), "it starts again"
+        (lost,) = (each for each in job.history if each.cause)
+        assert (lost.state, lost.cause) == (S.RECOVERING, "lost-flow")
+        assert ("does not have" if state == "deleted" else f"is {state} in Prefect") in lost.reason
+    else:
+        assert job.state is (S.PAUSED if wanted == "pause" else S.CANCELLED)
+        assert job.placement is None
+
+
+def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None:
+    job_id = queue.submit(1)
+    queue.look()
+    queue.flows.runs[queue.flow_of(job_id)] = "PENDING"
+    queue.look(2)
+    queue.flows.away = True
+    queue.look(2, seconds=300)
+    queue.flows.away = False
+    queue.look(3, seconds=100)
+    assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 0)
+
+
 def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
     job_id = queue.submit(2)
     queue.look()

@@ -53,9 +53,13 @@ RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
 LATE_S = 60.0  # until a Prefect worker should have taken a flow run
 LOST_S = 30.0  # without a report of a flow that has reported
+# The same of one that never has: its first report needs 14 CPU-seconds after the start, minutes
+# where a Prefect worker pulls an image first.
+START_LOST_S = 300.0
 MOST_LOSSES = 3  # flow runs lost or ended by passing failures; the next one fails the job
 RUNNING = "RUNNING"
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
+GONE = "GONE"  # Prefect does not have the flow run
 
 
 class FlowPort(Protocol):
@@ -95,6 +99,8 @@ class JobScheduler(RepeatedTask):
         self._began_s = wall()
         self._settings: dict[str, TrainingSettings] = {}  # of each open job
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
+        # flow run that has not reported → since when Prefect says that it starts, runs or is gone
+        self._silent: dict[str, float] = {}
 
     def look(self) -> None:
         """Make one round: follow, admit, start, end."""
@@ -133,9 +139,10 @@ class JobScheduler(RepeatedTask):
         states: Mapping[str, str] = {}
         if ids and self._flows is not None:
             try:
-                states = self._flows.states(ids)
-            except TemporaryError as error:
+                states = dict.fromkeys(ids, GONE) | dict(self._flows.states(ids))
+            except TemporaryError as error:  # no flow starts meanwhile
                 log.warning("the states of jobs' flows are unknown: %s", error)
+        self._silent = {key: since for key, since in self._silent.items() if key in states}
         self._for_each(
             jobs, lambda job: self._follow_one(job, states.get(job.flow_run_id or "", ""))
         )
@@ -159,11 +166,11 @@ class JobScheduler(RepeatedTask):
         elif job.adopted and job.wanted == "yield" and report is not None and report.waits:
             again = {"adopted": True, "flow_run_id": job.flow_run_id, "attempt": job.attempt + 1}
             self._preempt(job, **again)
-        elif (report is not None or job.adopted) and silent_s > LOST_S:
+        elif why := self._why_lost(job, state, silent_s if report or job.adopted else None):
             if job.flow_run_id and self._flows is not None:
                 with contextlib.suppress(PacelineError):  # it may be gone, and Prefect away
                     self._flows.cancel(job.flow_run_id)
-            self._lose(job, f"its flow has not reported for {silent_s:.0f} s")
+            self._lose(job, why)
         elif job.state is JobState.ADMITTED and job.adopted and report and not report.waits:
             self._change(job, JobState.STARTING, started_at=job.started_at or self._wall())
         elif job.state is JobState.STARTING and report is not None and report.step > 0:
@@ -172,6 +179,23 @@ class JobScheduler(RepeatedTask):
             self._table.note(job.job_id, "its flow run waits for a Prefect worker to take it")
         elif state in ENDING and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.CANCELLING, "cancelled in Prefect", wanted="cancel")
+
+    def _why_lost(self, job: TrainingJob, state: str, silent_s: float | None) -> str:
+        """Return why the job's flow is lost, "" while it may report; it has not for ``silent_s``,
+        None: never.
+        """
+        if silent_s is not None:
+            return f"its flow has not reported for {silent_s:.0f} s" if silent_s > LOST_S else ""
+        flow_run_id, now = job.flow_run_id or "", self._wall()
+        if state in ("", "SCHEDULED"):  # Prefect is away, or no Prefect worker takes it
+            self._silent.pop(flow_run_id, None)
+            return ""
+        silent_s = now - self._silent.setdefault(flow_run_id, now)
+        if state == GONE:
+            return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
+        if silent_s <= START_LOST_S:
+            return ""
+        return f"its flow has never reported, and is {state} in Prefect since {silent_s:.0f} s"
 
     def _ended(self, job: TrainingJob, outcome: str, message: str, *, lost: bool = False) -> None:
         """Record that the job's flow run has ended."""
