@@ -18,6 +18,7 @@ from paceline.schemas import (
     Accelerator,
     FlowRunView,
     Inventory,
+    JobCheckpoint,
     JobReport,
     JobState,
     Labels,
@@ -418,6 +419,55 @@ def test_pause_saves_the_job_and_resume_goes_on_on_any_nodes(queue: Queue) -> No
     queue.look(2)
     assert queue.state(job_id) is S.STARTING
     assert queue.job(job_id).attempt == 2
+
+
+def test_checkpoints_of_an_earlier_flow_run_stay_until_the_next_saves_its_own(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    first = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
+    queue.report(job_id, step=40, steps=100, checkpoints=(first,))
+    queue.look()
+    queue.ends(job_id, "CRASHED")
+    queue.look(2)
+    queue.report(job_id)  # the next flow run has made no step yet
+    queue.lead()
+    queue.report(job_id)
+    report = queue.job(job_id).report
+    assert report is not None
+    assert (report.step, report.checkpoints) == (0, (first,))
+    queue.ask(job_id, "pause", S.PAUSING)
+    queue.report(job_id, outcome="cancelled")
+    queue.look()
+    assert "resumes at step 40" in queue.job(job_id).reason
+    queue.table.change(job_id, lambda job: changed(job, S.QUEUED, queue.now))
+    queue.look(2)
+    newer = first.model_copy(update={"step": 60})
+    queue.report(job_id, step=61, steps=100, checkpoints=(newer,))
+    report = queue.job(job_id).report
+    assert report is not None
+    assert report.checkpoints == (newer,)
+
+
+def test_a_preemption_counts_the_work_since_the_checkpoint_or_the_attempts_begin() -> None:
+    """Of two victims the one with less work to lose is taken, however long ago it began."""
+    queue = Queue(worker("node-0"), worker("node-1"))
+    old, young = queue.submit(1), queue.submit(1)
+    queue.look()
+    saved = JobCheckpoint(step=40, object_ref="s3://b/c/40", created_at=queue.now)
+    queue.report(old, step=40, steps=100, checkpoints=(saved,))
+    queue.report(young, step=1, steps=100)
+    queue.look()
+    for _ in range(100):  # for 1000 s
+        queue.report(young, step=1, steps=100, checkpoints=())
+        queue.report(old, step=40, steps=100, checkpoints=(saved,))
+        queue.look(seconds=10)
+    queue.ends(old, "CRASHED")
+    queue.look(2)
+    queue.report(old)  # it began again just now
+    queue.look()
+    queue.submit(1, priority=50)
+    queue.look()
+    assert [queue.state(each) for each in (young, old)] == [S.RUNNING, S.PAUSING]
 
 
 def test_a_job_that_finishes_while_it_is_asked_to_pause_has_succeeded(queue: Queue) -> None:

@@ -365,12 +365,12 @@ class JobScheduler(RepeatedTask):
     def _reservation(self, job: TrainingJob, gang: Gang) -> Reservation:
         assert job.placement is not None
         saved = [each.created_at for each in job.report.checkpoints] if job.report else []
-        since = max(saved, default=job.started_at or self._wall())
+        began = job.usage[-1].since if job.usage else self._wall()  # earlier work is lost or saved
         trained = job.report is not None and job.report.training_digest is not None
         return Reservation(
             gang=gang,
             hosts=job.placement.hosts,
-            lost_work_s=max(0.0, self._wall() - since),
+            lost_work_s=max(0.0, self._wall() - max([began, *saved])),
             # a flow that yields does so while its ranks run, and no more once they have trained
             preemptible=(not trained if job.yields else not job.adopted)
             and job.state in (JobState.STARTING, JobState.RUNNING),

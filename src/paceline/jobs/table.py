@@ -92,13 +92,17 @@ class JobTable:
                     self._save(self._jobs[job_id])
 
     def report(self, job_id: str, report: JobReport) -> TrainingJob:
-        """Take a flow's report in; one of an earlier flow run of the job is left out.
+        """Take a flow's report in; one of an earlier flow run of the job is left out. Until a flow
+        run saves its first checkpoint, the earlier ones stay: it goes on from them.
 
         The last one, of how the flow ended, is stored: no flow sends it again to the next leader.
         """
         with self._lock:
             job = self.job(job_id)
             if report.flow_run_id == (job.flow_run_id or "") and not job.state.is_final:
+                if job.report is not None and not report.checkpoints:
+                    kept = {"checkpoints": job.report.checkpoints}
+                    report = report.model_copy(update=kept)
                 self.totals.report(job, self._reports.get(job_id), report)
                 self._reports[job_id] = report
                 job = self._with_report(job)
