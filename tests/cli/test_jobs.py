@@ -20,10 +20,21 @@ from tests.support.command import paceline
 from tests.support.stack import wait_until
 from tests.support.web import Call, serving
 
+FLOW = "0192f0c1-0000-7000-8000-000000000001"
+LOG = [f"line {number}" for number in range(250)]
 
-def mlflow(call: Call) -> tuple[int, bytes]:
-    """One experiment, and a run of each run id that is searched."""
-    asked = json.loads(call.body)
+
+def servers(call: Call) -> tuple[int, bytes]:
+    """MLflow with one experiment, and a run of each run id that is searched; Prefect with one flow
+    run that has logged."""
+    asked = json.loads(call.body or b"{}")
+    if call.path.endswith("/logs/filter"):
+        ordered = LOG[::-1] if asked["sort"] == "TIMESTAMP_DESC" else LOG
+        lines = ordered[asked["offset"] :][: asked["limit"]]
+        return 200, json.dumps([{"message": each} for each in lines]).encode()
+    if "/flow_runs/" in call.path:
+        flow = {"id": FLOW, "tags": ["paceline"], "state_type": "RUNNING"}
+        return 200, json.dumps([] if call.path.endswith("/filter") else flow).encode()
     if call.path.endswith("/experiments/search"):
         return 200, b'{"experiments": [{"experiment_id": "7"}]}'
     tags = [{"key": "paceline.run_id", "value": asked["filter"].split("'")[1].rstrip("%")}]
@@ -33,9 +44,9 @@ def mlflow(call: Call) -> tuple[int, bytes]:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: Any) -> Iterator[Served]:
-    with serving(mlflow) as web:
+    with serving(servers) as web:
         runtime = make_runtime(tmp_path_factory.mktemp("jobs") / "state", lost_after_beats=100_000)
-        endpoints = Endpoints(mlflow_url=web.url)
+        endpoints = Endpoints(mlflow_url=web.url, prefect_api_url=f"{web.url}/api")
         server = Served(runtime.model_copy(update={"endpoints": endpoints}))
         server.runtime.state_dir.mkdir()
         server.start()
@@ -57,10 +68,12 @@ def said(served: Served, schema: str, *words: str) -> Any:
     return answer
 
 
-def adopt(served: Served, **fields: Any) -> str:
+def adopt(served: Served, flow: str = "", **fields: Any) -> str:
     given = {"model_id": "m", "version": "v1", "data_snapshot": "s3://b/d"} | fields
     spec = SubmitJob.model_validate(given)
-    return served.client().adopt_job(AdoptJob(spec=spec, run_id=new_run_id())).job_id
+    return (
+        served.client().adopt_job(AdoptJob(spec=spec, run_id=new_run_id(), flow_run_id=flow)).job_id
+    )
 
 
 def test_lists_show_progress_and_are_filtered(served: Served) -> None:
@@ -144,6 +157,37 @@ def test_runs_and_trainings_are_found_by_the_beginning_of_their_ids(served: Serv
     assert whole_training_id(client, "job-ffffffffffff") == "job-ffffffffffff", "of no job now"
     with pytest.raises(NotFound, match="no such training"):
         whole_training_id(client, "job-ff")
+
+
+def test_the_log_of_an_attempt_is_read_while_the_job_is_paused(served: Served) -> None:
+    job_id = adopt(served, FLOW, name="paused", resources={"ranks": 1}, seed=11)
+    client, state = served.client(), served.runtime.state_dir
+
+    def is_in(state: JobState, **report: Any) -> bool:
+        client.report_job(job_id, JobReport(flow_run_id=FLOW, at=0, step=1, **report))
+        return client.job(job_id).job.state is state
+
+    for other in client.jobs().jobs:  # one of another test may hold the only node
+        if other.job_id != job_id and not other.state.is_final:
+            client.change_job(other.job_id, "cancel")
+            client.report_job(other.job_id, JobReport(at=0, outcome="cancelled"))
+    wait_until(lambda: is_in(JobState.RUNNING), 30, "the job runs")
+    client.change_job(job_id, "pause")
+    wait_until(lambda: is_in(JobState.PAUSED, outcome="cancelled"), 30, "the job is paused")
+    assert client.job(job_id).job.flow_run_id is None
+    for words in ([], ["--attempt", "1"]):
+        assert said(served, "job-log", "logs", job_id, *words)["lines"] == LOG
+    assert said(served, "job-log", "logs", job_id, "--tail", "2")["lines"] == LOG[-2:]
+    with package.Client(served.url, served.runtime.secrets.coordinator_token) as python:
+        assert list(python.job_log(job_id, attempt=1)) == LOG
+        assert list(python.job_log(job_id, tail=3)) == LOG[-3:]
+    done = paceline("jobs", "logs", job_id, "--attempt", "2", "--state", state)
+    assert done.returncode != 0
+    assert "no such attempt: got 2, wanted 1 to 1" in done.stderr
+    done = paceline("jobs", "logs", job_id, "--follow", "--tail", "2", "--state", state)
+    assert done.returncode == 2
+    assert "leave out --attempt and --tail" in done.stderr
+    client.change_job(job_id, "cancel")
 
 
 def test_a_log_is_json_for_a_program(served: Served) -> None:

@@ -49,7 +49,7 @@ DIGEST = "5f" * 32
 
 
 class Services:
-    """Prefect and MLflow: one flow run with a log, one run."""
+    """Prefect and MLflow: flow runs with one log, one run."""
 
     def __init__(self) -> None:
         self.lines = [f"step {n}: loss {4 - n / 160:.3f}" for n in range(300)]
@@ -69,7 +69,11 @@ class Services:
             after, most = asked["offset"], asked["limit"]
             answer = [{"message": each} for each in self.lines[after : after + most]]
         elif call.path.endswith("/flow_runs/filter"):
-            answer = [run] if "id" in asked["flow_runs"] else []
+            answer = [
+                run | {"id": each} for each in asked["flow_runs"].get("id", {"any_": ()})["any_"]
+            ]
+        elif call.path.endswith("/create_flow_run"):
+            answer = run | {"id": FLOW[:-1] + "2"}
         elif call.path.endswith("/set_state"):
             self.state, answer = "CANCELLING", {}
         else:
@@ -433,10 +437,24 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             assert client.job(job.job_id).job.wanted == "pause"
             assert "ann" in client.job(job.job_id).job.history[-1].by
             end(client, job, JobState.PAUSED, outcome="cancelled")
+            see(browser, "//*[@id='job-head']//*[text()='paused']")
+            see(browser, "//*[@id='job-log'][contains(., '<img')]")
+            services.state = "RUNNING"
+            for other in client.jobs(team="vision").jobs:  # they would get the nodes first
+                client.change_job(other.job_id, "cancel")
+                client.report_job(other.job_id, JobReport(at=0, outcome="cancelled"))
             confirm(browser, "Resume")
-            see(browser, "//*[@id='job-head']//*[text()='queued' or text()='admitted']")
-            assert client.job(job.job_id).job.history[-1].by == "ann"
+            see(browser, "//*[@id='job-head']//*[text()='starting']")
+            (resumed,) = (e for e in client.job(job.job_id).job.history if e.reason == "resumed")
+            assert resumed.by == "ann"
+            choice = "//select[@id='job-attempt'][not(@hidden)]/option"
+            services.lines = ["only of attempt 1"]
+            see(browser, f"{choice}[1][text()='attempt 2']")
+            see(browser, f"{choice}[2][text()='attempt 1']").click()
+            see(browser, "//*[@id='job-log'][text()='only of attempt 1']")
             confirm(browser, "Cancel")
+            see(browser, "//*[@id='job-head']//*[text()='cancelling']")
+            end(client, job, JobState.CANCELLED, flow_run_id=FLOW[:-1] + "2", outcome="cancelled")
             see(browser, "//*[@id='job-head']//*[text()='cancelled']")
             assert client.job(job.job_id).job.state is JobState.CANCELLED
 

@@ -141,9 +141,9 @@ class PrefectStarter:
             key = digest_of({"after": made["id"], "key": key})
         raise Conflict("this run failed too often", got=f"{ATTEMPTS} flow runs", where=run_id)
 
-    def view(self, flow_run_id: str, after: int = 0) -> FlowRunView:
-        """Return a flow run's state and the lines of its and its sub-flows' logs after the first
-        ``after``.
+    def view(self, flow_run_id: str, after: int = 0, tail: int = 0) -> FlowRunView:
+        """Return a flow run's state and the lines of its and its sub-flows' logs: those after the
+        first ``after``, or the last ``tail``, at most LINES of them.
 
         Raises NotFound for a flow run that was not started for Paceline.
         """
@@ -155,17 +155,15 @@ class PrefectStarter:
             flow_run_id,
             *(each["id"] for each in self._call("POST", "/flow_runs/filter", below)),
         ]
-        logs = self._call(
-            "POST",
-            "/logs/filter",
-            {
-                "logs": {"flow_run_id": {"any_": runs}},
-                "sort": "TIMESTAMP_ASC",
-                "offset": after,
-                "limit": LINES,
-            },
-        )
-        return self._view_of(found, [each["message"] for each in logs])
+        order = "DESC" if tail else "ASC"
+        wanted = {
+            "sort": f"TIMESTAMP_{order}",
+            "offset": 0 if tail else after,
+            "limit": tail or LINES,
+        }
+        asked = {"logs": {"flow_run_id": {"any_": runs}}, **wanted}
+        lines = [each["message"] for each in self._call("POST", "/logs/filter", asked)]
+        return self._view_of(found, lines[::-1] if tail else lines)
 
     def page_of_run(self, run_id: str) -> str | None:
         """Return the page of the newest flow run of a run of the lifecycle or of one flow."""

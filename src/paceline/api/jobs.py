@@ -15,7 +15,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Path as PathParameter, Query
 
-from paceline.api.flow_starter import ENDED, PrefectStarter
+from paceline.api.flow_starter import ENDED, LINES, PrefectStarter
 from paceline.api.routes import COSTS, JOBS
 from paceline.config import PriceSettings, Runtime, with_job_settings
 from paceline.coordinator import Coordinator, current_call, current_caller
@@ -36,6 +36,7 @@ from paceline.jobs import (
     engine_of,
     estimate_like,
     estimate_submitted,
+    flow_runs,
     gang_of,
     hosts_of,
     require_open,
@@ -234,14 +235,26 @@ def _add_reading(
         return list(table.job(job_id).history)
 
     @router.get(f"{JOBS}/{{job_id}}/logs")
-    def get_job_log(job_id: JobId, after: Annotated[int, Query(ge=0, le=2**31)] = 0) -> JobLog:
-        """Return lines of the log of the job's flow run, after the first ``after``."""
+    def get_job_log(
+        job_id: JobId,
+        after: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        attempt: Annotated[int, Query(ge=0, le=2**31)] = 0,
+        tail: Annotated[int, Query(ge=0, le=LINES)] = 0,
+    ) -> JobLog:
+        """Return lines of the log of an attempt's flow run, after the first ``after``, or its last
+        ``tail`` lines; of the newest attempt that has a flow run, where ``attempt`` is 0."""
         job = table.job(job_id)
-        if flows is None or not job.flow_run_id:
+        if attempt > job.attempt:
+            wanted = f"1 to {job.attempt}" if job.attempt else "none: it has not begun"
+            raise NotFound("the job has no such attempt", got=attempt, wanted=wanted, where=job_id)
+        runs = flow_runs(job)
+        flow_run_id = runs.get(attempt or max(runs, default=0))
+        if flows is None or not flow_run_id:
             return JobLog(lines=(), after=after, is_over=job.state.is_final)
-        found = flows.view(job.flow_run_id, after)
-        over = found.state in ENDED and not found.lines
-        return JobLog(lines=found.lines, after=after + len(found.lines), is_over=over)
+        found = flows.view(flow_run_id, after, tail)
+        over = found.state in ENDED and (tail > 0 or not found.lines)
+        after = 0 if tail else after + len(found.lines)  # how many lie before the last is not known
+        return JobLog(lines=found.lines, after=after, is_over=over)
 
 
 def _trainings(job: TrainingJob) -> tuple[str, ...]:

@@ -72,4 +72,9 @@ from .sweeps import (
     trial_row as trial_row,
 )
 from .table import MOST_OPEN as MOST_OPEN, JobTable as JobTable
-from .usage import budget_reason as budget_reason, recorded as recorded, spent as spent
+from .usage import (
+    budget_reason as budget_reason,
+    flow_runs as flow_runs,
+    recorded as recorded,
+    spent as spent,
+)

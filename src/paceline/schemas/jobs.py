@@ -251,6 +251,8 @@ class JobUsage(Record):
     steps: int = 0  # made, each counted once
     began_step: int | None = Field(default=None, exclude_if=is_none)  # as its report says
     ended: JobState | None = None  # what the job became
+    # of which its log is; "": it holds its hosts still (then it is the job's own), or had none
+    flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
 
     @property
     def slots(self) -> int:

@@ -190,23 +190,32 @@ def show_job(job: str, state: Path | None, as_json: bool) -> int:
 @jobs.command()
 @click.argument("job")
 @click.option("--follow", is_flag=True, help="Until the job ends.")
+@click.option("--attempt", type=click.IntRange(min=1),
+              help="Of this attempt's flow run (default: the newest).")  # fmt: skip
+@click.option("--tail", type=click.IntRange(1, 200), help="Only the last lines.")
 @state_option
 @click.option("--json", "as_json", is_flag=True,
               help="Print one JSON object; with --follow one a line.")  # fmt: skip
-def logs(job: str, follow: bool, state: Path | None, as_json: bool) -> int:
+def logs(
+    job: str, follow: bool, attempt: int | None, tail: int | None, state: Path | None, as_json: bool
+) -> int:
     """Print the log of JOB's flow."""
+    if follow and (attempt or tail):
+        raise click.UsageError("--follow shows the whole log: leave out --attempt and --tail.")
     client = _client(state)
     job_id = whole_job_id(client, job)
     if follow:
         return _followed_by_program(client, job_id) if as_json else _followed(client, job_id)
     after = 0
     lines: list[str] = []
-    while (found := client.job_log(job_id, after)).lines:
+    while (found := client.job_log(job_id, after, attempt=attempt or 0, tail=tail or 0)).lines:
         after = found.after
         if as_json:
             lines += found.lines
         else:
             click.echo("\n".join(found.lines))
+        if tail:
+            break
     if as_json:
         show(JobLogShown(job_id=job_id, lines=tuple(lines)), as_json)
     return 0
@@ -295,16 +304,16 @@ def _until_ended(
     on_line: Callable[[str], None],
 ) -> JobView:
     """Return the job once it has ended; meanwhile pass on its log and changes of its state."""
-    flow_run, after, said = None, 0, None
+    flow_run, attempt, after, said = None, 0, 0, None
     while True:
         view = retry(lambda: client.job(job_id), AWAY_S, notice)
         job = view.job
         if (job.state, job.reason) != said:
             on_state(job)
         said = job.state, job.reason
-        if job.flow_run_id != flow_run:
-            flow_run, after = job.flow_run_id, 0
-        found = retry(lambda: client.job_log(job_id, after), AWAY_S, notice)  # noqa: B023
+        if job.flow_run_id and job.flow_run_id != flow_run:
+            flow_run, attempt, after = job.flow_run_id, job.attempt, 0
+        found = retry(lambda: client.job_log(job_id, after, attempt=attempt), AWAY_S, notice)  # noqa: B023
         for each in found.lines:
             on_line(each)
         after = found.after

@@ -5,7 +5,7 @@ import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, m
 const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed", "cancelled"];
 const LIMIT = 100, LOG_LINES = 400, PAGES = 20; // of jobs in the list, lines that are kept, answers at once
 const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow"};
-let log = {id: null, flow: null, after: 0, lines: []};
+let log = {id: null, attempt: 0, after: 0, lines: []};
 
 const looks = state => ({needs_review: "stalled", succeeded: "complete"})[state] || state;
 const progress = report => {
@@ -48,12 +48,22 @@ export async function pollJob(id) {
     await readLog(view.job, path);
   } catch (error) { fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", id)), el("p", "reason", error.message)); }
 }
+function attemptOf(job) { // whose log is shown: the one that is chosen, else the newest that has a flow run
+  const pick = $("job-attempt"), chosen = log.id === job.job_id ? pick.value : "";
+  const ran = [...new Set(job.usage.filter(each => each.flow_run_id).map(each => each.attempt).concat(job.flow_run_id ? [job.attempt] : []))];
+  fill(pick, ...ran.reverse().map((number, at) => Object.assign(el("option", "", "attempt " + number), {value: at ? number : ""})));
+  pick.value = chosen;
+  pick.hidden = ran.length < 2;
+  pick.onchange = () => pollJob(job.job_id);
+  return Number(pick.value) || Math.max(0, ...ran);
+}
 async function readLog(job, path) {
-  if (log.id !== job.job_id || log.flow !== job.flow_run_id) log = {id: job.job_id, flow: job.flow_run_id, after: 0, lines: []};
+  const attempt = attemptOf(job);
+  if (log.id !== job.job_id || log.attempt !== attempt) log = {id: job.job_id, attempt, after: 0, lines: []};
   const mine = log, box = $("job-log"), atEnd = box.scrollTop + box.clientHeight >= box.scrollHeight - 8;
   try {
     for (let page = 0; page < PAGES; page++) {
-      const answer = await api(path + "/logs?after=" + mine.after);
+      const answer = await api(path + "/logs?after=" + mine.after + "&attempt=" + attempt);
       mine.after = answer.after;
       mine.lines = mine.lines.concat(answer.lines).slice(-LOG_LINES);
       if (!answer.lines.length) break;
