@@ -130,10 +130,15 @@ def train_model(
         evaluate_on=evaluate_on,
     )
     with recorded(run, "train-model"), linked(run, spec, job_id) as link:
-        snapshot = permitted_snapshot(run, snapshot_url, purpose, [link.user])
+
+        def permitted() -> dict[str, Any]:
+            if evaluate_on and evaluate_on != snapshot_url:
+                permitted_snapshot(run, evaluate_on, purpose, [link.user])
+            return permitted_snapshot(run, snapshot_url, purpose, [link.user])
+
+        snapshot = permitted()
+        link.on_admission = permitted  # hours may pass until then: a rule may have been revoked
         require_own_expectations(run, snapshot_url)
-        if evaluate_on and evaluate_on != snapshot_url:
-            permitted_snapshot(run, evaluate_on, purpose, [link.user])
         profile = profile_of(run, given, continue_from, code_ref)
         if evaluate_on:
             require_judgeable(run, profile, snapshot_url, published_url(run, model_id, version))

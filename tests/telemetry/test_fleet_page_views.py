@@ -146,9 +146,9 @@ def fits(browser: Any, name: str) -> None:
         assert wide <= width, name
 
 
-def token_of(served: Served, *scopes: Any, team: str | None = None) -> str:
+def token_of(served: Served, *scopes: Any, **bound: str) -> str:
     access = AccessClient(served.url, served.runtime.secrets.coordinator_token)
-    return access.create_token(CreateToken(name="ann", scopes=scopes, team=team)).token
+    return access.create_token(CreateToken(name="ann", scopes=scopes, **bound)).token
 
 
 def fleet_of(served: Served, count: int) -> list[FakeAgent]:
@@ -242,12 +242,15 @@ def test_a_deployment_is_cancelled_and_the_version_before_comes_back(platform: S
             assert active == {"v1"}
 
 
-def test_a_change_is_refused_without_its_scope_by_page_and_rest(platform: Served) -> None:
+@pytest.mark.parametrize("bound", ["team", "project"])
+def test_a_change_is_refused_without_its_scope_by_page_and_rest(
+    platform: Served, bound: str
+) -> None:
     url, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 1), platform.client()
     made = client.create(creation(url, ["node-0"]), "key-1").deployment_id
-    job = adopt(client, name="chat-sft", team="vision", resources={"ranks": 1})
-    token = token_of(platform, Scope.TRAIN, team="nlp")
+    job = adopt(client, name="chat-sft", resources={"ranks": 1}, **{bound: "vision"})
+    token = token_of(platform, Scope.TRAIN, **{bound: "nlp"})
     theirs = CoordinatorClient(platform.url, token)
     with beating(agents, manifest):
         wait_until(lambda: client.deployment(made).status == "complete", 30, "it arrives")

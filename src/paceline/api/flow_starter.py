@@ -189,6 +189,7 @@ class PrefectStarter:
             flow=next((each for each in found["tags"] if each in FLOW_PARAMETERS), ""),
             run_id=str(found.get("parameters", {}).get("run_id", "")),
             team=str(found.get("parameters", {}).get("team") or ""),
+            project=str(found.get("parameters", {}).get("project") or ""),
             state=str(found["state_type"]),
             message=str(state.get("message") or "")[:MESSAGE_CHARS],
             page=self.page_of(found["id"]),

@@ -45,7 +45,9 @@ class TrainJob(Record):
     snapshot_url: str
     snapshot_digest: Sha256
     purpose: str
-    # the label of the snapshot, where the table of purposes allows another one; None: the purpose
+    # The label of the snapshot where it is not the purpose, and the flow, which asked the table of
+    # purposes, took it all the same. Nodes cannot read the table: they check that the snapshot is
+    # the one of that decision, by digest, label and project. None: the purpose.
     data_label: str | None = Field(default=None, exclude_if=is_none)
     checkpoint_url: str  # s3://bucket/prefix of this job's generations
     settings: TrainingSettings
