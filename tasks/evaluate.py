@@ -420,6 +420,7 @@ def evaluate(
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
+            **({"rows_compared": True} if tasks_digest else {}),
             "reads": READS,
             **_together(profile.evaluation, ranks),
         },

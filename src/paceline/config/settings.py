@@ -277,8 +277,8 @@ class Policy(Settings):
     # figure of a slice (without a champion: the base's).
     max_regression: float = Field(default=0.01, ge=0, lt=1)
     max_slice_regression: dict[SliceName, Annotated[float, Field(ge=0)]] = {}
-    # Share of the held-out documents of which half the text or more may lie in the training data;
-    # a copy of one always refuses.
+    # Share of the held-out documents of which half the text or more may lie in the training data,
+    # and of the rows of each task; a copy of a held-out document always refuses.
     max_overlap: float = Field(default=0.05, ge=0, le=1)
     # Of the evaluation's tasks: "TASK/METRIC" → what the lower end of its interval must reach, and
     # by how much the candidate may be worse than the champion, or the base, on any of them.

@@ -13,6 +13,7 @@ Missing evidence counts against the candidate and is listed. The rules:
 - *not evaluated on training data*: every snapshot in the candidate's lineage was compared with the
   held-out documents, and contains none of them. Documents that lie there in large part, such as
   copies with a changed header, are at most ``max_overlap`` of them.
+- *rows of tasks*: likewise at most ``max_overlap`` of each task's rows lie there, as a copy or not.
 - *tasks*: the lower end of each interval is at least what ``min_tasks`` says, and no task's
   interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
 - *metrics of user code*, of those that the policy names: the lower end is at least what
@@ -246,19 +247,37 @@ def _not_trained_on(
         ),
         _check("held-out documents in the training data", not copies, got or "none", "none"),
         *(_little_overlap(each, most) for each in overlaps),
+        *(
+            _few_rows(task, each, most)
+            for each in overlaps
+            for task in dict.fromkeys(score.task for score in report.tasks)
+        ),
     ]
 
 
 def _little_overlap(overlap: Overlap, most: float) -> GateCheck:
     title = f"held-out documents that overlap with snapshot {overlap.snapshot_digest[:12]}"
+    found, total = overlap.overlapping, overlap.held_out_documents
+    return _small_share(title, found, total, overlap.overlapping_examples, most)
+
+
+def _few_rows(task: str, overlap: Overlap, most: float) -> GateCheck:
+    title = f"rows of task {task} in snapshot {overlap.snapshot_digest[:12]}"
+    for each in overlap.tasks:
+        if each.task == task:
+            return _small_share(title, each.found, each.rows, each.examples, most)
+    return _small_share(title, None, 0, (), most)
+
+
+def _small_share(
+    title: str, found: int | None, total: int, examples: Sequence[str], most: float
+) -> GateCheck:
     wanted = f"at most {most:.1%}"
-    if overlap.overlapping is None:
+    if found is None:
         return _check(title, False, MISSING, wanted)
-    share = overlap.overlapping / max(1, overlap.held_out_documents)
-    more = ", …" if overlap.overlapping > len(overlap.overlapping_examples) else ""
-    examples = f" ({', '.join(overlap.overlapping_examples)}{more})" if overlap.overlapping else ""
-    got = f"{overlap.overlapping} of {overlap.held_out_documents}, {share:.1%}{examples}"
-    return _check(title, share <= most, got, wanted)
+    share = found / max(1, total)
+    named = f" ({', '.join(examples)}{', …' if found > len(examples) else ''})" if found else ""
+    return _check(title, share <= most, f"{found} of {total}, {share:.1%}{named}", wanted)
 
 
 def _no_regression(
