@@ -46,10 +46,11 @@ Kept = TypeVar("Kept", bound=Record)
 
 
 class Reference(Record):
-    """The newest record of ``kind`` that belongs to a run or a job."""
+    """The digest that belongs to a name: of the newest record of ``kind`` of a run or a job, or
+    what ``note`` recorded."""
 
     kind: str
-    name: str  # run-… or job-…
+    name: str  # run-…, job-…, or a digest
     digest: str
 
     @property
@@ -63,6 +64,26 @@ def refer(run: Run, kind: str, digest: str, *names: str) -> None:
     for name in (run.run_id, *names):
         reference = Reference(kind=kind, name=name, digest=digest)
         _put(run, reference, "reference", reference.key, digest_of(reference))
+
+
+def note(run: Run, kind: str, name: str, digest: str, *, replaces: bool = False) -> None:
+    """Have ``referred`` find ``digest`` by ``name``; unless it ``replaces`` that, what it finds
+    already stays."""
+    if replaces or referred(run, kind, name) is None:
+        reference = Reference(kind=kind, name=name, digest=digest)
+        _put(run, reference, "reference", reference.key, digest_of(reference))
+
+
+def referred(run: Run, kind: str, name: str) -> str | None:
+    """Return the digest that was recorded for ``name``, None where there is none; raises
+    CorruptData as ``find``."""
+    key = digest_of([kind, name])
+    try:
+        return _opened(
+            run, key, "reference", Reference, lambda each: Reference.model_validate(each).key
+        ).digest
+    except NotFound:
+        return None
 
 
 def resolve(run: Run, named: str, kind: str) -> str:
@@ -79,16 +100,9 @@ def resolve(run: Run, named: str, kind: str) -> str:
             wanted="the id of a run or a job, or 64 hexadecimal digits",
             do=AGAIN[kind],
         )
-    try:
-        return _opened(
-            run,
-            digest_of([kind, named]),
-            "reference",
-            Reference,
-            lambda each: Reference.model_validate(each).key,
-        ).digest
-    except NotFound as error:
-        raise NotFound(f"no {kind} of it was recorded", got=named, do=AGAIN[kind]) from error
+    if (digest := referred(run, kind, named)) is None:
+        raise NotFound(f"no {kind} of it was recorded", got=named, do=AGAIN[kind])
+    return digest
 
 
 def keep(run: Run, record: Record, kind: str) -> str:

@@ -270,7 +270,8 @@ class Policy(Settings):
     # Every simple baseline must be beaten too, except these.
     except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
     # Snapshots whose held-out split may judge, by URL, by what their URLs begin with, or by digest;
-    # (): any that the candidate's submitter may use.
+    # (): the one that judged the champion, or another that the installation built of its source
+    # with the same settings; without a champion, any that the candidate's submitter may use.
     judged_on: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     min_documents: int = Field(default=5, ge=5)  # with fewer, all agree by chance: 2**-5 = 3.1 %
     # Against the champion, as shares of its bits per byte: the interval's upper end, and the

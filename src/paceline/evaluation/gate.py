@@ -14,6 +14,8 @@ Missing evidence counts against the candidate and is listed. The rules:
   held-out documents, and contains none of them. Documents that lie there in large part, such as
   copies with a changed header, are at most ``max_overlap`` of them.
 - *rows of tasks*: likewise at most ``max_overlap`` of each task's rows lie there, as a copy or not.
+- *the same exam*: a snapshot that ``judged_on`` names judges; without that, the one that judged the
+  champion, or another release of its source with the same held-out split.
 - *tasks*: the lower end of each interval is at least what ``min_tasks`` says, and no task's
   interval of candidate − champion (without one: − base) is wholly below −``max_task_regression``.
 - *metrics of user code*, of those that the policy names: the lower end is at least what
@@ -72,13 +74,14 @@ def decide(
     champion: str | None,
     lineage: Mapping[str, str | None],
     judged_on: str = "",
+    judges: Sequence[str] = (),
 ) -> GateDecision:
     """Return the decision on ``report``'s "candidate" under ``policy``, with one entry for every
     check and the policy's digest.
 
     ``champion`` is the name under which the champion was evaluated, None where there is none yet;
     ``lineage`` must have every key of ``LINEAGE``; ``judged_on`` is the URL of the report's
-    snapshot.
+    snapshot; ``judges`` are the digests that may judge where the policy names none, (): any.
     """
     candidate = report.score(CANDIDATE)
     facts = candidate or _NOTHING
@@ -147,7 +150,7 @@ def decide(
             lineage.get("snapshot_digest") or MISSING,
             report.snapshot_digest,
         ),
-        *_may_judge(policy.judged_on, judged_on, report.snapshot_digest),
+        *_may_judge(policy.judged_on, judges, judged_on, report.snapshot_digest),
         *_not_trained_on(report, lineage.get("training_snapshot_digest"), policy.max_overlap),
     ]  # fmt: skip
     return GateDecision(
@@ -157,12 +160,21 @@ def decide(
     )
 
 
-def _may_judge(allowed: Sequence[str], url: str, digest: str) -> list[GateCheck]:
+def _may_judge(
+    allowed: Sequence[str], judges: Sequence[str], url: str, digest: str
+) -> list[GateCheck]:
+    title = "snapshot that may judge"
+    if not allowed and judges:
+        wanted = (
+            f"{judges[0]}, which judged the champion, another one that this installation built of "
+            "its source with its held-out split, or one that the policy names (gate.judged_on)"
+        )
+        return [_check(title, digest in judges, digest, wanted)]
     if not allowed:
         return []
     begins = [f"{each.rstrip('/')}/" for each in allowed]
     passed = digest in allowed or any(f"{url.rstrip('/')}/".startswith(each) for each in begins)
-    return [_check("snapshot that may judge", passed, url or digest, " or ".join(allowed))]
+    return [_check(title, passed, url or digest, " or ".join(allowed))]
 
 
 def _tasks_hold(report: EvaluationReport, policy: Policy, other: str) -> list[GateCheck]:
