@@ -26,7 +26,7 @@ from paceline.data import (
 from paceline.errors import DataRejected, InvalidInput, TrainingFailed
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
-from paceline.schemas import StageRecord, canonical_json, digest_of
+from paceline.schemas import StageRecord, TrainingData, canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.system import PYTHON
 from paceline.tasks._support import artifacts, sealed
@@ -259,13 +259,17 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
             "loss": trained.final_loss,
         }
 
-    return run.stage(
+    result = run.stage(
         "base",
         inputs,
         work,
         still_true=lambda o: is_published(run, o),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
+    weights = sealed.weights_of(run.manifest(str(result.output["url"])))
+    data = TrainingData(snapshot_url=snapshot["url"], snapshot_digest=snapshot["digest"])
+    sealed.keep_descent(run, sealed.Descent(weights_digest=weights, data=data))
+    return result
 
 
 def reading_for(run: Run, base: dict[str, Any]) -> dict[str, str] | None:

@@ -356,12 +356,9 @@ def require_not_rolled_back(run: Run, evidence: Evidence) -> None:
 def require_judged(evidence: Evidence, published: Manifest) -> None:
     """Raise GateRefused unless ``published`` is the manifest of exactly the weights that were
     judged, whatever the ledger says of the stages between (I10)."""
-    weights = {
-        each.path: each.sha256 for each in published.files if each.path.endswith(".safetensors")
-    }
     for what, got, wanted in (
         ("manifest", published.digest, evidence.manifest_digest),
-        ("set of weights", digest_of(weights), evidence.weights_digest),
+        ("set of weights", sealed.weights_of(published), evidence.weights_digest),
     ):
         if got != wanted:
             raise GateRefused(

@@ -20,11 +20,12 @@ from paceline.evaluation import (
     find_overlap,
     overlap,  # its sizes are made small
 )
-from paceline.manifest import Manifest
+from paceline.manifest import Manifest, build_manifest
 from paceline.registry import Registry
 from paceline.schemas import Overlap, TaskOverlap, TaskScore, TrainingData, TrainJob, TrainResult
 from paceline.storage import DiskStore, ObjectStore
-from paceline.tasks import evaluate
+from paceline.tasks import evaluate, train
+from paceline.tasks._support import sealed
 from paceline.training import config_digest, training_inputs
 from tests.evaluation.reports import CLEAN, LINEAGE, TRAINING_SNAPSHOT, interval, passing
 from tests.registry.bundles import make_evidence
@@ -422,13 +423,66 @@ def test_every_snapshot_back_to_the_first_version_is_compared() -> None:
         by_manifest=lambda _, digest: versions.get(digest),
         evidence=lambda _, version: evidence[version],
     )
-    base = cast(Manifest, SimpleNamespace(model_id="bytelm", version="3", digest="b" * 64))
+    base = cast(
+        Manifest, SimpleNamespace(model_id="bytelm", version="3", digest="b" * 64, files=())
+    )
     found = evaluate.trained_on(run, base, trained())
     assert [each.snapshot_digest for each in found] == [TRAINING_SNAPSHOT, "8" * 64]
     assert found[1] == TrainingData(snapshot_url="s3://b/8", snapshot_digest="8" * 64)
     other = trained().model_copy(update={"base_manifest_digest": "1" * 64})
     with pytest.raises(InvalidInput, match="was not trained from this version"):
         evaluate.trained_on(run, base, other)
+
+
+def published(
+    model_id: str, content: bytes, root: Path, name: str = "model.safetensors"
+) -> Manifest:
+    directory = root / model_id
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / name).write_bytes(content)
+    return build_manifest(directory, model_id=model_id, version="1", link_mbit=80)
+
+
+def test_a_base_that_was_published_by_hand_keeps_what_it_was_trained_on(tmp_path: Path) -> None:
+    """Its training is found by the weights, whatever the model's name, and so is what that one
+    began with: an export that was trained on held-out files, published as a base of its own."""
+    run = run_of(Bucket())
+    run.__dict__["registry"] = SimpleNamespace(by_manifest=lambda *_: None)
+    first, clean = published("first", b"0", tmp_path), published("clean", b"1", tmp_path)
+    exported = published("export", b"2", tmp_path)
+
+    def training(digit: str, base: Manifest, weights: str) -> TrainResult:
+        inputs = {"snapshot_url": f"s3://b/{digit}", "snapshot_digest": digit * 64}
+        more = {"base_manifest_digest": base.digest, "weights_digest": weights}
+        return trained().model_copy(update=inputs | more)
+
+    weights = [sealed.weights_of(each) for each in (first, clean, exported)]
+    train._keep_descent(run, first, training("8", first, weights[1]))  # on held-out files
+    train._keep_descent(run, clean, training("9", clean, weights[2]))
+    by_hand = published("acme", b"2", tmp_path)
+    last = training("7", by_hand, "c" * 64)
+    found = evaluate.trained_on(run, by_hand, last)
+    assert [each.snapshot_digest[0] for each in found] == ["7", "9", "8"]
+    # the same weights from a training of no steps: what was recorded first stays
+    train._keep_descent(run, by_hand, training("6", by_hand, weights[2]))
+    assert evaluate.trained_on(run, by_hand, last) == found
+    train._keep_descent(run, by_hand, training("6", by_hand, "d" * 64))
+    other = published("other", b"3", tmp_path)
+    alone = evaluate.trained_on(run, other, training("7", other, "c" * 64))
+    assert [each.snapshot_digest[0] for each in alone] == ["7"]
+
+
+def test_weights_of_no_steps_do_not_end_the_search(tmp_path: Path) -> None:
+    run = run_of(Bucket())
+    run.__dict__["registry"] = SimpleNamespace(by_manifest=lambda *_: None)
+    base = published("base", b"0", tmp_path)
+    same = trained().model_copy(
+        update={"base_manifest_digest": base.digest, "weights_digest": sealed.weights_of(base)}
+    )
+    train._keep_descent(run, base, same)
+    (found,) = evaluate.trained_on(run, base, same)
+    assert found.snapshot_digest == TRAINING_SNAPSHOT
 
 
 # ── through the command line ─────────────────────────────────────────────────────────────────────
@@ -444,7 +498,7 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     registry, model = Registry.from_runtime(stack), rejected.model
     before = registry.champion(model)
     assert rejected.job["snapshot_digest"] == rejected.snapshot["digest"]
-    (compared,) = rejected.report["overlaps"]
+    compared = rejected.report["overlaps"][0]  # then what its base was trained on
     assert compared["snapshot_digest"] == rejected.snapshot["digest"]
     assert compared["held_out_documents"] == len(rejected.held_out)
     # some copies are held out there, too
