@@ -30,6 +30,7 @@ from paceline.schemas import (
     Evaluation,
     EvaluationReport,
     EvaluationSpec,
+    Evidence,
     RecordedScore,
     TrainingData,
     TrainResult,
@@ -66,11 +67,12 @@ MEMORY_SHARE = 0.7  # of a node's, for a model's weights
 
 
 def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
-    """Return every snapshot that the candidate learned from: its own training's, and those of the
-    versions before it that were promoted here.
+    """Return every snapshot that the candidate learned from: its own training's, and those of what
+    it was trained from and so on. That is found by its weights, under whatever name they were
+    published, or as a version that was promoted here.
 
-    Raises InvalidInput where it was not trained from ``base``. What a base that was published by
-    hand learned from is in no record.
+    Raises InvalidInput where it was not trained from ``base``. What was trained elsewhere, or has
+    other bytes than the training exported, is in no record.
     """
     if trained.base_manifest_digest != base.digest:
         raise InvalidInput(
@@ -87,25 +89,38 @@ def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[Training
             quarantined_shards=trained.quarantined_shards,
         )
     }
-    digest = base.digest
+    model_id, digest, weights = base.model_id, base.digest, sealed.weights_of(base)
+    seen = {""}
     for _ in range(MAX_GENERATIONS):
-        version = run.registry.by_manifest(base.model_id, digest)
-        if version is None:
-            return tuple(found.values())
-        evidence = run.registry.evidence(base.model_id, version.version)
-        if evidence.training_snapshot_url and evidence.training_snapshot_digest:
+        descent = None if weights in seen else sealed.descent_of(run, weights)
+        seen.add(weights)  # a training of no steps has its base's
+        if descent is not None:
+            found.setdefault(descent.data.snapshot_digest, descent.data)
+        evidence = _promoted(run, model_id, digest)
+        if evidence and evidence.training_snapshot_url and evidence.training_snapshot_digest:
             before = TrainingData(
                 snapshot_url=evidence.training_snapshot_url,
                 snapshot_digest=evidence.training_snapshot_digest,
             )
             found.setdefault(before.snapshot_digest, before)
-        digest = evidence.base_manifest_digest
+        if descent is not None and descent.base_model_id:
+            model_id, digest = descent.base_model_id, descent.base_manifest_digest
+            weights = descent.base_weights_digest
+        elif evidence is not None:
+            digest, weights = evidence.base_manifest_digest, ""
+        else:
+            return tuple(found.values())
     raise Conflict(
         "too many versions before this one",
         got=f"more than {MAX_GENERATIONS}",
         where=f"{base.model_id} {base.version}",
         do="Publish the base anew, as a model of its own.",
     )
+
+
+def _promoted(run: Run, model_id: str, manifest_digest: str) -> Evidence | None:
+    version = run.registry.by_manifest(model_id, manifest_digest)
+    return None if version is None else run.registry.evidence(model_id, version.version)
 
 
 def published_tasks(run: Run) -> tuple[str, str]:
@@ -420,6 +435,7 @@ def evaluate(
             "trained_on": [each.model_dump(mode="json") for each in trained_on],
             "settings": profile.evaluation.model_dump(mode="json", exclude={"ranks", "tp"}),
             "tasks": tasks_digest,
+            **({"rows_compared": True} if tasks_digest else {}),
             "reads": READS,
             **_together(profile.evaluation, ranks),
         },

@@ -26,10 +26,10 @@ from paceline.data import (
 from paceline.errors import DataRejected, InvalidInput, TrainingFailed
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
-from paceline.schemas import StageRecord, canonical_json, digest_of
+from paceline.schemas import StageRecord, TrainingData, canonical_json, digest_of
 from paceline.storage import ObjectStore
 from paceline.system import PYTHON
-from paceline.tasks._support import artifacts
+from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
 from paceline.tasks.publish import is_published, published_url
@@ -38,6 +38,12 @@ from paceline.training import BaseResult, BaseSpec
 STATISTICS = "data-statistics"  # in the ledger: of the last snapshot of a source
 BASE_DEADLINE_S = 1800.0
 CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is in a snapshot
+# With the source, they decide which text a snapshot holds out: of two releases of one source with
+# the same of these, one may judge what the other judged before.
+EXAM = {
+    "format", "text_field", "key_field", "slice_field", "features", "missing_features",
+    "max_tokens", "max_bytes", "held_out_share", "seed", "purpose", "project",
+}  # fmt: skip
 NOTED_DRIFT = 0.1  # of a column
 MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
 MOST_RECORDED = 50  # shards in quarantine, of the same record
@@ -57,7 +63,8 @@ def build_data_snapshot(
 
     Raises InvalidInput for a setting that is unknown or out of range.
     """
-    settings = data_settings(run.runtime.profile.data, reading)
+    own_data = run.runtime.profile.data
+    settings = data_settings(own_data, reading)
     source = source or settings.source
 
     def work() -> dict[str, Any]:
@@ -93,6 +100,14 @@ def build_data_snapshot(
             + (f", cut at data.max_bytes = {o['cut_at_bytes']:,}" if o["cut_at_bytes"] else "")
         ),
     )
+    if run.runtime.secrets.records_key:  # not on a node, whose word would not count
+        asked, own = (
+            digest_of([where.rstrip("/"), of.model_dump(mode="json", include=EXAM)])
+            for where, of in ((source, settings), (own_data.source, own_data))
+        )
+        # A copy of a source has the same snapshot: the first one counts, or the operator's own.
+        digest = str(result.output["digest"])
+        sealed.note(run, "exam", digest, asked, replaces=asked == own)
     if result.output["skipped"] and source != STDLIB:
         named = "; ".join(result.output.get("skipped_examples", ()))  # an older ledger has none
         run.warn(f"{result.output['skipped']} samples are left out of the snapshot: {named}")
@@ -244,13 +259,17 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
             "loss": trained.final_loss,
         }
 
-    return run.stage(
+    result = run.stage(
         "base",
         inputs,
         work,
         still_true=lambda o: is_published(run, o),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
+    weights = sealed.weights_of(run.manifest(str(result.output["url"])))
+    data = TrainingData(snapshot_url=snapshot["url"], snapshot_digest=snapshot["digest"])
+    sealed.keep_descent(run, sealed.Descent(weights_digest=weights, data=data))
+    return result
 
 
 def reading_for(run: Run, base: dict[str, Any]) -> dict[str, str] | None:

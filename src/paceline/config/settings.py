@@ -270,15 +270,16 @@ class Policy(Settings):
     # Every simple baseline must be beaten too, except these.
     except_baselines: tuple[Literal["ngram", "gzip", "xz"], ...] = ()
     # Snapshots whose held-out split may judge, by URL, by what their URLs begin with, or by digest;
-    # (): any that the candidate's submitter may use.
+    # (): the one that judged the champion, or another that the installation built of its source
+    # with the same settings; without a champion, any that the candidate's submitter may use.
     judged_on: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     min_documents: int = Field(default=5, ge=5)  # with fewer, all agree by chance: 2**-5 = 3.1 %
     # Against the champion, as shares of its bits per byte: the interval's upper end, and the
     # figure of a slice (without a champion: the base's).
     max_regression: float = Field(default=0.01, ge=0, lt=1)
     max_slice_regression: dict[SliceName, Annotated[float, Field(ge=0)]] = {}
-    # Share of the held-out documents of which half the text or more may lie in the training data;
-    # a copy of one always refuses.
+    # Share of the held-out documents of which half the text or more may lie in the training data,
+    # and of the rows of each task; a copy of a held-out document always refuses.
     max_overlap: float = Field(default=0.05, ge=0, le=1)
     # Of the evaluation's tasks: "TASK/METRIC" → what the lower end of its interval must reach, and
     # by how much the candidate may be worse than the champion, or the base, on any of them.

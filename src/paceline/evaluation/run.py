@@ -35,7 +35,7 @@ from paceline.data import (
     Tokenizer,
     documents,
     load_snapshot,
-    system_remover,
+    snapshot_template,
     tokenizer_of,
 )
 from paceline.errors import CorruptData, InvalidInput, PacelineError, PermanentError, SourceMissing
@@ -46,9 +46,9 @@ from paceline.evaluation.held_out import (
     choose_prefixes,
     share_of,
 )
-from paceline.evaluation.overlap import find_overlap
+from paceline.evaluation.overlap import Rows, find_overlap
 from paceline.evaluation.scoring import score_models, score_share
-from paceline.evaluation.tasks import Figures, score_tasks
+from paceline.evaluation.tasks import Figures, score_tasks, task_rows
 from paceline.evaluation.text_model import AllowedCode, Ranks
 from paceline.evaluation.user_code import with_metrics
 from paceline.manifest import directory_name, fetch_manifest, verify_directory
@@ -94,9 +94,10 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             _emit("score", _record(of_metric, subject, figures_D, {}))
 
     def overlaps_found() -> tuple[Overlap, ...]:
-        bare = system_remover(snapshot, store) if spec.trained_on else bytes
+        template = snapshot_template(snapshot, store) if spec.trained_on else None
+        bare = bytes if template is None else template.without_system
         return tuple(
-            _overlap(each, read, answers, bare, store, cache_dir) for each in spec.trained_on
+            _overlap(each, read, answers, bare, rows, store, cache_dir) for each in spec.trained_on
         )
 
     overlaps: list[Future[tuple[Overlap, ...]]] = []
@@ -109,6 +110,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             part = share_of(held_out, *spec.share)
             score_share(models, part, tokenizer, on_scored, _progress, allowed)
             return None
+        tasks = _tasks_directory(spec, store, scratch) if spec.tasks_url else None
+        rows = task_rows(tasks, scratch) if tasks and spec.trained_on else {}
         report = score_models(
             models,
             held_out,
@@ -127,8 +130,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
             on_models_scored=lambda: overlaps.append(beside.submit(overlaps_found)),
             failed=spec.failures,
         )
-        if spec.tasks_url:
-            report = _with_tasks(report, spec, models, store, scratch, allowed)
+        if tasks:
+            report = _with_tasks(report, spec, models, tasks, scratch, allowed)
         if spec.settings.metrics:
             report = with_metrics(
                 report,
@@ -329,22 +332,13 @@ def _with_tasks(
     report: EvaluationReport,
     spec: EvaluationSpec,
     models: dict[str, Path],
-    store: ObjectStore,
+    directory: Path,
     scratch: Path,
     allowed: AllowedCode,
 ) -> EvaluationReport:
-    """Return ``report`` with the tasks' scores, of every model that could be scored."""
+    """Return ``report`` with the scores on the tasks in ``directory``, of every model that could be
+    scored."""
     began = time.monotonic()
-    manifest = fetch_manifest(spec.tasks_url, store)
-    if manifest.digest != spec.tasks_digest:
-        raise CorruptData(
-            "these are not the tasks that were asked for",
-            got=manifest.digest,
-            wanted=spec.tasks_digest,
-            where=spec.tasks_url,
-        )
-    directory = download_model(spec.tasks_url, scratch / "tasks", store)
-    verify_directory(directory, manifest)
     of_tasks = spec.model_copy(update={"snapshot_digest": spec.tasks_scored})
 
     def on_scored(subject: str, figures: Figures) -> None:
@@ -370,11 +364,26 @@ def _with_tasks(
     return report.model_copy(
         update={
             "tasks": scored,
-            "tasks_digest": manifest.digest,
+            "tasks_digest": spec.tasks_digest,
             "tasks_as_chat": spec.settings.tasks_as_chat,
             "seconds": seconds,
         }
     )
+
+
+def _tasks_directory(spec: EvaluationSpec, store: ObjectStore, scratch: Path) -> Path:
+    """Return a directory with the spec's tasks, downloaded and verified."""
+    manifest = fetch_manifest(spec.tasks_url, store)
+    if manifest.digest != spec.tasks_digest:
+        raise CorruptData(
+            "these are not the tasks that were asked for",
+            got=manifest.digest,
+            wanted=spec.tasks_digest,
+            where=spec.tasks_url,
+        )
+    directory = download_model(spec.tasks_url, scratch / "tasks", store)
+    verify_directory(directory, manifest)
+    return directory
 
 
 def _snapshot(url: str, digest: str, store: ObjectStore) -> Snapshot:
@@ -394,10 +403,12 @@ def _overlap(
     held_out: list[tuple[str, bytes]],
     answers: dict[str, bytes] | None,
     without_system: Callable[[bytes], bytes],
+    tasks: Rows,
     store: ObjectStore,
     cache_dir: Path,
 ) -> Overlap:
-    """Return how many of ``held_out`` are in the snapshot ``trained_on``."""
+    """Return how many of ``held_out``, and of the rows of ``tasks``, are in the snapshot
+    ``trained_on``."""
     return find_overlap(
         held_out,
         _snapshot(trained_on.snapshot_url, trained_on.snapshot_digest, store),
@@ -406,6 +417,7 @@ def _overlap(
         quarantined=trained_on.quarantined_shards,
         answers=answers,
         without_system=without_system,
+        tasks=tasks,
         on_progress=lambda fraction: _progress(0.98, f"training data compared: {fraction:.0%}"),
     )
 

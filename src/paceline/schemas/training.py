@@ -379,6 +379,16 @@ class MetricScore(_Compared):
     scores: dict[str, Interval]  # by model
 
 
+class TaskOverlap(Record):
+    """How many rows of a task, prompt and right answer, are in a training split: as a copy, or in
+    large part (``evaluation.overlap``)."""
+
+    task: str
+    rows: int
+    found: int
+    examples: tuple[str, ...] = ()  # "row 3 = training key", or how much of the row
+
+
 class Overlap(Record):
     """How many held-out documents are in the training split of one snapshot, by content: as a
     copy, or with at least half of their text (``evaluation.overlap``)."""
@@ -391,6 +401,7 @@ class Overlap(Record):
     # None in the report of an older version; copies count here, too
     overlapping: int | None = Field(default=None, exclude_if=is_none)
     overlapping_examples: tuple[str, ...] = Field(default=(), exclude_if=is_empty)
+    tasks: tuple[TaskOverlap, ...] = Field(default=(), exclude_if=is_empty)
 
 
 class EvaluationReport(Record):

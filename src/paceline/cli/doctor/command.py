@@ -127,6 +127,7 @@ def _checks(runtime: Runtime, place: Place, source: str) -> Iterator[Check]:
         yield from checks.certificates(named)
         yield from checks.stores(runtime)
         yield from checks.flows_and_cluster(runtime)
+        yield from checks.gate(runtime)
 
 
 def _client(runtime: Runtime, source: str) -> Iterator[Check]:
