@@ -339,7 +339,7 @@ def evaluate(
         tasks_url=tasks_url,
         tasks_digest=tasks_digest,
         trained_on=trained_on,
-        scorer=scorer_version(),
+        scorer=scorer_version(profile.evaluation),
     )
     digests = {name: each["digest"] for name, each in models.items()}
 

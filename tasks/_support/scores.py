@@ -16,7 +16,7 @@ from typing import Any
 from paceline import data, evaluation
 from paceline.client import raised
 from paceline.cluster import Node
-from paceline.config import TrainingSettings
+from paceline.config import EvaluationSettings, TrainingSettings
 from paceline.errors import PeerLost, PermanentError, SourceMissing, WorkerLost
 from paceline.models import DESCRIBING, model_digest
 from paceline.schemas import EvaluationSpec, RecordedScore, digest_of, metric_digest, score_key
@@ -42,12 +42,15 @@ OnEvent = Callable[[dict[str, Any]], None]
 Process = Callable[[Node, EvaluationSpec, OnEvent], None]
 
 
-def scorer_version() -> str:
-    """Return the versions of all that scores: this release's sources and its libraries'."""
+def scorer_version(settings: EvaluationSettings) -> str:
+    """Return the versions of all that scores, this release's sources and its libraries', and the
+    ``settings`` that its figures of one model depend on."""
     found = [sources_version()]
     for name in ("torch", "transformers", "tokenizers", "numpy", "lm_eval"):
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
+    asked = settings.model_dump(mode="json", include={"context", "serving_batch"})
+    found += [f"{name} {value}" for name, value in asked.items()]  # defaults are left out
     return ", ".join(found)
 
 
