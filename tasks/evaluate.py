@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.client import raised
 from paceline.cluster import Fleet, Node
-from paceline.config import EvaluationSettings, MeshSettings, Profile, TrainingSettings
+from paceline.config import EvaluationSettings, Profile
 from paceline.data import load_snapshot, template_files
 from paceline.errors import Conflict, InvalidInput, PermanentError, SourceMissing, WorkerLost
 from paceline.evaluation import (
@@ -43,6 +43,7 @@ from paceline.tasks._support.scores import (
     Gang,
     OnEvent,
     Process,
+    judging_gang,
     recorded_besides,
     recorded_scores,
     scored_in_parts,
@@ -51,8 +52,6 @@ from paceline.tasks._support.scores import (
     scores_in_parts,
 )
 from paceline.tasks._support.stages import stage
-from paceline.tasks.publish import published_url
-from paceline.tasks.train import place_ranks, slots_of
 from paceline.training.user_code import Task, check, parse, require_allowed
 
 DEADLINE_S = 900.0  # of models of MODEL_BYTES together; larger ones get more, in proportion
@@ -63,7 +62,6 @@ METRIC_BYTES = 1_000_000  # of text that a metric reads, likewise
 NEW_TOKENS = 32  # for each of its documents, likewise
 READS = 2  # version of what models are given to read; 2: first the tokenizer's BOS
 MAX_GENERATIONS = 1000
-MEMORY_SHARE = 0.7  # of a node's, for a model's weights
 
 
 def trained_on(run: Run, base: Manifest, trained: TrainResult) -> tuple[TrainingData, ...]:
@@ -237,89 +235,6 @@ def _deadline_s(run: Run, spec: EvaluationSpec, base: Manifest) -> float:
     return scored_s + compared_bytes / COMPARED_BYTES_PER_S
 
 
-def judging_gang(
-    run: Run,
-    nodes: Sequence[Node],
-    base: Manifest,
-    ranks: int | None,
-    *,
-    with_tasks: bool,
-) -> Gang | None:
-    """Return the ranks that score each model together: ``ranks`` of them, or those of the profile;
-    else as many as there are where its float32 weights do not fit one node. None: one process
-    scores. A note says where part of it stays with one.
-
-    Raises InvalidInput for more ranks than were asked for and the nodes, or the job, have.
-    """
-    settings = run.runtime.profile.evaluation
-    asked = settings.ranks if ranks is None else ranks
-    if asked % settings.tp and asked > 1:
-        raise InvalidInput(
-            "tensor parallelism does not divide the ranks that score",
-            got=f"{asked} ranks, tp {settings.tp}",
-            where="evaluation.tp",
-            do="Change one of them.",
-        )
-    tp = settings.tp if asked else 1
-    asked = asked or _needed_ranks(run, nodes, base)
-    if asked == 1:
-        return None
-    mesh = MeshSettings(dp=1, shard=asked // tp, tp=tp)
-    gang = _placed(run, nodes, asked, mesh)
-    if with_tasks:
-        run.warn(
-            "tasks of lm-eval and metrics of user code are computed by one process, which holds "
-            "each model whole"
-        )
-    return gang
-
-
-def _needed_ranks(run: Run, nodes: Sequence[Node], base: Manifest) -> int:
-    """Return how many ranks score ``base``: one where a node holds it, else all of ``nodes``."""
-    least = min(max(1, node.accelerator_count) for node in nodes)
-    count = (run.runtime.profile.training.ranks_per_node or least) * len(nodes)
-    if run.job is not None and run.job.placement is not None:
-        count = sum(run.job.placement.hosts.values())
-    return 1 if count == 1 or _fits(run, base, nodes[-1]) else count
-
-
-def _placed(run: Run, nodes: Sequence[Node], ranks: int, mesh: MeshSettings) -> Gang:
-    placement = None if run.job is None else run.job.placement
-    if placement is not None and ranks > (held := sum(placement.hosts.values())):
-        raise InvalidInput(
-            "more ranks than the job holds",
-            got=ranks,
-            wanted=f"at most {held}",
-            where="evaluation.ranks",
-        )
-    training = run.runtime.profile.training
-    wanted = TrainingSettings(
-        ranks=ranks,
-        ranks_per_node=training.ranks_per_node,
-        batch_sequences=ranks,
-        mesh=mesh,
-        guard=training.guard.model_copy(update={"spares": 0}),
-    )
-    settings, names = place_ranks(wanted, nodes, placement)
-    return Gang(settings, tuple(names), {} if placement is None else slots_of(placement))
-
-
-def _fits(run: Run, base: Manifest, node: Node) -> bool:
-    """Return whether an accelerator of ``node``, or one without any, holds the weights of ``base``
-    in float32, beside what it runs; True where that is not known."""
-    url = f"{published_url(run, base.model_id, base.version)}/{CONFIG_FILE}"
-    try:
-        config = json_object(run.store.get_bytes(url), url)
-    except PermanentError:  # it cannot be scored at all: the report says why
-        return True
-    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
-    needed_bytes = weights * (2 if dtype.endswith("float16") else 1)
-    each = max((one.memory_bytes for one in node.machine.accelerators), default=0)
-    room_bytes = each or node.machine.memory_bytes
-    return not room_bytes or needed_bytes <= MEMORY_SHARE * room_bytes
-
-
 @stage("evaluate")
 def evaluate(
     run: Run,
@@ -354,7 +269,7 @@ def evaluate(
         tasks_url=tasks_url,
         tasks_digest=tasks_digest,
         trained_on=trained_on,
-        scorer=scorer_version(),
+        scorer=scorer_version(profile.evaluation),
     )
     digests = {name: each["digest"] for name, each in models.items()}
 

@@ -219,7 +219,7 @@ def test_parameters_and_context_are_bounded_where_the_policy_says_so(
     policy = Policy.model_validate(LOOSE | {name: bound})
 
     def failed(value: int | None, policy: Policy) -> list[str]:
-        report = passing(**{field: value})
+        report = passing(**{"judged_context": 64, field: value})
         decision = decide(report, policy, champion="champion", lineage=LINEAGE)
         return [each.name for each in decision.checks if not each.passed]
 

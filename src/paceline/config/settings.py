@@ -252,6 +252,11 @@ class EvaluationSettings(Settings):
     tasks_as_chat: bool = Field(default=False, exclude_if=_is_unset)
     metrics: dict[MetricName, MetricSettings] = Field(default={}, exclude_if=_is_unset)
     seed: int = 0
+    # Tokens of the rows in which models are scored, and their serving is measured; 0: each model's
+    # own context. ``min_context`` of a policy needs as many.
+    context: int = Field(default=1024, ge=0, exclude_if=lambda tokens: tokens == 1024)
+    # Rows of the batch whose throughput is measured; 0: up to 8, fewer where memory says so.
+    serving_batch: int = Field(default=0, ge=0, le=4096, exclude_if=_is_unset)
     # Ranks that hold and score each model together (FSDP2); 0: as the training's gang shared it,
     # or as many as hold its float32 weights, where one node does not.
     ranks: int = Field(default=0, ge=0)
@@ -303,10 +308,11 @@ class Policy(Settings):
     max_latency_ms: float = Field(default=1000.0, gt=0)
     max_latency_ms_per_token: float | None = Field(default=None, gt=0)
     max_memory_bytes: int | None = Field(default=None, gt=0)
-    # Of a batch of up to 8 such rows.
+    # Of a batch of such rows, evaluation.serving_batch.
     min_tokens_per_second: float | None = Field(default=None, gt=0, exclude_if=_is_unset)
     max_parameters: int | None = Field(default=None, gt=0)
-    min_context: int | None = Field(default=None, gt=0)  # tokens that the model was made for
+    # Tokens that the model was made for, and of the longest row that it was scored on.
+    min_context: int | None = Field(default=None, gt=0)
     dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
     # What the export must have: "torch.export" is the program of training.export_program.
     formats: tuple[Literal["safetensors", "torch.export"], ...] = Field(

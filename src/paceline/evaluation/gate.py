@@ -124,6 +124,7 @@ def decide(
             for check, name, value, bound in (
                 (_at_most, "parameters", facts.parameters, policy.max_parameters),
                 (_at_least, "context", facts.context, policy.min_context),
+                (_judged_at_least, "longest row scored", facts.judged_context, policy.min_context),
                 (_at_most, "latency in ms a token", token_ms, policy.max_latency_ms_per_token),
                 (_at_most, "peak memory in bytes", peak_bytes, policy.max_memory_bytes),
                 (_at_least, "tokens a second", throughput, policy.min_tokens_per_second),
@@ -336,6 +337,12 @@ def _traceable(key: str, value: str | None) -> GateCheck:
 def _at_least(name: str, value: float | None, least: float) -> GateCheck:
     good = value is not None and math.isfinite(value) and value >= least
     return _check(name, good, _number(value), f"≥ {_number(least)}")
+
+
+def _judged_at_least(name: str, value: float | None, least: float) -> GateCheck:
+    check = _at_least(name, value, least)
+    do = f": evaluation.context = {least:g}, and held-out documents of as many tokens"
+    return check if check.passed else check.model_copy(update={"wanted": check.wanted + do})
 
 
 def _at_most(name: str, value: float | None, most: float) -> GateCheck:

@@ -80,9 +80,8 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
     cache_dir = runtime.state_dir / "cache"
     scratch_dir = runtime.state_dir / "work"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
-    budget = spec.settings.held_out_bytes
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, read, answers = _held_out(snapshot, tokenizer, store, cache_dir, budget)
+    held_out, read, answers = _held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
 
     def on_scored(subject: str, bits_D: NDArray[np.float64], facts: Mapping[str, Any]) -> None:
         if spec.scorer and len(bits_D) <= MOST_RECORDED:
@@ -108,7 +107,7 @@ def evaluate(spec: EvaluationSpec) -> EvaluationReport | None:
         models = {name: _local(name, at, store, scratch) for name, at in spec.models.items()}
         if spec.share is not None:
             part = share_of(held_out, *spec.share)
-            score_share(models, part, tokenizer, on_scored, _progress, allowed)
+            score_share(models, part, tokenizer, on_scored, _progress, spec.settings, allowed)
             return None
         tasks = _tasks_directory(spec, store, scratch) if spec.tasks_url else None
         rows = task_rows(tasks, scratch) if tasks and spec.trained_on else {}
@@ -219,8 +218,7 @@ def _score_on_ranks(
     store, cache_dir = open_store(runtime), runtime.state_dir / "cache"
     snapshot = _snapshot(spec.snapshot_url, spec.snapshot_digest, store)
     tokenizer = tokenizer_of(snapshot, store)
-    budget = spec.settings.held_out_bytes
-    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, budget)
+    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, spec.settings)
     if len(held_out) > MOST_ON_RANKS:
         raise InvalidInput(
             "more held-out documents than ranks report",
@@ -253,6 +251,7 @@ def _score_on_ranks(
         tokenizer,
         lambda *scored: emit("score", _record(spec, *scored)),
         lambda fraction, message: emit("step", {"fraction": fraction, "message": message}),
+        spec.settings,
         ranks=ranks,
         known=[each.subject for each in spec.known],
         on_failed=on_failed,
@@ -286,7 +285,7 @@ def compare(
     the simple baselines, in this process: nothing is recorded, or compared with training data."""
     snapshot = load_snapshot(snapshot_url, store)
     tokenizer = tokenizer_of(snapshot, store)
-    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, settings.held_out_bytes)
+    held_out, _, _ = _held_out(snapshot, tokenizer, store, cache_dir, settings)
     report = score_models(
         models,
         held_out,
@@ -304,11 +303,15 @@ def compare(
 
 
 def _held_out(
-    snapshot: Snapshot, tokenizer: Tokenizer, store: ObjectStore, cache_dir: Path, budget: int
+    snapshot: Snapshot,
+    tokenizer: Tokenizer,
+    store: ObjectStore,
+    cache_dir: Path,
+    settings: EvaluationSettings,
 ) -> tuple[list[HeldOutDocument], list[tuple[str, bytes]], dict[str, bytes] | None]:
     """Return the documents to score, what was read (path, text), and of conversations what
     assistants say in each."""
-    masked = snapshot.is_masked
+    masked, budget = snapshot.is_masked, settings.held_out_bytes
     most, text_of = HELD_OUT_READ_FACTOR * budget, tokenizer.text if masked else None
     found = list(documents(snapshot, "held-out", store, cache_dir, most, text_of=text_of))
     read = [
@@ -318,7 +321,7 @@ def _held_out(
     if masked:
         answers = {each.path: each.text for each in found}
         return choose_conversations(found, budget), read, answers
-    return choose_prefixes(read, budget), read, None
+    return choose_prefixes(read, budget, settings.context), read, None
 
 
 def _training_texts(

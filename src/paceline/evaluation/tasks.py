@@ -170,7 +170,7 @@ def score_tasks(
     for number, (name, where) in enumerate(models.items()):
         if (subject := local_model_digest(where)) not in done:  # base and champion are often one
             on_progress(number / len(models), f"{name}: {len(configs)} tasks")
-            model = TextModel.open(where, allowed=allowed)
+            model = TextModel.open(where, allowed=allowed, context=settings.context)
             done[subject] = _figures(configs, model, scratch, as_chat=settings.tasks_as_chat)
             on_scored(subject, done[subject])
         for task, by_metric in done[subject].items():

@@ -356,6 +356,8 @@ class ModelScore(_Compared):
     calibration_error: float | None = Field(default=None, exclude_if=is_none)
     parameters: int | None = Field(default=None, exclude_if=is_none)
     context: int | None = Field(default=None, exclude_if=is_none)  # positions it was made for
+    # tokens of the longest row that was scored; None in the report of an older version
+    judged_context: int | None = Field(default=None, exclude_if=is_none)
     serving: Serving | None = Field(default=None, exclude_if=is_none)
 
 
