@@ -137,3 +137,6 @@ def test_a_model_is_published_and_distributed_from_there(laptop: Laptop, stack: 
         "distribute", "mine", "1", "--to", "rack=rack-1", "--json", "--state", str(stack.state_dir)
     )
     assert sorted(json.loads(rack.stdout)["targets"]) == ["node-2", "node-3"], rack.stderr
+    for there in ((), ("--state", str(stack.state_dir))):  # as a deployment, and as a flow
+        other = laptop("distribute", "mine", "1", "--digest", "0" * 64, *there)
+        assert (other.returncode, "another model" in other.stderr) == (1, True), other.stderr

@@ -23,6 +23,7 @@ from paceline.cli.options import (
     notice,
     point_prefect_at,
     project_option,
+    refuse_typed,
     run_id_option,
     show,
     state_option,
@@ -509,7 +510,7 @@ def _approval_lines(shown: ApprovalShown) -> list[str]:
     return [head, *(f"  {name:<9} {value}" for name, value in facts.items()), *lines]
 
 
-@click.command()
+@click.command(cls=Sections, sections={"With DEPLOYMENT_ID": "deadline", "With MODEL_ID": "run_id"})
 @click.argument("what", metavar="MODEL_ID | DEPLOYMENT_ID")
 @deadline_option
 @flow_options
@@ -522,7 +523,9 @@ def rollback(call: FlowCall, what: str, deadline: float) -> int:
     if re.match(r"[0-9a-f]{8}-[0-9a-f-]*$", what):
         from paceline.cli.watching import roll_back
 
+        refuse_typed("With MODEL_ID", got=f"deployment {what}")
         return roll_back(what, deadline, call.state, call.as_json)
+    refuse_typed("With DEPLOYMENT_ID", got=f"model {what}")
     return _roll_back(call, what)
 
 

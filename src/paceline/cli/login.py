@@ -194,6 +194,8 @@ def distribute(
     selector: str,
     *,
     activate: bool,
+    allow_older: bool,
+    digest: str,
     cancels: bool,
     run_id: str | None,
     as_json: bool,
@@ -205,7 +207,10 @@ def distribute(
     from paceline.cli.watching import follow
 
     client, run_id = Client.of(runtime), run_id or new_run_id()
-    deployment_id = client.deploy(model, version, selector, run_id, allow_older=not activate)
+    older = allow_older or not activate
+    deployment_id = client.deploy(
+        model, version, selector, run_id, allow_older=older, digest=digest
+    )
     try:
         follow(runtime, deployment_id, quiet=as_json, activates=activate)
     except BaseException as error:

@@ -23,6 +23,7 @@ import click
 from click.core import ParameterSource
 from pydantic import BaseModel
 
+from paceline.cli.commands import Sections
 from paceline.config import (
     Profile,
     Runtime,
@@ -238,6 +239,22 @@ def is_typed(parameter: str) -> bool:
     """Return whether the running command's ``parameter`` was typed."""
     source = click.get_current_context().get_parameter_source(parameter)
     return source is ParameterSource.COMMANDLINE
+
+
+def refuse_typed(*headings: str, got: str, do: str | None = None) -> None:
+    """Raise InvalidInput where an option below one of ``headings`` of the running command's help
+    was typed: it is of another form of the command than ``got``, which has no use for it."""
+    context = click.get_current_context()
+    for heading in headings:
+        names = cast(Sections, context.command).sections[heading].split()
+        options = [each.opts[0] for each in context.command.params if each.name in names
+                   and is_typed(str(each.name))]  # fmt: skip
+        if options:
+            raise InvalidInput(
+                f'{", ".join(options)} belong{"" if options[1:] else "s"} to "{heading}"',
+                got=got,
+                do=do or f"See `{context.command_path} --help`.",
+            )
 
 
 def job_settings(overrides: tuple[str, ...]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from paceline.schemas.base import (
     Record,
     Text,
     is_empty,
+    is_none,
     require_no_password,
 )
 from paceline.schemas.events import Event
@@ -61,6 +62,8 @@ class CreateDeployment(Record):
     max_failed: float = Field(default=0.05, ge=0, le=1)
     seed: int = Field(default=0, ge=-COUNT_MAX, le=COUNT_MAX)
     allow_older: bool = False  # allow a version older than a target's active one; else Conflict
+    # what the source's manifest must be, else CorruptData; left out where it is not given
+    manifest_digest: Text | None = Field(default=None, exclude_if=is_none)
     flow_run_id: Text | None = Field(default=None, max_length=64)
     run_id: Text | None = Field(default=None, max_length=64)
 
