@@ -139,7 +139,7 @@ def test_a_tutorial_shows_the_commands_that_its_how_to_pages_show(tutorial: str)
             names, given * len(names) if len(given) == 1 else given, strict=False
         ):
             shown = re.sub(rf"\b{name}\b", value, shown)
-    blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```sh \S+\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in blocks for line in block.splitlines() if line.strip()]
     assert len(lines) > 5
     missing = [line for line in lines if line not in shown]
