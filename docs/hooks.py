@@ -59,7 +59,7 @@ MOST = 2**53  # bounds above it are those of the integers themselves
 COMMON = {
     "deployment_id": "as `POST /deployments` returned it",
     "worker_id": "the agent's name in the fleet",
-    "model_id": "such as bytelm or acme/7b",
+    "model_id": "such as pylm or acme/7b",
     "version": "of the model, as published",
     "job_id": "tj-…, as `POST /v1/training-jobs` returned it",
     "run_id": "by which ledger, Prefect and MLflow name the run",

@@ -220,7 +220,7 @@ class ModelSettings(Settings):
     trained for ``base_steps``.
     """
 
-    model_id: str = "bytelm"  # the name under which candidates are published and registered
+    model_id: str = "pylm"  # the name under which candidates are published and registered
     base: str = ""  # "": a new model of the shape below
     parameters: int = Field(default=2_000_000, ge=10_000)  # about so many, of a new model
     context: int = Field(default=256, ge=16)  # tokens that a new model reads at once
@@ -343,7 +343,7 @@ class Policy(Settings):
     approval_hours: float = Field(default=72.0, gt=0, le=720)  # then the promotion is off
 
 
-ModelName = Annotated[str, matching(MODEL_ID, "a model's id, such as bytelm or acme/7b")]
+ModelName = Annotated[str, matching(MODEL_ID, "a model's id, such as pylm or acme/7b")]
 
 
 class GateSettings(Policy):

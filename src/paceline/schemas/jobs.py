@@ -83,16 +83,17 @@ class Resources(Record):
 
     ranks: int = Field(default=0, ge=0, le=65_536)  # 0: the profile's
     ranks_per_node: int = Field(default=0, ge=0, le=1024)  # 0: one for each accelerator, else one
-    accelerator: Text = Field(default="", max_length=100)  # "a100": a kind, or a part of its name
+    # a kind, or a part of its name
+    accelerator: Text = Field(default="", max_length=100, examples=["a100"])
     memory_bytes: int = Field(default=0, ge=0, le=2**60)  # of each accelerator, at least
     capacity: Literal["", "on-demand", "spot"] = ""  # "": any
     within: Literal["host", "domain", "rack", "zone", "fleet"] = "fleet"  # which it may not leave
-    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue ("": the team's,
-    # else the profile's), and after how long the nodes are taken back (0: the profile's).
+    # Where Slurm or Kubernetes admits jobs: the partition or Kueue's LocalQueue; "": the team's,
+    # else the profile's.
     queue: Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9][-\w.]{0,62})?$")] = Field(
-        default="", exclude_if=is_empty
+        default="", exclude_if=is_empty, examples=["training"]
     )
-    # after it the nodes are taken back; 0: the profile's
+    # There too: after it the nodes are taken back; 0: the profile's.
     time_limit_s: float = Field(default=0, ge=0, le=366 * 86_400, exclude_if=is_empty)
 
 
