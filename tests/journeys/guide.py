@@ -69,6 +69,18 @@ def commands(page: str, kind: str = "sh") -> dict[str, str]:
     return dict(re.findall(rf"^```{kind} (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
 
 
+KEPT = {"snapshot": "snapshot.json", "train": "trained.json", "evaluate": "report.json"}
+
+
+def keeping(text: str) -> str:
+    """Return ``text`` whose commands print JSON into a file each, which the journey reads."""
+
+    def kept(line: re.Match[str]) -> str:
+        return f"{line[0]} --json > {KEPT[line[1]]}"
+
+    return re.sub(rf"^paceline ({'|'.join(KEPT)}) .+$", kept, text, flags=re.MULTILINE)
+
+
 def commands_under(page: str, heading: str, **values: str) -> list[str]:
     """Return the lines of the ``sh`` blocks below ``heading`` of ``docs/PAGE``; ``values`` replace
     the words in capitals.

@@ -25,7 +25,7 @@ from tests.journeys.control_plane import (
     control_plane,
     start_stores,
 )
-from tests.journeys.guide import commands
+from tests.journeys.guide import commands, keeping
 from tests.journeys.hosts import Ended, Host, until
 from tests.journeys.stores import PASSWORD
 from tests.journeys.trainers import SMALL, name_of
@@ -207,7 +207,7 @@ def test_a_laptop_trains_judges_and_promotes_what_another_person_approves(
     fleet.on_laptop(f"{publish} && paceline distribute acme-lm 1").ok()
     assert active(fleet, "acme-lm") == ["1", "1"]
 
-    done = fleet.on_laptop(page["judge"], **words)
+    done = fleet.on_laptop(keeping(page["judge"]), **words)
     one_line(done, 5, "the promotion waits for an approval", "paceline approve")
     run = re.findall(r"paceline approve (run-[\w-]+)", done.err.splitlines()[-1])[0]
     home = {"XDG_CONFIG_HOME": "/home/user/bob"}
