@@ -29,7 +29,7 @@ def distribute_model(
             "Source",
             "Instead of a published version: s3://…, models:/name@alias, hf://org/name@revision "
             "or oci://…",
-            "models:/bytelm@champion",
+            "models:/tiny@champion",
             "hf://org/name@main",
         ),
     ] = None,

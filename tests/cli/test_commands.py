@@ -13,10 +13,11 @@ from pathlib import Path
 import click
 import pytest
 
+from paceline.cli import flows
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
 from paceline.cli.flows import FlowCall, made_and_next
 from paceline.cli.main import cli
-from paceline.cli.options import again, one_of, print_table
+from paceline.cli.options import again, one_of, or_last, print_table, remember
 from paceline.cli.progress import StageBars
 from paceline.config import Endpoints, Profile, Runtime, Secrets, save_runtime
 from paceline.errors import InvalidInput, NotFound
@@ -294,3 +295,34 @@ def test_distribute_passes_digest_and_allow_older_to_the_installations_flow(
     typed = ("distribute", "m", "1", "--digest", "ab", "--allow-older", "--state", tmp_path)
     assert paceline(*typed).returncode == 0
     assert (given["manifest_digest"], given["allow_older"]) == ("ab", True)
+
+
+def test_last_is_what_this_user_made_last_on_that_installation(
+    no_login: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, other = (
+        Runtime(
+            profile=Profile(), state_dir=tmp_path / name, endpoints=Endpoints(), secrets=Secrets()
+        )
+        for name in ("made", "other")
+    )
+    for each in (made, other):
+        each.state_dir.mkdir()
+        save_runtime(each)
+    assert or_last("s3://b/d", "url", made.state_dir) == "s3://b/d"
+    remember(made, "publish.build_snapshot", {"url": "s3://b/1"})
+    remember(made, "publish.build_snapshot", {"url": "s3://b/2", "notes": []})
+    remember(made, "train.train_model", {"training_digest": "4" * 64, "job_id": "job-1"})
+    remember(made, "train.publish_model", {"url": "s3://b/model"})
+    assert or_last("last", "url", made.state_dir) == "s3://b/2"
+    assert or_last("last", "job_id", made.state_dir) == "job-1"
+    assert flows._digest_of("last", "training_digest", "train", made.state_dir) == "4" * 64
+    assert (no_login / "paceline/last.json").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(InvalidInput, match=f"`paceline snapshot`.*{other.state_dir}"):
+        or_last("last", "url", other.state_dir)
+    (no_login / "paceline/last.json").write_text("[")
+    done = paceline("promote", "m", "--report", "last", "--state", made.state_dir)
+    assert done.returncode == 2
+    assert "Type `paceline evaluate` first" in done.stderr
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/proc/none")
+    remember(made, "publish.build_snapshot", {"url": "s3://b/3"})  # and no error

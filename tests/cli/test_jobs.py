@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +18,7 @@ from paceline.config import Endpoints
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
 from tests.api.conftest import FakeAgent, Served, make_runtime
+from tests.journeys.guide import commands
 from tests.support.command import paceline
 from tests.support.stack import wait_until
 from tests.support.web import Call, serving
@@ -206,3 +209,17 @@ def test_a_log_is_json_for_a_program(served: Served) -> None:
         ("outcome", "cancelled"),
     ]
     assert done.returncode == items[-1]["exit_code"] == 130
+
+
+def test_the_page_allows_lists_and_revokes_a_purpose(served: Served) -> None:
+    allow, listed, revoke = commands("how-to/run-training-jobs.md")["purposes"].splitlines()
+
+    def typed(line: str) -> str:
+        done = paceline(*shlex.split(line)[1:], "--state", served.runtime.state_dir)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    typed(allow)
+    (rule,) = re.findall(r"dp-[0-9a-f]+", typed(listed))
+    typed(revoke.replace("dp-4f1c", rule[:7]))
+    assert "revoked" in typed(listed)

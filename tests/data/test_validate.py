@@ -17,10 +17,13 @@ from paceline.data import (
     read_table,
     require_valid,
     validate_snapshot,
+    validation,
 )
+from paceline.data.expectations import own_expectations
 from paceline.errors import DataRejected, InvalidInput
 from paceline.storage import DiskStore, ObjectStore
 from tests.data.planting import Rows, as_tokens, replant
+from tests.journeys.guide import commands
 
 pytestmark = pytest.mark.xdist_group("great-expectations")  # one worker imports it
 
@@ -227,3 +230,10 @@ def test_drift_is_of_means_and_lengths(
     assert moved == pytest.approx(2.0, abs=0.01)
     assert drift_of(before, [before[0] | {"column": "other"}]) == {"tokens": 1.0, "other": 1.0}
     assert drift_of(before, [before[0] | {"mean": None}]) == {"tokens": 1.0}
+
+
+def test_the_expectations_of_the_docs_are_great_expectations_own(snapshot: Snapshot) -> None:
+    text = commands("how-to/make-a-data-snapshot.md", "yaml")["expectations"]
+    columns = [*validation.COLUMNS, *validation.MADE_COLUMNS, "feature.label"]
+    validation._import_great_expectations()
+    assert len(own_expectations(text, snapshot, columns)) == 2

@@ -93,8 +93,8 @@ def test_a_program_trains_evaluates_and_promotes_over_the_login(
             source / f"{number}.py", f"s3://{stack.profile.storage.bucket}/texts/{number}.py"
         )
     model = lifecycle.answer["model"]["model_id"]
-    (program,) = [each for each in PROGRAMS if "GateRefused" in each]
-    program = program.replace('"acme-7b"', f'"{model}"')
+    # docs/how-to/use-from-python.md
+    program = PROGRAMS["flows"].replace('"acme-7b"', f'"{model}"')
     program = program.replace("s3://bucket/texts", f"s3://{stack.profile.storage.bucket}/texts")
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=laptop.home, env=laptop.env,

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.options import again, json_option, notice, show
+from paceline.cli.options import again, json_option, notice, remember, show
 from paceline.client import TOKEN_VARIABLE, Client, CoordinatorClient, require_encrypted
 from paceline.config import (
     Login,
@@ -252,6 +252,7 @@ def run_flow(
         sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
     lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
+    remember(runtime, name, answer)
     lines += [*made_and_next(name, {**parameters, **answer}), f"prefect   {begun.page}"]
     show(answer, as_json, *lines)
     return 0

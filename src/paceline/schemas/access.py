@@ -172,11 +172,11 @@ DataSelector = Annotated[
 class AllowPurpose(Record):
     """Allow data to be used for a purpose; no teams or projects: of any."""
 
-    purpose: Name
+    purpose: Name  # that the data may be used for
     # (): the snapshots that carry the purpose as their label
     data: tuple[Annotated[DataSelector, Field(max_length=1000)], ...] = Field((), max_length=100)
-    teams: tuple[Team, ...] = Field(default=(), max_length=100)
-    projects: tuple[ProjectName, ...] = Field(default=(), max_length=100)
+    teams: tuple[Team, ...] = Field(default=(), max_length=100)  # who may; (): all teams
+    projects: tuple[ProjectName, ...] = Field(default=(), max_length=100)  # (): for all projects
     reason: Text = Field(default="", max_length=500)
     ttl_seconds: float | None = Field(default=None, gt=0, le=10 * 365 * 86_400)  # None: no end
 
@@ -186,24 +186,24 @@ class PurposeRule(Record):
     stays in the table.
     """
 
-    rule_id: Annotated[str, StringConstraints(pattern=RULE_ID)]
-    purpose: Name
-    data: tuple[str, ...]
-    teams: tuple[str, ...]
-    projects: tuple[str, ...]
+    rule_id: Annotated[str, StringConstraints(pattern=RULE_ID)]  # by which it is withdrawn
+    purpose: Name  # that the data may be used for
+    data: tuple[str, ...]  # beginnings of URLs, or labels of snapshots
+    teams: tuple[str, ...]  # who may; (): all teams
+    projects: tuple[str, ...]  # for which; (): all projects
     reason: str = ""
     approver: str  # the name of the admin's token
     allowed_at: float  # seconds since the Unix epoch, as all times
-    expires_at: float | None = None
-    revoked_at: float | None = None
-    revoked_by: str = ""
+    expires_at: float | None = None  # seconds since the Unix epoch; None: never
+    revoked_at: float | None = None  # seconds since the Unix epoch; None: it holds
+    revoked_by: str = ""  # the token's name
 
     def is_in_force(self, now: float) -> bool:
         return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
 
 
 class PurposeList(Record):
-    rules: tuple[PurposeRule, ...]
+    rules: tuple[PurposeRule, ...]  # those that no longer hold too
 
 
 class PurposesShown(PurposeList):

@@ -24,6 +24,7 @@ from paceline.cli.options import (
     job_settings,
     json_option,
     narrowed,
+    or_last,
     profile_options,
     project_option,
     purpose_option,
@@ -67,7 +68,11 @@ SECTIONS = {
 @click.argument("model_id", required=False)
 @click.argument("version", required=False)
 @click.option(
-    "--snapshot", default=None, help="A data snapshot: its URL, or its directory on this disk."
+    "--snapshot",
+    default=None,
+    metavar="URL|last",
+    help="A data snapshot: its URL, its directory on this disk, or last: what this user made last "
+    "on the installation.",
 )
 @click.option(
     "--labels",
@@ -86,8 +91,8 @@ SECTIONS = {
     "--continue-from",
     metavar="JOB",
     default="",
-    help="Go on from the last checkpoint of this finished job (job-…, or its beginning), with more "
-    "--steps in all or another learning rate.",
+    help="Go on from the last checkpoint of this finished job (job-…, its beginning, or last on an "
+    "installation), with more --steps in all or another learning rate.",
 )
 @run_id_option
 @click.option(
@@ -206,9 +211,9 @@ def train(
         "train.train_model",
         model_id=model_id,
         version=version,
-        snapshot_url=snapshot,
+        snapshot_url=or_last(snapshot, "url", state),
         labels=labels,
-        continue_from=continue_from or None,
+        continue_from=or_last(continue_from, "job_id", state) or None,
         steps=steps,
         ranks=ranks,
         settings=job_settings(overrides) or None,

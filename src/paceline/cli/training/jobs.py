@@ -15,10 +15,12 @@ from pydantic import BaseModel
 
 from paceline.cli.commands import Sections
 from paceline.cli.options import (
+    SNAPSHOT,
     gang_options,
     job_settings,
     json_option,
     notice,
+    or_last,
     print_table,
     purpose_option,
     show,
@@ -67,7 +69,7 @@ def jobs() -> None:
 )
 @click.argument("model_id")
 @click.argument("version")
-@click.option("--snapshot", required=True, help="The data snapshot's URL.")
+@click.option("--snapshot", metavar="URL|last", required=True, help=SNAPSHOT)
 @gang_options
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
 @click.option("--continue-from", default="", metavar="TRAINING",
@@ -106,7 +108,7 @@ def submit(
 
     Its gang gets all its nodes at once or waits; the nodes get the version first.
     """
-    parameters = job_settings(overrides)
+    snapshot, parameters = or_last(snapshot, "url", state), job_settings(overrides)
     if steps is not None:
         parameters["training.steps"] = steps
     fields = given | ({"team": team} if team else {})
