@@ -122,7 +122,7 @@ class SecuritySettings(Settings):
     # Allowed sources of user code (`training.code_ref`, `evaluation.metrics`): a module with
     # submodules, an absolute directory with everything below, or a prefix of an https:// or file://
     # URL that ends in "/".
-    code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
+    code_sources: tuple[str, ...] = ()
     # Between workers. auto: mutual TLS if the three files below are set, else plain, which listens
     # on loopback only; mtls: always; plaintext-anywhere: plain on any network, readable by all.
     peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"

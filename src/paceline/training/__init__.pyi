@@ -31,12 +31,6 @@ from .launcher.ports import (
     GangResult as GangResult,
     Launcher as Launcher,
 )
-from .recurrent import (
-    CarriedState as CarriedState,
-    RecurrentBytes as RecurrentBytes,
-    RecurrentWorkload as RecurrentWorkload,
-    byte_gru as byte_gru,
-)
 from .reproduce import compare as compare, train_again as train_again
 from .reproducibility import (
     CUBLAS_DETERMINISTIC as CUBLAS_DETERMINISTIC,
