@@ -370,7 +370,7 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "documents": snapshot.record.documents,
         "bytes": snapshot.record.total_bytes,
         "tokens": snapshot.tokens,
-        "format": snapshot.record.format or "text",
+        "format": snapshot.record.format,
         "label": snapshot.purpose,
         "project": snapshot.project,
         "skipped": snapshot.record.skipped,
