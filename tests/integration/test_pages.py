@@ -33,7 +33,7 @@ INSTALLED = (
     "switch-and-roll-back", "watch-a-deployment", "give-and-revoke-access",
 )  # fmt: skip
 PAGES = (README, DEMO, *(f"how-to/{each}.md" for each in (*HERE, *INSTALLED)))
-SMALL = "--profile ci --set cluster.nodes=2 --set model.base_steps=2 --set training.steps=20"
+SMALL = "--profile ci --set cluster.nodes=2 --set training.steps=20"
 BRIEF = "--steps 2 --set model.parameters=20000 --set data.max_bytes=200000"
 
 

@@ -205,15 +205,13 @@ class ModelSettings(Settings):
     """The model that a lifecycle starts from.
 
     ``base``: MODEL_ID/VERSION as published, hf://…, oci://…, or a directory (``./``: beside the
-    profile's file); "": a new byte-level transformer whose shape is derived from ``parameters``,
-    trained for ``base_steps``.
+    profile's file); "": a new transformer, untrained, whose shape is derived from ``parameters``.
     """
 
     model_id: str = "bytelm"
     base: str = ""
     parameters: int = Field(default=2_000_000, ge=10_000)
     context: int = Field(default=256, ge=16)
-    base_steps: int = Field(default=60, ge=0)
     seed: int = 0
 
 
