@@ -74,7 +74,7 @@ def prepare_inputs(
     run_id: str | None = None,
 ) -> Inputs:
     """Publish the base ``model`` and build the data snapshot from ``data`` with its tokenizer; or,
-    where the profile names no base either, train a new one on the snapshot and publish it.
+    where the profile names no base either, publish a new, untrained one for the snapshot.
 
     Raises AccessDenied or InvalidSnapshot where ``team`` and ``project`` may not use the snapshot
     for the profile's purpose."""

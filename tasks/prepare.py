@@ -4,6 +4,7 @@ where none is given."""
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -23,20 +24,19 @@ from paceline.data import (
     template_files,
     validate_snapshot,
 )
-from paceline.errors import DataRejected, InvalidInput, TrainingFailed
+from paceline.errors import DataRejected, InvalidInput
 from paceline.jobs import require_permitted
 from paceline.models import TOKENIZER_FILE
 from paceline.schemas import StageRecord, TrainingData, canonical_json, digest_of
 from paceline.storage import ObjectStore
-from paceline.system import PYTHON
 from paceline.tasks._support import artifacts, sealed
 from paceline.tasks._support.run import Run, StageResult
 from paceline.tasks._support.stages import stage
-from paceline.tasks.publish import is_published, published_url
-from paceline.training import BaseResult, BaseSpec
+from paceline.tasks.publish import is_published, publish_base
+from paceline.training import write_new_model
+from paceline.training.parallel import cuts_of
 
 STATISTICS = "data-statistics"  # in the ledger: of the last snapshot of a source
-BASE_DEADLINE_S = 1800.0
 CHECKED_LATER = {"expectations", "max_drift"}  # they decide nothing of what is in a snapshot
 # With the source, they decide which text a snapshot holds out: of two releases of one source with
 # the same of these, one may judge what the other judged before.
@@ -49,9 +49,6 @@ MOST_COMPARED = 60  # columns: a record of the ledger is at most 64 KiB
 MOST_RECORDED = 50  # shards in quarantine, of the same record
 MAX_EXPECTATIONS_BYTES = 64 * 1024
 SKIPPED_NAMED = 5  # samples left out, in the summary; the record lists a hundred
-
-# Of the training settings, those that decide which base comes out; its steps are the model's own.
-BASE_RECIPE = {"learning_rate", "batch_sequences", "warmup_steps", "weight_decay", "clip_norm"}
 
 
 @stage("build-data-snapshot", retries=2)
@@ -232,7 +229,7 @@ def _judge(run: Run, drift: dict[str, float], before: str, snapshot: Snapshot) -
 
 @stage("publish-base-model")
 def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
-    """Train the base model up to its recorded budget and publish it as version 1.
+    """Publish a new, untrained model for ``snapshot`` as version 1: the base of a lifecycle.
 
     The version's URL carries the digest of what it was made from, so that another base (another
     size, other data) is another prefix and never a conflict.
@@ -241,23 +238,15 @@ def publish_base_model(run: Run, snapshot: dict[str, Any]) -> StageResult:
     inputs = {
         "model": profile.model.model_dump(mode="json"),
         "snapshot": snapshot["digest"],
-        "recipe": profile.training.model_dump(mode="json", include=BASE_RECIPE),
+        "cuts": cuts_of(profile.training.mesh),
     }
     model_id = f"{profile.model.model_id}-{digest_of(inputs)[:8]}"
 
     def work() -> dict[str, Any]:
-        url = published_url(run, model_id, "1")
-        trained = _train_base(run, snapshot, url)
-        manifest = run.manifest(url)
-        return {
-            "model_id": model_id,
-            "version": "1",
-            "url": url,
-            "manifest_digest": manifest.digest,
-            "parameters": trained.parameters,
-            "steps": trained.steps,
-            "loss": trained.final_loss,
-        }
+        data = load_snapshot(snapshot["url"], run.store)
+        with tempfile.TemporaryDirectory(prefix="base-", dir=run.work_dir) as made:
+            write_new_model(profile, data, Path(made))
+            return publish_base(run, Path(made), model_id)
 
     result = run.stage(
         "base",
@@ -343,45 +332,6 @@ def _state(source: str, store: ObjectStore) -> list[Any]:
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
 
 
-def _train_base(run: Run, snapshot: dict[str, Any], url: str) -> BaseResult:
-    """Train the base in a process on a node, which publishes it at ``url``."""
-    profile = run.runtime.profile
-    spec = BaseSpec(
-        publish_url=url,
-        snapshot_url=snapshot["url"],
-        snapshot_digest=snapshot["digest"],
-        purpose=snapshot["label"],  # the table of purposes has allowed the profile's
-        model=profile.model,
-        training=profile.training,
-    )
-
-    def on_event(line: dict[str, Any]) -> None:
-        if line.get("event") == "step":
-            step, total = int(line["step"]), max(profile.model.base_steps, 1)
-            run.report(
-                "base", step / total, f"step {step}/{total}, loss {line['data']['loss']:.3f}"
-            )
-
-    node = run.trainers(run.nodes())[0].worker_id
-    with run.fleet() as fleet:
-        ended = fleet.run_process(
-            node,
-            argv=[PYTHON, "-m", "paceline.training.base"],
-            input_json=spec.model_dump_json(),
-            on_event=on_event,
-            deadline_s=BASE_DEADLINE_S,
-        )
-    if ended.exit_code != 0 or not ended.last_line:
-        raise TrainingFailed(
-            "the base model could not be trained",
-            got=f"exit code {ended.exit_code}: {ended.stderr_tail.strip()[-400:]}",
-            wanted="a model",
-            where=node,
-            do="Run the same command again; read the log of its worker if it fails the same way.",
-        )
-    return BaseResult.model_validate_json(ended.last_line)
-
-
 def _reference(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "url": snapshot.url,
@@ -389,7 +339,7 @@ def _reference(snapshot: Snapshot) -> dict[str, Any]:
         "documents": snapshot.record.documents,
         "bytes": snapshot.record.total_bytes,
         "tokens": snapshot.tokens,
-        "format": snapshot.record.format or "text",
+        "format": snapshot.record.format,
         "label": snapshot.purpose,
         "project": snapshot.project,
         "skipped": snapshot.record.skipped,

@@ -62,10 +62,7 @@ def publish_given_base(run: Run, model: str) -> StageResult:
     model_id = f"{run.runtime.profile.model.model_id}-{weights[:8]}"
 
     def work() -> dict[str, Any]:
-        with publish_progress(run, f"{model_id} 1") as progress:
-            manifest = _publish(run, directory, model_id, "1", **progress)
-        found = _published(manifest, published_url(run, model_id, "1"))
-        return found | {"parameters": _parameter_count(directory)}
+        return publish_base(run, directory, model_id)
 
     return run.stage(
         "base",
@@ -74,6 +71,14 @@ def publish_given_base(run: Run, model: str) -> StageResult:
         still_true=lambda o: is_published(run, o),
         describe=lambda o: f"{o['model_id']} v{o['version']}, {o['parameters']:,} parameters",
     )
+
+
+def publish_base(run: Run, directory: Path, model_id: str) -> dict[str, Any]:
+    """Publish the model in ``directory`` as version 1; return the output of a stage ``base``."""
+    with publish_progress(run, f"{model_id} 1") as progress:
+        manifest = _publish(run, directory, model_id, "1", **progress)
+    found = _published(manifest, published_url(run, model_id, "1"))
+    return found | {"parameters": _parameter_count(directory)}
 
 
 @stages.stage("publish-directory", retries=2)

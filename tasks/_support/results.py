@@ -40,8 +40,6 @@ class PublishedModel(Result):
     pieces: int | None = None
     source: str | None = None  # of an import
     parameters: int | None = None
-    steps: int | None = None  # of a base that was trained here
-    loss: float | None = None
 
 
 class Inputs(Result):

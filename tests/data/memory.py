@@ -24,6 +24,7 @@ def shard_of(documents: Sequence[bytes], number: int = 0) -> Shard:
         bytes=max(1, len(text)),
         documents=len(documents),
         text_bytes=sum(map(len, documents)),
+        token_count=sum(map(len, documents)),
         lengths_sha256="0" * 64,
     )
 

@@ -79,49 +79,5 @@ def replant(
     return put_record(SnapshotRecord.model_validate(changed | fields), url, store)
 
 
-def version_1(texts: dict[str, bytes], url: str, store: ObjectStore) -> Snapshot:
-    """A snapshot as they were made before: JSONL shards of text, no lengths beside them."""
-    shards = []
-    for split, part in (("train", sorted(texts)[1:]), ("held-out", sorted(texts)[:1])):
-        data = b"".join(
-            canonical_json(
-                {
-                    "path": name,
-                    "sha256": hashlib.sha256(texts[name]).hexdigest(),
-                    "n_bytes": len(texts[name]),
-                    "text": texts[name].decode(),
-                }
-            )
-            + b"\n"
-            for name in part
-        )
-        shard = {
-            "split": split,
-            "sha256": hashlib.sha256(data).hexdigest(),
-            "bytes": len(data),
-            "documents": len(part),
-            "text_bytes": sum(len(texts[name]) for name in part),
-        }
-        store.put_bytes(f"{url}/shards/{shard['sha256']}.jsonl", data)
-        shards.append(shard)
-    fields = {
-        "schema_version": 1,
-        "purpose": "tests",
-        "project": "paceline-demo",
-        "source": "directory",
-        "seed": 3,
-        "held_out_share": 0.2,
-        "shards": shards,
-        "documents": len(texts),
-        "total_bytes": sum(len(each) for each in texts.values()),
-        "duplicates": 0,
-        "skipped": 0,
-        "skipped_examples": [],
-    }
-    where = snapshot_url(url, digest_of(fields))
-    store.put_bytes(f"{where}/snapshot.json", canonical_json(fields))
-    return load_snapshot(where, store)
-
-
 def as_tokens(text: bytes) -> Any:
     return np.frombuffer(text, dtype=np.uint8)

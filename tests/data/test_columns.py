@@ -189,9 +189,8 @@ def test_columns_are_a_matter_of_the_data_and_not_of_the_ranks() -> None:
 def shards_of(count: int, mib: int, documents: int, name: str = "0") -> list[Shard]:
     size = mib << 20
     one = {"split": "train", "bytes": size, "documents": documents, "text_bytes": size}
-    return [
-        Shard(sha256=f"{number:064x}", lengths_sha256=name * 64, **one) for number in range(count)
-    ]
+    one |= {"token_count": size, "lengths_sha256": name * 64}
+    return [Shard(sha256=f"{number:064x}", **one) for number in range(count)]
 
 
 def test_more_nodes_than_columns_are_usual_get_columns_of_their_own() -> None:

@@ -18,18 +18,18 @@ from pydantic import ValidationError
 
 from paceline.config import DataSettings
 from paceline.data import (
-    BYTE_VOCABULARY,
     ShardCache,
     Snapshot,
     assign_splits,
     build_snapshot,
     documents,
+    load_snapshot,
     require_readable,
 )
 from paceline.data.formats import ColumnWriter, ShardSamples, read_columns
 from paceline.errors import InvalidInput, InvalidSnapshot, PacelineError, SourceMissing
-from paceline.storage import DiskStore, ObjectStore
-from tests.data.planting import version_1
+from paceline.schemas import canonical_json, digest_of
+from paceline.storage import DiskStore
 from tests.support.rclone import RcloneS3
 
 SETTINGS = DataSettings(shard_bytes=2048, held_out_share=0.3, purpose="tests", seed=5)
@@ -463,25 +463,24 @@ def test_memory_does_not_grow_with_the_source(tmp_path: Path) -> None:
     assert peaks[1] < 1.3 * peaks[0] + 500_000, peaks
 
 
-def test_snapshots_of_version_1_stay_readable(tmp_path: Path, url: str, store: ObjectStore) -> None:
-    texts = {f"{n}.txt": f"text of {n}\n".encode() * (n + 1) for n in range(5)}
-    snapshot = version_1(texts, url, store)
-    assert snapshot.vocabulary == BYTE_VOCABULARY
-    train, held_out = (snapshot.of_split(each)[0] for each in ("train", "held-out"))
-    assert (held_out.samples, held_out.tokens) == (1, 10)
-    with ShardCache(snapshot, store, tmp_path) as cache:
-        assert cache.lengths(train).tolist() == [len(texts[f"{n}.txt"]) for n in range(1, 5)]
-        samples = cache.samples(train)
-        assert samples.tokens(1).tobytes() == samples.text_bytes(1) == texts["2.txt"]
-        assert samples.features(1) == {}
-        flat, ends = samples.flat()
-        assert (len(flat), ends[-1]) == (train.tokens, train.tokens)
-    both = [
-        each
-        for split in ("held-out", "train")
-        for each in documents(snapshot, split, store, tmp_path)
-    ]  # type: ignore[arg-type]
-    assert {each.path: each.text for each in both} == texts
+def test_a_snapshot_of_version_1_is_to_be_built_again(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    for n in range(5):
+        (tmp_path / "source" / f"{n}.txt").write_text(f"text of {n}")
+    url = built(tmp_path / "source", tmp_path / "store").url
+    record = Path(url.removeprefix("file://")) / "snapshot.json"
+    fields = json.loads(record.read_bytes())
+    for name in ("format", "vocabulary", "columns", "token_count"):
+        del fields[name]
+    for each in fields["shards"]:
+        del each["token_count"], each["lengths_sha256"]
+    fields["schema_version"] = 1
+    older = record.parent.with_name(digest_of(fields))
+    older.mkdir()
+    (older / "snapshot.json").write_bytes(canonical_json(fields))
+    with pytest.raises(InvalidSnapshot, match=r"schema_version: Input should be 2.*Build the") as e:
+        load_snapshot(DiskStore.url_of(older), DiskStore())
+    assert "\n" not in e.value.one_line()
 
 
 @given(data=st.data())

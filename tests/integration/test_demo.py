@@ -49,7 +49,7 @@ def test_a_killed_demo_of_ones_own_text_goes_on_and_stops_at_ctrl_c(tmp_path: Pa
         (texts / f"letter-{index}.txt").write_text("".join(lines))
     words = (
         *("demo", "--profile", "ci", "--keep", "--data", str(texts)),
-        *("--set", "training.steps=240", "--set", "model.base_steps=2"),
+        *("--set", "training.steps=240"),
     )
     first = start(*words, state=state)
     wait_until((state / "nodes/node-3/agent.json").exists, 240, "the agents run")

@@ -20,7 +20,7 @@ pytestmark = [
     pytest.mark.timeout(1000),
 ]
 ROOT = Path(__file__).parents[2]
-SMALL = "--profile ci --set cluster.nodes=2 --set model.base_steps=2 --set training.steps=20"
+SMALL = "--profile ci --set cluster.nodes=2 --set training.steps=20"
 TYPED = commands("how-to/evaluate-and-promote.md")["metric"]
 
 

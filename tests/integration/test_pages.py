@@ -27,7 +27,7 @@ pytestmark = [
 nightly = pytest.mark.nightly
 
 README, DEMO = "../README.md", "tutorials/the-demo.md"
-SMALL = "--profile ci --set cluster.nodes=2 --set model.base_steps=2 --set training.steps=20"
+SMALL = "--profile ci --set cluster.nodes=2 --set training.steps=20"
 BRIEF = "--steps 2 --set model.parameters=20000 --set data.max_bytes=200000"
 
 
@@ -142,12 +142,6 @@ def test_a_training_on_this_machine(bucket: Machine, name: str) -> None:
     shown = bucket.shell(block("how-to/train-here.md", name, words, BRIEF))
     assert "done: 2 steps" in shown
     assert name != "s3" or "s3://bucket/runs" in shown
-
-
-@nightly
-def test_a_training_carries_state_over_the_cuts_of_a_document(machine: Machine) -> None:
-    line = block("how-to/train-your-own-model.md", "carried", {"DIR": "docs"}, BRIEF)
-    assert "done: 2 steps" in machine.shell(line)
 
 
 @nightly

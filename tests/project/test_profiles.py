@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from paceline.config import (
     load_runtime,
     save_runtime,
 )
-from paceline.errors import InvalidProfile
+from paceline.errors import InvalidProfile, NotReady
 
 ROOT = Path(__file__).resolve().parents[2]
 PROFILES = sorted((ROOT / "profiles").glob("*.toml"))
@@ -103,3 +104,17 @@ def test_the_runtime_comes_back_whole_and_only_its_owner_reads_it(tmp_path: Path
     assert path.stat().st_mode & 0o077 == 0
     assert "secret-word" not in repr(runtime)
     assert "secret-word" not in str(runtime)
+
+
+def test_the_runtime_of_an_earlier_release_is_read(tmp_path: Path) -> None:
+    runtime = Runtime(
+        profile=Profile(), state_dir=tmp_path, endpoints=Endpoints(), secrets=Secrets()
+    )
+    path = save_runtime(runtime)
+    stored = json.loads(path.read_text())
+    stored["profile"]["model"]["base_steps"] = 60
+    path.write_text(json.dumps(stored))
+    assert load_runtime(tmp_path) == runtime
+    path.write_text("[]")
+    with pytest.raises(NotReady, match=r"cannot be read.*runtime\.json"):
+        load_runtime(tmp_path)

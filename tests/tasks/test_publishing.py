@@ -8,14 +8,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.config import Profile
+from paceline.config import DataSettings, ModelSettings, Profile
+from paceline.data import build_snapshot
 from paceline.errors import Cancelled
+from paceline.evaluation import download_model
 from paceline.manifest import MANIFEST_FILE, progress as account
-from paceline.storage import ObjectStore, join_url, uploads
+from paceline.models import load_model, new_model
+from paceline.storage import DiskStore, ObjectStore, join_url, uploads
 from paceline.tasks import publish
 from paceline.tasks._support import artifacts
+from paceline.tasks.prepare import publish_base_model
 from paceline.tasks.publish import publish_directory
+from tests.support.hugging_face import write_tokenizer
 from tests.support.rclone import RcloneS3
 
 MODELS = "s3://told/models"
@@ -118,3 +124,25 @@ def test_a_cancel_ends_it_and_shows_no_version(
     with pytest.raises(Cancelled):
         publish_directory.fn(run, str(model), "m", "1")  # type: ignore[arg-type]
     assert not run.store.exists(join_url(MODELS, "m", "1", MANIFEST_FILE))
+
+
+def test_a_new_base_is_untrained_and_of_the_snapshots_tokens(run: FakeRun, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    for number in range(9):
+        (tmp_path / "texts" / f"{number}.txt").write_text(f"line {number} of {number * 7}")
+    tokenizer = write_tokenizer(tmp_path, ["line 1 of 7"], 280) / "tokenizer.json"
+    settings = DataSettings(tokenizer=str(tokenizer), held_out_share=0.3, purpose="tests")
+    url = DiskStore.url_of(tmp_path / "data")
+    snapshot = build_snapshot(str(tmp_path / "texts"), url, settings, DiskStore())
+    run.work_dir = tmp_path
+    run.stage = lambda _stage, inputs, work, **_: inputs | work()  # type: ignore[attr-defined]
+    run.runtime.profile = Profile(model=ModelSettings(parameters=20_000, context=32, seed=3))
+    given = {"url": snapshot.url, "digest": snapshot.digest}
+    found: Any = publish_base_model.fn(run, given)  # type: ignore[call-overload]
+    model, config = load_model(download_model(found["url"], tmp_path / "model", run.store))
+    assert config.tokenizer_digest == snapshot.vocabulary.sha256
+    assert config.vocab_size == snapshot.vocabulary.vocab_size
+    assert found["parameters"] == sum(each.numel() for each in model.parameters())
+    new = new_model(config, 3).state_dict()
+    assert all(torch.equal(each, new[name]) for name, each in model.state_dict().items())
+    assert publish_base_model.fn(run, given)["url"] == found["url"]  # type: ignore[call-overload]

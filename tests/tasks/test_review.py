@@ -193,7 +193,7 @@ def test_a_rule_that_was_revoked_while_the_job_waited_ends_it_before_a_node_is_b
         train_flow.train_model.fn("m", "1", "s3://b/s", purpose="speech")
 
 
-def test_a_lifecycles_snapshot_is_checked_before_a_base_is_trained_on_it(
+def test_a_lifecycles_snapshot_is_checked_before_a_base_is_published(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     profile = Profile.model_validate({"data": {"purpose": "speech"}})
@@ -209,11 +209,11 @@ def test_a_lifecycles_snapshot_is_checked_before_a_base_is_trained_on_it(
     monkeypatch.setattr(prepare, "_reference", lambda _: {})
     begun: list[Any] = []
 
-    def train_base(*given: object) -> None:
+    def publish_base(*given: object) -> None:
         begun.append(given)
         raise NotFound("no node")
 
-    monkeypatch.setattr(publish_flow, "publish_base_model", train_base)
+    monkeypatch.setattr(publish_flow, "publish_base_model", publish_base)
     queue: Any = run.coordinator
     with pytest.raises(NotFound):
         publish_flow.prepare_inputs.fn()

@@ -30,6 +30,7 @@ from paceline.schemas import RankEvent, TrainJob, TrainResult
 from paceline.storage import ObjectStore
 from paceline.training import LocalLauncher, run_job
 from paceline.training.loop import EventWriter, RankIdentity, StopFlag, run_rank
+from tests.support.carried_state import SOURCE
 from tests.support.rclone import RcloneS3
 from tests.training.warm import warm_node
 
@@ -122,7 +123,7 @@ def camp(s3: RcloneS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cam
     store = s3.store()
     store.ensure_bucket(BUCKET)
     runtime = Runtime(
-        profile=Profile(),
+        profile=Profile(security=SecuritySettings(code_sources=(SOURCE,))),
         state_dir=root,
         endpoints=Endpoints(s3_url=s3.endpoint_url),
         secrets=Secrets(s3_access_key=s3.access_key, s3_secret_key=s3.secret_key),

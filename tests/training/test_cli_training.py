@@ -40,6 +40,7 @@ from paceline.training.checkpoint import (
 )
 from paceline.training.launcher import MIB, free_memory, require_memory
 from paceline.training.loop import Group, new_optimizer
+from tests.support.carried_state import BYTE_GRU
 from tests.training.test_recovery_driver import job_in
 
 SMALL = ["--set", "model.parameters=20000", "--set", "model.context=32"]
@@ -159,7 +160,7 @@ def test_a_model_of_another_tokenizer_is_refused(tmp_path: Path, text: Path) -> 
     "arguments",
     [
         ["--model", "nowhere"],
-        ["--model", ".", "--set", "training.code_ref=paceline.training.recurrent:byte_gru"],
+        ["--model", ".", "--set", f"training.code_ref={BYTE_GRU}"],
         ["--snapshot", "nowhere/snapshots/" + "0" * 64],
         ["--text", ".", "--snapshot", "nowhere"],
         ["--snapshot", "s3://bucket/data/snapshots/" + "0" * 64],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from examples.carried_state.byte_gru import RecurrentBytes, make
 from paceline.config import scrub_variables
 from paceline.data import Batch
 from paceline.errors import (
@@ -20,7 +21,7 @@ from paceline.errors import (
     ServiceUnavailable,
     TrainingFailed,
 )
-from paceline.training import RecurrentBytes, byte_gru, run_job
+from paceline.training import run_job
 from paceline.training.loop import Workload
 from paceline.training.user_code import (
     Task,
@@ -32,12 +33,12 @@ from paceline.training.user_code import (
     require_allowed,
     tree_digest,
 )
+from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.training.conftest import Camp
 
-OURS = "paceline.training.recurrent:byte_gru"
 TINY = Task(parameters=10_000, vocabulary=256)
 GOOD = """
-from paceline.training.recurrent import byte_gru
+from examples.carried_state.byte_gru import make as byte_gru
 
 def make(task):
     return byte_gru(task)
@@ -79,6 +80,7 @@ def commit_of(root: Path, name: str) -> tuple[str, str]:
     [
         ("json:loads", "not pinned"),
         ("json:loads@sha256:", "not pinned"),
+        ("paceline.models:new_model", "not pinned"),
         ("json:loads@sha256:abc", "not pinned"),
         ("file:///srv/tasks#task:make", "not pinned"),
         ("git+https://example.org/r.git@main#task:make", "not pinned"),
@@ -117,7 +119,7 @@ def test_only_sources_on_the_list_are_allowed(tmp_path: Path) -> None:
         f"file://{tmp_path}/tasks/out@sha256:{pin}#task:make",
         f"mine.tasksuite:make@sha256:{pin}",
         f"mine:make@sha256:{pin}",
-        OURS,
+        BYTE_GRU,
         f"git+https://git.example.org/teamster/r.git@{commit}#task:make",
         f"git+https://git.example.org/team/../other/r.git@{commit}#task:make",
         f"git+https://evil.org/https://git.example.org/team/@{commit}#task:make",
@@ -126,8 +128,9 @@ def test_only_sources_on_the_list_are_allowed(tmp_path: Path) -> None:
             require_allowed(parse(text), allowed)
 
 
-def test_our_own_example_is_a_workload(tmp_path: Path) -> None:
-    workload = load(OURS, ("paceline.training.recurrent",), tmp_path, TINY, scrub_environment=False)
+def test_the_example_is_a_workload(camp: Camp) -> None:
+    cache = camp.runtime.node_dir("node-0") / "code"  # a module is loaded from one place
+    workload = load(BYTE_GRU, (SOURCE,), cache, TINY, scrub_environment=False)
     assert isinstance(workload, Workload)
     first, second = workload.build(), workload.build()
     for name, tensor in first.state_dict().items():
@@ -268,7 +271,7 @@ def test_a_job_learns_by_its_own_code_and_unusable_code_is_refused_early(
 ) -> None:
     before = dict(os.environ)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "ambient")
-    own = {"code_ref": OURS, "data": {"batching": "carried", "purpose": "tests"}}
+    own = {"code_ref": BYTE_GRU, "data": {"batching": "carried", "purpose": "tests"}}
     try:
         code, said = camp.run_alone(camp.job("own", steps=4, **own))
         assert "AWS_SECRET_ACCESS_KEY" not in os.environ, "a rank of user code has no such thing"
@@ -285,7 +288,7 @@ def test_a_job_learns_by_its_own_code_and_unusable_code_is_refused_early(
     for settings, kind, why in (
         ({"code_ref": "json:loads@sha256:" + "a" * 64}, AccessDenied, "not allowed"),
         ({"code_ref": "json:loads"}, InvalidInput, "not pinned"),
-        ({"code_ref": f"{OURS.partition(':')[0]}:CarriedState"}, TrainingFailed, "raised"),
+        ({"code_ref": BYTE_GRU.replace(":make", ":CarriedState")}, TrainingFailed, "raised"),
         ({"synchrony": {"kind": "parameter-server"}}, InvalidInput, "too few ranks"),
     ):
         with pytest.raises(kind, match=why):
@@ -310,7 +313,7 @@ def cut(document: np.ndarray, context: int, number: int) -> Batch:
 
 def test_cuts_of_a_document_give_the_losses_of_the_whole() -> None:
     document = np.random.default_rng(0).integers(0, 256, 97).astype(np.uint8)
-    workload = byte_gru(TINY)
+    workload = make(TINY)
     model = workload.build().double()
     cpu = torch.device("cpu")
 
@@ -329,7 +332,7 @@ def test_cuts_of_a_document_give_the_losses_of_the_whole() -> None:
 
 def test_an_evaluation_leaves_the_carried_states_alone() -> None:
     document = np.random.default_rng(1).integers(0, 256, 65).astype(np.uint8)
-    workload = byte_gru(TINY)
+    workload = make(TINY)
     model = workload.build()
     cpu = torch.device("cpu")
 
@@ -358,7 +361,7 @@ def test_the_recurrent_model_learns_and_its_scan_is_the_recurrence() -> None:
         assert torch.allclose(one[:, 0], at_once[:, t], atol=1e-5)
     assert torch.allclose(state_BLD, last_BLD, atol=1e-5)
     document = np.tile(np.arange(13, dtype=np.uint8), 20)
-    workload = byte_gru(TINY)
+    workload = make(TINY)
     learner = workload.build()
     optimizer = torch.optim.Adam(learner.parameters(), lr=1e-2)
     losses = []

@@ -18,6 +18,7 @@ from paceline.errors import InvalidInput, MissingExtra
 from paceline.models import config_for, load_model
 from paceline.training import single
 from paceline.training.parallel import MeshSpec, require_layout
+from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_model
 from tests.training.test_cli_training import nothing_starts, refused
 from tests.training.test_continuing import losses, text, train
@@ -28,7 +29,11 @@ LORA = ("--set", "training.lora.r=4", "--set", "training.lora.use_dora=true")
 LORA += ("--set", "training.lora.lora_dropout=0.1")
 FIRST, AVERAGED = "model.layers.0.self_attn.q_proj.lora_B.weight", ("ema.", "model.")
 OFTEN = ("--set", "training.checkpoints.every_steps=4", "--set", "training.checkpoints.keep=9")
-GRU = ("training.code_ref=paceline.training.recurrent:byte_gru", "data.batching=carried")
+GRU = (
+    f"training.code_ref={BYTE_GRU}",
+    f"security.code_sources=['{SOURCE}']",
+    "data.batching=carried",
+)
 
 
 @pytest.fixture(scope="module")

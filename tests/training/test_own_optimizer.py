@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from paceline.config import TrainingSettings, load_profile, with_job_settings
 from paceline.errors import AccessDenied, InvalidInput, InvalidProfile, PacelineError
 from paceline.training.user_code import Task, check, require_optimizer, tree_digest
+from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_model, write_tokenizer
 from tests.training.warm import typed
 
@@ -137,7 +138,7 @@ def reference(code: Path, function: str) -> str:
 
 def words_of(code: Path, function: str) -> tuple[str, ...]:
     return (
-        *("--set", f'security.code_sources=["{code}", "paceline.training.recurrent"]'),
+        *("--set", f'security.code_sources=["{code}", "{SOURCE}"]'),
         *("--set", f"training.optimizer_ref={reference(code, function)}"),
     )
 
@@ -210,7 +211,7 @@ def test_a_resumed_training_has_the_bits_of_an_uninterrupted_one(
 def test_other_models_are_trained_with_it(
     text: Path, code: Path, tmp_path: Path, model: str
 ) -> None:
-    asked: tuple[str, ...] = ("--set", "training.code_ref=paceline.training.recurrent:byte_gru")
+    asked: tuple[str, ...] = ("--set", f"training.code_ref={BYTE_GRU}")
     if model == "transformers":
         where = write_model("llama", tmp_path / "model", vocab_size=300)
         write_tokenizer(where, [each.read_text() for each in text.iterdir()])

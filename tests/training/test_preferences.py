@@ -17,6 +17,7 @@ from paceline.config import TrainingSettings
 from paceline.data import assign_splits
 from paceline.errors import InvalidInput
 from paceline.training.parallel import MeshSpec, require_layout
+from tests.support.carried_state import BYTE_GRU
 from tests.support.hugging_face import CHATML, write_model, write_tokenizer
 from tests.training.warm import typed
 
@@ -246,7 +247,7 @@ def test_other_ways_begin_at_the_base_and_learn(
         ({"mesh": {"tp": 2}}, "preferences are learned by replicas or shards"),
         ({"mesh": {"pp": 2}}, "preferences are learned by replicas or shards"),
         ({"synchrony": {"kind": "local-sgd"}}, "local-sgd"),
-        ({"code_ref": "paceline.training.recurrent:byte_gru"}, "byte_gru"),
+        ({"code_ref": BYTE_GRU}, "byte_gru"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(changes: dict[str, Any], words: str) -> None:

@@ -24,6 +24,7 @@ from paceline.training import (
     require_same,
     train_again,
 )
+from tests.support.carried_state import BYTE_GRU
 from tests.training.conftest import Camp, run
 
 pytestmark = pytest.mark.xdist_group("gangs")
@@ -230,7 +231,7 @@ def test_a_configuration_is_what_decides_what_is_learned(camp: Camp) -> None:
         {"seed": 1},
         {"mesh": {"hook": "fp16"}},
         {"synchrony": {"kind": "local-sgd"}},
-        {"code_ref": "paceline.training.recurrent:byte_gru"},
+        {"code_ref": BYTE_GRU},
         {"data": {"batching": "packed"}},
         {"labels": "shuffled"},
         {"precision": "bfloat16"},
@@ -241,7 +242,7 @@ def test_a_configuration_is_what_decides_what_is_learned(camp: Camp) -> None:
 def test_a_custom_task_is_rebuilt_as_recorded_despite_the_profile(
     camp: Camp, recorded: Recorded
 ) -> None:
-    own = {"code_ref": "paceline.training.recurrent:byte_gru", "steps": 1}
+    own = {"code_ref": BYTE_GRU, "steps": 1}
     data = {"batching": "carried", "purpose": "tests"}
     size = {"context": 16, "parameters": 8_000}
     assert size["context"] != camp.runtime.profile.model.context

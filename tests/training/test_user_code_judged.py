@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from examples.carried_state.byte_gru import make
 from paceline.config import (
     DataSettings,
     EvaluationSettings,
@@ -45,23 +46,26 @@ from paceline.flows import train as train_flow
 from paceline.models import is_pretrained, read_config, weights_digest
 from paceline.schemas import EvaluationReport, EvaluationSpec, TrainingData
 from paceline.tasks.evaluate import evaluate, require_judgeable
-from paceline.training import byte_gru
 from paceline.training.loop import HasLogits
 from paceline.training.user_code import Task, parse, tree_digest
 from paceline.training.user_code.next_tokens import NextTokens
+from tests.support.carried_state import BYTE_GRU, SOURCE
 from tests.support.hugging_face import write_tokenizer
 from tests.training.conftest import BUCKET, Camp
 
-OURS = "paceline.training.recurrent:byte_gru"
-OUR_SOURCE = "paceline.training.recurrent"
 SETTINGS = EvaluationSettings(held_out_bytes=8192, bootstrap_samples=100, ngram_order=3)
 PARAMETERS, CONTEXT = 30_000, 24
 
 
+def code_cache(camp: Camp) -> Path:
+    """The cache of the ranks in this process, where a module is loaded from one place."""
+    return camp.runtime.node_dir("node-0") / "code"
+
+
 def trained(camp: Camp, job_id: str, snapshot: Snapshot, into: Path) -> tuple[str, Path]:
-    """Train byte_gru for three steps in this process; its export's URL, and a copy of it."""
+    """Train the example for three steps in this process; its export's URL, and a copy of it."""
     job = camp.job(
-        job_id, steps=3, code_ref=OURS, task={"context": CONTEXT, "parameters": PARAMETERS},
+        job_id, steps=3, code_ref=BYTE_GRU, task={"context": CONTEXT, "parameters": PARAMETERS},
         snapshot_url=snapshot.url, snapshot_digest=snapshot.digest,
     )  # fmt: skip
     before = dict(os.environ)
@@ -85,7 +89,7 @@ def bits_per_byte(camp: Camp, snapshot: Snapshot, export: Path, cache: Path) -> 
     tokenizer = tokenizer_of(snapshot, camp.store)
     vocabulary = snapshot.vocabulary
     task = Task(context=CONTEXT, parameters=PARAMETERS, vocabulary=vocabulary.vocab_size)
-    workload = byte_gru(task)
+    workload = make(task)
     model = workload.build()
     model.load_state_dict(load_file(export / "model-00001-of-00001.safetensors"))
     read = documents(snapshot, "held-out", camp.store, cache, text_of=tokenizer.text)
@@ -151,7 +155,7 @@ def test_an_export_carries_the_tokenizer_of_its_data(camp: Camp, tmp_path: Path)
     snapshot = build_snapshot(str(texts), f"s3://{BUCKET}/data", settings, camp.store)
     _, directory = trained(camp, "judged-tokens", snapshot, tmp_path / "export")
     shutil.rmtree(tmp_path / "cache", ignore_errors=True)
-    allowed = AllowedCode((OUR_SOURCE,), tmp_path / "code")
+    allowed = AllowedCode((SOURCE,), code_cache(camp))
     report = compare(
         {"own": directory}, snapshot.url, camp.store, tmp_path / "cache", SETTINGS, allowed
     )
@@ -163,7 +167,7 @@ def test_an_export_carries_the_tokenizer_of_its_data(camp: Camp, tmp_path: Path)
 
 
 ENDS = """
-from paceline.training.recurrent import byte_gru
+from examples.carried_state.byte_gru import make as byte_gru
 
 def make(task):
     return byte_gru(task)
@@ -200,7 +204,7 @@ def test_what_cannot_be_judged_is_named_and_its_code_never_runs_here(
     weights["last_norm.weight"][3] = torch.nan
     save_file(weights, file)
     (changed("no-config") / "config.json").unlink()
-    allowed = AllowedCode((OUR_SOURCE, str(code)), tmp_path / "code")
+    allowed = AllowedCode((SOURCE, str(code)), code_cache(camp))
     found = compare(
         models, camp.snapshot.url, camp.store, tmp_path / "cache", SETTINGS, allowed
     ).failures
@@ -246,7 +250,7 @@ def test_a_candidate_that_cannot_be_built_is_refused_before_a_node_is_busy(
     for path in export[1].glob("*.safetensors*"):
         camp.store.upload_file(path, f"{older}/{path.name}")
     with pytest.raises(SourceMissing, match=r"no config.json.*Run the same `train` again"):
-        judged(older, (OUR_SOURCE,))
+        judged(older, (SOURCE,))
 
 
 # ------------------------------------------------------------- logits of the next token, or none
@@ -305,7 +309,7 @@ class Named(NextByte):
 def test_a_module_without_logits_of_the_next_token_is_refused(
     case: str, kind: type[Exception], why: str
 ) -> None:
-    ref, task = parse(OURS), Task(context=CONTEXT)
+    ref, task = parse(BYTE_GRU), Task(context=CONTEXT)
     with pytest.raises(kind, match=why):
         NextTokens(NextByte(), Bytes(case), ref, task)  # type: ignore[arg-type]
 
@@ -313,14 +317,14 @@ def test_a_module_without_logits_of_the_next_token_is_refused(
 def test_a_method_names_the_logits_among_what_a_module_returns() -> None:
     task, module = Task(context=CONTEXT), Bytes("named")
     assert isinstance(Named(), HasLogits)
-    opened = NextTokens(Named(), module, parse(OURS), task)  # type: ignore[arg-type]
+    opened = NextTokens(Named(), module, parse(BYTE_GRU), task)  # type: ignore[arg-type]
     tokens_BT = np.arange(10).reshape(2, 5)
     wanted_BTV = module.table(torch.from_numpy(tokens_BT))
     assert torch.equal(opened.logits(tokens_BT), wanted_BTV)
 
 
 SILENT = """
-from paceline.training.recurrent import RecurrentWorkload
+from examples.carried_state.byte_gru import RecurrentWorkload
 
 class Silent(RecurrentWorkload):
     logits = None
@@ -337,13 +341,13 @@ def test_a_lifecycle_finds_out_before_it_trains(camp: Camp, tmp_path: Path) -> N
     text = f"file://{code}@sha256:{tree_digest(code)}#task_without_logits:make"
     profile = Profile(
         training=TrainingSettings(code_ref=text),
-        security=SecuritySettings(code_sources=(str(code), OUR_SOURCE)),
+        security=SecuritySettings(code_sources=(str(code), SOURCE)),
     )
     runtime = SimpleNamespace(profile=profile, state_dir=tmp_path)
     run: Any = SimpleNamespace(store=camp.store, runtime=runtime)
     with pytest.raises(InvalidInput, match=r"no logits of the next token.*got tuple"):
         require_judgeable(run, profile, camp.snapshot.url, "s3://b/m")
-    ours = profile.training.model_copy(update={"code_ref": OURS})
+    ours = profile.training.model_copy(update={"code_ref": BYTE_GRU})
     require_judgeable(
         run, profile.model_copy(update={"training": ours}), camp.snapshot.url, "s3://b/m"
     )
@@ -353,7 +357,7 @@ HOLDS = """
 import os
 from pathlib import Path
 
-from paceline.training.recurrent import byte_gru
+from examples.carried_state.byte_gru import make as byte_gru
 
 class Held:
     calls = 0
@@ -399,7 +403,7 @@ def test_a_killed_evaluator_leaves_nothing_behind_and_the_same_command_goes_on(
     ).model_dump_json()  # fmt: skip
     command = [sys.executable, "-m", "paceline.evaluation.run"]
     work = camp.runtime.state_dir / "work"
-    with camp.trusting(str(code), OUR_SOURCE):
+    with camp.trusting(str(code), SOURCE):
         first = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )

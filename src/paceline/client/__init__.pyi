@@ -1,6 +1,13 @@
 from .calls import AccessClient as AccessClient, CoordinatorClient as CoordinatorClient
 from .events import Follower as Follower, Item as Item, Lost as Lost
-from .failover import SUSPECT_S as SUSPECT_S, Replicas as Replicas, error_of as error_of
+from .failover import (
+    AWAY_S as AWAY_S,
+    POLL_S as POLL_S,
+    SUSPECT_S as SUSPECT_S,
+    Replicas as Replicas,
+    error_of as error_of,
+    retry as retry,
+)
 from .installation import (
     START_S as START_S,
     TOKEN_VARIABLE as TOKEN_VARIABLE,
@@ -11,4 +18,3 @@ from .installation import (
     require_encrypted as require_encrypted,
 )
 from .jobs import job_spec as job_spec, require_success as require_success
-from .retrying import AWAY_S as AWAY_S, POLL_S as POLL_S, retry as retry

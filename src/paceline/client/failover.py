@@ -4,7 +4,7 @@ With one URL a call is sent there and not retried. With several replicas the cli
 leader, and with ``patience_s`` it waits for one while there is none. A replica whose answer is late
 must answer its health check, else it counts as frozen: its kernel accepts connections, and no
 answer comes. Repeating is safe because every call of this API may be repeated. The calls themselves
-are in ``calls``.
+are in ``calls``; ``retry`` repeats one of them while no coordinator answers.
 """
 
 from __future__ import annotations
@@ -38,6 +38,11 @@ from paceline.schemas import EPOCH_HEADER, LEADER_HEADER, Problem
 from paceline.system import Endpoint, HttpServer, Response
 
 SUSPECT_S = 2.0  # how long an endpoint that did not answer is tried last
+POLL_S = 1.0
+AWAY_S = 60.0  # how long no coordinator may answer while a flow or a deployment is followed
+
+OnLine = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 class Replicas:
@@ -375,3 +380,25 @@ def _kind_of(status: int) -> type[PacelineError]:
     if status >= 500:
         return ServiceUnavailable
     return by_status.get(status, InvalidInput)
+
+
+def drop(_line: str) -> None:
+    """Drop a line."""
+
+
+def retry(call: Callable[[], Result], away_s: float, on_notice: OnLine = drop) -> Result:
+    """Return what ``call`` returns, repeated while a server is away for at most ``away_s``.
+
+    ``on_notice`` receives why it is repeated, each reason once.
+    """
+    until_s, said = time.monotonic() + away_s, ""
+    while True:
+        try:
+            return call()
+        except TemporaryError as error:
+            if time.monotonic() > until_s:
+                raise
+            if said != error.one_line():  # once, not every second
+                said = error.one_line()
+                on_notice(f"trying again: {said}")
+            time.sleep(POLL_S)

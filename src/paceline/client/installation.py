@@ -19,8 +19,8 @@ from pydantic import ValidationError
 
 from paceline import errors
 from paceline.client.calls import CoordinatorClient
+from paceline.client.failover import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.client.jobs import JobMethods
-from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.config import Login, Profile, Runtime, find_installation, read_certificate
 from paceline.errors import (
     Cancelled,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.client.calls import CoordinatorClient
-from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, retry
+from paceline.client.failover import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.errors import Cancelled, InvalidInput, TrainingFailed
 from paceline.schemas import JobState, ReviewJob, SubmitJob, TrainingJob
 

@@ -24,17 +24,15 @@ from .loading import (
 from .login import (
     CLIENT_FILE as CLIENT_FILE,
     Login as Login,
+    RemoteAccess as RemoteAccess,
     config_directory as config_directory,
     delete_login as delete_login,
     find_installation as find_installation,
+    hub_access as hub_access,
+    oci_access as oci_access,
     read_login as read_login,
     require_here as require_here,
     save_login as save_login,
-)
-from .remote import (
-    RemoteAccess as RemoteAccess,
-    hub_access as hub_access,
-    oci_access as oci_access,
 )
 from .runtime import (
     DEFAULT_S3 as DEFAULT_S3,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from paceline.config.base import Settings
 from paceline.config.settings import ObjectSettings, Profile
@@ -278,7 +278,9 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
     directory = Path(state_dir) if state_dir else default_state_dir()
     path = directory / RUNTIME_FILE
     try:
-        found = Runtime.model_validate_json(path.read_bytes())
+        stored = json.loads(path.read_bytes())
+        stored["profile"]["model"].pop("base_steps", None)  # a setting of earlier releases
+        found = Runtime.model_validate(stored)
         # Not the directory in the file: replicas run on copies, on other machines and paths.
         return found.model_copy(update={"state_dir": directory.absolute()})
     except FileNotFoundError as error:
@@ -289,7 +291,7 @@ def load_runtime(state_dir: Path | str | None = None) -> Runtime:
             where=directory,
             do="Run `paceline up` (or name another directory with --state).",
         ) from error
-    except (ValidationError, json.JSONDecodeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise NotReady(
             "runtime file cannot be read",
             got=str(error).splitlines()[0],

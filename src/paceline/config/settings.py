@@ -124,7 +124,7 @@ class SecuritySettings(Settings):
     # Allowed sources of user code (`training.code_ref`, `evaluation.metrics`): a module with
     # submodules, an absolute directory with everything below, or a prefix of an https:// or file://
     # URL that ends in "/".
-    code_sources: tuple[str, ...] = ("paceline.training.recurrent",)
+    code_sources: tuple[str, ...] = ()
     # Between workers. auto: mutual TLS if the three files below are set, else plain, which listens
     # on loopback only; mtls: always; plaintext-anywhere: plain on any network, readable by all.
     peer_tls: Literal["auto", "mtls", "plaintext-anywhere"] = "auto"
@@ -216,15 +216,13 @@ class ModelSettings(Settings):
     """The model that a lifecycle starts from.
 
     ``base``: MODEL_ID/VERSION as published, hf://…, oci://…, or a directory (``./``: beside the
-    profile's file); "": a new byte-level transformer whose shape is derived from ``parameters``,
-    trained for ``base_steps``.
+    profile's file); "": a new transformer, untrained, whose shape is derived from ``parameters``.
     """
 
     model_id: str = "pylm"  # the name under which candidates are published and registered
     base: str = ""  # "": a new model of the shape below
     parameters: int = Field(default=2_000_000, ge=10_000)  # about so many, of a new model
     context: int = Field(default=256, ge=16)  # tokens that a new model reads at once
-    base_steps: int = Field(default=60, ge=0)  # of a new model's own training; 0: random weights
     seed: int = 0  # of a new model's weights
 
 

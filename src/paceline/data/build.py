@@ -154,7 +154,6 @@ class SnapshotBuilder:
         shards = sorted(self.shards, key=lambda each: order[each.split])  # stable: as written
         is_masked = MASK_COLUMN in (self.columns or ())
         return SnapshotRecord(
-            schema_version=2,
             purpose=settings.purpose,
             project=settings.project,
             source=source,
@@ -451,7 +450,7 @@ def build_snapshot(
         "snapshot built digest=%s samples=%d tokens=%d shards=%d uploaded=%d skipped=%d",
         digest[:12],
         record.documents,
-        record.token_count or 0,
+        record.token_count,
         len(record.shards),
         uploads.uploaded,
         record.skipped,

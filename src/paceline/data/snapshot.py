@@ -2,9 +2,8 @@
 
 Layout below the data URL: ``shards/<sha256>.safetensors`` with ``shards/<sha256>.lengths`` beside
 it (shared by all snapshots), ``tokenizers/<sha256>.json`` and ``snapshots/<digest>/snapshot.json``.
-No object is ever overwritten with other content. Records of version 1 (JSONL shards of text,
-without lengths) stay readable. Also assigns samples to splits and checks that a snapshot suits a
-job. Does not build snapshots.
+No object is ever overwritten with other content. Also assigns samples to splits and checks that a
+snapshot suits a job. Does not build snapshots.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ class Shard(_Grown):
     bytes: int = Field(ge=1)  # of the file
     documents: int = Field(ge=1)  # samples
     text_bytes: int = Field(ge=0)  # of the samples' text, UTF-8
-    token_count: int | None = Field(default=None, ge=0)  # None: version 1, one token per byte
-    lengths_sha256: Sha256 | None = None  # of the file of lengths beside it; None: version 1
+    token_count: int = Field(ge=0)
+    lengths_sha256: Sha256  # of the file of lengths beside it
 
     @property
     def name(self) -> str:
-        return f"{self.sha256}.{'jsonl' if self.lengths_sha256 is None else 'safetensors'}"
+        return f"{self.sha256}.safetensors"
 
     @property
     def lengths_name(self) -> str:
@@ -96,7 +95,7 @@ class Shard(_Grown):
     @property
     def tokens(self) -> int:
         """Return the number of tokens of all samples, without separators."""
-        return self.text_bytes if self.token_count is None else self.token_count
+        return self.token_count
 
     @property
     def stream_bytes(self) -> int:
@@ -109,7 +108,7 @@ class SnapshotRecord(_Grown):
     """The content of ``snapshot.json``; the SHA-256 of its canonical JSON is the snapshot's
     digest."""
 
-    schema_version: Literal[1, 2] = 1
+    schema_version: Literal[2] = 2
     purpose: Name
     project: Name
     source: str = Field(max_length=200)
@@ -121,11 +120,10 @@ class SnapshotRecord(_Grown):
     duplicates: int = Field(default=0, ge=0)  # left out: another sample has the same content
     skipped: int = Field(default=0, ge=0)  # left out: unusable
     skipped_examples: tuple[str, ...] = Field(default=(), max_length=100)
-    # version 2
-    format: Literal["text", "jsonl", "parquet", "tar"] | None = None
-    vocabulary: Vocabulary | None = None
-    columns: tuple[Column, ...] | None = Field(default=None, max_length=1000)
-    token_count: int | None = Field(default=None, ge=0)
+    format: Literal["text", "jsonl", "parquet", "tar"]
+    vocabulary: Vocabulary
+    columns: tuple[Column, ...] = Field(max_length=1000)
+    token_count: int = Field(ge=0)
     cut_at_bytes: int | None = Field(default=None, ge=1)  # the budget, if it excluded samples
     # with a loss mask
     template_sha256: Sha256 | None = None  # of the chat template; None: samples came as tokens
@@ -150,13 +148,13 @@ class Snapshot:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """Return the meaning of its tokens; snapshots of version 1 are bytes."""
-        return self.record.vocabulary or BYTE_VOCABULARY
+        """Return the meaning of its tokens."""
+        return self.record.vocabulary
 
     @property
     def columns(self) -> tuple[Column, ...]:
         """Return the features that each sample has."""
-        return self.record.columns or ()
+        return self.record.columns
 
     @property
     def tokens(self) -> int:
@@ -240,6 +238,7 @@ def load_snapshot(url: str, store: ObjectStore) -> Snapshot:
             "snapshot is malformed",
             got=f"{'.'.join(str(part) for part in first['loc']) or 'file'}: {first['msg']}",
             where=where,
+            do="Build the snapshot again.",
         ) from error
     digest = digest_of(record)
     if digest != url.rstrip("/").rsplit("/", 1)[1] or raw != canonical_json(record):
@@ -269,19 +268,17 @@ def require_purpose(snapshot: Snapshot, purpose: str, project: str | None = None
 
 def _check_sums(record: SnapshotRecord, where: str) -> None:
     shards = record.shards
-    grown = [each.lengths_sha256 is not None for each in shards]
     empty = [each.sha256[:12] for each in shards if not each.tokens and not record.columns]
     tokens = sum(each.tokens for each in shards)
     problems = [
         (sum(each.documents for each in shards) != record.documents, "documents do not add up"),
         (sum(each.text_bytes for each in shards) != record.total_bytes, "bytes do not add up"),
-        (record.token_count not in {None, tokens}, "tokens do not add up"),
+        (record.token_count != tokens, "tokens do not add up"),
         (len({each.sha256 for each in shards}) != len(shards), "a shard is listed twice"),
         ({each.split for each in shards} != {"train", "held-out"}, "a split is empty"),
         (bool(empty), f"shard {', '.join(empty[:3])} is empty"),
-        (set(grown) != {record.schema_version == 2}, "shards of another version"),
         (
-            (MASK_COLUMN in (record.columns or ())) != (record.longest_tokens is not None),
+            (MASK_COLUMN in record.columns) != (record.longest_tokens is not None),
             "a loss mask without the longest sample, or the reverse",
         ),
     ]

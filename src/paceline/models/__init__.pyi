@@ -42,7 +42,6 @@ from .files import (
 )
 from .pretrained import Pretrained as Pretrained
 from .program import exported as exported, write_program as write_program
-from .row_parts import attend_over_rows as attend_over_rows
 from .tensor_files import (
     fill as fill,
     not_finite as not_finite,
@@ -51,6 +50,7 @@ from .tensor_files import (
 )
 from .transformer import (
     Transformer as Transformer,
+    attend_over_rows as attend_over_rows,
     new_model as new_model,
     output_layer as output_layer,
 )

@@ -1,4 +1,3 @@
-from .base import BaseResult as BaseResult, BaseSpec as BaseSpec, train_base as train_base
 from .base_check import check_base as check_base
 from .continuing import (
     checkpoints_url as checkpoints_url,
@@ -31,12 +30,6 @@ from .launcher.ports import (
     GangResult as GangResult,
     Launcher as Launcher,
 )
-from .recurrent import (
-    CarriedState as CarriedState,
-    RecurrentBytes as RecurrentBytes,
-    RecurrentWorkload as RecurrentWorkload,
-    byte_gru as byte_gru,
-)
 from .reproduce import compare as compare, train_again as train_again
 from .reproducibility import (
     CUBLAS_DETERMINISTIC as CUBLAS_DETERMINISTIC,
@@ -49,4 +42,5 @@ from .reproducibility import (
 from .single import (
     display_url as display_url,
     local_record_dir as local_record_dir,
+    write_new_model as write_new_model,
 )

@@ -231,7 +231,7 @@ def _bad_shards(snapshot: Snapshot, listed: Mapping[str, int]) -> list[str]:
     for shard in snapshot.shards:
         if listed.get(shard.name) != shard.bytes:
             bad.append(shard.name)
-        if shard.lengths_sha256 is not None and shard.lengths_name not in listed:
+        if shard.lengths_name not in listed:
             bad.append(shard.lengths_name)
     return bad
 

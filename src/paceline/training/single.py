@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import ValidationError
 
@@ -416,7 +416,7 @@ def _base(
     making.mkdir(parents=True)
     try:
         if asked.model is None:
-            _new_model(asked, snapshot, making)
+            write_new_model(asked.profile, snapshot, making)
         elif pretrained is not None:
             pretrained.copy(making)
         else:
@@ -446,24 +446,24 @@ def _weights_bytes(runtime: Runtime) -> int:
     return sum(each.stat().st_size for each in directory.glob("*.safetensors"))
 
 
-def _new_model(asked: TrainingRequest, snapshot: Snapshot, directory: Path) -> None:
+def write_new_model(profile: Profile, snapshot: Snapshot, directory: Path) -> None:
+    """Write an untrained model into ``directory``; the same arguments give the same bytes.
+
+    ``profile.model``, the snapshot's vocabulary and the mesh determine its shape.
+    """
     from paceline.models import config_for, new_model, save_model
-
-    wanted = asked.profile.model
-    config = config_for(wanted.parameters, wanted.context, **_shape(asked, snapshot))
-    save_model(new_model(config, wanted.seed), config, directory)
-
-
-def _shape(asked: TrainingRequest, snapshot: Snapshot) -> dict[str, Any]:
-    """Return the model dimensions that data and mesh determine (the profile sets the others)."""
     from paceline.training.parallel import cuts_of
 
-    return {
-        "vocabulary": snapshot.vocabulary.vocab_size,
-        "separator": snapshot.vocabulary.separator,
-        "tokenizer_digest": snapshot.vocabulary.sha256 or "",
-        **cuts_of(asked.profile.training.mesh),
-    }
+    wanted, vocabulary = profile.model, snapshot.vocabulary
+    config = config_for(
+        wanted.parameters,
+        wanted.context,
+        vocabulary=vocabulary.vocab_size,
+        separator=vocabulary.separator,
+        tokenizer_digest=vocabulary.sha256 or "",
+        **cuts_of(profile.training.mesh),
+    )
+    save_model(new_model(config, wanted.seed), config, directory)
 
 
 def _copy_model(source: Path, directory: Path) -> None:

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from examples.carried_state.byte_gru import RecurrentWorkload
 from paceline.config import CheckpointSettings, GuardSettings, MeshSettings, TrainingSettings
 from paceline.data import Batch
 from paceline.storage import DiskStore
-from paceline.training import RecurrentWorkload
 from paceline.training.checkpoint import (
     Checkpointer,
     Generations,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.training import CarriedState
+from examples.carried_state.byte_gru import CarriedState
 from tests.support.two_ranks import run_two
 
 pytestmark = pytest.mark.xdist_group("forked ranks")

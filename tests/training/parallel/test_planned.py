@@ -14,7 +14,7 @@ from torch import nn
 from paceline.errors import InvalidInput, PermanentError
 from paceline.models import Pretrained
 from paceline.training.parallel import MeshSpec, require_cuttable, require_planned
-from paceline.training.parallel.planned import STYLES, styles_of
+from paceline.training.parallel.tensor import STYLES, styles_of
 from tests.support.hugging_face import FAMILIES, SHAPE, write_model
 from tests.training.test_cli_training import nothing_starts, refused
 from tests.training.test_continuing import text

@@ -8,7 +8,7 @@ reads their answers. In Kubernetes the Dask operator starts them, by what ``kube
 from paceline.cluster.remote.commands import SlurmJob, run_command, sbatch, slurm_prefix, squeue
 from paceline.cluster.remote.kubernetes import PARTS, pod_group, render
 from paceline.cluster.remote.slurm import batch_argv, serve_allocation, serve_job_allocations
-from paceline.cluster.remote.ssh import serve_hosts
+from paceline.cluster.remote.workers import serve_hosts
 
 __all__ = [
     "PARTS",

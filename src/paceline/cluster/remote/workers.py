@@ -1,8 +1,9 @@
 """Keep a worker running on another machine, through a command that runs a shell there.
 
 It copies Dask's TLS files and, until the node joined, a join token through the shell's standard
-input. Then it runs `paceline worker`, which ends when that input does, and is started again. It
-does not know how the machine is reached.
+input. Then it runs `paceline worker`, which ends when that input does, and is started again.
+``serve_hosts`` reaches the hosts of a profile over this machine's ``ssh``, with its keys, known
+hosts and configuration; nothing but ssh and Paceline is expected there.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from paceline.client import AccessClient
 from paceline.cluster.embedded import TLS_DIRECTORY
-from paceline.config import Runtime
+from paceline.config import HostSettings, Runtime
 from paceline.errors import PacelineError, WorkerLost
 from paceline.schemas import CreateJoinToken
 from paceline.text import printable
@@ -146,3 +147,26 @@ async def _start(host: RemoteHost, command: str) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
+
+
+SSH = (
+    *("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+)
+
+
+async def serve_hosts(runtime: Runtime, stop: asyncio.Event) -> None:
+    """Run a worker on each host of the profile until ``stop``; one that ends is started again."""
+    keeping = [
+        asyncio.create_task(keep_worker(runtime, _host(each)))
+        for each in runtime.profile.cluster.hosts
+    ]
+    await stop.wait()
+    for task in keeping:
+        task.cancel()
+    await asyncio.gather(*keeping, return_exceptions=True)
+
+
+def _host(settings: HostSettings) -> RemoteHost:
+    shell = (*SSH, "--", settings.ssh)
+    return RemoteHost(name=settings.ssh, shell=shell, **settings.model_dump(exclude={"ssh"}))

@@ -19,7 +19,6 @@ from .shard_file import (
     ShardSamples as ShardSamples,
     column_of as column_of,
     read_columns as read_columns,
-    text_columns as text_columns,
 )
 from .tar import read_tar as read_tar
 from .text import SUFFIXES as SUFFIXES, open_reader as open_reader, read_jsonl as read_jsonl

@@ -8,7 +8,6 @@ bytes (and digest) do not change with a library's version.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -266,33 +265,6 @@ class ShardSamples:
             ok = ok and bool(np.all(ends[1:] >= ends[:-1]))
         if not ok:
             raise ValueError(f"column {name!r} does not hold {self._samples} samples")
-
-
-def text_columns(data: bytes, *, documents: int, text_bytes: int) -> dict[str, Array]:
-    """Return the columns of a version 1 shard: JSONL of texts, whose bytes are their tokens.
-
-    Raises ValueError unless ``data`` is one, with as many documents and text bytes as given.
-    """
-    keys, texts = [], []
-    for number, line in enumerate(data.splitlines(), start=1):
-        try:
-            fields = json.loads(line)
-            if set(fields) != {"path", "sha256", "n_bytes", "text"}:
-                raise ValueError(f"fields {sorted(fields)}")
-            text = fields["text"].encode("utf-8")
-            if hashlib.sha256(text).hexdigest() != fields["sha256"]:
-                raise ValueError("a digest that is not its text's")
-            keys.append(str(fields["path"]).encode())
-            texts.append(text)
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"line {number} is not a document: {error}"[:200]) from error
-    if (len(texts), sum(map(len, texts))) != (documents, text_bytes):
-        raise ValueError("it has not as many documents and text as the snapshot says")
-    found: dict[str, Array] = {}
-    for name, parts in (("keys", keys), ("tokens", texts)):
-        found[name] = np.frombuffer(b"".join(parts), dtype=np.uint8)
-        found[f"{name}.ends"] = np.cumsum([len(each) for each in parts], dtype=np.int64)
-    return found
 
 
 def read_columns(buffer: Any) -> dict[str, Array]:

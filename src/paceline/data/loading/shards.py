@@ -139,22 +139,20 @@ class ShardCache:
         """Return the samples' lengths and, with a loss mask, how many of their tokens count:
         int32[1 or 2, samples].
 
-        Reads the small file beside the shard, or the shard itself where there is none (snapshots of
-        version 1) or where it is damaged.
+        Reads the small file beside the shard, or the shard itself where that is damaged.
         """
         import numpy as np
 
-        if shard.lengths_sha256 is not None:
-            rows = 2 if self.snapshot.is_masked else 1
-            name, size = shard.lengths_name, 4 * shard.samples * rows
-            try:
-                held, data, _ = self._file(name, size, shard.lengths_sha256)
-            except (CorruptData, SourceMissing):
-                log.warning("lengths are damaged, reading the shard shard=%s", shard.sha256[:12])
-            else:
-                held.close()
-                found: npt.NDArray[np.int32] = np.frombuffer(bytes(data), dtype="<i4")
-                return found.reshape(rows, shard.samples)
+        rows = 2 if self.snapshot.is_masked else 1
+        name, size = shard.lengths_name, 4 * shard.samples * rows
+        try:
+            held, data, _ = self._file(name, size, shard.lengths_sha256)
+        except (CorruptData, SourceMissing):
+            log.warning("lengths are damaged, reading the shard shard=%s", shard.sha256[:12])
+        else:
+            held.close()
+            found: npt.NDArray[np.int32] = np.frombuffer(bytes(data), dtype="<i4")
+            return found.reshape(rows, shard.samples)
         with self._samples(shard, None) as samples:
             return samples.index()
 
@@ -202,14 +200,9 @@ class ShardCache:
     def _parsed(
         self, shard: Shard, held: CachedFile, data: Mapped, transforms: ProcessTransform | None
     ) -> ShardSamples:
-        from paceline.data.formats import ShardSamples, read_columns, text_columns
+        from paceline.data.formats import ShardSamples, read_columns
 
-        if shard.lengths_sha256 is None:
-            size = shard.text_bytes
-            arrays = text_columns(bytes(data), documents=shard.samples, text_bytes=size)
-        else:
-            arrays = read_columns(data)
-        snapshot = self.snapshot
+        arrays, snapshot = read_columns(data), self.snapshot
         stored = (arrays, shard.samples, snapshot.vocabulary, snapshot.columns, held.close)
         if transforms is None:
             return ShardSamples(*stored)

@@ -5,7 +5,6 @@ from .disk_space import (
     missing_bytes as missing_bytes,
     reclaimable_bytes as reclaimable_bytes,
 )
-from .group_commit import GROUP_BYTES as GROUP_BYTES, Committer as Committer
 from .inspection import (
     has_published as has_published,
     missing_bytes_on_node as missing_bytes_on_node,
@@ -13,6 +12,7 @@ from .inspection import (
 )
 from .library import OpenModels as OpenModels
 from .origin_reads import OriginReadCount as OriginReadCount, OriginReadCounts as OriginReadCounts
+from .piece_log import GROUP_BYTES as GROUP_BYTES, Committer as Committer
 from .requests import RequestQueue as RequestQueue
 from .staging import Staging as Staging, disk_errors as disk_errors
 from .store import Store as Store

@@ -45,7 +45,7 @@ from paceline.training.loop import Group
 class Stateful(Protocol):
     """State beside model and optimizer that a checkpoint must contain; names are unique in a job.
 
-    For example the rows of a recurrent task (``recurrent.CarriedState``), or gradients that a
+    For example the rows of a recurrent task (``examples/carried_state``), or gradients that a
     compression hook has not sent yet (``parallel.data_parallel``). Both change while a batch is
     computed, and a checkpoint is saved in the middle of the next batch: the loop calls ``snapshot``
     between two batches, and the last snapshot is what is saved.

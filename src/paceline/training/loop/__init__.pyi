@@ -27,6 +27,7 @@ from .optimizer import (
     LARGEST_SCALE as LARGEST_SCALE,
     LossScale as LossScale,
     MakeOptimizer as MakeOptimizer,
+    WeightAverage as WeightAverage,
     apply_gradients as apply_gradients,
     autocast as autocast,
     learning_rate as learning_rate,
@@ -72,7 +73,6 @@ from .step_guard import (
     StepGuard as StepGuard,
     Verdict as Verdict,
 )
-from .weight_average import WeightAverage as WeightAverage
 from .workload import (
     HasLogits as HasLogits,
     Inputs as Inputs,

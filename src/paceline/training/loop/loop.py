@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from paceline.config import TrainingSettings
 from paceline.data import Batch, PlannedStream
 from paceline.training.checkpoint import local_of, stateful_of
-from paceline.training.loop.early_stopping import EarlyStopping
 from paceline.training.loop.group import Group
 from paceline.training.loop.optimizer import LossScale, apply_gradients, rate_of
-from paceline.training.loop.step_guard import StepGuard, Verdict
+from paceline.training.loop.step_guard import EarlyStopping, StepGuard, Verdict
 from paceline.training.loop.workload import LossSums, Workload, figures_of
 from paceline.training.metrics import AlertChange, StepMetrics, Straggler
 from paceline.training.parallel import Parallel

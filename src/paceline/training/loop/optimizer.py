@@ -1,4 +1,4 @@
-"""Optimiser (AdamW, SGD, Muon or a user's), learning-rate schedule, and mixed precision.
+"""Optimiser (AdamW, SGD, Muon or a user's), learning-rate schedule, mixed precision, and EMA.
 
 Does not depend on ranks or files. The learning rate is a pure function of (step, settings): it is
 not saved, and a resumed run continues at the same rate. Schedules: cosine (arXiv 1608.03983),
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from paceline.config import GroupSettings, TrainingSettings
+from paceline.config import EmaSettings, GroupSettings, TrainingSettings
 from paceline.errors import CorruptData, InvalidInput, TrainingFailed
 from paceline.models import output_layer
-from paceline.training.checkpoint import clean
+from paceline.training.checkpoint import clean, local_of
 from paceline.training.loop.muon import MuonWithAdamW
 
 FACTOR = "learning_rate_factor"  # key of a parameter group; missing: 1
@@ -246,3 +247,44 @@ class LossScale:
         if not 0 < scale <= LARGEST_SCALE or good_steps < 0:
             raise CorruptData("loss scale of a checkpoint is out of range", got=repr(state))
         self.scale, self.good_steps = scale, good_steps
+
+
+class WeightAverage:
+    """Moving average over the steps that an optimiser takes; the first step's weights begin it.
+
+    The values are those of torch's AveragedModel. ``values`` is empty without settings and before
+    the first step; checkpoints contain it (``TrainState.averages``).
+    """
+
+    def __init__(self, optimizer: Optimizer, settings: EmaSettings | None) -> None:
+        self.values: dict[nn.Parameter, Tensor] = {}
+        if settings is not None:
+            self._weight = 1 - settings.decay
+            optimizer.register_step_post_hook(self._stepped)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the ``with`` the model has the average as its weights; then its own again."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        # In place: FSDP and compiled graphs refer to the memory of the weights.
+        for parameter, value in self.values.items():
+            mine, average = local_of(parameter.detach()), local_of(value)
+            own = mine.clone()
+            mine.copy_(average)
+            average.copy_(own)
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+        trained = [each for group in optimizer.param_groups for each in group["params"]]
+        if not self.values:
+            self.values.update({each: each.detach().clone() for each in trained})
+            return
+        averages = [local_of(self.values[each]) for each in trained]
+        torch._foreach_lerp_(averages, [local_of(each.detach()) for each in trained], self._weight)

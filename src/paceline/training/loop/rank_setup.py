@@ -58,10 +58,9 @@ from paceline.training.interval import FailureCount
 from paceline.training.loop.event_writer import EventWriter
 from paceline.training.loop.group import Group
 from paceline.training.loop.loop import Evaluator, Progress
-from paceline.training.loop.optimizer import new_optimizer
+from paceline.training.loop.optimizer import WeightAverage, new_optimizer
 from paceline.training.loop.preferences import Preferences
 from paceline.training.loop.starting_state import RankContext
-from paceline.training.loop.weight_average import WeightAverage
 from paceline.training.loop.workload import Inputs
 from paceline.training.metrics import Exporter, StepMetrics, Tracer, TraceUploader
 from paceline.training.parallel import Mesh, Parallel, parallelise

@@ -1,9 +1,10 @@
-"""Detection of bad steps: non-finite numbers, or a loss far above the recent median.
+"""Detection of bad steps (not finite, or a loss far above the recent median), and early stopping.
 
 ``StepGuard`` checks the global loss and gradient norm of each step BEFORE the optimiser uses them.
 The values are the same on every rank, so all ranks decide alike without communication: take, skip
 (weights unchanged), roll back (``BadStep``: resume the last healthy checkpoint and skip this batch)
-or stop. The number of bad steps is bounded. Pure; imports no torch, reads no clock.
+or stop. The number of bad steps is bounded. ``EarlyStopping`` ends a training whose held-out loss
+no longer falls. Pure; imports no torch, reads no clock.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from paceline.config import GuardSettings
+from paceline.config import GuardSettings, TrainingSettings
 from paceline.errors import CorruptData, PacelineError, TrainingFailed
+
+if TYPE_CHECKING:
+    from paceline.training.loop.loop import Progress
 
 Reason = Literal["nan", "spike"]
 
@@ -150,3 +154,68 @@ def spike_limit(recent: Iterable[float], settings: GuardSettings) -> float:
     middle = statistics.median(losses)
     spread = MAD_TO_STD * statistics.median(abs(each - middle) for each in losses)
     return max(settings.spike_factor * middle, middle + SPIKE_DEVIATIONS * spread)
+
+
+if TYPE_CHECKING:
+    from paceline.training.loop.loop import Progress
+
+STATE = "early_stopping"  # key in a checkpoint's extra state
+# A continuation with other ones counts anew.
+_COUNTS_FOR = {
+    "steps",
+    "learning_rate",
+    "schedule",
+    "warmup_steps",
+    "decay_share",
+    "final_share",
+    "early_stopping",
+}
+
+
+class EarlyStopping:
+    """Counts the evaluations since the best one; never ends a training without its settings.
+
+    The decision follows from figures that all ranks share, and its state is part of each
+    checkpoint: a training that was killed ends at the same step.
+    """
+
+    def __init__(self, settings: TrainingSettings, extra: Mapping[str, Any]) -> None:
+        """``extra`` is the extra state of the checkpoint that training goes on from."""
+        self._settings = settings.early_stopping
+        self._counts_for = settings.model_dump(mode="json", include=_COUNTS_FOR)
+        self._best: float | None = None
+        self._best_step = self._waited = 0
+        state = extra.get(STATE)
+        if state is not None and state["counts_for"] == self._counts_for:
+            self._best, self._best_step = state["best"], state["best_step"]
+            self._waited = state["waited"]
+
+    @property
+    def reason(self) -> str:
+        """Return why training ends now; "" where it goes on."""
+        if self._settings is None or self._waited < self._settings.patience:
+            return ""
+        best = "no finite loss" if self._best is None else f"{self._best:.4f} nats"
+        return (
+            f"the held-out loss has not fallen in {self._waited} evaluations "
+            f"(best: {best} at step {self._best_step})"
+        )
+
+    def take(self, progress: Progress, steps: int) -> None:
+        """Count ``progress``'s latest evaluation, and set its state and whether it ends before
+        ``steps``. A loss of NaN is no best."""
+        if self._settings is None:
+            return
+        loss = progress.held_out["held_out_loss"]  # nats a token
+        if loss < (math.inf if self._best is None else self._best - self._settings.min_delta):
+            self._best, self._best_step, self._waited = loss, progress.step, 0
+        else:
+            self._waited += 1
+        progress.extra[STATE] = {
+            "best": self._best,
+            "best_step": self._best_step,
+            "waited": self._waited,
+            "counts_for": self._counts_for,
+        }
+        if progress.step < steps:
+            progress.stopped_early = self.reason

@@ -61,8 +61,8 @@ class LossSums(NamedTuple):
 class Workload(Protocol):
     """A training task; a ``codeRef`` entrypoint returns one.
 
-    A model that carries state between batches also has ``initial_state(rows)`` and starts from the
-    previous batch's state where ``Batch.carries_B`` is set (see ``paceline.training.recurrent``).
+    One that carries state between batches starts a row from the previous batch's where
+    ``Batch.carries_B`` is set (see ``examples/carried_state``).
     """
 
     def build(self) -> nn.Module:

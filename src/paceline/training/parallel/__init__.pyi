@@ -23,4 +23,4 @@ from .mesh import (
     timeout_of as timeout_of,
 )
 from .pipeline import Pipelined as Pipelined
-from .planned import require_planned as require_planned
+from .tensor import require_planned as require_planned

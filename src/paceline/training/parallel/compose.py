@@ -25,8 +25,8 @@ from paceline.training.parallel.checks import require_layout, require_uncut
 from paceline.training.parallel.data_parallel import CompressionMemory, SentBytes, replicate
 from paceline.training.parallel.mesh import Mesh
 from paceline.training.parallel.pipeline import Pipelined, drop_children, stage_of
-from paceline.training.parallel.planned import HasPlan, cut_planned
 from paceline.training.parallel.sharded import shard
+from paceline.training.parallel.tensor import HasPlan, cut_planned
 
 
 class SingleStage:

@@ -1,6 +1,5 @@
 """User code: ``training.code_ref`` names a function that returns a ``Workload``.
 
-    paceline.training.recurrent:byte_gru                        ours: pinned by the release
     my_package.task:make@sha256:<digest>                        an installed module
     file:///srv/tasks@sha256:<digest>#task:make                 a directory
     git+https://host/repository.git@<40 hex digits>#task:make   a commit

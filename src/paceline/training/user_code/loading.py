@@ -237,7 +237,7 @@ def fetch(ref: CodeRef, cache: Path) -> Path | None:
     against its digest each time.
     """
     if ref.kind == "module":
-        if ref.pin and (got := module_digest(ref.module)) != ref.pin:
+        if (got := module_digest(ref.module)) != ref.pin:
             raise _changed(ref, got)
         return None
     name = hashlib.sha256(f"{ref.url}@{ref.pin}".encode()).hexdigest()

@@ -18,7 +18,6 @@ from paceline.errors import AccessDenied, InvalidInput
 
 DIAL = "training.code_ref"  # the setting that holds a reference
 OPTIMIZER = "training.optimizer_ref"  # and another one
-OURS = "paceline"  # the release is the pin; ``code_version`` is in every checkpoint
 
 _NAME = r"[A-Za-z_]\w*"
 _ENTRY = rf"(?P<module>{_NAME}(?:\.{_NAME})*):(?P<function>{_NAME})"
@@ -36,7 +35,7 @@ class CodeRef:
     module: str
     function: str
     url: str = ""
-    pin: str = ""  # a commit or a digest; "" only for our own modules
+    pin: str = ""  # a commit or a digest
     dial: str = DIAL  # the setting that holds it
 
     @property
@@ -77,10 +76,8 @@ def parse(text: str, dial: str = DIAL) -> CodeRef:
             raise InvalidInput("code directory is not absolute", got=text, wanted="file:///…")
         return ref
     if found := _MODULE.fullmatch(text):
-        digest = found["digest"]
-        if found["module"].partition(".")[0] != OURS or digest:
-            _require_digest(where, digest, "module_digest")
-        names = found["module"], found["function"], "", digest or ""
+        _require_digest(where, found["digest"], "module_digest")
+        names = found["module"], found["function"], "", found["digest"]
         return CodeRef(text, "module", *names, dial=dial)
     raise InvalidInput(
         "code reference cannot be read",

@@ -1,8 +1,15 @@
-"""Example of a user-defined task: a byte-level GRU whose state is carried across batches.
+r"""A model of your own whose state is carried across batches: a byte-level GRU.
 
-``training.code_ref = "paceline.training.recurrent:byte_gru"`` trains it. With ``data.batching =
-"carried"`` a long document is cut into rows, and each row starts from the final state of the same
-row in the previous batch (``Batch.carries_B``).
+Try it, from the repository's root:
+
+    D=$PWD/examples/carried_state
+    PIN=$(python -m paceline.training.code_digest $D)
+    paceline train --text docs --output carried --set training.steps=200 --set data.batching=carried \
+        --set "security.code_sources=['$D']" \
+        --set "training.code_ref=file://$D@$PIN#byte_gru:make"
+
+With ``data.batching = "carried"`` a long document is cut into rows, and each row starts from the
+final state of the same row in the previous batch (``Batch.carries_B``).
 
 The workload owns the state: detached (no gradient crosses a cut), stored by row of the global
 batch. Checkpoints include it (see ``paceline.training.checkpoint.layout``), so a resumed job
@@ -206,7 +213,7 @@ class RecurrentWorkload:
         return weighted_loss(logits_BTV, targets_BT, weights_BT)
 
 
-def byte_gru(task: Task) -> RecurrentWorkload:
+def make(task: Task) -> RecurrentWorkload:
     """Return the workload nearest in size to ``task.parameters``; the ``code_ref`` entrypoint."""
 
     def size(width: int) -> int:
