@@ -4,7 +4,7 @@ Try it, from the repository's root:
 
     D=$PWD/examples/carried_state
     PIN=$(python -m paceline.training.code_digest $D)
-    paceline train --text docs --output carried --set training.steps=200 --set data.batching=carried \
+    paceline train --text docs --output carried --set data.batching=carried \
         --set "security.code_sources=['$D']" \
         --set "training.code_ref=file://$D@$PIN#byte_gru:make"
 
