@@ -96,9 +96,15 @@ class Flows:
         return {each: self.runs[each] for each in flow_run_ids if each in self.runs}
 
     def cancel(self, flow_run_id: str) -> None:
+        if self.away:
+            raise ServiceUnavailable("Prefect's server does not answer")
         if flow_run_id not in self.runs:
             raise NotFound("no such flow run")
         self.runs[flow_run_id] = "CANCELLING"
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        assert message
+        self.runs[flow_run_id] = "CRASHED"
 
 
 def worker(name: str, gpus: int = 0, kind: str = "NVIDIA A100", **labels: str) -> Worker:
@@ -342,6 +348,47 @@ def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None
     queue.flows.away = False
     queue.look(3, seconds=100)
     assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 0)
+
+
+@pytest.mark.parametrize("change_of", ["no leader", "the leader"])
+def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
+    queue: Queue, change_of: str
+) -> None:
+    job_id, other = queue.submit(2), queue.submit(1)
+    queue.look()
+    dead, lives = queue.flow_of(job_id), queue.flow_of(other)
+    for each in (dead, lives):
+        queue.flows.runs[each] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    for _ in range(40):
+        queue.report(other, step=5, steps=10)
+        queue.look()
+    assert queue.flows.runs[dead] == "CANCELLING"
+    queue.ask(other, "cancel", S.CANCELLING)  # its ranks take long to save
+    if change_of == "the leader":
+        queue.lead()
+    for second in range(80):
+        if second == 40:
+            assert queue.flows.runs[dead] == "CANCELLING", "its runner may end it yet"
+        queue.report(other, step=5, steps=10)
+        queue.look()
+    assert queue.flows.runs[dead] == "CRASHED"
+    assert queue.flows.runs[lives] == "CANCELLING", "it is not lost"
+
+
+def test_a_flow_that_was_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    lost = queue.flow_of(job_id)
+    queue.flows.runs[lost] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    queue.flows.away = True
+    queue.look(40)
+    assert queue.job(job_id).losses == 1
+    queue.lead()
+    queue.flows.away = False
+    queue.look(12)
+    assert queue.flows.runs[lost] == "CANCELLING"
 
 
 def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
