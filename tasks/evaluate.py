@@ -300,7 +300,7 @@ def _fits(run: Run, base: Manifest, node: Node) -> bool:
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     weights = sum(each.size for each in base.files if each.path.endswith(".safetensors"))
     needed_bytes = weights * (2 if dtype.endswith("float16") else 1)
-    each = max((one.memory_bytes for one in node.machine.accelerators), default=0)
+    each = max((one.memory_bytes for one in node.machine.like_cards), default=0)
     room_bytes = each or node.machine.memory_bytes
     return not room_bytes or needed_bytes <= MEMORY_SHARE * room_bytes
 

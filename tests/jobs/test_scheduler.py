@@ -13,7 +13,7 @@ import pytest
 
 from paceline.config import Profile, load_profile
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.jobs import NEXT, JobScheduler, JobTable, changed, parameters_of
+from paceline.jobs import NEXT, JobScheduler, JobTable, changed, hosts_of, parameters_of
 from paceline.schemas import (
     Accelerator,
     FlowRunView,
@@ -698,6 +698,20 @@ def test_accelerators_labels_and_a_part_of_a_kinds_name_choose_the_hosts() -> No
         placement = queue.job(job_id).placement
         assert placement is not None, queue.job(job_id).reason
         assert (placement.hosts, placement.level) == ({host: 8}, "host")
+
+
+def test_of_a_host_with_cards_of_two_kinds_the_most_alike_are_slots() -> None:
+    mixed = worker("mixed", 2)
+    cards = [
+        Accelerator(kind=kind, count=count, memory_bytes=80 << 30)
+        for kind, count in (("NVIDIA A100", 4), ("NVIDIA H100", 5))
+    ]
+    assert mixed.inventory is not None
+    machine = mixed.inventory.model_copy(update={"accelerators": tuple(cards)})
+    (host,) = hosts_of(
+        [mixed.model_copy(update={"inventory": machine})], load_profile("ci").training
+    )
+    assert (host.kind, host.slots) == ("NVIDIA H100", 5)
 
 
 def test_a_team_over_its_quota_waits() -> None:
