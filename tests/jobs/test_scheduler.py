@@ -724,15 +724,19 @@ def test_a_team_over_its_quota_waits() -> None:
     assert "quota" in queue.job(second).reason
 
 
-def test_changes_that_may_not_follow_are_refused(queue: Queue) -> None:
-    job = queue.job(queue.submit(2))
-    for state in NEXT[S.QUEUED]:
-        assert changed(job, state, 1.0).state is state
-    for state in set(S) - NEXT[S.QUEUED]:
-        with pytest.raises(Conflict, match="cannot become"):
-            changed(job, state, 1.0)
-    for final in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
-        assert not NEXT[final]
+@pytest.mark.parametrize("state", list(S))
+def test_changes_that_may_not_follow_are_refused(queue: Queue, state: JobState) -> None:
+    job = queue.job(queue.submit(2)).model_copy(update={"state": state})
+    for following in S:
+        if following in NEXT[state]:
+            made = changed(job, following, 1.0)
+            assert (made.state, made.history[-1].state) == (following, following)
+        else:
+            with pytest.raises(Conflict, match=f"is {state} cannot become {following}"):
+                changed(job, following, 1.0)
+    assert bool(NEXT[state]) is not state.is_final
+    if state.waits or state.holds_hosts:
+        assert NEXT[state] & {S.CANCELLED, S.CANCELLING}, "it can be cancelled"
 
 
 def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> None:

@@ -260,7 +260,9 @@ def accelerators() -> Iterator[Check]:
         yield failed("gpus", "there is a GPU, and its driver does not answer", do)
     elif len({each.split(",")[0] for each in found}) > 1:
         do = "Move the others to another node to use them in trainings."
-        yield warning("gpus", f"ranks use those of the kind that most are of: {'; '.join(found)}", do)
+        yield warning(
+            "gpus", f"ranks use those of the kind that most are of: {'; '.join(found)}", do
+        )
     else:
         yield ok("gpus", "; ".join(found) or "none")
 
