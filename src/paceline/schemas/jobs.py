@@ -219,6 +219,7 @@ class JobReport(Record):
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None
     error: Text = Field(default="", max_length=2000)
     review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
+    quarantined: int = Field(default=0, ge=0, exclude_if=is_empty)  # shards and samples passed over
     # its ranks have saved and left the hosts; it waits to be admitted again
     waits: bool = Field(default=False, exclude_if=is_empty)
 
