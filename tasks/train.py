@@ -321,8 +321,9 @@ def accelerators_of(
     for node in nodes:
         if node.worker_id in held:
             most = placement.hosts[node.worker_id] if placement else node.accelerator_count
-            kinds = {each.kind: min(most, each.count) for each in node.machine.accelerators}
-            found.update(kinds or {"cpu": 1})
+            cards = node.machine.like_cards
+            count = min(most, node.accelerator_count)
+            found.update({cards[0].kind: count} if cards else {"cpu": 1})
     return dict(found)
 
 

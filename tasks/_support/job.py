@@ -260,6 +260,7 @@ class JobLink:
             self._facts |= {
                 "training_id": result.job_id,
                 "training_digest": result.training_digest,
+                "quarantined": len(result.quarantined_shards),
                 "review": f"passed over: {result.passed_over}" if result.passed_over else "",
                 "step": result.steps,
                 "steps": result.steps,

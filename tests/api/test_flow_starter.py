@@ -306,6 +306,18 @@ def test_an_invalid_flow_run_id_does_not_spoil_the_request(server: Web, rest: Re
     assert len(server.calls) == 1
 
 
+def test_a_crash_is_recorded_by_force_and_a_cancel_is_not(server: Web) -> None:
+    starter = PrefectStarter(server.url)
+    starter.cancel(RUN)
+    starter.crash(RUN, "its process is gone")
+    for call, kind, force in zip(
+        server.calls, ("CANCELLING", "CRASHED"), (False, True), strict=True
+    ):
+        assert call.path == f"/flow_runs/{RUN}/set_state"
+        body = json.loads(call.body)
+        assert (body["state"]["type"], body["force"]) == (kind, force)
+
+
 def test_the_last_lines_of_a_log_are_read_from_its_end(server: Web, rest: Rest) -> None:
     answers = {
         f"/flow_runs/{RUN}": {"id": RUN, "tags": ["paceline"], "state_type": "RUNNING"},

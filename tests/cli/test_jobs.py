@@ -14,7 +14,8 @@ import pytest
 
 import paceline as package
 from paceline.cli.options import whole_run_id, whole_training_id
-from paceline.config import Endpoints
+from paceline.client import CoordinatorClient
+from paceline.config import Endpoints, PriceSettings
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
 from tests.api.conftest import FakeAgent, Served, make_runtime
@@ -49,6 +50,8 @@ def servers(call: Call) -> tuple[int, bytes]:
 def served(tmp_path_factory: Any) -> Iterator[Served]:
     with serving(servers) as web:
         runtime = make_runtime(tmp_path_factory.mktemp("jobs") / "state", lost_after_beats=100_000)
+        prices = {"prices": PriceSettings(per_hour={"cpu": 3.6})}
+        runtime = runtime.model_copy(update={"profile": runtime.profile.model_copy(update=prices)})
         endpoints = Endpoints(mlflow_url=web.url, prefect_api_url=f"{web.url}/api")
         server = Served(runtime.model_copy(update={"endpoints": endpoints}))
         server.runtime.state_dir.mkdir()
@@ -115,6 +118,41 @@ def test_lists_show_progress_and_are_filtered(served: Served) -> None:
     assert "/runs/" not in waits["pages"]["mlflow"], "it has no run yet: the server's page"
 
 
+def test_what_a_job_has_and_costs_and_its_twin_are_shown(served: Served) -> None:
+    client, state = served.client(), served.runtime.state_dir
+    end_all(client)
+    first, twin = (
+        adopt(served, name="twins", resources={"ranks": 1}, seed=12, budget=1e9) for _ in range(2)
+    )
+
+    def has_a_node() -> bool:
+        client.report_job(first, JobReport(at=0))
+        return client.job(first).job.placement is not None
+
+    wait_until(has_a_node, 30, "the job has its node")
+    lines = paceline("jobs", "show", first, "--state", state).stdout.splitlines()
+    found = {line.split()[0]: " ".join(line.split()[1:]) for line in lines if line.strip()}
+    assert found["nodes"] == "node-0 (1), in one host, score 1.00"
+    assert re.fullmatch(r"[\d,.]+ of 1,?000,?000,?000.00 EUR", found["cost"]), found["cost"]
+    assert found["same"] == f"as {twin}: they share one training"
+    newest, older = (
+        said(served, "jobs", "list", "--name", "twins", "--limit", "1", "--offset", offset)
+        for offset in ("0", "1")
+    )
+    assert [each["job_id"] for each in (*newest["jobs"], *older["jobs"])] == [twin, first]
+    done = paceline("jobs", "list", "--name", "twins", "--limit", "1", "--state", state)
+    assert "1 more: --limit, --offset" in done.stderr
+    end_all(client)
+
+
+def end_all(client: CoordinatorClient) -> None:
+    """End every job: one of another test may hold the only node."""
+    for each in client.jobs().jobs:
+        if not each.state.is_final:
+            client.change_job(each.job_id, "cancel")
+            client.report_job(each.job_id, JobReport(at=0, outcome="cancelled"))
+
+
 def test_a_program_pauses_resumes_and_cancels(served: Served) -> None:
     job_id = adopt(served, name="mine", resources={"ranks": 1}, seed=6)
     with package.Client(served.url, served.runtime.secrets.coordinator_token) as client:
@@ -163,17 +201,14 @@ def test_runs_and_trainings_are_found_by_the_beginning_of_their_ids(served: Serv
 
 
 def test_the_log_of_an_attempt_is_read_while_the_job_is_paused(served: Served) -> None:
-    job_id = adopt(served, FLOW, name="paused", resources={"ranks": 1}, seed=11)
     client, state = served.client(), served.runtime.state_dir
+    end_all(client)
+    job_id = adopt(served, FLOW, name="paused", resources={"ranks": 1}, seed=11)
 
     def is_in(state: JobState, **report: Any) -> bool:
         client.report_job(job_id, JobReport(flow_run_id=FLOW, at=0, step=1, **report))
         return client.job(job_id).job.state is state
 
-    for other in client.jobs().jobs:  # one of another test may hold the only node
-        if other.job_id != job_id and not other.state.is_final:
-            client.change_job(other.job_id, "cancel")
-            client.report_job(other.job_id, JobReport(at=0, outcome="cancelled"))
     wait_until(lambda: is_in(JobState.RUNNING), 30, "the job runs")
     client.change_job(job_id, "pause")
     wait_until(lambda: is_in(JobState.PAUSED, outcome="cancelled"), 30, "the job is paused")

@@ -13,7 +13,7 @@ import pytest
 
 from paceline.config import Profile, load_profile
 from paceline.errors import Conflict, InvalidInput, NotFound, ServiceUnavailable
-from paceline.jobs import NEXT, JobScheduler, JobTable, changed, parameters_of
+from paceline.jobs import NEXT, JobScheduler, JobTable, changed, hosts_of, parameters_of
 from paceline.schemas import (
     Accelerator,
     FlowRunView,
@@ -96,9 +96,15 @@ class Flows:
         return {each: self.runs[each] for each in flow_run_ids if each in self.runs}
 
     def cancel(self, flow_run_id: str) -> None:
+        if self.away:
+            raise ServiceUnavailable("Prefect's server does not answer")
         if flow_run_id not in self.runs:
             raise NotFound("no such flow run")
         self.runs[flow_run_id] = "CANCELLING"
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        assert message
+        self.runs[flow_run_id] = "CRASHED"
 
 
 def worker(name: str, gpus: int = 0, kind: str = "NVIDIA A100", **labels: str) -> Worker:
@@ -342,6 +348,47 @@ def test_while_prefect_is_away_no_flow_that_starts_is_lost(queue: Queue) -> None
     queue.flows.away = False
     queue.look(3, seconds=100)
     assert (queue.state(job_id), queue.job(job_id).losses) == (S.STARTING, 0)
+
+
+@pytest.mark.parametrize("change_of", ["no leader", "the leader"])
+def test_prefect_does_not_show_a_dead_flow_as_cancelling_for_ever(
+    queue: Queue, change_of: str
+) -> None:
+    job_id, other = queue.submit(2), queue.submit(1)
+    queue.look()
+    dead, lives = queue.flow_of(job_id), queue.flow_of(other)
+    for each in (dead, lives):
+        queue.flows.runs[each] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    for _ in range(40):
+        queue.report(other, step=5, steps=10)
+        queue.look()
+    assert queue.flows.runs[dead] == "CANCELLING"
+    queue.ask(other, "cancel", S.CANCELLING)  # its ranks take long to save
+    if change_of == "the leader":
+        queue.lead()
+    for second in range(80):
+        if second == 40:
+            assert queue.flows.runs[dead] == "CANCELLING", "its runner may end it yet"
+        queue.report(other, step=5, steps=10)
+        queue.look()
+    assert queue.flows.runs[dead] == "CRASHED"
+    assert queue.flows.runs[lives] == "CANCELLING", "it is not lost"
+
+
+def test_a_flow_that_was_lost_while_prefect_was_away_is_cancelled_afterwards(queue: Queue) -> None:
+    job_id = queue.submit(2)
+    queue.look()
+    lost = queue.flow_of(job_id)
+    queue.flows.runs[lost] = "RUNNING"
+    queue.report(job_id, step=5, steps=10)
+    queue.flows.away = True
+    queue.look(40)
+    assert queue.job(job_id).losses == 1
+    queue.lead()
+    queue.flows.away = False
+    queue.look(12)
+    assert queue.flows.runs[lost] == "CANCELLING"
 
 
 def test_a_new_leader_waits_for_reports_before_it_takes_a_flow_for_lost(queue: Queue) -> None:
@@ -653,6 +700,20 @@ def test_accelerators_labels_and_a_part_of_a_kinds_name_choose_the_hosts() -> No
         assert (placement.hosts, placement.level) == ({host: 8}, "host")
 
 
+def test_of_a_host_with_cards_of_two_kinds_the_most_alike_are_slots() -> None:
+    mixed = worker("mixed", 2)
+    cards = [
+        Accelerator(kind=kind, count=count, memory_bytes=80 << 30)
+        for kind, count in (("NVIDIA A100", 4), ("NVIDIA H100", 5))
+    ]
+    assert mixed.inventory is not None
+    machine = mixed.inventory.model_copy(update={"accelerators": tuple(cards)})
+    (host,) = hosts_of(
+        [mixed.model_copy(update={"inventory": machine})], load_profile("ci").training
+    )
+    assert (host.kind, host.slots) == ("NVIDIA H100", 5)
+
+
 def test_a_team_over_its_quota_waits() -> None:
     profile = load_profile("ci", {"jobs.quotas.nlp.slots": "2", "jobs.quotas.nlp.borrow": "0"})
     queue = Queue(*(worker(f"node-{each}") for each in range(4)), profile=profile)
@@ -663,15 +724,19 @@ def test_a_team_over_its_quota_waits() -> None:
     assert "quota" in queue.job(second).reason
 
 
-def test_changes_that_may_not_follow_are_refused(queue: Queue) -> None:
-    job = queue.job(queue.submit(2))
-    for state in NEXT[S.QUEUED]:
-        assert changed(job, state, 1.0).state is state
-    for state in set(S) - NEXT[S.QUEUED]:
-        with pytest.raises(Conflict, match="cannot become"):
-            changed(job, state, 1.0)
-    for final in (S.SUCCEEDED, S.FAILED, S.CANCELLED):
-        assert not NEXT[final]
+@pytest.mark.parametrize("state", list(S))
+def test_changes_that_may_not_follow_are_refused(queue: Queue, state: JobState) -> None:
+    job = queue.job(queue.submit(2)).model_copy(update={"state": state})
+    for following in S:
+        if following in NEXT[state]:
+            made = changed(job, following, 1.0)
+            assert (made.state, made.history[-1].state) == (following, following)
+        else:
+            with pytest.raises(Conflict, match=f"is {state} cannot become {following}"):
+                changed(job, following, 1.0)
+    assert bool(NEXT[state]) is not state.is_final
+    if state.waits or state.holds_hosts:
+        assert NEXT[state] & {S.CANCELLED, S.CANCELLING}, "it can be cancelled"
 
 
 def test_a_key_that_belongs_to_another_submission_is_refused(queue: Queue) -> None:

@@ -399,10 +399,13 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
     _, manifest = make_model(platform.runtime.state_dir)
     agents, client = fleet_of(platform, 2), platform.client()
     with beating(agents, manifest):
-        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2})
+        job = adopt(client, FLOW, name="chat-sft", team="nlp", resources={"ranks": 2}, budget=500)
         services.run_id = job.run_id
         run(client, job, 142)
-        big = adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
+        big, twin = (
+            adopt(client, name="big", team="vision", resources={"ranks": 2}, seed=1)
+            for _ in range(2)
+        )
         token = token_of(platform, Scope.TRAIN, team="nlp")
         both = reporting(client, job.job_id, big.job_id)
         with both, opened(platform, "view=jobs", token) as browser:
@@ -420,13 +423,22 @@ def test_a_job_is_followed_and_paused_in_its_page(platform: Served, services: Se
             browser.get(f"{platform.url}/fleet#job={big.job_id}")
             see(browser, "//*[@id='job-head' and contains(., 'team') or contains(., 'vision')]")
             assert not browser.find_elements("css selector", "#job-head button"), "another team's"
+            see(browser, f"//*[@id='job-head']//dd[contains(., '{twin.job_id}')]")
             browser.get(f"{platform.url}/fleet#job={job.job_id}")
             see(browser, "//*[@id='job-log'][contains(., 'step 299')]")
             page = f"/runs/flow-run/{FLOW}"
             see(browser, f"//a[contains(@href, '{page}') and text()='Flow run in Prefect']")
             see(browser, "//a[contains(@href, '/#/experiments/7/runs/abc')]")
             shown = text(browser, "section[data-view=job]")
-            for each in ("12,346", "2.35", "running", "5f5f5f5f…", "History"):
+            for each in (
+                "score 1.00",
+                "not known of 500.00",
+                "12,346",
+                "2.35",
+                "running",
+                "5f5f5f5f…",
+                "History",
+            ):
                 assert each in shown, shown
             assert DIGEST not in shown
             assert "2.123456789" not in shown

@@ -228,7 +228,17 @@ class PrefectStarter:
     def cancel(self, flow_run_id: str) -> None:
         """Request cancellation of the flow run; idempotent."""
         # Through CANCELLING, as Prefect's own page does: the runner ends its process first.
-        body = {"state": {"type": "CANCELLING", "name": "Cancelling"}, "force": False}
+        self._set_state(flow_run_id, {"type": "CANCELLING", "name": "Cancelling"})
+
+    def crash(self, flow_run_id: str, message: str) -> None:
+        """Record that the flow run has crashed, in whatever state it is: its runner is gone."""
+        state = {"type": "CRASHED", "name": "Crashed", "message": message}
+        self._set_state(flow_run_id, state, force=True)
+
+    def _set_state(
+        self, flow_run_id: str, state: Mapping[str, str], *, force: bool = False
+    ) -> None:
+        body = {"state": state, "force": force}
         self._call("POST", f"/flow_runs/{quote(flow_run_id, safe='')}/set_state", body)
 
     def _call(self, method: str, path: str, body: object = None) -> Any:

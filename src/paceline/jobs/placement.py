@@ -107,13 +107,14 @@ def hosts_of(
     """Return the hosts that ``workers`` are which live, or were heard ``heard_since`` (seconds
     since the epoch), by their labels and inventory.
 
-    The labels ``domain`` (of a fast interconnect) and ``capacity`` (spot) are the operator's.
+    Slots are a host's accelerators of the kind that most are of. The labels ``domain`` (of a fast
+    interconnect) and ``capacity`` (spot) are the operator's.
     """
     found = []
     for worker in workers:
         if not worker.alive and worker.last_heartbeat < heard_since:
             continue
-        accelerators = worker.inventory.accelerators if worker.inventory is not None else ()
+        accelerators = worker.inventory.like_cards if worker.inventory is not None else ()
         count = sum(each.count for each in accelerators)
         labels = worker.labels.others
         found.append(

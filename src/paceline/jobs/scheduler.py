@@ -12,35 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from paceline.client import raised
 from paceline.config import Profile, TrainingSettings, with_job_settings
 from paceline.coordinator import Coordinator, RepeatedTask
 from paceline.errors import (
     AccessDenied,
     InvalidInput,
     InvalidProfile,
+    NotFound,
     PacelineError,
     StaleEpoch,
     TemporaryError,
-    WorkerLost,
 )
 from paceline.jobs.engines import Engine, OwnAdmission, Request, Standing
 from paceline.jobs.placement import Gang, Host, gang_of, hosts_of
 from paceline.jobs.preemption import Reservation
-from paceline.jobs.states import changed
+from paceline.jobs.states import cause_of, changed, is_passing, warned
 from paceline.jobs.table import JobTable
 from paceline.jobs.usage import begun, budget_reason
 from paceline.schemas import (
-    KEPT_CHANGES,
     FlowRunView,
-    JobChange,
     JobPlacement,
     JobState,
-    LossCause,
     TrainingJob,
 )
 
@@ -56,9 +53,13 @@ LOST_S = 30.0  # without a report of a flow that has reported
 # The same of one that never has: its first report needs 14 CPU-seconds after the start, minutes
 # where a Prefect worker pulls an image first.
 START_LOST_S = 300.0
+ENDED_WITHIN_S = 3600.0  # of its loss a flow run is ended in Prefect
+UNANSWERED_S = 60.0  # that Prefect shows a lost flow run as Cancelling: no runner ends it
+MOST_CALLS = 20  # of Prefect for lost flow runs, in one round
 MOST_LOSSES = 3  # flow runs lost or ended by passing failures; the next one fails the job
 RUNNING = "RUNNING"
 ENDING = frozenset({"CANCELLING", "CANCELLED"})
+OPEN = frozenset({"SCHEDULED", "PENDING", "RUNNING", "PAUSED"})
 GONE = "GONE"  # Prefect does not have the flow run
 
 
@@ -74,6 +75,8 @@ class FlowPort(Protocol):
     def states(self, flow_run_ids: Collection[str]) -> Mapping[str, str]: ...
 
     def cancel(self, flow_run_id: str) -> None: ...
+
+    def crash(self, flow_run_id: str, message: str) -> None: ...
 
 
 class JobScheduler(RepeatedTask):
@@ -101,9 +104,12 @@ class JobScheduler(RepeatedTask):
         self._due: dict[str, float] = {}  # job → when Prefect is called for it again
         # flow run that has not reported → since when Prefect says that it starts, runs or is gone
         self._silent: dict[str, float] = {}
+        self._cancelling: dict[str, float] = {}  # lost flow run → since when Prefect shows that
+        self._lost_s = -math.inf  # when lost flow runs were last looked at
 
     def look(self) -> None:
         """Make one round: follow, admit, start, end."""
+        self._end_lost()
         jobs = self._table.open_jobs()
         if not jobs and not self._engine.has_own_queue:
             return
@@ -212,7 +218,7 @@ class JobScheduler(RepeatedTask):
         elif outcome == "cancelled" or job.wanted == "cancel":
             reason = job.reason if job.wanted == "cancel" else "cancelled in Prefect"
             self._change(job, JobState.CANCELLED, reason)
-        elif lost or _is_passing(message):
+        elif lost or is_passing(message):
             self._lose(job, message)
         else:
             self._change(job, JobState.FAILED, message)
@@ -223,7 +229,7 @@ class JobScheduler(RepeatedTask):
 
     def _lose(self, job: TrainingJob, why: str) -> None:
         """Have the job start again, up to MOST_LOSSES times; it resumes its checkpoint."""
-        cause = _cause(why)
+        cause = cause_of(why)
         if job.wanted == "cancel":
             self._change(job, JobState.CANCELLED, why, cause=cause)
         elif job.wanted == "pause":
@@ -249,7 +255,7 @@ class JobScheduler(RepeatedTask):
         elif is_spent and job.state in (JobState.STARTING, JobState.RUNNING):
             self._change(job, JobState.PAUSING, why, wanted="pause")
         elif why and not is_spent and not job.budget_warned and job.state.holds_hosts:
-            self._table.change(job.job_id, lambda now: _warned(now, why, self._wall()))
+            self._table.change(job.job_id, lambda now: warned(now, why, self._wall()))
 
     # -- admission
 
@@ -412,6 +418,37 @@ class JobScheduler(RepeatedTask):
         except PacelineError as error:
             log.warning("flow run %s is not cancelled yet: %s", job.flow_run_id, error)
 
+    def _end_lost(self) -> None:
+        """End in Prefect what was lost: cancel what could not be cancelled then, and record a crash
+        where no runner acts on that. The jobs' records say which: the next leader goes on.
+        """
+        now = self._wall()
+        if self._flows is None or now - self._lost_s < CANCEL_RETRY_S:
+            return
+        self._lost_s, since = now, now - ENDED_WITHIN_S
+        lost = {
+            change.flow_run_id: job
+            for job in self._table.jobs()
+            if job.updated_at > since
+            for change in job.history
+            if change.flow_run_id and change.at > since
+        }
+        try:
+            states = self._flows.states(lost) if lost else {}
+            ending = [each for each in lost if states.get(each) == "CANCELLING"]
+            self._cancelling = {each: self._cancelling.get(each, now) for each in ending}
+            dead = [each for each in ending if now - self._cancelling[each] > UNANSWERED_S]
+            # An adopted flow whose nodes were taken ends by itself.
+            open_ = [e for e in lost if states.get(e) in OPEN and not lost[e].adopted]
+            for each in (*dead, *open_)[:MOST_CALLS]:
+                with contextlib.suppress(NotFound):  # it was deleted meanwhile
+                    if each in self._cancelling:
+                        self._flows.crash(each, "its process is gone: nothing has cancelled it")
+                    else:
+                        self._flows.cancel(each)
+        except PacelineError as error:
+            log.warning("lost flow runs are not ended in Prefect yet: %s", error)
+
     def _waits(self, job: TrainingJob) -> bool:
         return self._due.get(job.job_id, 0.0) > self._wall()
 
@@ -447,24 +484,3 @@ def parameters_of(job: TrainingJob) -> dict[str, object]:
     if spec.evaluate_on:
         given["evaluate_on"] = spec.evaluate_on
     return given
-
-
-def _is_passing(message: str) -> bool:
-    """Return whether a flow's failure is of a kind that may pass (``TemporaryError``)."""
-    kind, _ = raised(message)
-    return kind is not None and issubclass(kind, TemporaryError)
-
-
-def _cause(message: str) -> LossCause:
-    """Return why a job was lost: by the error that its flow's message names, if it names one."""
-    kind, _ = raised(message)
-    if kind is None:
-        return "lost-flow"
-    return "node" if issubclass(kind, WorkerLost) else "passing-failure"
-
-
-def _warned(job: TrainingJob, why: str, at: float) -> TrainingJob:
-    change = JobChange(state=job.state, at=at, reason=why[:500])
-    history = (*job.history, change)[-KEPT_CHANGES:]
-    update = {"reason": why[:500], "history": history, "budget_warned": True}
-    return job.model_copy(update=update)

@@ -7,7 +7,8 @@ takes nothing away. What stands is read from the table at each scrape.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import get_args
 
 from paceline.jobs.placement import Host
@@ -17,6 +18,7 @@ from paceline.telemetry import Histogram, JobValues
 
 MOST_TEAMS = 100  # with series of their own; the teams after them are "other"
 MOST_HOSTS = 1000  # the same of hosts whose ranks failed
+MOST_JOBS = 100  # of open jobs that have failed
 Labels = tuple[str, ...]
 Failures = Mapping[str, Mapping[str, int]]  # host → kind → times
 
@@ -75,6 +77,11 @@ class JobTotals:
         """Return the value of each metric; ``jobs`` and ``hosts`` are those of ``now``."""
         found: dict[str, dict[Labels, float]] = defaultdict(lambda: defaultdict(float))
         taken: Counter[str] = Counter()  # host → slots that jobs hold
+        jobs = list(jobs)
+        found["job_open_losses"] = _of_jobs(jobs, lambda job: job.losses)
+        found["job_quarantined_shards"] = _of_jobs(
+            jobs, lambda job: job.report.quarantined if job.report else 0
+        )
         for job in jobs:
             team, state = self._team(job), job.state
             found["jobs"][state.value, team] += 1
@@ -125,6 +132,14 @@ class JobTotals:
 def _queue(job: TrainingJob, team: str) -> Labels:
     priority = job.spec.priority
     return team, "normal" if priority == 0 else "high" if priority > 0 else "low"
+
+
+def _of_jobs(
+    jobs: Iterable[TrainingJob], count: Callable[[TrainingJob], int]
+) -> dict[Labels, float]:
+    """Return the MOST_JOBS highest counts above 0 of open jobs, by job."""
+    failed = [each for each in jobs if not each.state.is_final and count(each)]
+    return {(each.job_id,): count(each) for each in nlargest(MOST_JOBS, failed, key=count)}
 
 
 def _raise_to(ages: dict[Labels, float], labels: Labels, now: float, since: float) -> None:

@@ -175,6 +175,8 @@ class JobChange(Record):
     reason: Text = Field(default="", max_length=500)
     by: Text = Field(default="", max_length=128)  # who asked for it; "": the coordinator
     cause: LossCause = ""  # "": the attempt was not lost
+    # that was lost without its end: it is ended in Prefect, too
+    flow_run_id: Text = Field(default="", max_length=64, exclude_if=is_empty)
 
 
 class JobRank(Record):
@@ -222,6 +224,7 @@ class JobReport(Record):
     outcome: Literal["succeeded", "failed", "cancelled"] | None = None
     error: Text = Field(default="", max_length=2000)  # of a failed flow; "": none
     review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
+    quarantined: int = Field(default=0, ge=0, exclude_if=is_empty)  # shards and samples passed over
     # its ranks have saved and left the hosts; it waits to be admitted again
     waits: bool = Field(default=False, exclude_if=is_empty)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from enum import StrEnum
 from typing import Annotated, Literal, Self
 
@@ -142,6 +143,16 @@ class Inventory(Record):
     # speed of the interface, as the driver reports it
     interface_mbit: float | None = Field(default=None, gt=0, le=1e9)
     disk_bytes_s: float | None = Field(default=None, gt=0, le=1e15)  # measured: synced writes
+
+    @property
+    def like_cards(self) -> tuple[Accelerator, ...]:
+        """Return the accelerators of the kind that most are of, the first of equals: ranks run on
+        no others, because one gang has one kind."""
+        counts: Counter[str] = Counter()
+        for each in self.accelerators:
+            counts[each.kind] += each.count
+        most = max(counts, key=counts.__getitem__, default="")
+        return tuple(each for each in self.accelerators if each.kind == most)
 
 
 class Worker(Record):

@@ -1,7 +1,7 @@
 """Prometheus metrics of training jobs: what teams wait for, and what they lose.
 
-Labels are bounded (teams, hosts, three classes of priority, states, causes, kinds): no series is a
-job's.
+Labels are bounded (teams, hosts, three classes of priority, states, causes, kinds). A job has a
+series only while it is open and has failed: at most 100 jobs of each metric, those with the most.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ METRICS: dict[str, tuple[type[Metric], tuple[str, ...], str]] = {
     "job_host_failures": (_COUNTER, ("host", "kind"),
         "Ends of gangs by a rank of the host, or by the loss of the host: failed, hung, lost, "
         "bad-step."),
+    "job_open_losses": (_GAUGE, ("job",), "Flow runs that an open job has lost; of 100 jobs."),
+    "job_quarantined_shards": (_GAUGE, ("job",),
+        "Shards and samples that the training of an open job passed over; of 100 jobs."),
     "jobs_ended": (_COUNTER, ("team", "state"), "Jobs that ended."),
     "job_checkpoint_age_seconds": (_GAUGE, ("team",),
         "Age of the newest checkpoint, or of the start, of the running job where it is highest."),

@@ -258,6 +258,11 @@ def accelerators() -> Iterator[Check]:
     if found is None:
         do = "Look at `nvidia-smi` and `dmesg`; in a container, pass the driver in."
         yield failed("gpus", "there is a GPU, and its driver does not answer", do)
+    elif len({each.split(",")[0] for each in found}) > 1:
+        do = "Move the others to another node to use them in trainings."
+        yield warning(
+            "gpus", f"ranks use those of the kind that most are of: {'; '.join(found)}", do
+        )
     else:
         yield ok("gpus", "; ".join(found) or "none")
 

@@ -147,11 +147,14 @@ def submit(
 @click.option("--submitter", default="", help="The name of the token that submitted it.")
 @click.option("--model", default="", metavar="MODEL_ID")
 @click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
+@click.option("--offset", type=click.IntRange(0, 10**6), default=0, help="Leave the newest out.")
 @state_option
 @json_option
-def list_jobs(states: tuple[str, ...], state: Path | None, as_json: bool, **wanted: Any) -> int:
+def list_jobs(
+    states: tuple[str, ...], offset: int, state: Path | None, as_json: bool, **wanted: Any
+) -> int:
     """List jobs, the newest first: how far each is, and why it waits."""
-    found = _client(state).jobs(states, **wanted)
+    found = _client(state).jobs(states, offset=offset, **wanted)
     if as_json:
         click.echo(JobsShown(jobs=found.jobs, total=found.total).model_dump_json())
         return 0
@@ -172,8 +175,8 @@ def list_jobs(states: tuple[str, ...], state: Path | None, as_json: bool, **want
     ]
     head = "job name state progress team model priority age nodes reason"
     print_table(head.split(), rows)
-    if found.total > len(rows):
-        notice(f"{found.total - len(rows)} more: --limit, --status, --name, --team …", mark="")
+    if (more := found.total - offset - len(rows)) > 0:
+        notice(f"{more} more: --limit, --offset, --status, --name, --team …", mark="")
     return 0
 
 
@@ -355,7 +358,7 @@ def _lines(view: JobView) -> list[str]:
         hosts = ", ".join(f"{host} ({n})" for host, n in sorted(job.placement.hosts.items()))
         level = job.placement.level
         where = "in several zones" if level == "fleet" else f"in one {level}"
-        lines.append(f"  nodes       {hosts}, {where}")
+        lines.append(f"  nodes       {hosts}, {where}, score {job.placement.score:.2f}")
     if report is not None:
         rate = report.metrics.get("tokens_per_second")
         speed = f", {rate:,.0f} tokens/s" if rate else ""

@@ -74,10 +74,11 @@ async function readLog(job, path) {
   box.textContent = text;
   if (atEnd) box.scrollTop = box.scrollHeight;
 }
-function drawJob({job, same_submission, pages}, path) {
+function drawJob({job, same_submission, pages, spent, currency}, path) {
   const spec = job.spec, report = job.report, place = job.placement;
   const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
     .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
+  const money = amount => amount.toFixed(2), budget = spec.budget ? " of " + money(spec.budget) : "";
   const links = ["prefect", "mlflow"].filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
   fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", spec.name || job.job_id), " ", pill(job.state, looks(job.state))),
     job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", job.reason),
@@ -89,7 +90,8 @@ function drawJob({job, same_submission, pages}, path) {
       ["Run", job.run_id + (job.attempt > 1 ? ", flow run " + job.attempt : "")], ["Training", report?.training_id],
       ["Lost", job.losses ? number(job.losses) + " flow runs" : ""], ["Preempted", job.preemptions ? number(job.preemptions) + " times" : ""],
       ["Nodes", place && el("span", "", ...Object.keys(place.hosts).sort().slice(0, 50).flatMap(host => [workerLink(host), " "]),
-        place.level === "fleet" ? "" : "in one " + place.level)],
+        place.level === "fleet" ? "in several zones" : "in one " + place.level, ", score " + place.score.toFixed(2))],
+      ["Cost", spent !== null || budget ? (job.usage.length ? spent === null ? "not known" : money(spent) : money(0)) + budget + " " + currency : ""],
       ["Figures", metrics], ["Same as", same_submission.length ? el("span", "", ...same_submission.flatMap(id =>
         [jobLink(id), " "]), "(identical jobs share one training)") : ""]]));
   fill($("job-more"),
