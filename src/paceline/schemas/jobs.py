@@ -190,6 +190,9 @@ class JobCheckpoint(Record):
     created_at: float
 
 
+Page = Annotated[Text, StringConstraints(pattern=r"^https?://[!-~]+$", max_length=2000)]
+
+
 class JobReport(Record):
     """What a job's flow reports every few seconds; each report is complete."""
 
@@ -219,6 +222,8 @@ class JobReport(Record):
     review: Text = Field(default="", max_length=500)  # why a person must review it; "": no review
     # its ranks have saved and left the hosts; it waits to be admitted again
     waits: bool = Field(default=False, exclude_if=is_empty)
+    # what it has shown elsewhere: data (the snapshot's validation), evaluation
+    pages: dict[Name, Page] = Field(default={}, max_length=10, exclude_if=is_empty)
 
 
 class JobPlacement(Record):
