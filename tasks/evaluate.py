@@ -38,6 +38,7 @@ from paceline.schemas import (
 )
 from paceline.system import PYTHON
 from paceline.tasks._support import artifacts, cancelling, sealed
+from paceline.tasks._support.lineage import log_page
 from paceline.tasks._support.run import Run
 from paceline.tasks._support.scores import (
     Gang,
@@ -316,7 +317,7 @@ def evaluate(
             process(nodes[-1], whole, on_event)
         report = EvaluationReport.model_validate(answer)
         run.registry.log_metrics(run.mlflow_run, lineage.evaluation_metrics(report))
-        run.registry.log_artifact_text(run.mlflow_run, as_markdown(report), "evaluation.md")
+        log_page(run, "evaluation", as_markdown(report), "evaluation.md")
         run.registry.log_artifact_file(
             run.mlflow_run, plot_report(report, run.work_dir / "evaluation.png")
         )

@@ -251,6 +251,11 @@ class JobLink:
                     self._ranks[number] = each.model_copy(update={"state": "ended"})
         self._news.set()
 
+    def shown(self, name: str, page: str) -> None:
+        """Take in where a part of the job can be looked at."""
+        with self._lock:
+            self._facts["pages"] = self._facts.get("pages", {}) | {name: page}
+
     def finished(self, result: Trained) -> None:
         """Take in the training's result, found or made."""
         with self._lock:

@@ -241,6 +241,10 @@ class PrefectStarter:
         body = {"state": state, "force": force}
         self._call("POST", f"/flow_runs/{quote(flow_run_id, safe='')}/set_state", body)
 
+    def emit(self, events: Sequence[Mapping[str, object]]) -> None:
+        """Have Prefect take in events; one that it has already changes nothing."""
+        self._call("POST", "/events", events)
+
     def _call(self, method: str, path: str, body: object = None) -> Any:
         payload = None if body is None else json.dumps(body).encode()
         answer = self._server.call(method, path, payload, self._headers, timeout_s=CALL_TIMEOUT_S)

@@ -111,7 +111,7 @@ class _Shown:
             for each in self._table.jobs()
             if each.submission_id == job.submission_id and each.job_id != job.job_id
         ]
-        pages = {}
+        pages = dict(job.report.pages) if job.report else {}
         if self._coordinator:
             pages["fleet"] = f"{self._coordinator}/fleet#job={job.job_id}"
         if self.flows is not None and job.flow_run_id:

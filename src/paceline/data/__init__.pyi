@@ -57,3 +57,4 @@ from .validation import (
     require_valid as require_valid,
     validate_snapshot as validate_snapshot,
 )
+from .validation_page import validation_page as validation_page

@@ -26,8 +26,14 @@ MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another en
 class JobTable:
     """Every job of an installation; threads may share it."""
 
-    def __init__(self, coordinator: Coordinator, wall: Callable[[], float] = time.time) -> None:
-        self._coordinator, self._wall = coordinator, wall
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        wall: Callable[[], float] = time.time,
+        on_change: Callable[[TrainingJob], None] = lambda _job: None,
+    ) -> None:
+        """``on_change`` takes each job that was stored in another state, and must not wait."""
+        self._coordinator, self._wall, self._on_change = coordinator, wall, on_change
         self.totals = JobTotals(wall())  # of this term
         self._lock = threading.RLock()
         self._epoch: int | None = None  # of the term whose records are in memory
@@ -142,6 +148,8 @@ class JobTable:
         self._jobs[job.job_id] = job
         if job.state.is_final:
             self._reports.pop(job.job_id, None)
+        if before is None or before.state is not job.state:
+            self._on_change(job)
         return job
 
     def _too_old(self) -> list[str]:

@@ -197,6 +197,9 @@ class JobCheckpoint(Record):
     created_at: float
 
 
+Page = Annotated[Text, StringConstraints(pattern=r"^https?://[!-~]+$", max_length=2000)]
+
+
 class JobReport(Record):
     """What a job's flow reports every few seconds; each report is complete."""
 
@@ -227,6 +230,8 @@ class JobReport(Record):
     quarantined: int = Field(default=0, ge=0, exclude_if=is_empty)  # shards and samples passed over
     # its ranks have saved and left the hosts; it waits to be admitted again
     waits: bool = Field(default=False, exclude_if=is_empty)
+    # what it has shown elsewhere: data (the snapshot's validation), evaluation
+    pages: dict[Name, Page] = Field(default={}, max_length=10, exclude_if=is_empty)
 
 
 class JobPlacement(Record):

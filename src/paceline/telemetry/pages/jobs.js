@@ -4,7 +4,8 @@ import {$, action, ago, api, bar, el, facts, fill, humane, jobLink, link, may, m
 
 const JOBS = "/v1/training-jobs", ENDED = ["needs_review", "succeeded", "failed", "cancelled"];
 const LIMIT = 100, LOG_LINES = 400, PAGES = 20; // of jobs in the list, lines that are kept, answers at once
-const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow"};
+const PAGE_NAMES = {prefect: "Flow run in Prefect", mlflow: "Run in MLflow", data: "Data in MLflow",
+  evaluation: "Evaluation in MLflow"};
 let log = {id: null, attempt: 0, after: 0, lines: []};
 
 const looks = state => ({needs_review: "stalled", succeeded: "complete"})[state] || state;
@@ -79,7 +80,7 @@ function drawJob({job, same_submission, pages, spent, currency}, path) {
   const metrics = Object.entries(report?.metrics || {}).filter(([name]) => name !== "loss")
     .map(([name, value]) => name.replaceAll("_", " ") + " " + humane(name, value)).join(", ");
   const money = amount => amount.toFixed(2), budget = spec.budget ? " of " + money(spec.budget) : "";
-  const links = ["prefect", "mlflow"].filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
+  const links = Object.keys(PAGE_NAMES).filter(name => pages[name]).map(name => link(pages[name], PAGE_NAMES[name]));
   fill($("job-head"), el("h2", "", "Job ", el("span", "as-is", spec.name || job.job_id), " ", pill(job.state, looks(job.state))),
     job.reason && el("p", ENDED.includes(job.state) ? "reason" : "quiet", job.reason),
     report?.steps ? el("p", "meter", meter(job), el("b", "number", progress(report))) : "",
