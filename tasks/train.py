@@ -32,6 +32,7 @@ from paceline.tasks.distribute import holds_everywhere, relay, start_agents
 from paceline.tasks.publish import published_url
 from paceline.text import shortened
 from paceline.training import (
+    base_facts,
     check_base,
     code_ref_task_size,
     config_digest,
@@ -39,6 +40,7 @@ from paceline.training import (
     earlier_job,
     result_data_settings,
     run_job,
+    settings_for,
     store_job,
     with_derived_id,
 )
@@ -67,7 +69,11 @@ def train(
 
     Raises TrainingFailed when the gang used up its restarts.
     """
-    profile = profile_of(run, own, continue_from, code_ref)
+    asked = profile_of(run, own, continue_from, code_ref)
+    profile = exporting(run, asked, own, manifest.model_id, manifest.version)
+    for name in ("export_dtype", "export_program"):
+        if (value := getattr(profile.training, name)) != getattr(asked.training, name):
+            run.warn(f"training.{name} is {str(value).lower()}, as the model's policy asks")
     purpose = purpose or run.runtime.profile.data.purpose
     label, project = snapshot["label"], snapshot["project"]
     known = run.trainers(nodes)
@@ -214,6 +220,23 @@ def profile_of(
         profile = _as_it_was(profile, earlier)
     profile = with_job_settings(profile, own)
     return _with_code(profile, code_ref) if code_ref else profile
+
+
+def exporting(
+    run: Run,
+    profile: Profile,
+    own: Collection[str],
+    model_id: str,
+    version: str,
+    *,
+    promotes: bool = False,
+) -> Profile:
+    """Return ``profile`` with the export that the model's policy asks for; raises as
+    ``settings_for``, whose ``given`` is ``own``."""
+    policy = run.runtime.profile.gate.policy(model_id)
+    facts = base_facts(published_url(run, model_id, version), run.store)
+    training = settings_for(profile.training, policy, own, facts, promotes=promotes)
+    return profile.model_copy(update={"training": training})
 
 
 def require_base(

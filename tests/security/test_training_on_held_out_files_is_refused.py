@@ -434,13 +434,11 @@ def test_every_snapshot_back_to_the_first_version_is_compared() -> None:
         evaluate.trained_on(run, base, other)
 
 
-def published(
-    model_id: str, content: bytes, root: Path, name: str = "model.safetensors"
-) -> Manifest:
+def published(model_id: str, content: bytes, root: Path) -> Manifest:
     directory = root / model_id
     directory.mkdir()
     (directory / "config.json").write_text("{}")
-    (directory / name).write_bytes(content)
+    (directory / "model.safetensors").write_bytes(content)
     return build_manifest(directory, model_id=model_id, version="1", link_mbit=80)
 
 

@@ -178,6 +178,7 @@ def test_a_base_is_checked_before_nodes_are_busy(
         "recorded": lambda *_: nullcontext(),
         "linked": lambda *_: nullcontext(link),
         "with_job_settings": lambda *_: profile,
+        "exporting": lambda *_, **__: profile,
         "prepare_inputs": lambda *_, **__: SimpleNamespace(
             model_id="m", version="v1", snapshot_url="u"
         ),

@@ -72,13 +72,16 @@ def _write_outline(info: ObjectInfo, store: ObjectStore, path: Path) -> None:
     if info.size <= MAX_FILE_BYTES and path.suffix in DESCRIBING_SUFFIXES:
         path.write_bytes(store.get_bytes(info.url))
         return
-    header = b""
-    if path.suffix == ".safetensors":
-        length = int.from_bytes(_start_of(info, store, 8), "little")
-        header = _start_of(info, store, 8 + min(length, MAX_HEADER_BYTES))
     with path.open("wb") as file:
-        file.write(header)
+        if path.suffix == ".safetensors":
+            file.write(header_of(info, store))
         file.truncate(info.size)
+
+
+def header_of(info: ObjectInfo, store: ObjectStore) -> bytes:
+    """Return the header of a safetensors file, with its length before it."""
+    length = int.from_bytes(_start_of(info, store, 8), "little")
+    return _start_of(info, store, 8 + min(length, MAX_HEADER_BYTES))
 
 
 def _start_of(info: ObjectInfo, store: ObjectStore, size: int) -> bytes:
