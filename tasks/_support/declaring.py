@@ -140,6 +140,7 @@ class Reading(Chosen):
     text_field: str | None = some("JSONL, Parquet: the column; tar: the member's extension.")
     key_field: str | None = some("What names a sample.", examples=["key"])
     slice_field: str | None = some("Whose values are slices of the evaluation.", examples=["lang"])
+    slice_fields: list[str] | None = some("Or several columns.", examples=[["lang", "topic"]])
     features: list[str] | None = some("Parquet files to join by the key field.")
     token_features: list[str] | None = some("Those with one value per token.")
     missing_features: Literal["refuse", "skip"] | None = some("A sample without features.")
