@@ -23,6 +23,7 @@ from paceline.schemas import (
     TrainingData,
     TrainJob,
     TrainResult,
+    digest_of,
 )
 from paceline.tasks._support import artifacts, cancelling, sealed
 from paceline.tasks._support.figures import Figures, points_of, record_job, record_result
@@ -242,11 +243,17 @@ def exporting(
 def require_base(
     run: Run, profile: Profile, model_id: str, version: str, snapshot_url: str
 ) -> None:
-    """Raise what ``check_base`` does where ``profile`` cannot train the published version."""
-    if not profile.training.code_ref:
-        url = published_url(run, model_id, version)
-        snapshot = load_snapshot(snapshot_url, run.store)
-        check_base(url, run.store, profile.training, profile.model.context, snapshot)
+    """Raise what ``check_base`` does where ``profile`` cannot train the published version; asked
+    again within a run, nothing is done."""
+    if profile.training.code_ref:
+        return
+    url, context = published_url(run, model_id, version), profile.model.context
+    asked = digest_of([url, snapshot_url, context, profile.training.model_dump(mode="json")])
+    if asked not in run.checked:  # a lifecycle has asked before its training does
+        check_base(
+            url, run.store, profile.training, context, load_snapshot(snapshot_url, run.store)
+        )
+        run.checked.add(asked)
 
 
 def _with_code(profile: Profile, code_ref: str) -> Profile:

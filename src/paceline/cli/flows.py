@@ -321,7 +321,9 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
 @click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
 @click.option("--key-field", help="What names a sample, in DATA and in feature files.")
 @click.option(
-    "--slice-field", help="JSONL, Parquet: a column whose values the evaluation compares."
+    "--slice-field",
+    multiple=True,
+    help="JSONL, Parquet: a column whose values the evaluation compares; may be repeated.",
 )
 @click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
 @click.option("--missing-features", type=click.Choice(["refuse", "skip"]))
@@ -343,6 +345,9 @@ def snapshot(call: FlowCall, data: str | None, format_: str | None, **options: A
     """
     reading = {"format": format_, **options}
     reading["features"] = [_placed(each) for each in options["features"]] or None
+    columns = options["slice_field"]
+    reading["slice_field"] = columns[0] if len(columns) == 1 else None
+    reading["slice_fields"] = list(columns) if len(columns) > 1 else None
     if options["tokenizer"] not in {None, "bytes"}:
         reading["tokenizer"] = _placed(options["tokenizer"])
     reading = {name: value for name, value in reading.items() if value is not None}
