@@ -95,6 +95,7 @@ def test_lists_show_progress_and_are_filtered(served: Served) -> None:
     assert shown["pages"]["mlflow"].endswith("/#/experiments/7/runs/abc")
     assert shown["pages"]["fleet"].endswith(f"/fleet#job={running}")
     assert shown["job"]["report"]["notes"] == ["a note"]
+    assert (shown["status"], shown["state"]) == ("complete", "running"), "the command's, the job's"
     waits = said(served, "job", "show", waiting)
     assert "/runs/" not in waits["pages"]["mlflow"], "it has no run yet: the server's page"
 

@@ -51,6 +51,8 @@ from paceline.schemas import (
     TRAINING_ID,
     ApprovalShown,
     DecidePromotion,
+    FlowAnswer,
+    flow_answer,
     is_run_id,
     new_run_id,
     one_of,
@@ -113,16 +115,15 @@ class FlowCall:
                     for deployment_id in run.driving:
                         bars.say(left_behind(run.coordinator, deployment_id, cancels=cancels))
                 raise
-        notes = list(run.summary.notes)
-        answer = {"status": "complete", "run_id": run.run_id, "notes": notes}
-        answer |= result.model_dump(mode="json")
+        given = result.model_dump(mode="json")
+        answer = flow_answer(flow_name(name), run.run_id, run.summary.notes, given)
         show(
             answer,
             self.as_json,
-            *(f"! {note}" for note in notes),
+            *(f"! {note}" for note in answer.notes),
             f"done: run {run.run_id}",
-            *made_and_next(name, parameters | answer),
-            *(f"{page:<10}{url}" for page, url in _pages(runtime, answer).items()),
+            *made_and_next(name, parameters, answer),
+            *(f"{page:<10}{url}" for page, url in _pages(runtime, given).items()),
         )
         return 0
 
@@ -168,9 +169,10 @@ OUTCOMES = {
 }
 
 
-def made_and_next(flow: str, answer: Mapping[str, Any]) -> list[str]:
-    """Return what a flow made, and the command that a person would type after it."""
+def made_and_next(flow: str, given: Mapping[str, Any], result: FlowAnswer) -> list[str]:
+    """Return what a flow with these parameters made, and the command that one would type next."""
     name = flow.rpartition(".")[2]
+    answer = {**given, **result.model_dump(mode="json")}
     if name == "distribute_model" and answer.get("activate") is None:
         name = "staged"
     made, then = OUTCOMES.get(name, ("", ""))

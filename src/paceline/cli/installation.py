@@ -39,7 +39,7 @@ from paceline.config import (
 )
 from paceline.errors import InvalidInput, PacelineError
 from paceline.extras import require_extras
-from paceline.schemas import one_of
+from paceline.schemas import Links, Started, Stopped, one_of
 
 
 @click.command()
@@ -67,7 +67,7 @@ def up(state: Path | None, profile: str, overrides: tuple[str, ...], as_json: bo
 
     links, ready_s = pages(runtime), time.monotonic() - began
     show(
-        {"status": "running", "state": str(directory), "links": links},
+        Started(state=str(directory), links=links),
         as_json,
         *service_lines(fleet.status(directory).services),
         f"ready in {ready_s:.1f} s; what the pages ask for is in the last of these files:",
@@ -111,7 +111,7 @@ def down(state: Path | None, as_json: bool) -> int:
     stopped = fleet.stop(directory).was_running
     what = "stopped" if stopped else "nothing was running"
     show(
-        {"status": "stopped", "was_running": stopped, "state": str(directory)},
+        Stopped(was_running=stopped, state=str(directory)),
         as_json,
         f"{what}; the state is in {directory} (delete it to start afresh)",
     )
@@ -151,7 +151,7 @@ def where(run_id: str | None, state: Path | None, as_json: bool) -> int:
                 found["prefect"] = (
                     PrefectStarter.of(runtime).page_of_run(run_id) or found["prefect"]
                 )
-    show(found, as_json, *_lines(found))
+    show(Links.model_validate(found), as_json, *_lines(found))
     return 0
 
 

@@ -30,7 +30,7 @@ from paceline.config import (
 )
 from paceline.errors import AccessDenied, InvalidInput, NotFound, ServiceUnavailable
 from paceline.relay import fetch_authority
-from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn, new_run_id
+from paceline.schemas import SHA256_HEX, InstallationView, LoggedIn, LoggedOut, new_run_id
 from paceline.system import Endpoint
 
 TRUST = (
@@ -107,7 +107,7 @@ def logout(as_json: bool) -> int:
     """Delete this user's login; the token itself goes on until it is revoked or expires."""
     was = delete_login()
     said = "logged out" if was else f"there was no login in {config_directory()}"
-    show({"status": "complete", "was_logged_in": was}, as_json, said)
+    show(LoggedOut(was_logged_in=was), as_json, said)
     return 0
 
 
@@ -221,15 +221,14 @@ def distribute(
             sys.stderr.write(f"{said}\n")
         raise
     answer = client.finish(client.wait(deployment_id, notice), run_id, activate=activate)
-    relay, switched = answer["relay"], answer["activated"]
-    failed = relay["workers_failed"]
+    failed = answer.relay.workers_failed
     without = f", without {', '.join(failed)}" if failed else ""
-    then = "not activated" if switched is None else f"active on {switched}"
+    then = "not activated" if answer.activated is None else f"active on {answer.activated}"
     show(
         answer,
         as_json,
-        f"{answer['model_id']} {answer['version']} on {relay['workers']} of "
-        f"{len(answer['targets'])} workers{without}, {then}",
+        f"{answer.model_id} {answer.version} on {answer.relay.workers} of "
+        f"{len(answer.targets)} workers{without}, {then}",
         f"done: run {run_id}, deployment {deployment_id}",
         "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
     )
@@ -251,7 +250,7 @@ def run_flow(
         sys.stderr.write(f"run {begun.run_id} goes on there; this follows it:\n")
         sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
-    lines = [*(f"! {note}" for note in answer["notes"]), f"done: run {begun.run_id}"]
-    lines += [*made_and_next(name, {**parameters, **answer}), f"prefect   {begun.page}"]
+    lines = [*(f"! {note}" for note in answer.notes), f"done: run {begun.run_id}"]
+    lines += [*made_and_next(name, parameters, answer), f"prefect   {begun.page}"]
     show(answer, as_json, *lines)
     return 0

@@ -11,4 +11,5 @@ from .installation import (
     require_encrypted as require_encrypted,
 )
 from .jobs import job_spec as job_spec, require_success as require_success
+from .movement import movement as movement
 from .retrying import AWAY_S as AWAY_S, POLL_S as POLL_S, retry as retry

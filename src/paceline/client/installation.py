@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from paceline import errors
 from paceline.client.calls import CoordinatorClient
 from paceline.client.jobs import JobMethods
+from paceline.client.movement import movement
 from paceline.client.retrying import AWAY_S, POLL_S, OnLine, drop, retry
 from paceline.config import Login, Profile, Runtime, find_installation, read_certificate
 from paceline.errors import (
@@ -31,15 +32,21 @@ from paceline.errors import (
 )
 from paceline.schemas import (
     FLOW_RESULT,
+    Activated,
     CreateDeployment,
     Deployment,
     DeploymentStatus,
     DeploymentView,
+    DistributeAnswer,
+    FlowAnswer,
     FlowRunView,
     InstallationView,
+    Moved,
     StartFlow,
+    Verified,
     Worker,
     digest_of,
+    flow_answer,
     flow_result_key,
     new_run_id,
 )
@@ -72,8 +79,10 @@ class FlowRun:
         """Return Prefect's type of state now: SCHEDULED, PENDING, RUNNING, COMPLETED, FAILED, …"""
         return self._coordinator.flow_run(self.id, 2**31).state
 
-    def wait(self, on_line: OnLine = drop, on_notice: OnLine = drop) -> dict[str, Any]:
-        """Return the flow's result, with ``run_id`` and ``notes``, once it has ended.
+    def wait(self, on_line: OnLine = drop, on_notice: OnLine = drop) -> FlowAnswer:
+        """Return the flow's result, with ``run_id`` and ``notes``, once it has ended: the record of
+        that flow (SnapshotAnswer, TrainAnswer, …), or of an installation of another version, whose
+        result has not all of its fields, a plain FlowAnswer with those that it has.
 
         ``on_line`` receives each line of its log, ``on_notice`` what is said while no coordinator
         answers. Raises the error that the flow ended with, Cancelled for one that was cancelled,
@@ -94,8 +103,9 @@ class FlowRun:
         record = self._coordinator.ledger_get(FLOW_RESULT, flow_result_key(self.id))
         output = record.output if record is not None else {}
         result, notes = output.get("result"), output.get("notes")
-        answer = {"run_id": self.run_id, "notes": notes if isinstance(notes, list) else []}
-        return answer | (result if isinstance(result, dict) else {})
+        return flow_answer(
+            self.flow, self.run_id, notes, result if isinstance(result, dict) else {}
+        )
 
     def cancel(self) -> None:
         """Ask for the flow run's cancellation; ``wait`` then raises Cancelled."""
@@ -195,14 +205,13 @@ class Client(JobMethods):
         allow_older: bool = False,
         digest: str = "",
         run_id: str | None = None,
-    ) -> dict[str, Any]:
+    ) -> DistributeAnswer:
         """Bring a published version to workers, wait until they have it, and switch to it.
 
         ``model`` is its id, or without ``version`` a source's URL (s3://, models:/, hf://, oci://).
         ``to`` selects workers by label or name (default: all that are alive). ``digest`` is what
         the manifest must be (CorruptData else); ``allow_older`` goes back to a version before the
-        active one. Returns what `paceline distribute --json` prints. Raises DeploymentFailed and
-        Cancelled.
+        active one. Raises DeploymentFailed and Cancelled.
         """
         selector = to if isinstance(to, str) else ";".join(to)
         run_id = run_id or new_run_id()
@@ -244,31 +253,42 @@ class Client(JobMethods):
                 return view
             time.sleep(POLL_S)
 
-    def finish(self, view: DeploymentView, run_id: str, *, activate: bool) -> dict[str, Any]:
+    def finish(self, view: DeploymentView, run_id: str, *, activate: bool) -> DistributeAnswer:
         """Switch the fleet to a deployment that is complete, and return what came of it.
 
         Raises DeploymentFailed, or Cancelled, where it is not complete; and as ``await_switch``.
         """
-        made, switched = view.deployment, None
+        made, nodes = view.deployment, view.workers_complete
         require_complete(made)
+        began, switched = time.monotonic(), None
         if activate:
-            switched = self.activate(made.deployment_id, view.workers_complete)
-        return {
-            "run_id": run_id,
-            "notes": [],
-            "model_id": made.model_id,
-            "version": made.version,
-            "url": made.source_url,
-            "targets": list(made.target_workers),
-            "relay": {
-                "deployment_id": made.deployment_id,
-                "workers": len(view.workers_complete),
-                "workers_failed": list(view.workers_failed),
-                "seconds": made.seconds,
-                "origin_bytes": made.origin_bytes,
-            },
-            "activated": switched,
-        }
+            self.coordinator.activate(made.deployment_id)
+            switch = self.coordinator.await_switch(made.deployment_id, SWITCH_S, nodes)
+            switched = Activated(
+                activated=tuple(x.worker_id for x in switch.workers if x.state == "switched"),
+                seconds=time.monotonic() - began,
+                deployment_id=made.deployment_id,
+            )
+        relay = movement(
+            view,
+            self.coordinator.workers_of(made.deployment_id),
+            self.coordinator.plan(made.deployment_id),
+        )
+        return DistributeAnswer(
+            run_id=run_id,
+            model_id=made.model_id,
+            version=made.version,
+            manifest_digest=made.manifest_digest,
+            url=made.source_url,
+            targets=made.target_workers,
+            plan=relay["plan"],
+            relay=Moved(**relay, reused_result=False, holders=nodes),
+            verify=Verified(
+                verified=0, vouched=len(nodes), nodes=nodes, seconds=0.0,
+                manifest_digest=made.manifest_digest,
+            ),
+            activate=switched,
+        )  # fmt: skip
 
     def activate(self, deployment_id: str, workers: Collection[str] = ()) -> int:
         """Switch the fleet to a deployment's version; return how many workers have switched.

@@ -42,7 +42,7 @@ from paceline.jobs import (
     studies_of,
     trial_row,
 )
-from paceline.schemas import SWEEP, SweepShown, new_run_id, sweep_key
+from paceline.schemas import SWEEP, SweepShown, SweepStarted, new_run_id, sweep_key
 
 OWN_FILE = "paceline-sweeps.sqlite"  # of a login that runs its sweeps itself
 
@@ -175,7 +175,7 @@ def _detach(made: Sweep, client: Client, as_json: bool) -> int:
     given = made.model_dump(mode="json", exclude_unset=True)
     search = {key: given.pop(key) for key in Search.model_fields if key in given}
     begun = client.start("sweep", given | {"search": search}, on_notice=notice)
-    answer = {"run_id": begun.run_id, "flow_run_id": begun.id, "page": begun.page}
+    answer = SweepStarted(run_id=begun.run_id, flow_run_id=begun.id, page=begun.page)
     show(answer, as_json, f"started:  {begun.page or begun.id}",
          f"next:     paceline sweep report {made.name}")  # fmt: skip
     return 0
