@@ -14,8 +14,9 @@ from typing import Any
 import click
 import pytest
 
+from paceline.api import PrefectStarter
 from paceline.cli.commands import COMMANDS, GROUPS, group_of, leaves
-from paceline.cli.flows import FlowCall, flow_name, made_and_next
+from paceline.cli.flows import FlowCall, _pages, flow_name, made_and_next
 from paceline.cli.main import cli
 from paceline.cli.options import again, one_of, print_table
 from paceline.cli.progress import StageBars
@@ -219,6 +220,19 @@ def test_a_flow_ends_with_what_it_made_and_the_next_command() -> None:
         assert lines[1] == f"next:     paceline {then}"
     assert judged[1] == "next:     paceline promote org/m --report run-1"
     assert ends("train.train_model", {}) == [], "the ledger dropped it"
+
+
+def test_a_flow_ends_with_its_own_pages_or_the_servers_start_pages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    url = "http://127.0.0.1:9"
+    known = Endpoints(prefect_api_url=f"{url}/api", prefect_ui_url=url, mlflow_url=url,
+                      coordinator_url=url)  # fmt: skip
+    here = Runtime(profile=Profile(), state_dir=tmp_path, endpoints=known, secrets=Secrets())
+    run = "run-20261120-153600-9f3a1c"
+    assert _pages(here, run, {}) == {"prefect": url, "mlflow": url}, "none of them answers"
+    monkeypatch.setattr(PrefectStarter, "page_of_run", lambda _self, which: f"{url}/{which}")
+    assert _pages(here, run, {"links": {"prefect": url}})["prefect"] == f"{url}/{run}"
 
 
 def test_a_result_is_the_record_of_its_flow_or_has_the_fields_of_another_version() -> None:

@@ -15,7 +15,7 @@ from paceline.cli.options import whole_run_id, whole_training_id
 from paceline.config import Endpoints
 from paceline.errors import Conflict, InvalidInput, NotFound
 from paceline.schemas import AdoptJob, JobReport, JobState, SubmitJob, new_run_id, schema_text
-from tests.api.conftest import FakeAgent, Served, make_runtime
+from tests.api.conftest import FakeAgent, Served, creation, make_model, make_runtime
 from tests.support.command import paceline
 from tests.support.stack import wait_until
 from tests.support.web import Call, serving
@@ -98,6 +98,20 @@ def test_lists_show_progress_and_are_filtered(served: Served) -> None:
     assert (shown["status"], shown["state"]) == ("complete", "running"), "the command's, the job's"
     waits = said(served, "job", "show", waiting)
     assert "/runs/" not in waits["pages"]["mlflow"], "it has no run yet: the server's page"
+
+
+def test_where_leads_to_the_runs_own_pages(served: Served) -> None:
+    job_id = adopt(served, name="found", resources={"ranks": 1}, seed=9)
+    job = served.client().job(job_id).job
+    found = paceline("where", job.run_id, "--json", "--state", served.runtime.state_dir)
+    links = json.loads(found.stdout)
+    assert links["mlflow"].endswith("/#/experiments/7/runs/abc")
+    assert links["fleet"] == f"{served.url}/fleet#job={job_id}"
+    url, _ = make_model(served.runtime.state_dir)
+    call = creation(url, ["node-0"], run_id=job.run_id)
+    made = served.client().create(call, "where").deployment_id
+    shown = paceline("where", job.run_id, "--state", served.runtime.state_dir).stdout
+    assert f"{served.url}/fleet#deployment={made}\n" in shown
 
 
 def test_a_program_pauses_resumes_and_cancels(served: Served) -> None:

@@ -123,7 +123,7 @@ class FlowCall:
             *(f"! {note}" for note in answer.notes),
             f"done: run {run.run_id}",
             *made_and_next(name, parameters, answer),
-            *(f"{page:<10}{url}" for page, url in _pages(runtime, given).items()),
+            *(f"{page:<10}{url}" for page, url in _pages(runtime, run.run_id, given).items()),
         )
         return 0
 
@@ -134,10 +134,14 @@ def flow_name(name: str) -> str:
     return "lifecycle" if function == "run_lifecycle" else function.replace("_", "-")
 
 
-def _pages(runtime: Runtime, answer: Mapping[str, Any]) -> dict[str, str]:
+def _pages(runtime: Runtime, run_id: str, result: Mapping[str, Any]) -> dict[str, str]:
+    """Return the run's own pages, or the start page of a server that does not answer."""
+    from paceline.cli.installation import run_pages
+
     known = runtime.endpoints
     pages = {"prefect": known.prefect_ui_url, "mlflow": known.mlflow_url}
-    return answer.get("links") or {name: url for name, url in pages.items() if url}
+    found = {name: url for name, url in pages.items() if url}
+    return found | (result.get("links") or {}) | run_pages(runtime, run_id)
 
 
 # flow → what it made and the command that a person would type next, formats of its result
@@ -161,6 +165,10 @@ OUTCOMES = {
     "run_lifecycle": (
         "{model[model_id]} {model[version]} is champion, on every node",
         "generate models:/{model[model_id]}@champion PROMPT",
+    ),
+    "verify_model": (
+        "{verified} nodes read every byte of {model_id} {version} again, {vouched} vouched for",
+        "status",
     ),
     "rollback_model": (
         "{registry[model_id]} {registry[version]} is active on every node again",

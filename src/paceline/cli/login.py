@@ -204,6 +204,7 @@ def distribute(
 
     ``model`` is its id, or without ``version`` a source's URL, which the coordinator resolves.
     """
+    from paceline.cli.installation import deployment_page
     from paceline.cli.watching import follow
 
     client, run_id = Client.of(runtime), run_id or new_run_id()
@@ -231,6 +232,7 @@ def distribute(
         f"{len(answer.targets)} workers{without}, {then}",
         f"done: run {run_id}, deployment {deployment_id}",
         "next:     paceline status" if activate else f"next:     paceline activate {deployment_id}",
+        f"fleet     {deployment_page(client.coordinator, deployment_id)}",
     )
     return 0
 
@@ -240,6 +242,7 @@ def run_flow(
 ) -> int:
     """Start the flow ``module.function`` on the installation, follow it, and print its result."""
     from paceline.cli.flows import flow_name, made_and_next
+    from paceline.cli.installation import run_pages
 
     flow = flow_name(name)
     begun = Client.of(runtime).start(flow, parameters, run_id=run_id, on_notice=notice)
@@ -251,6 +254,9 @@ def run_flow(
         sys.stderr.write(f"  {again(begun.run_id)}\n")
         raise
     lines = [*(f"! {note}" for note in answer.notes), f"done: run {begun.run_id}"]
-    lines += [*made_and_next(name, parameters, answer), f"prefect   {begun.page}"]
+    lines += made_and_next(name, parameters, answer)
+    if not as_json:
+        pages = {"prefect": begun.page} | run_pages(runtime, begun.run_id)
+        lines += [f"{page:<10}{url}" for page, url in pages.items()]
     show(answer, as_json, *lines)
     return 0
