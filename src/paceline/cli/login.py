@@ -18,7 +18,14 @@ from typing import Any
 import click
 
 from paceline.cli.options import again, json_option, notice, show
-from paceline.client import TOKEN_VARIABLE, Client, CoordinatorClient, require_encrypted
+from paceline.client import (
+    TOKEN_VARIABLE,
+    Client,
+    CoordinatorClient,
+    deploy,
+    finish,
+    require_encrypted,
+)
 from paceline.config import (
     Login,
     Runtime,
@@ -209,8 +216,8 @@ def distribute(
 
     client, run_id = Client.of(runtime), run_id or new_run_id()
     older = allow_older or not activate
-    deployment_id = client.deploy(
-        model, version, selector, run_id, allow_older=older, digest=digest
+    deployment_id = deploy(
+        client, model, version, selector, run_id, allow_older=older, digest=digest
     )
     try:
         follow(runtime, deployment_id, quiet=as_json, activates=activate)
@@ -221,7 +228,7 @@ def distribute(
             said = left_behind(client.coordinator, deployment_id, cancels=cancels)
             sys.stderr.write(f"{said}\n")
         raise
-    answer = client.finish(client.wait(deployment_id, notice), run_id, activate=activate)
+    answer = finish(client, client.wait(deployment_id, notice), run_id, activate=activate)
     failed = answer.relay.workers_failed
     without = f", without {', '.join(failed)}" if failed else ""
     then = "not activated" if answer.activated is None else f"active on {answer.activated}"

@@ -27,7 +27,7 @@ from paceline.cli.options import (
     state_option,
     team_option,
 )
-from paceline.client import Client
+from paceline.client import Client, runtime_of
 from paceline.config import Runtime, find_installation
 from paceline.errors import Cancelled, InvalidInput, NotFound
 from paceline.extras import installed_extras
@@ -132,7 +132,7 @@ def run(
                     "cancels the jobs.",
                 )
             return _detach(made, client, as_json)
-        runtime = client.runtime()
+        runtime = runtime_of(client)
         found = _run(made, client, runtime, storage or _storage(runtime), cancel_jobs=cancel_jobs)
     _show(found, as_json)
     return 0
