@@ -7,11 +7,14 @@ from typing import Any
 
 from paceline.schemas import (
     DataFigures,
+    Distributed,
     DistributionSummary,
     Evaluated,
     EvaluationFigures,
     EvaluationReport,
+    Inputs,
     ModelFigures,
+    Promoted,
     RegistryFigures,
     RunSummary,
     StageLine,
@@ -20,7 +23,6 @@ from paceline.schemas import (
 )
 from paceline.tasks._support import artifacts
 from paceline.tasks._support.lineage import links
-from paceline.tasks._support.results import Distributed, Inputs, Promoted
 from paceline.tasks._support.run import Run
 
 
