@@ -173,7 +173,7 @@ def train(
     hold.
 
     Every setting of a profile can be --set here, and what concerns the training (training.…,
-    data.batching) on an installation: docs/reference/profile.md lists them.
+    data.batching) on an installation: "Profile keys" in the documentation lists them.
     """
     given = {
         name
