@@ -116,7 +116,7 @@ JobSettings = Annotated[
     dict[str, Any] | None,
     about(
         "More settings",
-        "Of this training, by their keys in a profile (docs/reference/profile.md).",
+        'Of this training, by their keys in a profile ("Profile keys" in the documentation).',
         {"training.lora.r": 8, "data.batching": "packed"},
     ),
 ]

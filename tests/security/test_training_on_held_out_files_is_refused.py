@@ -510,5 +510,5 @@ def test_the_command_line_promotes_nothing_that_saw_the_held_out_files(
     assert any(name in error["got"] for name in rejected.held_out)
     assert "better than base" in error["got"], "and its labels were shuffled"
     assert registry.champion(model) == before
-    evidence = registry.evidence(model, lifecycle.answer["registry"]["version"])
+    evidence = registry.evidence(model, lifecycle.answer["registry"]["registry_version"])
     assert evidence.training_snapshot_digest == lifecycle.answer["data"]["digest"]

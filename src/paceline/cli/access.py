@@ -355,7 +355,7 @@ def init(
                 "a server's URL has no user and password",
                 where=url,
                 do="Tokens are made here; Prefect's and MLflow's accounts are secrets of the "
-                "control plane (docs/how-to/run-the-control-plane.md).",
+                'control plane ("Run the control plane" in the documentation).',
             )
     settings = _with_names(settings, [Endpoint.of(url) for url in urls])
     ensure_own_directory(directory)

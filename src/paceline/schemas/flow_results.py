@@ -113,9 +113,10 @@ class EvaluationFigures(Record):
 
 class RegistryFigures(Record):
     model_id: str
-    version: str  # the registry's
+    version: str  # as published
+    registry_version: str = ""  # MLflow's own number of it
     alias: str
-    previous: str | None
+    previous: str | None  # MLflow's number of the champion before
     evidence_digest: Sha256
 
 

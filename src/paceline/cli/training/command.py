@@ -171,7 +171,7 @@ def train(
     hold.
 
     Every setting of a profile can be --set here, and what concerns the training (training.…,
-    data.batching) on an installation: docs/reference/profile.md lists them.
+    data.batching) on an installation: "Profile keys" in the documentation lists them.
     """
     named = {"team": team, "project": project, "purpose": purpose}
     owner: dict[str, Any] = {name: value for name, value in named.items() if value}
