@@ -17,7 +17,7 @@ from prefect.runtime import flow_run
 from paceline.client import movement
 from paceline.cluster import by_number
 from paceline.errors import CorruptData, NotFound, NotReady, StorageFull, TemporaryError, WorkerLost
-from paceline.manifest import Manifest, format_bytes
+from paceline.manifest import Manifest
 from paceline.registry import resolve_source
 from paceline.relay.store import has_published, missing_bytes_on_node, verify_copy
 from paceline.schemas import (
@@ -37,6 +37,7 @@ from paceline.tasks._support.cancelling import stop_if_cancelled
 from paceline.tasks._support.lineage import log_relay
 from paceline.tasks._support.run import BRIEFLY_S, Run
 from paceline.tasks._support.stages import stage
+from paceline.units import size
 
 POLL_S = 0.2
 SWITCH_S = 60.0  # how long the fleet may take to switch
@@ -59,7 +60,7 @@ def fetch_model_manifest(run: Run, url: str) -> Manifest:
     artifacts.table(
         f"manifest {manifest.model_id}",
         [{"file": each.path, "bytes": each.size, "sha256": each.sha256} for each in manifest.files],
-        f"{manifest.model_id} v{manifest.version}: {format_bytes(manifest.total_size)} in "
+        f"{manifest.model_id} v{manifest.version}: {size(manifest.total_size)} in "
         f"{len(manifest.chunks)} chunks, {manifest.piece_count} pieces; manifest {manifest.digest}",
     )
     return manifest
@@ -188,7 +189,7 @@ def relay(
         still_true=lambda _output: holds_everywhere(run, manifest, targets),
         describe=lambda o: (
             f"{o['workers']} workers in {o['seconds']:.2f} s "
-            f"(bound {o['bound_seconds']:.2f} s, {format_bytes(o['total_bytes'])} each), "
+            f"(bound {o['bound_seconds']:.2f} s, {size(o['total_bytes'])} each), "
             f"{o['pieces_reused']} pieces reused"
         ),
     )
@@ -250,7 +251,7 @@ def verify_on_nodes(
                 f"`paceline distribute {manifest.model_id} {manifest.version}` to bring another."
             ),
         )
-    message = f"{len(targets)} nodes verified {format_bytes(manifest.total_size)} each"
+    message = f"{len(targets)} nodes verified {size(manifest.total_size)} each"
     seconds = run.finish(stage, began, message + (f", {len(resident)} vouched" if resident else ""))
     return Verified(
         verified=len(targets),

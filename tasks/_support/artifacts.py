@@ -23,8 +23,8 @@ from prefect.logging import get_run_logger
 from prefect.logging.handlers import APILogHandler
 
 from paceline.errors import AwaitingApproval, Cancelled
-from paceline.manifest import format_bytes
 from paceline.schemas import SHA256_HEX
+from paceline.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def readable(row: dict[str, Any]) -> dict[str, Any]:
     for key, value in row.items():
         name, is_number = key, isinstance(value, int | float) and not isinstance(value, bool)
         if key == "bytes" or key.endswith("_bytes"):
-            name, value = (key if key == "bytes" else key[:-6]), format_bytes(value or 0)  # noqa: PLW2901
+            name, value = (key if key == "bytes" else key[:-6]), size(value or 0)  # noqa: PLW2901
         elif is_number and (key == "seconds" or key.endswith("_seconds")):
             value = f"{value:.2f} s"  # noqa: PLW2901
         elif isinstance(value, float):

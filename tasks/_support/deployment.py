@@ -23,7 +23,7 @@ from paceline.errors import (
     SourceChanged,
     TemporaryError,
 )
-from paceline.manifest import Manifest, format_bytes
+from paceline.manifest import Manifest
 from paceline.schemas import (
     CreateDeployment,
     Deployment,
@@ -37,6 +37,7 @@ from paceline.tasks._support import artifacts
 from paceline.tasks._support.cancelling import cancelled_flow_run
 from paceline.tasks._support.run import BRIEFLY_S, Run
 from paceline.text import shortened
+from paceline.units import size
 
 logger = logging.getLogger(__name__)
 
@@ -200,8 +201,8 @@ def _show_plan(run: Run, view: DeploymentView, stage: str) -> None:
     artifacts.markdown(
         f"plan {view.deployment.model_id}",
         f"**{plan.topology}** over {len(plan.workers)} workers: {line}\n\n{seconds}, "
-        f"{format_bytes(plan.cross_rack_bytes)} cross racks, "
-        f"{format_bytes(plan.origin_bytes)} from the source",
+        f"{size(plan.cross_rack_bytes)} cross racks, "
+        f"{size(plan.origin_bytes)} from the source",
         "Who feeds whom",
     )
 

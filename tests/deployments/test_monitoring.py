@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.jobs.service_levels import READ, JobTotals
 from paceline.schemas import DeploymentStatus
-from paceline.telemetry import FleetMetrics, Histogram, JobValues
-from paceline.telemetry.job_metrics import METRICS
+from paceline.telemetry import FleetMetrics
 from paceline.training.loop import StepReport
 from paceline.training.metrics import AlertChange, Alerts, RankMetrics, Straggler
 from paceline.training.metrics.exporter import _GAUGES
@@ -80,14 +80,15 @@ def page_of_a_coordinator() -> bytes:
     return FleetMetrics(lambda: replace(shot, deployments=deployments, jobs=of_jobs())).text()
 
 
-def of_jobs() -> JobValues:
-    """Return a value of each metric of jobs."""
-    waited = Histogram()
-    waited.observe(1.0)
-    return {
-        name: {labels: waited if kind is HistogramMetricFamily else 1.0}
-        for name, (kind, labels, _) in METRICS.items()
-    }
+def of_jobs() -> list[Metric]:
+    """Return each metric of jobs with a value."""
+    totals = JobTotals(0.0)
+    for counter in list(totals._registry._collector_to_names):
+        counter.labels(*counter._labelnames)  # type: ignore[attr-defined]
+    found = totals.metrics([], [], 0.0)
+    for each in found[: len(READ)]:
+        each.add_metric(each._labelnames, 1.0)  # type: ignore[attr-defined]
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_without_a_terminal_stderr_gets_a_line_every_few_seconds(
     out, err = capsys.readouterr()
     assert out == ""
     assert [line.split()[1] for line in err.splitlines()] == ["25%", "50%", "75%", "done"]
-    assert "250.0 MB of 1.0 GB, 50.0 MB/s, 0 of 2 files" in err
+    assert "250 MB of 1.0 GB, 50 MB/s, 0 of 2 files" in err
 
 
 def test_a_relay_without_a_terminal_reports_the_time_left(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.training import Lines, TrainingLog, location, ranges_of
+from paceline.cli.training import Lines, TrainingLog, location
 from paceline.config import Profile, load_profile
 from paceline.errors import (
     AccessDenied,
@@ -280,8 +280,3 @@ def test_a_password_in_the_uri_is_shown_to_nobody() -> None:
     with pytest.raises(InvalidInput, match="http://host:port") as caught:
         location("ftp://me:secret@host/x")
     assert "secret" not in caught.value.one_line()
-
-
-def test_missing_steps_are_named_in_stretches() -> None:
-    assert ranges_of([3, 7, 8, 9, 11]) == "3, 7-9, 11"
-    assert ranges_of(list(range(0, 40, 2))).endswith("18, …")

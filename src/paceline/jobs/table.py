@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from prometheus_client.core import Metric
+
 from paceline.coordinator import Coordinator
 from paceline.errors import Conflict, NotFound
 from paceline.jobs.placement import Host
 from paceline.jobs.service_levels import JobTotals
 from paceline.schemas import JobReport, TrainingJob
-from paceline.telemetry import JobValues
 
 MOST_OPEN = 10_000  # jobs that have not ended, of all teams
 MOST_ENDED = 10_000  # kept; the one that ended first is deleted when another ends
@@ -116,10 +117,10 @@ class JobTable:
                     self._save(job)
             return job
 
-    def metrics(self, hosts: Sequence[Host]) -> JobValues:
-        """Return the value of each metric of jobs; ``hosts`` are the living ones."""
+    def metrics(self, hosts: Sequence[Host]) -> list[Metric]:
+        """Return the metrics of jobs; ``hosts`` are the living ones."""
         with self._lock:
-            return self.totals.values(self.jobs(), hosts, self._wall())
+            return self.totals.metrics(self.jobs(), hosts, self._wall())
 
     def _listed(self, jobs: Iterable[TrainingJob]) -> list[TrainingJob]:
         found = map(self._with_report, jobs)

@@ -21,7 +21,6 @@ from .progress import (
     ProgressCounter as ProgressCounter,
     ProgressFormatter as ProgressFormatter,
     PublishProgress as PublishProgress,
-    format_bytes as format_bytes,
 )
 from .publish import (
     CLAIM_FILE as CLAIM_FILE,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paceline.errors import Cancelled
+from paceline.units import size
 
 DIGEST, UPLOAD, IMPORT = "digest", "upload", "import"
 REPORT_INTERVAL_S = 0.2
@@ -90,20 +91,9 @@ class ProgressFormatter:
         while len(self._past) > 2 and now_s - self._past[0][0] > RATE_WINDOW_S:
             self._past.popleft()
         (then_s, then), (_, now) = self._past[0], self._past[-1]
-        rate = f", {format_bytes((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
+        rate = f", {size((now - then) / (now_s - then_s))}/s" if now_s > then_s else ""
         files = f"{moved.done_files} of {moved.total_files} files"
-        return (
-            f"{format_bytes(moved.done_bytes)} of {format_bytes(moved.total_bytes)}{rate}, {files}"
-        )
-
-
-def format_bytes(count: float) -> str:
-    """Return a number of bytes in a readable unit: ``12.3 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"
+        return f"{size(moved.done_bytes)} of {size(moved.total_bytes)}{rate}, {files}"
 
 
 # Threads of one publish: the first error, or setting ``stopping``, ends all of them.

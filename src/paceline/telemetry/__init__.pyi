@@ -1,4 +1,3 @@
-from .job_metrics import Histogram as Histogram, JobValues as JobValues
 from .metrics import (
     CONTENT_TYPE as CONTENT_TYPE,
     FleetMetrics as FleetMetrics,

@@ -1,4 +1,4 @@
-"""Prometheus metrics of the control plane; their names are here and in ``job_metrics``.
+"""Prometheus metrics of the control plane; those of jobs are in ``jobs.service_levels``.
 
 They are computed from one snapshot at each scrape, so nothing is counted twice and no series of a
 removed worker remains. The registry is separate: no process metrics of other libraries.
@@ -7,7 +7,7 @@ removed worker remains. The registry is separate: no process metrics of other li
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -15,7 +15,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from paceline.schemas import Deployment, DeploymentStatus, Worker
-from paceline.telemetry.job_metrics import JobValues, job_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 MOST_SERIES = 2_000  # most workers and deployments with series; the oldest are left out
@@ -31,7 +30,7 @@ class Snapshot:
     beats: int
     beats_refused: int
     leader_epoch: int
-    jobs: JobValues | None = None  # None: this replica does not lead
+    jobs: Sequence[Metric] = ()  # none where this replica does not lead
 
 
 class FleetMetrics(Collector):
@@ -55,8 +54,7 @@ class FleetMetrics(Collector):
         shot = self._snapshot()
         yield from _of_deployments(shot)
         yield from _of_workers(shot)
-        if shot.jobs is not None:
-            yield from job_metrics(shot.jobs)
+        yield from shot.jobs
         beats = CounterMetricFamily(
             "paceline_coordinator_beats", "Heartbeats taken.", labels=["taken"]
         )

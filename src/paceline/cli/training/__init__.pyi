@@ -1,5 +1,5 @@
 from .command import train as train
-from .mlflow_logging import TrainingLog as TrainingLog, location as location, ranges_of as ranges_of
+from .mlflow_logging import TrainingLog as TrainingLog, location as location
 from .output import (
     JOB_FILE as JOB_FILE,
     METRICS_FILE as METRICS_FILE,

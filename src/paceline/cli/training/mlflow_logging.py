@@ -121,9 +121,6 @@ class TrainingLog:
         except PacelineError as error:
             self._tell(f"! MLflow takes no figures: {error.one_line()}")
             raise
-        if self._is_away:
-            self._is_away = False
-            self._tell(f"  MLflow answers again: figures go to run {self.run_id}")
 
     def _away(self) -> None:
         if not self._is_away:
@@ -172,32 +169,6 @@ class TrainingLog:
         status: RunStatus = "FINISHED" if result else "KILLED" if stopped else "FAILED"
         self._catch_up(self.run_id)  # figures dropped while the server was unreachable
         self._registry.finish_run(self.run_id, status)
-        if result is not None:
-            self._name_missing(result.steps)
-
-    def _name_missing(self, steps: int) -> None:
-        """Report steps that the run lacks: another machine was killed before it sent them."""
-        from paceline.registry import lineage
-
-        there = self._registry.history(self.run_id, lineage.LOSS)
-        missing = [step for step in range(1, steps + 1) if step not in there]
-        if missing:
-            self._tell(
-                f"! MLflow lacks the figures of {len(missing)} steps ({ranges_of(missing)}): the "
-                "same command sends them from the --output directory that was trained in then"
-            )
-
-
-def ranges_of(numbers: Sequence[int]) -> str:
-    """Return ascending ``numbers`` as ranges such as "3, 7-9", the first ten of them."""
-    stretches: list[list[int]] = []
-    for each in numbers:
-        if stretches and stretches[-1][1] == each - 1:
-            stretches[-1][1] = each
-        else:
-            stretches.append([each, each])
-    ranges = [f"{first}-{last}" if last > first else str(first) for first, last in stretches[:10]]
-    return ", ".join(ranges) + (", …" if len(stretches) > 10 else "")
 
 
 def _hear_again() -> None:
