@@ -37,6 +37,7 @@ def test_a_value_that_is_not_finite_is_found_wherever_a_block_ends(
     largest = torch.finfo(DTYPES[dtype]).max
     tensors = {name: torch.full((40, 40), largest, dtype=DTYPES[dtype]) for name in ("a", "b", "c")}
     tensors |= {"ids": torch.full((9,), -1), "empty": torch.empty(0)}  # all bits of int64 are 1
+    tensors["attention.masked_bias"] = torch.tensor(-torch.inf, dtype=DTYPES[dtype])
     if value is not None:
         tensors["b"][17, 31] = value
         tensors["c"][0, 0] = value

@@ -50,9 +50,10 @@ RETRY_S = 5.0  # after a start that Prefect could not make
 CANCEL_RETRY_S = 10.0
 LATE_S = 60.0  # until a Prefect worker should have taken a flow run
 LOST_S = 30.0  # without a report of a flow that has reported
-# The same of one that never has: its first report needs 14 CPU-seconds after the start, minutes
-# where a Prefect worker pulls an image first.
+# The same of one that never has: its first report needs 14 CPU-seconds after the start. Before, a
+# Prefect worker may pull an image of gigabytes: it is PENDING then.
 START_LOST_S = 300.0
+PENDING_LOST_S = 1200.0
 ENDED_WITHIN_S = 3600.0  # of its loss a flow run is ended in Prefect
 UNANSWERED_S = 60.0  # that Prefect shows a lost flow run as Cancelling: no runner ends it
 MOST_CALLS = 20  # of Prefect for lost flow runs, in one round
@@ -199,7 +200,7 @@ class JobScheduler(RepeatedTask):
         silent_s = now - self._silent.setdefault(flow_run_id, now)
         if state == GONE:
             return "Prefect does not have its flow run any more" if silent_s > LOST_S else ""
-        if silent_s <= START_LOST_S:
+        if silent_s <= (PENDING_LOST_S if state == "PENDING" else START_LOST_S):
             return ""
         return f"its flow has never reported, and is {state} in Prefect since {silent_s:.0f} s"
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 SUFFIX = ".safetensors"
 MAX_HEADER_BYTES = 100_000_000  # that safetensors reads
 STEP = 256 * 1024  # bytes: values and their masked copy stay in a core's cache
+MASKS = (".masked_bias",)  # a constant of old GPT-NeoX files, infinite in float16; nothing reads it
 # dtype of the file → numpy's, all bits but the sign, and the smallest of infinity and NaN
 KINDS = {
     "F16": ("<u2", 0x7FFF, 0x7C00),
@@ -62,8 +63,9 @@ class FiniteScan:
                 begin, end = map(int, its["data_offsets"])
                 if begin != at or end < begin:
                     break  # a gap: what follows is not known
+                dtype = "" if name.endswith(MASKS) else str(its["dtype"])
                 if end > begin:
-                    self._tensors.append((name, str(its["dtype"]), end - begin))
+                    self._tensors.append((name, dtype, end - begin))
                 at = end
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             self._tensors.clear()
