@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 LONGEST = 4000  # characters of one value in an error message
 # Everything before the ``@`` of an HTTP URL (tokens stand alone there, or as the user), and what
-# follows the user's name in any other. A password may hold an ``@``.
+# follows the user's name in any other. A password may hold an ``@``. Signatures of signed URLs.
 _PASSWORD = re.compile(
-    r"""((?:https?|oci)://)[^\s/?#"'<>]+@|(://[^\s/:@?#"'<>]*):[^\s/"'<>]+@""", re.IGNORECASE
+    r"""((?:https?|oci)://)[^\s/?#"'<>]+@|(://[^\s/:@?#"'<>]*):[^\s/"'<>]+@"""
+    r"""|([?&](?:x-(?:amz|goog)-(?:signature|security-token)|signature|sig)=)[^\s&#"'<>]+""",
+    re.IGNORECASE,
 )
 
 
@@ -33,17 +35,19 @@ def printable(text: str, longest: int = LONGEST) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Return ``text`` with the passwords and tokens of its URLs replaced by asterisks."""
+    """Return ``text`` with passwords, tokens and signatures of its URLs replaced by asterisks."""
     return _PASSWORD.sub(_hidden, text) if "://" in text else text
 
 
 def _hidden(found: re.Match[str]) -> str:
+    if found[3]:
+        return f"{found[3]}***"
     return f"{found[1]}***@" if found[1] else f"{found[2]}:***@"
 
 
 def has_password(text: str) -> bool:
-    """Return whether a URL in ``text`` has a password, or a token before its host."""
-    return _PASSWORD.search(text) is not None
+    """Return whether a URL in ``text`` has a password, a token before its host, or a signature."""
+    return "://" in text and _PASSWORD.search(text) is not None
 
 
 def shortened(names: Sequence[str], most: int = 10) -> str:

@@ -67,6 +67,7 @@ from paceline.schemas import (
     TokenView,
     WorkerIdentity,
     digest_of,
+    require_no_secrets,
 )
 
 log = logging.getLogger(__name__)
@@ -367,6 +368,7 @@ def make_purpose_router(coordinator: Coordinator) -> APIRouter:
     @router.post(PURPOSES, status_code=201)
     def allow_purpose(call: AllowPurpose) -> PurposeRule:
         """Allow data to be used for a purpose; the same again renews the rule."""
+        require_no_secrets(call)
         at, rules = coordinator.now(), coordinator.purposes()
         what = {name: getattr(call, name) for name in ("purpose", "data", "teams", "projects")}
         rule = PurposeRule(

@@ -62,6 +62,7 @@ from paceline.schemas import (
     StartFlow,
     Success,
     digest_of,
+    require_no_secrets,
 )
 from paceline.storage import ObjectStore, is_remote
 
@@ -343,6 +344,7 @@ def _client_profile(runtime: Runtime) -> dict[str, object]:
 
 def _require_allowed(call: StartFlow, profile: Profile, allow: Callable[[str], object]) -> None:
     """Raise InvalidInput or AccessDenied for parameters that a remote caller may not give."""
+    require_no_secrets(call)
     known = FLOW_PARAMETERS[call.flow]
     if unknown := sorted(call.parameters.keys() - known):
         raise InvalidInput(

@@ -64,6 +64,7 @@ from paceline.schemas import (
     TrainingJob,
     digest_of,
     new_run_id,
+    require_no_secrets,
 )
 
 if TYPE_CHECKING:
@@ -349,6 +350,7 @@ def _add_changing(
     @router.post(f"{JOBS}/{{job_id}}/review")
     def review_job(job_id: JobId, call: ReviewJob) -> JobView:
         """Accept or reject a job that passed bad data over."""
+        require_no_secrets(call)
 
         def make(job: TrainingJob) -> TrainingJob:
             if job.state is not JobState.NEEDS_REVIEW:
@@ -426,6 +428,7 @@ def _estimate(
 
 
 def _new_job(spec: SubmitJob, run_id: str, key: str | None) -> TrainingJob:
+    require_no_secrets(spec)
     caller, now = current_caller(), time.time()
     seed = digest_of([run_id, now]) if key is None else digest_of([caller.name, key])
     queued = JobChange(state=JobState.QUEUED, at=now, by=caller.name)

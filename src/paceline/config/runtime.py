@@ -18,7 +18,7 @@ from pydantic import Field
 
 from paceline.config.base import Settings
 from paceline.config.settings import ObjectSettings, Profile
-from paceline.errors import AccessDenied, Conflict, NotReady
+from paceline.errors import AccessDenied, Conflict, InvalidInput, NotReady
 from paceline.system import write_private
 
 RUNTIME_FILE = "runtime.json"
@@ -187,17 +187,39 @@ def aws_variables() -> tuple[str | None, ...]:
 
 
 def named_secret(variable: str, needed_by: str | None = None) -> str:
-    """Return the secret in the environment ``variable``, or "" if it is not set.
+    """Return the secret in the environment ``variable``, or in the file that ``variable``_FILE
+    names (without the line's end); "" if neither is set.
 
-    Raises AccessDenied if it is not set and ``needed_by`` (a setting's name) is given.
+    Raises AccessDenied if none is there and ``needed_by`` (a setting's name) is given, or if the
+    file cannot be read; InvalidInput if both are set.
     """
     value = os.environ.get(variable, "") if variable else ""
+    named = f"{variable}_FILE"
+    if variable and (path := os.environ.get(named, "")):
+        if value:
+            raise InvalidInput(
+                "a secret is given twice",
+                got=f"${variable} and ${named}",
+                wanted="one of them",
+                do="Unset the other for this process.",
+            )
+        try:
+            value = Path(path).read_text(encoding="utf-8").rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise AccessDenied(
+                "the file of a secret cannot be read",
+                got=f"{path}: {why}",
+                wanted="a file that this process may read",
+                where=f"${named}",
+                do="Mount it, or set the variable to where it is.",
+            ) from error
     if not value and needed_by is not None:
         raise AccessDenied(
             "a secret is missing",
-            got=f"${variable} is not set",
+            got=f"${variable} is not set, and ${named} names no file with it",
             wanted=f"the secret that {needed_by} needs",
-            do="Set the variable for this process.",
+            do="Set one of them for this process.",
         )
     return value
 

@@ -47,6 +47,7 @@ from .base import (
     new_run_id as new_run_id,
     one_of as one_of,
     parse_json as parse_json,
+    require_no_secrets as require_no_secrets,
     require_run_id as require_run_id,
 )
 from .calls import (

@@ -26,7 +26,7 @@ from pydantic_core import CoreSchema
 
 from paceline import config
 from paceline.errors import InvalidInput, NotFound
-from paceline.text import has_password, printable, shortened
+from paceline.text import has_password, printable, shortened, without_passwords
 
 SHA256_HEX = r"^[0-9a-f]{64}$"
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
@@ -60,6 +60,25 @@ def require_no_password(text: str) -> str:
             "a URL with a password or token is refused: credentials are the installation's"
         )
     return text
+
+
+def require_no_secrets(record: BaseModel) -> None:
+    """Raise InvalidInput where a text of ``record``, at any depth, is a URL with a credential."""
+    left: list[tuple[str, Any]] = [("", record.model_dump(mode="json"))]
+    while left:
+        where, value = left.pop()
+        if isinstance(value, dict):
+            left += [(f"{where}.{key}"[:200], each) for key, each in value.items()]
+            left += [(where, key) for key in value]
+        elif isinstance(value, list):
+            left += [(where, each) for each in value]
+        elif isinstance(value, str) and has_password(value):
+            raise InvalidInput(
+                "a URL with a password or token is refused",
+                wanted="texts without credentials: they are kept, and shown",
+                where=without_passwords(where.lstrip(".")) or "the call",
+                do="Credentials are the installation's: the environment, or files.",
+            )
 
 
 Url = Annotated[Text, AfterValidator(require_no_password)]

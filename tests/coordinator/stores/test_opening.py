@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from paceline.config import ControlSettings, Endpoints, Profile, Runtime, Secrets
+from paceline.config import ControlSettings, Endpoints, Profile, Runtime, Secrets, named_secret
 from paceline.coordinator.stores import Candidate, open_audit, open_coordination, open_progress
-from paceline.errors import AccessDenied, InvalidProfile
+from paceline.errors import AccessDenied, InvalidInput, InvalidProfile
 from tests.coordinator.stores.conftest import REAL
 
 pytestmark = pytest.mark.xdist_group("etcd")
@@ -58,6 +58,27 @@ def test_a_cluster_s_stores_are_opened(runtime, etcd, redis, postgres, monkeypat
     assert progress.healthy
     for each in (coordination, progress, audit):
         each.close()
+
+
+def test_a_secret_may_be_in_a_file_that_is_read_each_time(tmp_path, monkeypatch):
+    file = tmp_path / "password"
+    file.write_text("a b\n")
+    monkeypatch.setenv("SOME_PASSWORD_FILE", str(file))
+    assert named_secret("SOME_PASSWORD", "control.x") == "a b"
+    file.write_text("renewed")
+    assert named_secret("SOME_PASSWORD") == "renewed"
+    monkeypatch.setenv("SOME_PASSWORD", "other")
+    with pytest.raises(InvalidInput, match=r"given twice.*SOME_PASSWORD_FILE.*Unset"):
+        named_secret("SOME_PASSWORD")
+    monkeypatch.delenv("SOME_PASSWORD")
+    file.write_text("\n")
+    assert named_secret("SOME_PASSWORD") == ""
+    with pytest.raises(AccessDenied, match=r"is missing.*control\.x"):
+        named_secret("SOME_PASSWORD", "control.x")
+    for unreadable in (b"\xff", None):
+        file.unlink() if unreadable is None else file.write_bytes(unreadable)
+        with pytest.raises(AccessDenied, match=rf"cannot be read.*{file}.*SOME_PASSWORD_FILE"):
+            named_secret("SOME_PASSWORD")
 
 
 @pytest.mark.parametrize(
