@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from paceline.schemas.base import RUN_ID, ModelId, Name, Record, Sha256, Text, digest_of, is_none
-from paceline.schemas.records import Deployment, Worker
-from paceline.schemas.training import Approval, Evidence
+from paceline.schemas.records import Approval, Deployment, Worker
+from paceline.schemas.training import Evidence
 
 FLOW_RESULT = "flow-result"  # the ledger's stage of results of flow runs
 INTERRUPTED = "Interrupted"  # the name of the CANCELLED state of a flow run that Ctrl-C ended
