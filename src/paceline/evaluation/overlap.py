@@ -46,6 +46,7 @@ from paceline.storage import ObjectStore
 EXAMPLES = 5
 SHINGLE_BYTES = 50
 SHORT_SHINGLE_BYTES = 16  # of a task's row that is too short for the others
+_OF = "\0"  # between a task and its row
 OVERLAP_SHARE = 0.5  # of a document's shingles
 MIN_SHINGLES = 32  # of a document; a share of fewer says little
 MIN_FOLDED = 20  # characters of a document that is compared as folded: "Yes." is no copy of "yes"
@@ -95,7 +96,7 @@ def find_overlap(
         if not _has_shingles(texts[-1][1]):
             whole.short.add(key, without_system(seen))
     shingles = _Shingles(texts)
-    of_tasks = {task: _TaskRows(rows, tokenizer, template) for task, rows in tasks.items()}
+    rows = _TaskRows(tasks, tokenizer, template)
     shards = [each for each in training.of_split("train") if each.sha256 not in set(quarantined)]
     bare = bytes if template is None else template.without_system
 
@@ -106,25 +107,24 @@ def find_overlap(
             for i in range(len(samples)):
                 for text in map(tokenizer.text, samples.sides(i)):
                     digest, said = content_digest(text), bare(text)
-                    for each in (whole, *(rows.whole for rows in of_tasks.values())):
-                        each.look_for(digest, said, samples.key(i))
+                    whole.look_for(digest, said, samples.key(i))
+                    rows.whole.look_for(digest, said, samples.key(i))
                     yield text
             on_progress(number / len(shards))
 
     with ShardCache(training, store, cache_dir) as cache:
-        sought = [shingles, *(each for rows in of_tasks.values() for each in rows.shingles)]
-        _look_for(sought, training_texts())
+        _look_for([shingles, *rows.shingles], training_texts())
     near = [(key, share) for key, share in shingles.shares(MIN_SHINGLES) if share >= OVERLAP_SHARE]
     near += [(key, 1.0) for key in whole.short.found if key in whole.left]  # others are copies
     return Overlap(
         snapshot_digest=training.digest,
         held_out_documents=len(texts),
         training_documents=sum(each.documents for each in shards),
-        found=len(whole.examples),
-        examples=tuple(whole.examples[:EXAMPLES]),
+        found=len(whole.found),
+        examples=tuple(whole.found.values())[:EXAMPLES],
         overlapping=len(near),
         overlapping_examples=tuple(f"{key} {share:.0%}" for key, share in near[:EXAMPLES]),
-        tasks=tuple(rows.overlap(task) for task, rows in of_tasks.items()),
+        tasks=rows.overlaps(),
     )
 
 
@@ -135,7 +135,7 @@ class _Copies:
         self._tokenizer = tokenizer
         self._keys: dict[bytes, list[str]] = {}
         self.left: set[str] = set()  # not found
-        self.examples: list[str] = []  # found
+        self.found: dict[str, str] = {}  # with where it is
         self.short = _ShortTexts()
 
     def add(self, key: str, text: bytes) -> bytes:
@@ -154,44 +154,47 @@ class _Copies:
         for key in self._keys.get(digest, ()):
             if key in self.left:
                 self.left.remove(key)
-                self.examples.append(f"{key} = {where}")
+                self.found[key] = f"{key.rpartition(_OF)[2]} = {where}"
         self.short.look_for(said)
 
 
 class _TaskRows:
-    """The rows of a task, and which of them were found."""
+    """The rows of tasks, and which of them were found; their keys are "TASK, _OF, row NUMBER"."""
 
-    def __init__(
-        self,
-        rows: Sequence[tuple[str, str]],
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-    ) -> None:
-        self.whole = _Copies(tokenizer)
+    def __init__(self, tasks: Rows, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tasks, self.whole = tasks, _Copies(tokenizer)
         long: list[tuple[str, bytes]] = []
         short: list[tuple[str, bytes]] = []
-        for number, (prompt, answer) in enumerate(rows):
-            for text in _renderings(prompt, answer, template):
-                seen = self.whole.add(key := f"row {number}", text)
-                (long if _has_shingles(seen) else short).append((key, seen))
+        for task, rows in tasks.items():
+            for number, (prompt, answer) in enumerate(rows):
+                key = f"{task}{_OF}row {number}"
+                for text in _renderings(prompt, answer, template):
+                    seen = self.whole.add(key, text)
+                    (long if _has_shingles(seen) else short).append((key, seen))
         for key, seen in short:
             self.whole.short.add(key, seen)
-        self._rows, self._short = len(rows), _Shingles(short, SHORT_SHINGLE_BYTES)
         self._long = _Shingles(long, own=True)
+        self._short = _Shingles(short, SHORT_SHINGLE_BYTES)
         self.shingles = (self._long, self._short)
 
-    def overlap(self, task: str) -> TaskOverlap:
-        found = {each.partition(" =")[0]: each for each in self.whole.examples}
+    def overlaps(self) -> tuple[TaskOverlap, ...]:
+        found = dict(self.whole.found)
         near = [each for each in self._long.shares() if each[1] >= OVERLAP_SHARE]
         near += [each for each in self._short.shares() if each[1] == 1]
         near += [(key, 1.0) for key in self.whole.short.found]
         for key, share in near:
-            found.setdefault(key, f"{key} {share:.0%}")
-        return TaskOverlap(
-            task=task,
-            rows=self._rows,
-            found=len(found),
-            examples=tuple(found.values())[:EXAMPLES],
+            found.setdefault(key, f"{key.rpartition(_OF)[2]} {share:.0%}")
+        by_task: dict[str, list[str]] = {}
+        for key, example in found.items():
+            by_task.setdefault(key.rpartition(_OF)[0], []).append(example)
+        return tuple(
+            TaskOverlap(
+                task=task,
+                rows=len(rows),
+                found=len(examples := by_task.get(task, [])),
+                examples=tuple(examples[:EXAMPLES]),
+            )
+            for task, rows in self._tasks.items()
         )
 
 
@@ -238,7 +241,7 @@ def _has_shingles(text: bytes) -> bool:
 
 class _Shingles:
     """The shingles of documents, and which of them were found in other text; ``own``: without those
-    that documents of two keys share."""
+    that two rows of a task share."""
 
     def __init__(
         self,
@@ -256,13 +259,7 @@ class _Shingles:
             for key, text in documents
         ]
         if own:
-            by_key: dict[str, list[Hashes]] = {}
-            for key, found in each:
-                by_key.setdefault(key, [_NONE]).append(found)
-            owned = [_NONE, *(_distinct(np.concatenate(found)) for found in by_key.values())]
-            ordered = np.sort(np.concatenate(owned))
-            shared = ordered[1:][ordered[1:] == ordered[:-1]]
-            each = [(key, found[~np.isin(found, shared)]) for key, found in each]
+            each = _without_shared(each)
         self._every = _distinct(np.concatenate([_NONE, *(found for _, found in each)]))
         self._places = [
             (key, np.searchsorted(self._every, found).astype(np.int32)) for key, found in each
@@ -295,6 +292,28 @@ class _Shingles:
 
     def _sampled(self, hashes: Hashes) -> Hashes:
         return hashes if self._step == 1 else hashes[hashes & (self._step - np.uint64(1)) == 0]
+
+
+def _without_shared(each: Sequence[tuple[str, Hashes]]) -> list[tuple[str, Hashes]]:
+    by_row: dict[str, list[Hashes]] = {}
+    for key, found in each:
+        by_row.setdefault(key, []).append(found)
+    by_task: dict[str, list[Hashes]] = {}
+    for key, renderings in by_row.items():
+        of_row = _distinct(np.concatenate(renderings))
+        by_task.setdefault(key.rpartition(_OF)[0], []).append(of_row)
+    ordered = {task: np.sort(np.concatenate(found)) for task, found in by_task.items()}
+    shared = {task: all_[1:][all_[1:] == all_[:-1]] for task, all_ in ordered.items()}
+    return [(key, _not_in(found, shared[key.rpartition(_OF)[0]])) for key, found in each]
+
+
+def _not_in(hashes: Hashes, others: Hashes) -> Hashes:
+    """Return those of ``hashes`` that ``others``, which are sorted, lack."""
+    if not len(others):
+        return hashes
+    places = np.minimum(np.searchsorted(others, hashes), len(others) - 1)
+    left: Hashes = hashes[others[places] != hashes]
+    return left
 
 
 def _look_for(sought: Sequence[_Shingles], texts: Iterable[bytes]) -> None:

@@ -235,6 +235,7 @@ from .plan import (
 )
 from .records import (
     Accelerator as Accelerator,
+    Approval as Approval,
     Deployment as Deployment,
     DeploymentStatus as DeploymentStatus,
     Failure as Failure,
@@ -247,7 +248,6 @@ from .records import (
 )
 from .selectors import select_workers as select_workers
 from .training import (
-    Approval as Approval,
     CheckpointRef as CheckpointRef,
     Continued as Continued,
     Evaluated as Evaluated,

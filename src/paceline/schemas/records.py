@@ -1,4 +1,4 @@
-"""Records that the coordinator stores: deployments, workers, receipts, stages."""
+"""Records that the coordinator stores: deployments, workers, receipts, stages, approvals."""
 
 from __future__ import annotations
 
@@ -202,3 +202,18 @@ class StageRecord(Record):
             seconds=seconds,
             finished_at=time.time(),
         )
+
+
+class Approval(Record):
+    """A person's decision on a promotion, as the coordinator recorded it; the approver is the owner
+    of the token that the call presented."""
+
+    run_id: str
+    model_id: ModelId
+    evidence_digest: Sha256  # of the evidence without its approver
+    approved: bool
+    reason: str = ""
+    approver: str  # the token's name
+    token_id: str
+    at: float  # seconds since the Unix epoch
+    submitters: tuple[str, ...]  # names of the tokens that submitted the run

@@ -14,6 +14,7 @@ from paceline.config import (
     TrainingSettings,
 )
 from paceline.schemas.base import ModelId, Name, Record, Sha256, digest_of, is_empty, is_none
+from paceline.schemas.records import Approval
 
 
 class TaskSize(Record):
@@ -472,21 +473,6 @@ class GateDecision(Record):
             for each in self.checks
             if not each.passed
         ]
-
-
-class Approval(Record):
-    """A person's decision on a promotion, as the coordinator recorded it; the approver is the owner
-    of the token that the call presented."""
-
-    run_id: str
-    model_id: ModelId
-    evidence_digest: Sha256  # of the evidence without its approver
-    approved: bool
-    reason: str = ""
-    approver: str  # the token's name
-    token_id: str
-    at: float  # seconds since the Unix epoch
-    submitters: tuple[str, ...]  # names of the tokens that submitted the run
 
 
 class Evidence(Record):
