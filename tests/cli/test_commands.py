@@ -53,6 +53,29 @@ def test_the_help_of_each_command_has_an_example(words: tuple[str, ...]) -> None
     assert example.strip().startswith("paceline ")
 
 
+def groups(group: click.Group, *words: str) -> list[tuple[tuple[str, ...], click.Group]]:
+    """Return ``group`` and the groups below it, by what is typed."""
+    context, found = click.Context(group), [(words, group)]
+    for name in group.list_commands(context):
+        child = group.get_command(context, name)
+        found += groups(child, *words, name) if isinstance(child, click.Group) else []
+    return found
+
+
+@pytest.mark.parametrize("words", [words for words, _ in groups(cli)], ids=" ".join)
+def test_the_help_of_each_group_has_an_example_and_whole_lines(words: tuple[str, ...]) -> None:
+    shown = paceline(*words, "--help").stdout
+    _, _, example = shown.partition("For example:\n")
+    assert len(example.strip().removeprefix("paceline ").split()) > 1, example
+    assert "..." not in shown.partition("\n\n")[2], "no line is cut"
+
+
+def test_each_option_has_a_help() -> None:
+    for words, command in EVERY:
+        for each in command.params:
+            assert not isinstance(each, click.Option) or each.help, (words, each.opts)
+
+
 def test_each_example_is_accepted_by_its_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import click
 from pydantic import BaseModel, ValidationError
 
+from paceline.cli.commands import Group
 from paceline.cli.options import (
     json_option,
     parsed,
@@ -68,7 +69,7 @@ Call = TypeVar("Call", bound=BaseModel)
 DURATION: dict[str, Any] = {"metavar": "DURATION", "callback": parsed(seconds)}
 
 
-@click.group()
+@click.group(cls=Group)
 def tokens() -> None:
     """Make, list and revoke the tokens that open the coordinator."""
 
@@ -214,7 +215,8 @@ def revoke(token_id: str | None, worker_id: str | None, state: Path | None, as_j
 @click.option("--worker-id", default=None, help="Of this worker only.")
 @click.option("--name", "names", multiple=True, help="Of this kind, e.g. change.refused.")
 @click.option("--since", **DURATION, default=None, help="Of the last so long, e.g. 12h.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True)
+@click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True,
+              help="Rows to show, at most.")  # fmt: skip
 @state_option
 @json_option
 def audit(
@@ -520,7 +522,7 @@ def _next_steps(made: FleetInitialised, *, kept: bool) -> str:
 path_argument = click.argument("path", type=click.Path(path_type=Path, dir_okay=False))
 
 
-@click.group()
+@click.group(cls=Group)
 def keys() -> None:
     """Make the keys that sign manifests (Ed25519)."""
 

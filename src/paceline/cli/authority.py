@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from paceline.cli.commands import Group
 from paceline.cli.options import json_option, show, state_directory, state_option
 from paceline.client import AccessClient, CoordinatorClient
 from paceline.config import Runtime, load_runtime, read_certificate
@@ -20,7 +21,7 @@ from paceline.relay.transport import authorities, fingerprint
 from paceline.schemas import AuthorityShown, TokenView
 
 
-@click.group()
+@click.group(cls=Group)
 def authority() -> None:
     """Replace the fleet's certificate authority: add, switch, retire."""
 

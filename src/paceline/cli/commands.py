@@ -175,17 +175,40 @@ EXAMPLES = {  # where more is typed than the command's words
 
 
 def example_of(words: str) -> str:
-    """Return the example of a command as it is typed."""
-    lines = EXAMPLES.get(words, words).split("\n")
+    """Return the example of a command, or of a group's first one, as it is typed."""
+    of_group = next((EXAMPLES[key] for key in EXAMPLES if key.startswith(f"{words} ")), words)
+    lines = EXAMPLES.get(words, of_group).split("\n")
     return "\n".join(each if each.startswith(" ") else f"paceline {each}" for each in lines)
 
 
-class LazyGroup(click.Group):
+def examples(*commands: str) -> str:
+    """Return the end of a help: the examples of ``commands``."""
+    lines = "\n".join(map(example_of, commands)).replace("\n", "\n  ")
+    return f"\b\nFor example:\n  {lines}"
+
+
+class Group(click.Group):
+    """A click group that lists its commands in the order of the code, each with its whole line."""
+
+    def list_commands(self, _ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows = [(name, self.short_help_of(name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def short_help_of(self, name: str) -> str:
+        """Return the line of a command: the first paragraph of its help."""
+        return " ".join((self.commands[name].help or "").split("\n\n")[0].split())
+
+
+class LazyGroup(Group):
     """A click group whose commands are imported when they are called."""
 
     def __init__(self, name: str, entries: Mapping[str, str], help: str) -> None:
         """``entries``: the word typed here → the words that name it in the tables above."""
-        super().__init__(name, help=help)
+        super().__init__(name, help=help, epilog=examples(*list(entries.values())[:3]))
         self.entries = entries
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
@@ -198,13 +221,15 @@ class LazyGroup(click.Group):
         module, function, _help = target_of(words)
         command = getattr(importlib.import_module(f"paceline.cli.{module}"), function)
         assert isinstance(command, click.Command)
-        for name, leaf in leaves(words, command):
-            leaf.epilog = f"\b\nFor example:\n  {example_of(name).replace(chr(10), chr(10) + '  ')}"
+        found = dict(leaves(words, command))
+        for name, leaf in found.items():
+            leaf.epilog = examples(name)
+        if isinstance(command, click.Group):
+            command.epilog = examples(*list(found)[:3])
         return command
 
-    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, self.short_help_of(name)) for name in self.entries])
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        super().format_commands(ctx, formatter)
         short = [name for name, words in self.entries.items() if words in COMMANDS]
         if short:
             formatter.write_paragraph()

@@ -268,7 +268,14 @@ model_argument = click.argument("model_id")
 version_argument = click.argument("version")
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "What": "data model",
+        "Training": "overrides team project",
+        "Promotion": "approver",
+    },
+)
 @click.option("--data", help="Your own text files: a directory, or s3://bucket/prefix.")
 @click.option(
     "--model",
@@ -327,7 +334,8 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
     },
 )
 @click.argument("data", required=False)
-@click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]))
+@click.option("--format", "format_", type=click.Choice(["text", "jsonl", "parquet", "tar"]),
+              help="Of the files.")  # fmt: skip
 @click.option("--text-field", help="JSONL and Parquet: the column; tar: the member's extension.")
 @click.option("--key-field", help="What names a sample, in DATA and in feature files.")
 @click.option(
@@ -336,7 +344,8 @@ def verify(call: FlowCall, model_id: str, version: str, full: bool) -> int:
     help="JSONL, Parquet: a column whose values the evaluation compares; may be repeated.",
 )
 @click.option("--features", multiple=True, help="Parquet file to join by key; may be repeated.")
-@click.option("--missing-features", type=click.Choice(["refuse", "skip"]))
+@click.option("--missing-features", type=click.Choice(["refuse", "skip"]),
+              help="What becomes of a sample without features.")  # fmt: skip
 @click.option("--tokenizer", help="'bytes', or the path of a tokenizer.json.")
 @click.option(
     "--max-tokens",

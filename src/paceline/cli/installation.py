@@ -342,7 +342,14 @@ def _findings(state_dir: Path) -> tuple[str, ...]:
     return findings_of(state_dir)
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "Labels": "host rack zone",
+        "Network": "scheduler listen",
+        "Join, once": "join_token coordinator_url ca",
+    },
+)
 @STATE
 @click.option("--worker-id", default="", help="This node's name; default: the one it joined as.")
 @click.option(

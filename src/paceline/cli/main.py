@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.commands import COMMANDS, Paceline
+from paceline.cli.commands import COMMANDS, Paceline, examples
 from paceline.errors import InvalidInput, PacelineError, ServiceUnavailable
 from paceline.text import OneLine, has_password, indented
 
@@ -26,6 +26,7 @@ cli = Paceline(
     {name: name for name in COMMANDS},
     "Run the whole life of a large model: relay, verify, train, evaluate, promote, roll out.",
 )
+cli.epilog = examples("demo", "up", "lifecycle")
 cli.context_settings = {"help_option_names": ["-h", "--help"]}
 cli = click.version_option(package_name="paceline")(cli)
 

@@ -94,11 +94,13 @@ def gang_options(command: F) -> F:
     @click.option(
         "--ranks", type=click.IntRange(min=1), help="Of the gang; default: the profile's."
     )
-    @click.option("--ranks-per-node", type=click.IntRange(min=1))
+    @click.option("--ranks-per-node", type=click.IntRange(min=1),
+                  help="On each node, at most.")  # fmt: skip
     @click.option("--accelerator", help="Its kind, or a part of its name: a100.")
     @click.option("--memory", "memory_bytes", callback=parsed(size_bytes), metavar="SIZE",
                   help="Of each accelerator, at least.")  # fmt: skip
-    @click.option("--capacity", type=click.Choice(["on-demand", "spot"]))
+    @click.option("--capacity", type=click.Choice(["on-demand", "spot"]),
+                  help="Only nodes of this kind.")  # fmt: skip
     @click.option("--within", type=click.Choice(["host", "domain", "rack", "zone", "fleet"]),
                   default="fleet", show_default=True,
                   help="What the gang must lie within.")  # fmt: skip

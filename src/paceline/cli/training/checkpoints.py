@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from paceline.cli.commands import Group
 from paceline.cli.options import json_option, objects_of, profile_options, read_profile, show
 from paceline.errors import CorruptData, SourceMissing
 from paceline.schemas import CheckpointExported, CheckpointShown, CheckpointsShown
@@ -28,7 +29,7 @@ step_option = click.option(
 )
 
 
-@click.group()
+@click.group(cls=Group)
 def checkpoints() -> None:
     """List a training's checkpoints, verify them, and export them to torch's own format."""
 

@@ -71,8 +71,10 @@ CLASS_NAMES = {
 @click.option("--steps", type=click.IntRange(min=1),
               help="Estimate a training of so many steps, like RUN_ID or as the next options say."
               )  # fmt: skip
-@click.option("--tokens-per-step", type=click.FloatRange(min=0, min_open=True))
-@click.option("--tokens-per-second", type=click.FloatRange(min=0, min_open=True))
+@click.option("--tokens-per-step", type=click.FloatRange(min=0, min_open=True),
+              help="Default: as in the earlier trainings like it.")  # fmt: skip
+@click.option("--tokens-per-second", type=click.FloatRange(min=0, min_open=True),
+              help="Of the whole gang; default: as in the earlier trainings like it.")  # fmt: skip
 @click.option("--on", "accelerators", multiple=True, type=(str, click.IntRange(min=1)),
               metavar="KIND COUNT", help="Accelerators that it would hold; cpu 2: two nodes."
               )  # fmt: skip

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import click
 
+from paceline.cli.commands import Sections
 from paceline.cli.options import (
     json_option,
     notice,
@@ -20,7 +21,14 @@ from paceline.schemas import MeshEstimate, MeshEstimates
 from paceline.units import duration, size
 
 
-@click.command()
+@click.command(
+    cls=Sections,
+    sections={
+        "Gang": "accelerator ranks meshes precision",
+        "Training": "tokens context rank_sequences batch_sequences",
+        "Model and prices": "vocabulary profile overrides",
+    },
+)
 @click.argument("model")
 @click.option("--accelerator", required=True, metavar="KIND",
               help="H100, H200, A100, or one of the profile's [hardware].")  # fmt: skip

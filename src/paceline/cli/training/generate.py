@@ -17,7 +17,8 @@ from paceline.schemas import Generated
 @click.command()
 @click.argument("model", metavar="MODEL")
 @click.argument("prompt")
-@click.option("--max-tokens", type=click.IntRange(1, 100_000), default=64, show_default=True)
+@click.option("--max-tokens", type=click.IntRange(1, 100_000), default=64, show_default=True,
+              help="Tokens to write, at most.")  # fmt: skip
 @click.option(
     "--temperature",
     type=click.FloatRange(0, 100),

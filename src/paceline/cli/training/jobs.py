@@ -13,7 +13,7 @@ from typing import Any
 import click
 from pydantic import BaseModel
 
-from paceline.cli.commands import Sections
+from paceline.cli.commands import Group, Sections
 from paceline.cli.options import (
     SNAPSHOT,
     gang_options,
@@ -22,6 +22,7 @@ from paceline.cli.options import (
     notice,
     or_last,
     print_table,
+    project_option,
     purpose_option,
     show,
     state_option,
@@ -54,7 +55,7 @@ from paceline.schemas import (
 from paceline.units import duration, moment
 
 
-@click.group()
+@click.group(cls=Group)
 def jobs() -> None:
     """Training jobs: they wait in a queue until their whole gang can start."""
 
@@ -75,13 +76,14 @@ def jobs() -> None:
 @click.option("--code-ref", default="", help="A pinned function of security.code_sources.")
 @click.option("--continue-from", default="", metavar="TRAINING",
               help="A finished job-…, or its beginning.")  # fmt: skip
-@click.option("--steps", type=click.IntRange(min=1))
-@click.option("--seed", type=click.IntRange(min=0))
-@click.option("--name", default="")
+@click.option("--steps", type=click.IntRange(min=1), help="Default: the profile's.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of the training.")
+@click.option("--name", default="", help="What lists show beside the job's id.")
 @click.option("--team", help="Whose quota it counts against (default: the token's team).")
-@click.option("--project", default="")
+@project_option
 @purpose_option
-@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True,
+              help="In the queue; the highest starts first.")  # fmt: skip
 @click.option("--evaluate", is_flag=True, help="Judge the result on the snapshot's held-out split.")
 @click.option("--evaluate-on", default="", metavar="URL", help="Judge it on this snapshot's.")
 @click.option("--budget", type=click.FloatRange(min=0), help="Pause the job when it has cost this.")
@@ -138,16 +140,21 @@ def submit(
     return _followed(client, made.job.job_id, as_json)
 
 
-@jobs.command("list")
-@click.option(
-    "--status", "states", multiple=True, type=click.Choice([each.value for each in JobState])
+@jobs.command(
+    "list",
+    cls=Sections,
+    sections={"Only jobs of": "states team project name submitter model"},
 )
-@click.option("--team", default="")
-@click.option("--project", default="")
+@click.option("--status", "states", multiple=True,
+              type=click.Choice([each.value for each in JobState]),
+              help="This state (repeatable).")  # fmt: skip
+@click.option("--team", default="", help="This team.")
+@click.option("--project", default="", help="This project.")
 @click.option("--name", default="", help="A part of the job's name.")
 @click.option("--submitter", default="", help="The name of the token that submitted it.")
-@click.option("--model", default="", metavar="MODEL_ID")
-@click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True)
+@click.option("--model", default="", metavar="MODEL_ID", help="The model that they train.")
+@click.option("--limit", type=click.IntRange(1, 500), default=50, show_default=True,
+              help="Jobs to list, at most.")  # fmt: skip
 @click.option("--offset", type=click.IntRange(0, 10**6), default=0, help="Leave the newest out.")
 @state_option
 @json_option

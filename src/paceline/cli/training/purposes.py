@@ -10,6 +10,7 @@ import click
 from pydantic import ValidationError
 
 from paceline.cli.access import DURATION
+from paceline.cli.commands import Group
 from paceline.cli.options import json_option, print_table, show, state_option
 from paceline.client import AccessClient
 from paceline.config import find_installation
@@ -18,7 +19,7 @@ from paceline.schemas import AllowPurpose, PurposeRule, PurposeShown, PurposesSh
 from paceline.units import moment
 
 
-@click.group()
+@click.group(cls=Group)
 def purposes() -> None:
     """What data may be used for, and by whom; an admin's table.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from paceline.cli.commands import Sections
+from paceline.cli.commands import Group, Sections
 from paceline.cli.options import (
     SNAPSHOT,
     ends_in_order,
@@ -55,7 +55,7 @@ storage_option = click.option(
 )
 
 
-class _Sweeps(click.Group):
+class _Sweeps(Group):
     """`paceline sweep NAME …` is `paceline sweep run NAME …`."""
 
     def resolve_command(
@@ -89,7 +89,7 @@ def sweep() -> None:
 @click.option("--parallel", type=click.IntRange(1, 256), default=2, show_default=True,
               help="Jobs at once, at most.")  # fmt: skip
 @click.option("--sampler", type=click.Choice(["tpe", "cmaes", "random"]), default="tpe",
-              show_default=True)  # fmt: skip
+              show_default=True, help="How the next settings are chosen.")  # fmt: skip
 @click.option("--pruner", type=click.Choice(["none", "asha", "hyperband", "median"]),
               default="none", show_default=True, help="Cancels jobs of bad trials.")  # fmt: skip
 @click.option("--seed", type=click.IntRange(min=0), help="The sampler's.")
@@ -101,7 +101,8 @@ def sweep() -> None:
 @team_option
 @click.option("--project", default="", help="Of the jobs.  [default: sweep-NAME]")
 @purpose_option
-@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True,
+              help="Of each job in the queue; the highest starts first.")  # fmt: skip
 @click.option("--cancel-jobs", is_flag=True, help="Ctrl-C cancels the jobs; else they go on.")
 @click.option("--detach", is_flag=True, help="The installation runs it; do not wait.")
 @storage_option
